@@ -1,0 +1,44 @@
+"""Codecs: how a chunk of fp32 values becomes bytes. Choose one from CODECS by its name.
+
+These numpy versions are the reference; `worker/codecs.py` produces the same bytes on the worker's device. A codec
+works on one chunk at a time, so that everything around it streams in bounded memory.
+
+Arithmetic is part of the format: every operation below is one fp32 operation rounded to nearest even, so that
+all replicas decode the same bytes to the same values on any hardware.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.codecs import bf16, fp32, int8
+
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One codec.
+
+    size(n)                        exact number of bytes of n encoded elements
+    encode(x, out)                 float32[n] -> uint8[size(n)]; CodecError for values it cannot carry
+    decode(data, out)              uint8[size(n)] -> float32[n]
+    accumulate(data, weight, acc)  acc += weight · decode(data), with the rounding that docs/wire-format.md gives
+    check(data, n)                 WireError unless all n decoded values are finite
+    """
+
+    name: str
+    size: Callable[[int], int]
+    encode: Callable[[F32, U8], None]
+    decode: Callable[[U8, F32], None]
+    accumulate: Callable[[U8, np.float32, F32], None]
+    check: Callable[[U8, int], None]
+
+
+CODECS: dict[str, Codec] = {
+    module.NAME: Codec(module.NAME, module.size, module.encode, module.decode, module.accumulate, module.check)
+    for module in (fp32, bf16, int8)
+}

@@ -1,0 +1,48 @@
+"""bf16: the upper half of each fp32 value, rounded to nearest even, little-endian uint16."""
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import CodecError, WireError
+
+NAME = "bf16"
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+_EXPONENT = np.uint16(0x7F80)  # all ones: infinity or NaN
+
+
+def size(n: int) -> int:
+    return 2 * n
+
+
+def encode(x: F32, out: U8) -> None:
+    bits = x.view(np.uint32)
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)  # to even
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    half = rounded.astype("<u2")
+    # A NaN's sum may wrap around to a finite pattern, so the input is looked at as well as the result.
+    if not np.isfinite(x).all() or ((half & _EXPONENT) == _EXPONENT).any():
+        raise CodecError("bf16: the values contain NaN, infinity or more than bf16 can hold")
+    out.view("<u2")[:] = half
+
+
+def decode(data: U8, out: F32) -> None:
+    bits = out.view(np.uint32)
+    bits[:] = data.view("<u2")
+    bits <<= np.uint32(16)
+
+
+def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
+    values = np.empty_like(acc)
+    decode(data, values)
+    np.multiply(values, weight, out=values)
+    np.add(acc, values, out=acc)
+
+
+def check(data: U8, n: int) -> None:
+    if ((data.view("<u2") & _EXPONENT) == _EXPONENT).any():
+        raise WireError("bf16: the values contain NaN or infinity")

@@ -1,0 +1,33 @@
+"""fp32: the values as they are, little-endian. Lossless; for tests, references and checkpoints."""
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import CodecError, WireError
+
+NAME = "fp32"
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+
+def size(n: int) -> int:
+    return 4 * n
+
+
+def encode(x: F32, out: U8) -> None:
+    if not np.isfinite(x).all():
+        raise CodecError("fp32: the values contain NaN or infinity")
+    out.view("<f4")[:] = x
+
+
+def decode(data: U8, out: F32) -> None:
+    out[:] = data.view("<f4")
+
+
+def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
+    np.add(acc, data.view("<f4") * weight, out=acc)
+
+
+def check(data: U8, n: int) -> None:
+    if not np.isfinite(data.view("<f4")).all():
+        raise WireError("fp32: the values contain NaN or infinity")

@@ -1,0 +1,73 @@
+"""BLAKE3 digests of payloads and of outer states.
+
+A *payload digest* is BLAKE3 of the whole payload; in hexadecimal it is also the payload's ETag.
+
+A *state digest* says that two replicas hold the same fragment bit for bit: BLAKE3 of the 64 bytes
+BLAKE3(θ) ‖ BLAKE3(u), where θ and the outer momentum u are little-endian fp32. Two separate hashes, so that
+both can be fed chunk by chunk in one pass over memory.
+"""
+
+import base64
+import binascii
+from collections.abc import Iterable
+
+from blake3 import blake3
+
+DIGEST_BYTES = 32
+
+# Of a numpy array pass its `.data`.
+Buffer = bytes | bytearray | memoryview
+
+
+def digest(data: Buffer) -> bytes:
+    """BLAKE3 of `data`, 32 bytes."""
+    return blake3(_as_bytes(data)).digest()
+
+
+def _as_bytes(data: Buffer) -> Buffer:
+    """blake3 takes buffers of bytes only, and an array's items are floats."""
+    return data.cast("B") if isinstance(data, memoryview) else data
+
+
+class StateHash:
+    """The state digest of one fragment, fed chunk by chunk."""
+
+    def __init__(self) -> None:
+        self._theta = blake3()
+        self._momentum = blake3()
+
+    def update(self, theta: Buffer, momentum: Buffer) -> None:
+        self._theta.update(_as_bytes(theta))
+        self._momentum.update(_as_bytes(momentum))
+
+    def digest(self) -> bytes:
+        return blake3(self._theta.digest() + self._momentum.digest()).digest()
+
+
+def model_digest(fragment_digests: Iterable[bytes]) -> bytes:
+    """One digest for a whole outer state: BLAKE3 of its fragments' state digests, in order."""
+    return blake3(b"".join(fragment_digests)).digest()
+
+
+def content_digest(value: bytes) -> str:
+    """`value` as a Content-Digest header (RFC 9530, with `blake3` as the algorithm)."""
+    return f"blake3=:{base64.b64encode(value).decode()}:"
+
+
+def parse_content_digest(header: str) -> bytes | None:
+    """The BLAKE3 digest in a Content-Digest header; None where it names other algorithms only.
+
+    Raises ValueError for a blake3 member that is not 32 base64-coded bytes.
+    """
+    for member in header.split(","):
+        name, _, value = member.strip().partition("=")
+        if name != "blake3":
+            continue
+        try:
+            decoded = base64.b64decode(value.strip(":"), validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"Content-Digest is not base64: {error}") from error
+        if len(decoded) != DIGEST_BYTES:
+            raise ValueError(f"Content-Digest has {len(decoded)} bytes, BLAKE3 has {DIGEST_BYTES}")
+        return decoded
+    return None

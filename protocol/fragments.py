@@ -1,0 +1,104 @@
+"""Fragments: how a model's trainable tensors become a few fp32 vectors of about equal length.
+
+The trainable tensors, in the model's own order, are thought of as one long vector, and that is cut into P nearly
+equal parts. So a big embedding is cut, small tensors are packed together, and a fragment is an ordered
+list of slices. Every participant computes the same layout from the same tensors; tied tensors are listed once.
+"""
+
+from math import prod
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from protocol.digest import digest
+from protocol.errors import LayoutError
+
+MAX_FRAGMENTS = 1 << 16
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TensorSpec(_Strict):
+    """One trainable tensor: its name in the model and its shape."""
+
+    name: str = Field(min_length=1, max_length=512)
+    shape: list[int] = Field(max_length=16)
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+class Slice(_Strict):
+    """Elements [start, stop) of the flattened tensor number `tensor`."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+class Layout(_Strict):
+    """The tensors of a run and their fragments. Fragment p is the concatenation of its slices."""
+
+    tensors: list[TensorSpec]
+    fragments: list[list[Slice]]
+
+    @property
+    def elements(self) -> list[int]:
+        """Elements of each fragment."""
+        return [sum(piece.stop - piece.start for piece in fragment) for fragment in self.fragments]
+
+    @property
+    def total_elements(self) -> int:
+        return sum(tensor.elements for tensor in self.tensors)
+
+    def digest(self) -> bytes:
+        return digest(self.model_dump_json().encode())
+
+
+def plan_fragments(tensors: list[TensorSpec], fragment_elements: int) -> Layout:
+    """Cut `tensors` into the fewest fragments of at most `fragment_elements` elements, nearly equal in size.
+
+    Raises LayoutError for no tensors, a negative dimension, a name that occurs twice or more than MAX_FRAGMENTS.
+    """
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.name in seen:
+            raise LayoutError(f"tensor {tensor.name!r} is listed twice; list a tied tensor once")
+        if any(dimension < 0 for dimension in tensor.shape):
+            raise LayoutError(f"tensor {tensor.name!r} has shape {tensor.shape}: a dimension is negative")
+        seen.add(tensor.name)
+    total = sum(tensor.elements for tensor in tensors)
+    if total == 0:
+        raise LayoutError("the model has no trainable elements")
+
+    count = -(-total // fragment_elements)
+    if count > MAX_FRAGMENTS:
+        raise LayoutError(
+            f"{total} trainable elements are {count} fragments of {fragment_elements}, at most {MAX_FRAGMENTS} are "
+            f"allowed; raise sync.fragment_elements"
+        )
+    bounds = [total * p // count for p in range(count + 1)]
+    fragments: list[list[Slice]] = [[] for _ in range(count)]
+    p, position = 0, 0  # position: of the tensor's first element in the long vector
+    for index, tensor in enumerate(tensors):
+        start = 0
+        while start < tensor.elements:
+            stop = min(tensor.elements, bounds[p + 1] - position)
+            fragments[p].append(Slice(tensor=index, start=start, stop=stop))
+            if position + stop == bounds[p + 1]:
+                p += 1
+            start = stop
+        position += tensor.elements
+    return Layout(tensors=tensors, fragments=fragments)
+
+
+def first_difference(ours: list[TensorSpec], theirs: list[TensorSpec]) -> str | None:
+    """One sentence on the first tensor in which two models differ; None where they are the same."""
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return f"tensor {index} is {b.name} {b.shape}, the run has {a.name} {a.shape}"
+    if len(ours) != len(theirs):
+        return f"the model has {len(theirs)} trainable tensors, the run has {len(ours)}"
+    return None

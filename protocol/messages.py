@@ -1,0 +1,278 @@
+"""The JSON messages of the REST interface. docs/rest.md says where each is used.
+
+Requests refuse unknown keys; replies may gain keys, so clients must ignore those they do not know.
+Times are seconds since 1970 (UTC) unless the name ends in `_s`, a duration in seconds. Digests are hexadecimal.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from protocol.fragments import Layout, TensorSpec
+from protocol.spec import RunSpec
+
+Item = TypeVar("Item")
+HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Reply(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class Page(_Reply, Generic[Item]):
+    """A page of a listing; `next` is the cursor for `?after=` of the following page, or null at the end."""
+
+    items: list[Item]
+    next: str | None = None
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+
+class RunState(StrEnum):
+    SEEDING = "seeding"  # state 0 is not there yet
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+
+
+class RunInfo(_Reply):
+    name: str
+    state: RunState
+    reason: str  # one sentence: what the run is doing or waiting for
+    round: int  # the open round; equals `rounds` when finished
+    rounds: int
+    spec_digest: HexDigest
+    created_at: float
+    live_workers: int
+    fragments: int | None  # null until the first worker has told the model's shape
+    elements: int | None
+    tokens: int  # trained on, in accepted contributions
+    upload_bytes: int  # accepted contributions
+    held_out_loss: float | None  # the latest, nats per token
+    state_digest: HexDigest | None  # of the finished run's outer state
+
+
+class RunDetail(RunInfo):
+    spec: RunSpec
+
+
+class RunChange(_Request):
+    state: Literal["running", "paused", "stopped"]
+
+
+# --- workers ------------------------------------------------------------------------------------------------------
+
+
+class DataSummary(_Request):
+    """What a worker's training set is: a digest of its content, and its length in work units."""
+
+    digest: HexDigest
+    units: Annotated[int, Field(gt=0, lt=1 << 60)]
+
+
+class JoinRequest(_Request):
+    """`previous` is the member token of an earlier lease under this name: it proves that this is the same worker,
+    restarted, so that it need not wait for that lease to expire."""
+
+    tensors: Annotated[list[TensorSpec], Field(max_length=1_000_000)]
+    data: DataSummary | None = None
+    previous: Annotated[str, Field(max_length=128)] | None = None
+    host: dict[str, str | int | float] = Field(default_factory=dict, max_length=32)
+
+
+class JoinReply(_Reply):
+    worker: str
+    member_token: str  # the bearer token of everything else that this worker does
+    epoch: int
+    lease_s: float
+    layout: Layout
+
+
+class Metrics(_Request):
+    """A worker's own measurements, since it started; shown, never acted upon."""
+
+    round: Count | None = None
+    inner_step: Count | None = None
+    loss: Finite | None = None
+    tokens_per_second: Finite | None = None
+    upload_bytes: Count = 0
+    download_bytes: Count = 0
+    phase: Annotated[str, Field(max_length=32)] | None = None
+
+
+class Directive(StrEnum):
+    CONTINUE = "continue"
+    STOP = "stop"  # the run is finished or was stopped: leave
+
+
+class LeaseReply(_Reply):
+    directive: Directive
+    reason: str
+    lease_s: float
+
+
+class LeaveRequest(_Request):
+    """The state that the worker holds as it leaves, for comparison with the coordinator's."""
+
+    state_round: Count | None = None
+    state_digest: HexDigest | None = None
+    metrics: Metrics = Field(default_factory=Metrics)
+
+
+class WorkerState(StrEnum):
+    LIVE = "live"
+    LOST = "lost"  # its lease expired
+    LEFT = "left"
+
+
+class WorkerInfo(_Reply):
+    name: str
+    state: WorkerState
+    epoch: int
+    joined_at: float
+    last_seen_s: float | None  # ago; null where it is not live
+    host: dict[str, str | int | float]
+    metrics: Metrics
+    contributions: int
+    tokens: int
+    upload_bytes: int  # accepted contributions
+    state_round: int | None  # told when it left
+    state_digest: HexDigest | None
+
+
+class Action(StrEnum):
+    SEED = "seed"  # upload state 0, then ask again
+    RECOVER = "recover"  # fetch state `round`, then ask again
+    TRAIN = "train"  # train on `units`, contribute to `round`, fetch its deltas
+    WAIT = "wait"  # nothing yet; ask again
+    FINISH = "finish"  # the run has ended; leave
+
+
+class AssignmentRequest(_Request):
+    """`state_round` is the state that the worker holds; null for none."""
+
+    state_round: Count | None = None
+
+
+class Assignment(_Reply):
+    action: Action
+    reason: str
+    round: int
+    inner_steps: int = 0
+    units: list[list[int]] = Field(default_factory=list)  # half-open ranges of work units, this round's
+    evaluate: bool = False  # measure the held-out loss of the state `round` and report it
+
+
+# --- rounds -------------------------------------------------------------------------------------------------------
+
+
+class FragmentState(StrEnum):
+    COLLECTING = "collecting"
+    AGGREGATING = "aggregating"
+    PUBLISHED = "published"
+
+
+class FragmentInfo(_Reply):
+    fragment: int
+    state: FragmentState
+    reason: str
+    contributors: list[str]
+    closes_in_s: float | None  # null where no deadline is running
+    delta_bytes: int | None
+    delta_digest: HexDigest | None
+
+
+class RoundInfo(_Reply):
+    round: int
+    state: FragmentState  # the least advanced of its fragments
+    reason: str
+    opened_at: float
+    closed_at: float | None
+    tokens: int
+    loss: float | None  # mean training loss over the contributors, weighted by tokens
+    held_out_loss: float | None  # of the state that the round started from
+    upload_bytes: int
+    delta_bytes: int
+
+
+class RoundDetail(RoundInfo):
+    fragments: list[FragmentInfo]
+
+
+class ContributionReply(_Reply):
+    round: int
+    fragment: int
+    digest: HexDigest
+    created: bool  # false where the same contribution had been accepted before
+
+
+class EvaluationReport(_Request):
+    loss: Finite
+    tokens: Annotated[int, Field(gt=0, lt=1 << 60)]
+
+
+# --- checkpoints, events, tokens ----------------------------------------------------------------------------------
+
+
+class CheckpointFragment(_Reply):
+    fragment: int
+    elements: int
+    bytes: int
+    digest: HexDigest  # of the payload; also its ETag
+    state_digest: HexDigest
+
+
+class CheckpointInfo(_Reply):
+    round: int
+    created_at: float
+    bytes: int
+    state_digest: HexDigest
+
+
+class CheckpointDetail(CheckpointInfo):
+    layout: Layout
+    fragments: list[CheckpointFragment]
+
+
+class Event(_Reply):
+    id: int
+    at: float
+    kind: str
+    message: str
+    data: dict[str, Any]
+
+
+class Scope(StrEnum):
+    ADMIN = "admin"
+    WORKER = "worker"
+    VIEWER = "viewer"
+
+
+class TokenRequest(_Request):
+    scope: Scope
+    note: Annotated[str, Field(max_length=200)] = ""
+
+
+class TokenInfo(_Reply):
+    id: str
+    scope: Scope
+    note: str
+    created_at: float
+
+
+class NewToken(TokenInfo):
+    token: str  # shown this once
+
+
+class Health(_Reply):
+    status: str
+    version: str

@@ -1,0 +1,180 @@
+"""The run spec: one TOML file that says everything about a run. It never changes after the run was created.
+
+Unknown keys are refused. docs/settings.md lists every key (generated from these classes, and tested).
+"""
+
+import tomllib
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from protocol.errors import SpecError
+
+MAX_SPEC_BYTES = 1 << 16
+NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+CodecName = Literal["fp32", "bf16", "int8"]
+PositiveInt = Annotated[int, Field(gt=0, lt=1 << 40)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelSpec(_Section):
+    """What is trained: exactly one of preset, config and factory."""
+
+    preset: Literal["tiny", "llama-150m", "llama-1b"] | None = Field(
+        None, description="a model that ships with Outerstep"
+    )
+    config: dict[str, Any] | None = Field(
+        None, description="a transformers configuration for AutoModelForCausalLM.from_config; needs its model_type"
+    )
+    factory: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = Field(
+        None, description="your own module:function, called without arguments on the worker; returns a torch.nn.Module"
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> "ModelSpec":
+        given = [key for key in ("preset", "config", "factory") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of preset, config and factory, not {given or 'none'}")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError('config needs a model_type, for example model_type = "llama"')
+        return self
+
+
+class DataSpec(_Section):
+    """The training set. Text is read as bytes: token ids 0 to 255."""
+
+    source: str = Field(
+        "python-stdlib",
+        min_length=1,
+        description=(
+            '"python-stdlib", a directory or glob of text files on the worker, or "custom" for a script\'s own data'
+        ),
+    )
+    sequence_length: PositiveInt = Field(256, description="tokens per sequence")
+    holdout: Fraction = Field(0.05, description="share of the files kept out of training, chosen by hash of their name")
+
+
+class InnerSpec(_Section):
+    """The inner optimizer: AdamW with warmup and cosine decay, keyed to global inner steps."""
+
+    batch_size: PositiveInt = Field(8, description="sequences per inner step; one batch is one work unit")
+    learning_rate: float = Field(4e-4, gt=0, description="peak learning rate")
+    beta1: Fraction = Field(0.9, description="AdamW's beta 1")
+    beta2: Fraction = Field(0.95, description="AdamW's beta 2")
+    weight_decay: float = Field(0.1, ge=0, description="AdamW's weight decay")
+    clip_norm: float = Field(1.0, gt=0, description="gradients are clipped to this global L2 norm")
+    warmup_steps: int = Field(100, ge=0, description="inner steps of linear warmup")
+    final_fraction: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a fraction of the peak")
+
+
+class OuterSpec(_Section):
+    """The outer optimizer: Nesterov SGD on the averaged pseudo-gradient."""
+
+    learning_rate: float = Field(0.7, gt=0, description="outer learning rate")
+    momentum: Fraction = Field(0.9, description="outer Nesterov momentum")
+
+
+class SyncSpec(_Section):
+    """When and how the workers synchronise."""
+
+    rounds: PositiveInt = Field(..., description="outer steps until the run is finished")
+    inner_steps: PositiveInt = Field(500, description="H, inner steps per round")
+    upload_codec: CodecName = Field("int8", description="codec of contributions")
+    download_codec: CodecName = Field("int8", description="codec of deltas")
+    zstd: bool = Field(True, description="compress payloads by zstd; turn off where lines are faster than 1 Gbit/s")
+    fragment_elements: Annotated[int, Field(ge=256, le=1 << 28)] = Field(
+        1 << 23, description="elements per fragment, at most"
+    )
+
+
+class MembersSpec(_Section):
+    """Who is waited for, and for how long."""
+
+    min_workers: Annotated[int, Field(ge=1, le=10_000)] = Field(
+        1, description="live workers needed to open and close a round"
+    )
+    lease_s: float = Field(60.0, ge=1, le=86_400, description="a worker silent for longer is taken for dead")
+    grace_factor: float = Field(
+        0.5, ge=0, le=100, description="stragglers get this share of the time that the quorum needed"
+    )
+    grace_min_s: float = Field(5.0, ge=0, description="shortest grace")
+    grace_max_s: float = Field(600.0, ge=0, description="longest grace")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "MembersSpec":
+        if self.grace_min_s > self.grace_max_s:
+            raise ValueError(f"grace_min_s = {self.grace_min_s} is larger than grace_max_s = {self.grace_max_s}")
+        return self
+
+
+class CheckpointSpec(_Section):
+    """Checkpoints of the outer state on the coordinator. The last state is always kept."""
+
+    every_rounds: PositiveInt = Field(10, description="rounds between checkpoints")
+    keep: PositiveInt = Field(2, description="checkpoints kept; deltas are kept back to the oldest of them")
+
+
+class EvaluationSpec(_Section):
+    """Held-out loss of the global model, by one worker per evaluated round."""
+
+    every_rounds: PositiveInt = Field(
+        1, description="rounds between evaluations; the first and last state always count"
+    )
+    max_tokens: PositiveInt = Field(65_536, description="held-out tokens per evaluation, at most")
+
+
+class RunSpec(_Section):
+    """A run spec. `sync.rounds` and `model` have no default; all other keys do."""
+
+    name: Name = Field(..., description="the run's name: lower-case letters, digits, '.', '_' and '-'")
+    seed: int = Field(0, ge=0, lt=1 << 32, description="seed of the initial model and of the order of the data")
+    model: ModelSpec
+    data: DataSpec = Field(default_factory=DataSpec)  # type: ignore[arg-type]
+    inner: InnerSpec = Field(default_factory=InnerSpec)  # type: ignore[arg-type]
+    outer: OuterSpec = Field(default_factory=OuterSpec)  # type: ignore[arg-type]
+    sync: SyncSpec
+    members: MembersSpec = Field(default_factory=MembersSpec)  # type: ignore[arg-type]
+    checkpoints: CheckpointSpec = Field(default_factory=CheckpointSpec)  # type: ignore[arg-type]
+    evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)  # type: ignore[arg-type]
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens in one work unit."""
+        return self.inner.batch_size * self.data.sequence_length
+
+    @property
+    def total_inner_steps(self) -> int:
+        return self.sync.rounds * self.sync.inner_steps
+
+
+def parse_spec(text: str) -> RunSpec:
+    """The run spec in `text` (TOML). Raises SpecError naming each wrong key, its value and what is allowed."""
+    if len(text.encode()) > MAX_SPEC_BYTES:
+        raise SpecError(f"the spec is larger than {MAX_SPEC_BYTES} bytes")
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"the spec is not valid TOML: {error}") from error
+    try:
+        return RunSpec.model_validate(document)
+    except ValidationError as error:
+        raise SpecError("; ".join(explain(fault) for fault in error.errors())) from error
+
+
+def explain(fault: Any) -> str:
+    """One pydantic fault as a sentence: key, value, what is allowed."""
+    key = ".".join(str(part) for part in fault["loc"]) or "(top level)"
+    if fault["type"] == "extra_forbidden":
+        return f"{key}: there is no such key"
+    if fault["type"] == "missing":
+        return f"{key}: this key is missing"
+    message = fault["msg"].removeprefix("Value error, ")
+    value = fault["input"]
+    shown = "" if isinstance(value, dict) else f" = {value!r}"
+    return f"{key}{shown}: {message[0].lower()}{message[1:]}"

@@ -1,0 +1,249 @@
+"""The payload: what a contribution, a delta and a checkpoint's fragment look like as bytes.
+
+    magic "OSTP" · uint16 version · uint16 zero · uint32 header length · msgpack header · frames
+
+docs/wire-format.md is the specification. A frame is one chunk of a fixed number of elements, either raw (exactly as
+long as the codec says) or one zstd frame (shorter than that). Because a raw frame's length is known beforehand, every
+length is checked before anything is allocated or decompressed.
+"""
+
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import zstandard
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+
+from protocol.codecs import CODECS, Codec
+from protocol.digest import DIGEST_BYTES, Buffer
+from protocol.errors import WireError
+
+MAGIC = b"OSTP"
+VERSION = 1
+PREFIX = struct.Struct("<4sHHI")
+MAX_HEADER_BYTES = 1 << 20
+CHUNK_ELEMENTS = 1 << 18
+MAX_CHUNK_ELEMENTS = 1 << 22
+MAX_ELEMENTS = 1 << 31
+MAX_FRAMES = 1 << 16
+MAX_UNIT_RANGES = 1 << 16
+MAX_CONTRIBUTORS = 10_000
+MAX_MAP_KEYS = 32
+ZSTD_LEVEL = 1
+
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+Digest = Annotated[bytes, Field(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+Index = Annotated[int, Field(ge=0, lt=1 << 63)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+UnitRange = Annotated[list[Index], Field(min_length=2, max_length=2)]
+
+
+class _Strict(BaseModel):
+    # Lists fail fast: a hostile header may hold a million faults, and collecting them took gigabytes.
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Contributor(_Strict):
+    """A worker whose contribution is in a delta, and its weight before normalisation."""
+
+    worker: Annotated[str, Field(max_length=64)]
+    tokens: Index
+
+
+class _Header(_Strict):
+    run: Annotated[str, Field(max_length=64)]
+    round: Index
+    fragment: Index
+    codec: Literal["fp32", "bf16", "int8"]
+    elements: Annotated[int, Field(ge=1, le=MAX_ELEMENTS)]
+    chunk_elements: Annotated[int, Field(ge=1, le=MAX_CHUNK_ELEMENTS)]
+    frame_bytes: Annotated[list[Annotated[int, Field(ge=1)]], Field(max_length=MAX_FRAMES), FailFast()]
+
+
+class ContributionHeader(_Header):
+    """One worker's pseudo-gradient of one fragment. `base` is the state digest that it was computed against;
+    `units` are the half-open ranges of work units that it was trained on; `loss` is the mean training loss, nats
+    per token; `norm` the L2 norm of the fragment's pseudo-gradient before encoding."""
+
+    kind: Literal["contribution"] = "contribution"
+    worker: Annotated[str, Field(max_length=64)]
+    base: Digest
+    tokens: Annotated[int, Field(ge=1, lt=1 << 63)]
+    inner_steps: Index
+    loss: Finite
+    norm: Finite
+    units: Annotated[list[UnitRange], Field(max_length=MAX_UNIT_RANGES), FailFast()]
+
+
+class DeltaHeader(_Header):
+    """The averaged pseudo-gradient of one fragment. `contributors` are in worker-id order."""
+
+    kind: Literal["delta"] = "delta"
+    base: Digest
+    contributors: Annotated[list[Contributor], Field(max_length=MAX_CONTRIBUTORS), FailFast()]
+
+
+class StateHeader(_Header):
+    """One fragment's outer state before round `round`: θ, then the momentum u; `elements` counts both."""
+
+    kind: Literal["state"] = "state"
+
+
+Header = ContributionHeader | DeltaHeader | StateHeader
+_HEADERS: TypeAdapter[Header] = TypeAdapter(Annotated[Header, Field(discriminator="kind")])
+
+
+class _Zstd(threading.local):
+    """zstd contexts are not shared between threads."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_zstd = _Zstd()
+
+
+def chunk_sizes(elements: int, chunk_elements: int) -> Iterator[int]:
+    """Elements of each chunk: all full but the last."""
+    for start in range(0, elements, chunk_elements):
+        yield min(chunk_elements, elements - start)
+
+
+def max_payload_bytes(codec: str, elements: int) -> int:
+    """Upper bound of a payload's size, header included."""
+    sizes = chunk_sizes(elements, CHUNK_ELEMENTS)
+    return PREFIX.size + MAX_HEADER_BYTES + sum(CODECS[codec].size(n) for n in sizes)
+
+
+def pack_frame(raw: U8, *, zstd: bool) -> Buffer:
+    """The frame of one encoded chunk: compressed where that is wanted and shorter, raw otherwise."""
+    if zstd:
+        packed = _zstd.compressor.compress(raw.data)
+        if len(packed) < len(raw):
+            return packed
+    return raw.data
+
+
+def pack_frames(values: F32, codec: Codec, *, zstd: bool, chunk_elements: int = CHUNK_ELEMENTS) -> list[Buffer]:
+    """Encode float32[n] into frames. Raises CodecError for values that the codec cannot carry."""
+    frames: list[Buffer] = []
+    for start in range(0, len(values), chunk_elements):
+        chunk = values[start : start + chunk_elements]
+        raw = np.empty(codec.size(len(chunk)), np.uint8)
+        codec.encode(chunk, raw)
+        frames.append(pack_frame(raw, zstd=zstd))
+    return frames
+
+
+def pack_header(header: Header) -> bytes:
+    """Prefix and header: everything of a payload that precedes its frames."""
+    body: bytes = msgpack.packb(header.model_dump(), use_bin_type=True)
+    if len(body) > MAX_HEADER_BYTES:
+        raise WireError(f"the header has {len(body)} bytes, at most {MAX_HEADER_BYTES} are allowed")
+    return PREFIX.pack(MAGIC, VERSION, 0, len(body)) + body
+
+
+class Payload:
+    """A payload, read through `read_at(offset, length)` so that it need not lie in memory.
+
+    Opening it checks prefix, header and every length against `total_bytes`; no frame is read or decompressed before
+    it is asked for. Raises WireError where the bytes break the format.
+    """
+
+    def __init__(self, read_at: Callable[[int, int], Buffer], total_bytes: int) -> None:
+        self._read_at = read_at
+        self.total_bytes = total_bytes
+        self.header, frames_start = _read_header(read_at, total_bytes)
+        self.codec = CODECS[self.header.codec]
+        frame_bytes = self.header.frame_bytes
+        frames = -(-self.header.elements // self.header.chunk_elements)
+        if len(frame_bytes) != frames:
+            raise WireError(
+                f"{self.header.elements} elements in chunks of {self.header.chunk_elements} are {frames} "
+                f"frames, the header lists {len(frame_bytes)}"
+            )
+        self.chunks = list(chunk_sizes(self.header.elements, self.header.chunk_elements))
+        for index, (length, n) in enumerate(zip(frame_bytes, self.chunks, strict=True)):
+            if length > self.codec.size(n):
+                raise WireError(f"frame {index} has {length} bytes, at most {self.codec.size(n)} hold {n} elements")
+        if frames_start + sum(frame_bytes) != total_bytes:
+            raise WireError(f"the header describes {frames_start + sum(frame_bytes)} bytes, {total_bytes} are there")
+        self.offsets = [frames_start]
+        for length in frame_bytes[:-1]:
+            self.offsets.append(self.offsets[-1] + length)
+
+    @classmethod
+    def from_bytes(cls, data: Buffer) -> "Payload":
+        view = memoryview(data)
+        return cls(lambda offset, length: view[offset : offset + length], len(view))
+
+    def chunk(self, index: int) -> U8:
+        """Chunk `index` in encoded form, uint8[codec.size(n)]; decompressed where it travels compressed."""
+        length, raw_bytes = self.header.frame_bytes[index], self.codec.size(self.chunks[index])
+        frame = self._read_at(self.offsets[index], length)
+        if len(frame) != length:
+            raise WireError(f"frame {index} ends after {len(frame)} of {length} bytes")
+        if length < raw_bytes:
+            frame = _decompress(frame, raw_bytes, index)
+        return np.frombuffer(frame, np.uint8)
+
+    def check(self) -> None:
+        """Read every frame; WireError unless all of them decode to finite values."""
+        for index, n in enumerate(self.chunks):
+            self.codec.check(self.chunk(index), n)
+
+    def decode(self, out: F32) -> None:
+        """All values into `out`, float32[elements]."""
+        start = 0
+        for index, n in enumerate(self.chunks):
+            self.codec.decode(self.chunk(index), out[start : start + n])
+            start += n
+
+
+def _read_header(read_at: Callable[[int, int], Buffer], total_bytes: int) -> tuple[Header, int]:
+    if total_bytes < PREFIX.size:
+        raise WireError(f"{total_bytes} bytes are too few for a payload")
+    magic, version, reserved, header_bytes = PREFIX.unpack(read_at(0, PREFIX.size))
+    if magic != MAGIC:
+        raise WireError("the payload does not start with OSTP")
+    if version != VERSION or reserved != 0:
+        raise WireError(f"payload version {version} is not supported, only {VERSION} is")
+    if header_bytes > min(MAX_HEADER_BYTES, total_bytes - PREFIX.size):
+        raise WireError(f"the header claims {header_bytes} bytes; more than are there or than are allowed")
+    try:
+        document = msgpack.unpackb(
+            read_at(PREFIX.size, header_bytes),
+            raw=False,
+            strict_map_key=True,
+            max_array_len=MAX_FRAMES,
+            max_map_len=MAX_MAP_KEYS,
+        )
+        header = _HEADERS.validate_python(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise WireError(f"header field {where or '(all)'}: {first['msg']}") from error
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"the header is not msgpack: {str(error) or type(error).__name__}") from error
+    return header, PREFIX.size + header_bytes
+
+
+def _decompress(frame: Buffer, raw_bytes: int, index: int) -> bytes:
+    """A zstd frame that must declare exactly `raw_bytes`: checked before the memory is taken."""
+    try:
+        declared = zstandard.frame_content_size(frame)
+        if declared != raw_bytes:
+            raise WireError(f"frame {index} declares {declared} bytes of content, its chunk has {raw_bytes}")
+        raw = _zstd.decompressor.decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise WireError(f"frame {index} is not a valid zstd frame: {error}") from error
+    if len(raw) != raw_bytes:
+        raise WireError(f"frame {index} has {len(raw)} bytes of content, its chunk has {raw_bytes}")
+    return raw
