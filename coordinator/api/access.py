@@ -1,0 +1,78 @@
+"""What the handlers share: the coordinator, the identity behind the request, the run in the path, paging."""
+
+from typing import Annotated
+
+from fastapi import Depends, Path, Query, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from coordinator.live_run import LiveRun
+from coordinator.service import Coordinator
+from coordinator.tokens import Identity
+from protocol.errors import Problem
+from protocol.messages import Scope
+from protocol.spec import NAME_PATTERN
+
+_bearer = HTTPBearer(auto_error=False)
+
+
+def get_coordinator(request: Request) -> Coordinator:
+    coordinator: Coordinator = request.app.state.coordinator
+    return coordinator
+
+
+Service = Annotated[Coordinator, Depends(get_coordinator)]
+
+
+async def get_identity(
+    service: Service, bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+) -> Identity:
+    if bearer is None:
+        raise Problem("unauthorized", "send a token: Authorization: Bearer TOKEN")
+    identity = service.identify(bearer.credentials)
+    if identity is None:
+        raise Problem("unauthorized", "this token is unknown, was revoked, or belongs to a lease that has ended")
+    return identity
+
+
+Caller = Annotated[Identity, Depends(get_identity)]
+PathName = Annotated[str, Path(pattern=NAME_PATTERN)]
+Number = Annotated[int, Path(ge=0, lt=1 << 63)]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+async def admin(caller: Caller) -> Identity:
+    if not caller.allows(Scope.ADMIN):
+        raise Problem("forbidden", "this needs an admin token")
+    return caller
+
+
+async def joiner(caller: Caller) -> Identity:
+    if not caller.allows(Scope.WORKER):
+        raise Problem("forbidden", "joining needs a worker token")
+    return caller
+
+
+async def reader(run: PathName, caller: Caller, service: Service) -> LiveRun:
+    """The run of the path, for anybody with a token (a member: of this run)."""
+    if caller.run is not None and caller.run != run:
+        raise Problem("forbidden", f"this member token is of the run {caller.run}")
+    return service.run(run)
+
+
+async def member(run: PathName, worker: PathName, caller: Caller, service: Service) -> LiveRun:
+    """The run of the path, for the worker of the path."""
+    if not caller.is_member(run, worker):
+        raise Problem("forbidden", f"only the member {worker} of the run {run} may do this, with its member token")
+    return service.run(run)
+
+
+Admin = Annotated[Identity, Depends(admin)]
+Joiner = Annotated[Identity, Depends(joiner)]
+ReadableRun = Annotated[LiveRun, Depends(reader)]
+MemberRun = Annotated[LiveRun, Depends(member)]
+
+
+def check_fragment(run: LiveRun, fragment: int) -> None:
+    if run.layout is None or fragment >= len(run.layout.fragments):
+        count = "no fragments yet" if run.layout is None else f"{len(run.layout.fragments)} fragments"
+        raise Problem("not-found", f"there is no fragment {fragment}: the run {run.name} has {count}")

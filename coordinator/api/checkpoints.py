@@ -1,0 +1,64 @@
+"""Checkpoints: seed the first, list them, fetch their bytes."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
+
+from coordinator import reports, seeding
+from coordinator.api.access import Caller, Limit, Number, ReadableRun, Service, check_fragment
+from coordinator.api.blobs import PAYLOAD_TYPE, blob
+from coordinator.api.rounds import _PAYLOAD_BODY
+from coordinator.api.uploads import received
+from coordinator.tables import CheckpointFragmentRow
+from protocol.errors import Problem
+from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page
+from protocol.wire import max_payload_bytes
+
+router = APIRouter(prefix="/v1/runs/{run}/checkpoints", tags=["checkpoints"])
+
+
+@router.put("/0/fragments/{fragment}", status_code=201, openapi_extra=_PAYLOAD_BODY)
+async def seed(
+    http: Request, response: Response, run: ReadableRun, fragment: Number, caller: Caller, service: Service
+) -> CheckpointFragment:
+    """Upload a fragment of state 0."""
+    if caller.worker is None:
+        raise Problem("forbidden", "only a member of the run may seed its state")
+    check_fragment(run, fragment)
+    assert run.layout is not None
+    limit = max_payload_bytes("fp32", 2 * run.layout.elements[fragment])
+    async with received(http, service, limit) as upload:
+        reply, created = await run_in_threadpool(seeding.accept_state, run, caller.worker, fragment, upload.path)
+    if not created:
+        response.status_code = 200
+    return reply
+
+
+@router.get("")
+def list_checkpoints(
+    run: ReadableRun, limit: Limit = 100, after: Annotated[int | None, Query(ge=0)] = None
+) -> Page[CheckpointInfo]:
+    """The checkpoints, newest first."""
+    return reports.checkpoints(run, limit, after)
+
+
+@router.get("/{number}")
+def get_checkpoint(run: ReadableRun, number: Annotated[str, Path(pattern=r"^(latest|\d{1,18})$")]) -> CheckpointDetail:
+    """One checkpoint: layout, fragments, digests."""
+    return reports.checkpoint_detail(run, None if number == "latest" else int(number))
+
+
+@router.get(
+    "/{number}/fragments/{fragment}",
+    response_class=Response,
+    responses={200: {"content": {PAYLOAD_TYPE: {}}}, 206: {}, 304: {}},
+)
+def get_checkpoint_fragment(http: Request, run: ReadableRun, number: Number, fragment: Number) -> Response:
+    """One fragment's outer state, θ then u."""
+    check_fragment(run, fragment)
+    with run.world.database.read() as session:
+        row = session.get(CheckpointFragmentRow, (run.id, number, fragment))
+    if row is None:
+        raise Problem("not-found", f"there is no checkpoint {number}; see /v1/runs/{run.name}/checkpoints")
+    return blob(http, run.files.checkpoint(number, fragment), row.digest)

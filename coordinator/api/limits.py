@@ -1,0 +1,66 @@
+"""Around every request: a request id, and an upper bound of what a body may weigh."""
+
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coordinator.api.problems import problem_response
+from protocol.errors import Problem
+
+MAX_MESSAGE_BYTES = 16 << 20  # a join lists every tensor of the model
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class RequestId:
+    """Takes the client's X-Request-Id, or makes one; answers with it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class LimitBody:
+    """Refuses JSON bodies that are too large, before they are read where they say so, while they are read otherwise.
+
+    Payload uploads have limits of their own, which depend on the fragment (`uploads.py`).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or "/fragments/" in scope["path"]:
+            await self._app(scope, receive, send)
+            return
+        too_large = Problem("payload-too-large", f"a message has at most {MAX_MESSAGE_BYTES} bytes")
+        length = Headers(scope=scope).get("content-length", "0")
+        if not length.isdigit() or int(length) > MAX_MESSAGE_BYTES:
+            await problem_response(too_large)(scope, receive, send)
+            return
+        seen = 0
+
+        async def receive_limited() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > MAX_MESSAGE_BYTES:
+                raise too_large
+            return message
+
+        await self._app(scope, receive_limited, send)

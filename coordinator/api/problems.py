@@ -1,0 +1,75 @@
+"""Every error as problem+json (RFC 9457)."""
+
+import errno
+import logging
+import math
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from protocol.errors import Problem, WireError
+from protocol.spec import explain
+
+logger = logging.getLogger(__name__)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception that can leave a handler."""
+
+    @app.exception_handler(Problem)
+    async def _problem(_: Request, error: Problem) -> Response:
+        return problem_response(error)
+
+    @app.exception_handler(WireError)
+    async def _wire(_: Request, error: WireError) -> Response:
+        return problem_response(Problem("invalid-payload", str(error)))
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_: Request, error: RequestValidationError) -> Response:
+        faults: list[Any] = list(error.errors())
+        return problem_response(Problem("invalid-message", "; ".join(explain(fault) for fault in faults[:5])))
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> Response:
+        where = f"{request.method} {request.url.path}"
+        if error.status_code == 405:
+            return problem_response(
+                Problem("method-not-allowed", f"{where}: this address does not take {request.method}")
+            )
+        if error.status_code == 404:
+            return problem_response(Problem("not-found", f"{where}: there is nothing here; see /docs"))
+        return problem_response(Problem("invalid-message", f"{where}: {error.detail}"))
+
+    @app.exception_handler(ClientDisconnect)
+    async def _gone(request: Request, _: ClientDisconnect) -> Response:
+        logger.info("%s %s: the client went away", request.method, request.url.path)
+        return Response(status_code=499)  # nobody reads it
+
+    @app.exception_handler(OSError)
+    async def _os(request: Request, error: OSError) -> Response:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return problem_response(Problem("storage-full", f"{error}; nothing was kept", retry_after_s=10))
+        return _fault(request, error)
+
+    @app.exception_handler(Exception)
+    async def _any(request: Request, error: Exception) -> Response:
+        return _fault(request, error)
+
+
+def _fault(request: Request, error: Exception) -> Response:
+    request_id = getattr(request.state, "request_id", "?")
+    logger.error("request %s: %s %s failed", request_id, request.method, request.url.path, exc_info=error)
+    return problem_response(Problem("internal", f"{type(error).__name__}; the log has request {request_id}"))
+
+
+def problem_response(problem: Problem) -> Response:
+    headers = {}
+    if problem.retry_after_s is not None:
+        headers["Retry-After"] = str(math.ceil(problem.retry_after_s))
+    if problem.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(problem.document(), problem.status, headers, media_type="application/problem+json")

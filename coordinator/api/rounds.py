@@ -1,0 +1,104 @@
+"""Rounds: inspect them, contribute to them, fetch their deltas."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
+
+from coordinator import contributing, reports
+from coordinator.api.access import Caller, Limit, MemberRun, Number, PathName, ReadableRun, Service, check_fragment
+from coordinator.api.blobs import PAYLOAD_TYPE, blob
+from coordinator.api.uploads import received
+from coordinator.api.waiting import poll, preferred_wait_s
+from coordinator.live_run import LiveRun
+from coordinator.tables import FragmentRow
+from protocol.errors import Problem
+from protocol.messages import ContributionReply, EvaluationReport, Page, RoundDetail, RoundInfo
+from protocol.wire import max_payload_bytes
+
+router = APIRouter(prefix="/v1/runs/{run}/rounds", tags=["rounds"])
+
+_PAYLOAD_BODY = {
+    "requestBody": {"required": True, "content": {PAYLOAD_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+}
+
+
+@router.get("")
+def list_rounds(
+    run: ReadableRun, limit: Limit = 100, after: Annotated[int | None, Query(ge=0)] = None
+) -> Page[RoundInfo]:
+    """The rounds, newest first."""
+    return reports.rounds(run, limit, after)
+
+
+@router.get("/{number}")
+def get_round(run: ReadableRun, number: Annotated[str, Path(pattern=r"^(current|\d{1,18})$")]) -> RoundDetail:
+    """One round and its fragments; `current` is the open one, or the next where none is open."""
+    return reports.round_detail(run, run.round if number == "current" else int(number))
+
+
+@router.put("/{number}/evaluation", status_code=204)
+def report_evaluation(
+    run: ReadableRun, number: Number, report: EvaluationReport, caller: Caller, service: Service
+) -> Response:
+    """The held-out loss of the state before round `number`."""
+    if caller.worker is None:
+        raise Problem("forbidden", "only a member of the run may report an evaluation")
+    service.evaluated(run, caller.worker, number, report)
+    return Response(status_code=204)
+
+
+@router.put("/{number}/fragments/{fragment}/contributions/{worker}", status_code=201, openapi_extra=_PAYLOAD_BODY)
+async def contribute(
+    http: Request,
+    response: Response,
+    run: MemberRun,
+    number: Number,
+    fragment: Number,
+    worker: PathName,
+    service: Service,
+) -> ContributionReply:
+    """Upload a contribution. The same one again answers 200."""
+    check_fragment(run, fragment)
+    assert run.layout is not None
+    limit = max_payload_bytes(run.spec.sync.upload_codec, run.layout.elements[fragment])
+    async with received(http, service, limit) as upload:
+        reply = await run_in_threadpool(
+            contributing.accept, run, worker, number, fragment, upload.path, upload.digest, upload.size
+        )
+    if not reply.created:
+        response.status_code = 200
+    return reply
+
+
+@router.get(
+    "/{number}/fragments/{fragment}/delta",
+    response_class=Response,
+    responses={200: {"content": {PAYLOAD_TYPE: {}}}, 206: {}, 304: {}},
+)
+async def get_delta(http: Request, run: ReadableRun, number: Number, fragment: Number, service: Service) -> Response:
+    """The averaged pseudo-gradient. Long-polls with `Prefer: wait=SECONDS` until it is published."""
+    check_fragment(run, fragment)
+
+    def look() -> tuple[bool, bytes | str]:
+        return _delta_digest(run, number, fragment)
+
+    found = await poll(service.bell, run.name, preferred_wait_s(http), look)
+    if isinstance(found, str):
+        raise Problem("not-published", found, retry_after_s=1)
+    return await run_in_threadpool(blob, http, run.files.delta(number, fragment), found)
+
+
+def _delta_digest(run: LiveRun, number: int, fragment: int) -> tuple[bool, bytes | str]:
+    """Whether the delta is there, and its digest or what is waited for."""
+    with run.lock:
+        if number >= run.published_rounds(fragment):
+            if run.ended:
+                raise Problem("run-ended", f"the run {run.name} is {run.state} and never published round {number}")
+            if run.open is None or number != run.open.number:
+                return False, f"round {number} is not open: {run.why_not_open}"
+            return False, f"round {number}, fragment {fragment}: {run.open.fragments[fragment].reason}"
+        with run.world.database.read() as session:
+            digest = session.get_one(FragmentRow, (run.id, number, fragment)).delta_digest
+        assert digest is not None
+        return True, digest

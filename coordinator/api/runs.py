@@ -1,0 +1,63 @@
+"""Runs: create, list, inspect, pause, resume, stop."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
+
+from coordinator import reports
+from coordinator.api.access import Admin, Caller, Limit, ReadableRun, Service
+from protocol.errors import Problem
+from protocol.messages import Page, RunChange, RunDetail, RunInfo, RunState
+from protocol.spec import MAX_SPEC_BYTES
+
+router = APIRouter(prefix="/v1/runs", tags=["runs"])
+
+_TOML_BODY = {"requestBody": {"required": True, "content": {"application/toml": {"schema": {"type": "string"}}}}}
+
+
+@router.post("", status_code=201, openapi_extra=_TOML_BODY)
+async def create_run(request: Request, response: Response, service: Service, _: Admin) -> RunDetail:
+    """Create a run from a TOML spec. The same spec again answers 200 and changes nothing."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_SPEC_BYTES:
+            raise Problem("payload-too-large", f"a spec has at most {MAX_SPEC_BYTES} bytes")
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise Problem("invalid-spec", f"the spec is not UTF-8: {error}") from error
+    run, created = await run_in_threadpool(service.create_run, text)
+    if not created:
+        response.status_code = 200
+    return await run_in_threadpool(reports.run_detail, run)
+
+
+@router.get("")
+def list_runs(
+    service: Service, caller: Caller, limit: Limit = 100, after: Annotated[str | None, Query()] = None
+) -> Page[RunInfo]:
+    """The runs, by name."""
+    runs = [run for run in service.runs() if caller.run in (None, run.name) and (after is None or run.name > after)]
+    items = [reports.run_info(run) for run in runs[:limit]]
+    return Page(items=items, next=items[-1].name if len(runs) > limit else None)
+
+
+@router.get("/{run}")
+def get_run(run: ReadableRun) -> RunDetail:
+    """State, reason, round, counts, and the parsed spec."""
+    return reports.run_detail(run)
+
+
+@router.get("/{run}/spec", response_class=Response, responses={200: {"content": {"application/toml": {}}}})
+def get_spec(run: ReadableRun) -> Response:
+    """The spec, byte for byte as it was given."""
+    return Response(run.spec_toml, media_type="application/toml")
+
+
+@router.patch("/{run}")
+def change_run(run: ReadableRun, change: RunChange, service: Service, _: Admin) -> RunDetail:
+    """Pause, resume or stop."""
+    service.change_state(run, RunState(change.state))
+    return reports.run_detail(run)

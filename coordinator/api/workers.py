@@ -1,0 +1,80 @@
+"""Workers: join, heartbeat, be told what to do, leave."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from coordinator import assigning, membership, reports
+from coordinator.api.access import Caller, Joiner, Limit, MemberRun, PathName, ReadableRun, Service
+from coordinator.api.waiting import poll, preferred_wait_s
+from protocol.errors import Problem
+from protocol.messages import (
+    Action,
+    Assignment,
+    AssignmentRequest,
+    JoinReply,
+    JoinRequest,
+    LeaseReply,
+    LeaveRequest,
+    Metrics,
+    Page,
+    Scope,
+    WorkerInfo,
+)
+
+router = APIRouter(prefix="/v1/runs/{run}/workers", tags=["workers"])
+
+
+@router.put("/{worker}")
+def join(run: PathName, worker: PathName, request: JoinRequest, service: Service, _: Joiner) -> JoinReply:
+    """Join or rejoin a run."""
+    return membership.join(service.run(run), worker, request)
+
+
+@router.delete("/{worker}", status_code=204)
+def leave(
+    run: PathName, worker: PathName, caller: Caller, service: Service, request: LeaveRequest | None = None
+) -> Response:
+    """Leave, or (an admin) make a worker leave."""
+    if not (caller.is_member(run, worker) or caller.allows(Scope.ADMIN)):
+        raise Problem("forbidden", f"only the member {worker} itself or an admin may do this")
+    live_run = service.run(run)
+    if worker not in live_run.leases:
+        raise Problem("not-found", f"the run {run} has no live worker {worker}")
+    membership.leave(live_run, worker, request or LeaveRequest())
+    return Response(status_code=204)
+
+
+@router.put("/{worker}/lease")
+def renew_lease(run: MemberRun, worker: PathName, metrics: Metrics) -> LeaseReply:
+    """Heartbeat."""
+    return membership.renew(run, worker, metrics)
+
+
+@router.put("/{worker}/assignment")
+async def get_assignment(
+    http: Request, run: MemberRun, worker: PathName, request: AssignmentRequest, service: Service
+) -> Assignment:
+    """What to do next. Long-polls with `Prefer: wait=SECONDS` while there is nothing to do."""
+
+    def look() -> tuple[bool, Assignment]:
+        if worker not in run.leases:
+            raise Problem("unauthorized", f"the lease of {worker} has ended; join again")
+        assignment = assigning.assign(run, worker, request.state_round)
+        return assignment.action is not Action.WAIT, assignment
+
+    return await poll(service.bell, run.name, preferred_wait_s(http), look)
+
+
+@router.get("")
+def list_workers(
+    run: ReadableRun, limit: Limit = 100, after: Annotated[str | None, Query()] = None
+) -> Page[WorkerInfo]:
+    """The workers, by name: those that live and those that were lost or left."""
+    return reports.workers(run, limit, after)
+
+
+@router.get("/{worker}")
+def get_worker(run: ReadableRun, worker: PathName) -> WorkerInfo:
+    """One worker."""
+    return reports.worker(run, worker)

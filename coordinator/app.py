@@ -1,0 +1,55 @@
+"""The FastAPI application: routes, problem+json, request ids, limits, and the ticking of the clock."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from fastapi.concurrency import run_in_threadpool
+from fastapi_offline import FastAPIOffline
+
+from coordinator.api import checkpoints, events, health, problems, rounds, runs, tokens, workers
+from coordinator.api.limits import LimitBody, RequestId
+from coordinator.service import Coordinator
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.2
+
+
+def create_app(coordinator: Coordinator) -> FastAPI:
+    """The application around a coordinator, which it closes when it shuts down."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        coordinator.bell.attach(asyncio.get_running_loop())
+        ticking = asyncio.create_task(_tick(coordinator))
+        yield
+        ticking.cancel()
+        await asyncio.gather(ticking, return_exceptions=True)
+        await run_in_threadpool(coordinator.close)
+
+    app = FastAPIOffline(
+        title="Outerstep coordinator",
+        version=version("outerstep"),
+        description="One DiLoCo run over ordinary internet lines. docs/rest.md explains it.",
+        lifespan=lifespan,
+    )
+    app.state.coordinator = coordinator
+    problems.install(app)
+    for group in (runs, workers, rounds, checkpoints, events, tokens, health):
+        app.include_router(group.router)
+    app.add_middleware(LimitBody)
+    app.add_middleware(RequestId)
+    return app
+
+
+async def _tick(coordinator: Coordinator) -> None:
+    while True:
+        try:
+            await run_in_threadpool(coordinator.tick)
+        except Exception:  # a fault of one tick must not end the ticking
+            logger.exception("tick failed")
+        await asyncio.sleep(TICK_S)

@@ -1,0 +1,125 @@
+"""Assignments: what each worker does next, and the opening of rounds.
+
+When a round opens, its workers get their units in worker-id order, so that who trains on what does not depend on who
+asked first. A worker that comes later takes part in the open round with the next units.
+"""
+
+from sqlalchemy.orm import Session
+
+from coordinator import seeding
+from coordinator.live_run import LiveRun, OpenFragment, OpenRound
+from coordinator.tables import AssignmentRow, EvaluationRow, FragmentRow, RoundRow
+from coordinator.units import assign_units, assigned_units
+from protocol.messages import Action, Assignment, FragmentState, RunState
+
+
+def assign(run: LiveRun, worker: str, state_round: int | None) -> Assignment:
+    """What `worker`, which holds the state `state_round` (None: no state), does next. Asking again changes nothing."""
+    with run.lock:
+        if run.state is RunState.STOPPED:
+            return Assignment(action=Action.FINISH, reason="the run was stopped", round=run.round)
+        if not run.seeded:
+            if seeding.appoint(run, worker):
+                return Assignment(action=Action.SEED, reason="nobody has state 0 yet", round=0)
+            return Assignment(action=Action.WAIT, reason=f"{run.seeder} uploads state 0", round=0)
+        if state_round != run.round:
+            reason = f"the run is at state {run.round}, this worker at {'none' if state_round is None else state_round}"
+            return Assignment(action=Action.RECOVER, reason=reason, round=run.round)
+        if run.state is RunState.FINISHED:
+            evaluate = _evaluates_final(run, worker)
+            return Assignment(action=Action.FINISH, reason="the run is finished", round=run.round, evaluate=evaluate)
+
+        run.ready.add(worker)
+        try_open(run)
+        if run.open is None:
+            return Assignment(action=Action.WAIT, reason=run.why_not_open, round=run.round)
+        with run.world.database.write() as session:
+            row = _take_part(run, session, worker, late=True)
+            units = assigned_units(session, run.id, worker, run.round)
+            if not units:  # its lease had ended, and they went back to the pool
+                units = assign_units(session, run.row(session), worker, run.round, row.inner_steps)
+            inner_steps, evaluate = row.inner_steps, row.evaluate
+        run.open.assigned.add(worker)
+        return Assignment(
+            action=Action.TRAIN,
+            reason=f"round {run.round} is open",
+            round=run.round,
+            inner_steps=inner_steps,
+            units=[list(unit_range) for unit_range in units],
+            evaluate=evaluate,
+        )
+
+
+def try_open(run: LiveRun) -> None:
+    """Open the next round if there are enough workers for it; otherwise say why not. Holds the lock."""
+    if run.open is not None:
+        return
+    if run.state is not RunState.RUNNING:
+        run.why_not_open = f"the run is {run.state}"
+        return
+    if not run.seeded:
+        run.why_not_open = "waiting for state 0" if run.seeder is None else f"{run.seeder} uploads state 0"
+        return
+    workers = sorted(run.leases.live() & (run.ready | run.previous))
+    if len(workers) < run.policy.min_workers:
+        run.why_not_open = (
+            f"round {run.round} waits for workers: {len(workers)} of at least {run.policy.min_workers} are ready"
+        )
+        return
+    assert run.layout is not None
+    count = len(run.layout.fragments)
+    opening = OpenRound(run.round, run.world.clock(), set(workers), [OpenFragment() for _ in range(count)])
+    with run.world.database.write() as session:
+        session.add(RoundRow(run_id=run.id, round=run.round, opened_at=run.world.now(), closed_at=None))
+        for fragment in range(count):
+            session.add(
+                FragmentRow(
+                    run_id=run.id,
+                    round=run.round,
+                    fragment=fragment,
+                    state=FragmentState.COLLECTING,
+                    reason="",
+                )
+            )
+        for worker in workers:
+            row = _take_part(run, session, worker, late=False)
+            assign_units(session, run.row(session), worker, run.round, row.inner_steps)
+        run.record(
+            session,
+            "round-opened",
+            f"round {run.round} opened with {len(workers)} workers",
+            round=run.round,
+            workers=workers,
+        )
+    run.open = opening
+    run.ready.clear()
+    run.ring()
+
+
+def _take_part(run: LiveRun, session: Session, worker: str, *, late: bool) -> AssignmentRow:
+    """The worker's assignment for the open round, made where it has none. The first worker evaluates."""
+    row = session.get(AssignmentRow, (run.id, run.round, worker))
+    if row is None:
+        evaluated_round = run.round % run.spec.evaluation.every_rounds == 0
+        first = session.query(AssignmentRow).filter_by(run_id=run.id, round=run.round).count() == 0
+        row = AssignmentRow(
+            run_id=run.id,
+            round=run.round,
+            worker=worker,
+            inner_steps=run.spec.sync.inner_steps,
+            evaluate=evaluated_round and first,
+        )
+        session.add(row)
+        if late:
+            run.record(session, "entered", f"{worker} entered round {run.round} while it was open", worker=worker)
+    return row
+
+
+def _evaluates_final(run: LiveRun, worker: str) -> bool:
+    """Whether `worker` measures the final state: the first that asks, unless somebody has done so."""
+    with run.world.database.read() as session:
+        if session.get(EvaluationRow, (run.id, run.round)) is not None:
+            return False
+    if run.evaluator is None:
+        run.evaluator = worker
+    return run.evaluator == worker

@@ -1,0 +1,140 @@
+"""Accepting a contribution: check it, make it durable, and only then acknowledge it.
+
+Acknowledged means: it will be in the delta. The file is durable before its row is committed, and the row is committed
+before the answer goes out; a refused upload leaves neither.
+"""
+
+from pathlib import Path
+
+from coordinator import publishing
+from coordinator.files import PayloadFile, make_durable
+from coordinator.live_run import Contributed, LiveRun
+from coordinator.tables import ContributionRow
+from coordinator.units import consume_units
+from protocol.errors import Problem
+from protocol.messages import ContributionReply, FragmentState
+from protocol.wire import CHUNK_ELEMENTS, ContributionHeader
+
+STEP_WAIT_S = 30.0
+
+
+def accept(
+    run: LiveRun, worker: str, round_: int, fragment: int, upload: Path, digest: bytes, size: int
+) -> ContributionReply:
+    """Keep the contribution in the file `upload`, or raise Problem or WireError. The caller deletes `upload`."""
+    with PayloadFile(upload) as payload:
+        header = payload.header
+        if not isinstance(header, ContributionHeader):
+            raise Problem("invalid-payload", f"the payload is a {header.kind}, expected a contribution")
+        _check_header(run, worker, round_, fragment, header)
+        payload.check()
+    with run.lock:
+        created = _is_new(run, worker, round_, fragment, digest)  # refuse before it costs an fsync
+    final = run.files.contribution(round_, fragment, worker, digest)
+    if created:
+        make_durable(upload, final)
+        try:
+            with run.lock:
+                created = _is_new(run, worker, round_, fragment, digest)
+                if created:
+                    _check_base(run, round_, fragment, header)
+                    _commit(run, header, digest, size)
+        except BaseException:
+            final.unlink(missing_ok=True)
+            raise
+        run.ring()
+    return ContributionReply(round=round_, fragment=fragment, digest=digest.hex(), created=created)
+
+
+def _check_header(run: LiveRun, worker: str, round_: int, fragment: int, header: ContributionHeader) -> None:
+    assert run.layout is not None
+    expected = {
+        "run": run.name,
+        "round": round_,
+        "fragment": fragment,
+        "worker": worker,
+        "codec": run.spec.sync.upload_codec,
+        "elements": run.layout.elements[fragment],
+        "chunk_elements": CHUNK_ELEMENTS,
+    }
+    for field, value in expected.items():
+        if getattr(header, field) != value:
+            raise Problem("invalid-payload", f"header field {field} is {getattr(header, field)!r}, expected {value!r}")
+    units = sum(stop - start for start, stop in header.units)
+    if any(start >= stop for start, stop in header.units) or units == 0:
+        raise Problem(
+            "invalid-payload", f"header field units is {header.units}: give at least one range, none of them empty"
+        )
+    if header.tokens != units * run.spec.unit_tokens:
+        raise Problem(
+            "invalid-payload",
+            f"header field tokens is {header.tokens}; {units} units of {run.spec.unit_tokens} tokens are "
+            f"{units * run.spec.unit_tokens}",
+        )
+
+
+def _is_new(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> bool:
+    """Whether the contribution would be new; Problem where the round does not take it. Holds the lock."""
+    with run.world.database.read() as session:
+        row = session.get(ContributionRow, (run.id, round_, fragment, worker))
+    if row is not None:
+        if row.digest != digest:
+            raise Problem(
+                "contribution-conflict",
+                f"{worker} has already contributed to round {round_}, fragment {fragment}: digest {row.digest.hex()}",
+            )
+        return False
+    closed = round_ < run.round
+    if run.open is not None and round_ == run.round:
+        closed = run.open.fragments[fragment].state is not FragmentState.COLLECTING
+    if closed:
+        raise Problem(
+            "round-closed",
+            f"round {round_} closed for fragment {fragment} without {worker}; carry the work into round {run.round}",
+            round=run.round,
+        )
+    if run.ended:
+        raise Problem("run-ended", f"the run {run.name} is {run.state}")
+    if run.open is None or round_ != run.round:
+        raise Problem("round-not-open", f"round {round_} is not open: {run.why_not_open}")
+    return True
+
+
+def _check_base(run: LiveRun, round_: int, fragment: int, header: ContributionHeader) -> None:
+    """It was computed against the run's outer state. Holds the lock; waits while the coordinator steps."""
+    if not run.stepped.wait_for(lambda: run.outer[fragment][0] == round_, timeout=STEP_WAIT_S):
+        raise Problem("not-ready", f"the coordinator is still stepping fragment {fragment}", retry_after_s=1)
+    base = run.outer[fragment][1]
+    if header.base != base:
+        with run.world.database.write() as session:
+            message = f"{header.worker} holds another state {round_} of fragment {fragment} than the run; it resyncs"
+            run.record(session, "diverged", message, worker=header.worker, round=round_, fragment=fragment)
+        raise Problem(
+            "stale-base",
+            f"computed against the state {header.base.hex()} of fragment {fragment}; state {round_} is {base.hex()}",
+            round=round_,
+        )
+
+
+def _commit(run: LiveRun, header: ContributionHeader, digest: bytes, size: int) -> None:
+    """The row, and the consumption of the units in the same transaction. Then the round may be due. Holds the lock."""
+    with run.world.database.write() as session:
+        consume_units(session, run.id, header.worker, header.round, header.units)
+        session.add(
+            ContributionRow(
+                run_id=run.id,
+                round=header.round,
+                fragment=header.fragment,
+                worker=header.worker,
+                digest=digest,
+                size=size,
+                tokens=header.tokens,
+                inner_steps=header.inner_steps,
+                loss=header.loss,
+                norm=header.norm,
+                accepted_at=run.world.now(),
+            )
+        )
+    assert run.open is not None
+    run.open.fragments[header.fragment].contributed[header.worker] = Contributed(header.tokens, digest)
+    publishing.close_due(run)

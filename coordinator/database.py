@@ -1,0 +1,74 @@
+"""The database: SQLite in WAL mode, every commit fsynced, migrated at start.
+
+One process writes. `read()` and `write()` are the only ways in: a write begins IMMEDIATE, so that it never finds out
+late that it may not write, and commits when its block ends without an exception.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.orm import Session
+from sqlalchemy.pool import ConnectionPoolEntry
+
+import migrations
+
+DATABASE_FILE = "outerstep.db"
+
+
+class Database:
+    """The database of one data directory, at the newest schema."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._engine = _engine(data_dir / DATABASE_FILE)
+        self._writing = self._engine.execution_options(begin="BEGIN IMMEDIATE")
+        _upgrade(self._engine)
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        with Session(self._engine) as session:
+            yield session
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        with Session(self._writing, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def migrate(data_dir: Path) -> None:
+    """Bring the database of `data_dir` to the newest schema; make it where there is none."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    Database(data_dir).close()
+
+
+def _engine(path: Path) -> Engine:
+    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 60})
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: Any, _: ConnectionPoolEntry) -> None:
+        connection.isolation_level = None  # transactions begin where SQLAlchemy says, below, not where sqlite3 guesses
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        connection.exec_driver_sql(connection.get_execution_options().get("begin", "BEGIN"))
+
+    return engine
+
+
+def _upgrade(engine: Engine) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+    with engine.connect() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
+        connection.commit()

@@ -1,0 +1,144 @@
+"""The data directory: where each file lies, and how a file becomes durable.
+
+    outerstep.db  admin.token  lock
+    incoming/                                               being received or written; emptied at start
+    runs/{run}/contributions/{round}/{p}.{worker}.{digest}   acknowledged contributions
+    runs/{run}/deltas/{round}/{p}                            published deltas
+    runs/{run}/checkpoints/{round}/{p}                       checkpoints
+    runs/{run}/state/{p}.{round}                             the current outer state; derived, so not fsynced
+
+Contributions, deltas and checkpoints are immutable payloads: written under `incoming/`, fsynced, renamed, and their
+directory fsynced. They exist only together with a row in the database; what has no row is swept at start.
+"""
+
+import fcntl
+import itertools
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+from blake3 import blake3
+
+from protocol.digest import Buffer
+from protocol.errors import OuterstepError
+from protocol.wire import Payload
+
+READ_BYTES = 1 << 20
+
+
+class DataDirectory:
+    """One coordinator's data directory, locked while it is in use."""
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        self.root = root
+        self._lock = (root / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise OuterstepError(
+                f"{root} is in use by another coordinator; stop it or choose another --data"
+            ) from error
+        self._incoming = root / "incoming"
+        shutil.rmtree(self._incoming, ignore_errors=True)
+        self._incoming.mkdir()
+        self._numbers = itertools.count()
+
+    def incoming(self) -> Path:
+        """A new name for a file that is being written. What is still there at the next start is deleted."""
+        return self._incoming / str(next(self._numbers))
+
+    def run(self, name: str) -> "RunFiles":
+        return RunFiles(self.root / "runs" / name)
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+class RunFiles:
+    """Where one run's files lie."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for folder in ("contributions", "deltas", "checkpoints", "state"):
+            (root / folder).mkdir(parents=True, exist_ok=True)
+
+    def contribution(self, round_: int, fragment: int, worker: str, digest: bytes) -> Path:
+        return self.root / "contributions" / str(round_) / f"{fragment}.{worker}.{digest.hex()[:16]}"
+
+    def delta(self, round_: int, fragment: int) -> Path:
+        return self.root / "deltas" / str(round_) / str(fragment)
+
+    def checkpoint(self, round_: int, fragment: int) -> Path:
+        return self.root / "checkpoints" / str(round_) / str(fragment)
+
+    def state(self, fragment: int, round_: int) -> Path:
+        return self.root / "state" / f"{fragment}.{round_}"
+
+    def rounds(self, folder: str) -> list[int]:
+        """The rounds that have files in `folder`."""
+        return sorted(int(path.name) for path in (self.root / folder).iterdir())
+
+    def remove_round(self, folder: str, round_: int) -> None:
+        shutil.rmtree(self.root / folder / str(round_))
+
+
+def write_pieces(path: Path, pieces: Iterable[Buffer]) -> tuple[int, bytes]:
+    """Write a new file; its size and BLAKE3 digest."""
+    hasher, size = blake3(), 0
+    with path.open("xb") as file:
+        for piece in pieces:
+            file.write(piece)
+            hasher.update(piece)
+            size += len(piece)
+    return size, hasher.digest()
+
+
+def make_durable(temporary: Path, final: Path) -> None:
+    """Give `temporary` its final name, safe from a crash at any instant: fsync, rename, fsync the directory."""
+    _fsync(temporary)
+    if not final.parent.is_dir():
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _fsync(final.parent.parent)
+    temporary.replace(final)
+    _fsync(final.parent)
+
+
+def file_digest(path: Path) -> bytes:
+    hasher = blake3()
+    with path.open("rb") as file:
+        while piece := file.read(READ_BYTES):
+            hasher.update(piece)
+    return hasher.digest()
+
+
+class PayloadFile(Payload):
+    """A payload in a file, read piece by piece: as many may be open at once as there are workers."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDONLY)
+        try:
+            super().__init__(lambda offset, length: os.pread(self._file, length, offset), os.fstat(self._file).st_size)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

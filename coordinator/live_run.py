@@ -1,0 +1,136 @@
+"""A run in memory: what the database says of it, plus what only a living process knows (leases, deadlines).
+
+Every change happens under `lock`: first in the database, then here. Nothing here is needed to recover: a restart
+rebuilds it from the database (`restoring.py`).
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from coordinator.database import Database
+from coordinator.files import DataDirectory
+from coordinator.leases import Leases
+from coordinator.rounds import Policy
+from coordinator.tables import EventRow, RunRow
+from protocol.digest import model_digest
+from protocol.fragments import Layout
+from protocol.messages import DataSummary, FragmentState, Metrics, RunState
+from protocol.spec import RunSpec, parse_spec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class World:
+    """What a run needs of the outside: storage, clocks, threads for the heavy work, and a bell for those who wait."""
+
+    database: Database
+    data: DataDirectory
+    submit: Callable[..., Future[None]]
+    ring: Callable[[str], None]  # something changed in this run: whoever long-polls looks again
+    clock: Callable[[], float] = time.monotonic
+    now: Callable[[], float] = time.time
+
+
+@dataclass(frozen=True)
+class Contributed:
+    """An accepted contribution: its weight, and the digest that names its file."""
+
+    tokens: int
+    digest: bytes
+
+
+@dataclass
+class OpenFragment:
+    """One fragment of the open round. `contributed`: by worker. Times are of the monotonic clock."""
+
+    state: FragmentState = FragmentState.COLLECTING
+    reason: str = "just opened"
+    contributed: dict[str, Contributed] = field(default_factory=dict)
+    quorum_at: float | None = None
+    closes_at: float | None = None
+
+
+@dataclass
+class OpenRound:
+    """The round that is being worked on. `assigned`: workers that hold an assignment for it."""
+
+    number: int
+    opened_at: float
+    assigned: set[str]
+    fragments: list[OpenFragment]
+
+
+class LiveRun:
+    """One run. Its methods are small; what happens to it is in the modules that the package's docstring lists."""
+
+    def __init__(self, row: RunRow, world: World) -> None:
+        self.id = row.id
+        self.name = row.name
+        self.spec: RunSpec = parse_spec(row.spec_toml)
+        self.spec_toml = row.spec_toml
+        self.spec_digest = row.spec_digest
+        self.created_at = row.created_at
+        self.state = RunState(row.state)
+        self.round = row.round
+        self.layout = None if row.layout is None else Layout.model_validate(row.layout)
+        self.data = None if row.data is None else DataSummary.model_validate(row.data)
+
+        self.world = world
+        self.files = world.data.run(row.name)
+        self.lock = threading.RLock()
+        self.stepped = threading.Condition(self.lock)  # notified when a fragment of the outer state was stepped
+        members = self.spec.members
+        self.policy = Policy(members.min_workers, members.grace_factor, members.grace_min_s, members.grace_max_s)
+        self.leases = Leases(members.lease_s)
+        self.member_tokens: dict[bytes, str] = {}  # token hash -> worker
+        self.metrics: dict[str, Metrics] = {}
+        self.ready: set[str] = set()  # workers that hold the state of `round` and asked what to do
+        self.previous: set[str] = set()  # workers of the round before `round`
+        self.open: OpenRound | None = None
+        self.why_not_open = "waiting for the first worker"
+        self.seeder: str | None = None
+        self.evaluator: str | None = None  # of the final state
+        self.outer: list[tuple[int, bytes]] = []  # per fragment: round and digest of the coordinator's own state
+        self.jobs: set[tuple[int, int]] = set()  # (round, fragment) with a publishing job at work
+        self.retry_at: float | None = None  # take up again what a fault, such as a full disk, interrupted
+
+    @property
+    def seeded(self) -> bool:
+        """Whether state 0 is there."""
+        return bool(self.outer)
+
+    def published_rounds(self, fragment: int) -> int:
+        """How many deltas of `fragment` are published: the state that they lead to."""
+        published = self.open is not None and self.open.fragments[fragment].state is FragmentState.PUBLISHED
+        return self.round + published
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (RunState.FINISHED, RunState.STOPPED)
+
+    @property
+    def final_digest(self) -> bytes | None:
+        """Of the finished run's outer state; None until the coordinator has taken the last outer step itself."""
+        last = self.spec.sync.rounds
+        if self.state is not RunState.FINISHED or any(round_ != last for round_, _ in self.outer):
+            return None
+        return model_digest(digest for _, digest in self.outer)
+
+    def row(self, session: Session) -> RunRow:
+        return session.get_one(RunRow, self.id)
+
+    def record(self, session: Session, kind: str, message: str, **data: Any) -> None:
+        """An event, in the transaction of what it tells of."""
+        logger.info("%s: %s", self.name, message)
+        session.add(EventRow(run_id=self.id, at=self.world.now(), kind=kind, message=message, data=data))
+
+    def ring(self) -> None:
+        self.world.ring(self.name)

@@ -1,0 +1,158 @@
+"""Joining, heartbeats, leaving, and being lost. A worker is live exactly while it holds a lease."""
+
+import hashlib
+import secrets
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from coordinator import assigning, publishing
+from coordinator.live_run import LiveRun
+from coordinator.tables import WorkerRow
+from coordinator.units import return_units
+from protocol.errors import LayoutError, Problem
+from protocol.fragments import first_difference, plan_fragments
+from protocol.messages import (
+    Directive,
+    JoinReply,
+    JoinRequest,
+    LeaseReply,
+    LeaveRequest,
+    Metrics,
+    RunState,
+    WorkerState,
+)
+
+TOKEN_PREFIX = "ost_"
+
+
+def new_secret() -> tuple[str, bytes]:
+    """A bearer token and the hash under which it is stored."""
+    secret = TOKEN_PREFIX + secrets.token_urlsafe(32)
+    return secret, secret_hash(secret)
+
+
+def secret_hash(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()
+
+
+def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
+    """Let `worker` in. The first one fixes layout and training set; who differs from them is refused."""
+    with run.lock:
+        if run.ended:
+            raise Problem("run-ended", f"the run {run.name} is {run.state}")
+        with run.world.database.write() as session:
+            _fix_model(run, session, request)
+            row = session.scalars(
+                select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)
+            ).one_or_none()
+            same_worker = (
+                row is not None
+                and row.token_hash is not None
+                and request.previous is not None
+                and secrets.compare_digest(secret_hash(request.previous), row.token_hash)
+            )
+            remaining_s = run.leases.remaining_s(worker, run.world.clock())
+            if remaining_s is not None and not same_worker:
+                raise Problem(
+                    "worker-name-taken",
+                    f"a live worker of the run {run.name} has the name {worker}; choose another name, or wait: "
+                    f"if that worker is dead, its lease ends in {remaining_s:.0f} s",
+                    retry_after_s=remaining_s,
+                )
+            if row is None:
+                row = WorkerRow(run_id=run.id, name=worker, epoch=0, metrics={})
+                session.add(row)
+            secret, hashed = new_secret()
+            old_hash = row.token_hash
+            row.epoch += 1
+            row.state, row.token_hash, row.joined_at = WorkerState.LIVE, hashed, run.world.now()
+            row.host, row.state_round, row.state_digest = request.host, None, None
+            epoch = row.epoch
+            run.record(
+                session, "joined", f"{worker} joined ({epoch}.)" if epoch > 1 else f"{worker} joined", worker=worker
+            )
+        if old_hash is not None:
+            run.member_tokens.pop(old_hash, None)
+        run.member_tokens[hashed] = worker
+        run.metrics[worker] = Metrics()
+        run.leases.renew(worker, run.world.clock())
+        assert run.layout is not None
+        run.ring()
+        return JoinReply(worker=worker, member_token=secret, epoch=epoch, lease_s=run.leases.term_s, layout=run.layout)
+
+
+def _fix_model(run: LiveRun, session: Session, request: JoinRequest) -> None:
+    if run.layout is None:
+        try:
+            layout = plan_fragments(request.tensors, run.spec.sync.fragment_elements)
+        except LayoutError as error:
+            raise Problem("model-mismatch", str(error)) from error
+        row = run.row(session)
+        row.layout = layout.model_dump()
+        row.data = None if request.data is None else request.data.model_dump()
+        session.flush()
+        run.layout, run.data = layout, request.data
+        return
+    if difference := first_difference(run.layout.tensors, request.tensors):
+        raise Problem("model-mismatch", f"this worker's model is not the model of the run {run.name}: {difference}")
+    if request.data != run.data:
+        raise Problem(
+            "data-mismatch",
+            f"this worker's training set ({_data(request.data)}) is not the run's ({_data(run.data)}); "
+            f"make data.source = {run.spec.data.source!r} hold the same files everywhere",
+        )
+
+
+def _data(data: object) -> str:
+    return "none" if data is None else str(data)
+
+
+def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:
+    """A heartbeat. The caller has checked that the member token is that of the worker's present lease."""
+    with run.lock:
+        run.leases.renew(worker, run.world.clock())
+        run.metrics[worker] = metrics
+        directive = Directive.STOP if run.state is RunState.STOPPED else Directive.CONTINUE
+        reason = f"the run is {run.state}" if run.open is None else f"round {run.open.number} is open"
+        return LeaseReply(directive=directive, reason=reason, lease_s=run.leases.term_s)
+
+
+def leave(run: LiveRun, worker: str, request: LeaveRequest) -> None:
+    """The worker goes in peace: its unused units return to the pool."""
+    with run.lock:
+        run.metrics[worker] = request.metrics
+        _end_lease(run, worker, WorkerState.LEFT, "left", request)
+
+
+def expire(run: LiveRun) -> None:
+    """End the leases that ran out."""
+    with run.lock:
+        for worker in run.leases.expired(run.world.clock()):
+            _end_lease(run, worker, WorkerState.LOST, f"was silent for {run.leases.term_s:.0f} s and is taken for dead")
+
+
+def _end_lease(run: LiveRun, worker: str, state: WorkerState, what: str, told: LeaveRequest | None = None) -> None:
+    with run.world.database.write() as session:
+        row = session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)).one()
+        old_hash, row.token_hash, row.state = row.token_hash, None, state
+        row.metrics = run.metrics.get(worker, Metrics()).model_dump(mode="json")
+        if told is not None and told.state_digest is not None:
+            row.state_round, row.state_digest = told.state_round, bytes.fromhex(told.state_digest)
+        return_units(session, run.id, worker)
+        run.record(session, str(state), f"{worker} {what}", worker=worker)
+        finished = run.final_digest is not None and told is not None and told.state_round == run.round
+        if finished and row.state_digest != run.final_digest:
+            run.record(session, "diverged", f"{worker} left with another state than the run's", worker=worker)
+    if old_hash is not None:
+        run.member_tokens.pop(old_hash, None)
+    run.leases.end(worker)
+    run.ready.discard(worker)
+    run.previous.discard(worker)
+    if run.seeder == worker:
+        run.seeder = None
+    if run.evaluator == worker:
+        run.evaluator = None
+    publishing.close_due(run)
+    assigning.try_open(run)
+    run.ring()

@@ -1,0 +1,163 @@
+"""From collecting to published: close what is due, aggregate it, publish the delta, then step the outer state."""
+
+import errno
+import logging
+from contextlib import ExitStack
+
+from coordinator import assigning, outer_state
+from coordinator.aggregating import aggregate
+from coordinator.files import PayloadFile, make_durable, write_pieces
+from coordinator.live_run import LiveRun, OpenFragment, OpenRound
+from coordinator.rounds import Close, advance, decide, has_quorum
+from coordinator.tables import FragmentRow, RoundRow
+from protocol.messages import FragmentState, RunState
+from protocol.wire import CHUNK_ELEMENTS, Contributor, DeltaHeader, pack_header
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+
+
+def close_due(run: LiveRun) -> None:
+    """Look at every collecting fragment of the open round; close those that are due. Holds the lock."""
+    if run.open is None or run.state is RunState.STOPPED:
+        return
+    now = run.world.clock()
+    expected = run.open.assigned & run.leases.live()
+    for index, fragment in enumerate(run.open.fragments):
+        if fragment.state is not FragmentState.COLLECTING:
+            continue
+        contributed = fragment.contributed.keys()
+        if fragment.quorum_at is None and has_quorum(expected, contributed, run.policy):
+            fragment.quorum_at = now
+        decision = decide(
+            expected,
+            contributed,
+            run.policy,
+            opened_at=run.open.opened_at,
+            quorum_at=fragment.quorum_at,
+            now=now,
+        )
+        fragment.reason = decision.reason
+        if isinstance(decision, Close):
+            _close(run, index, decision)
+        else:
+            fragment.closes_at = decision.until
+
+
+def _close(run: LiveRun, index: int, decision: Close) -> None:
+    """Fix the contributors, durably, and let the aggregation begin."""
+    assert run.open is not None
+    fragment = run.open.fragments[index]
+    contributors = {worker: fragment.contributed[worker].tokens for worker in decision.contributors}
+    late = sorted(run.open.assigned - contributors.keys())
+    with run.world.database.write() as session:
+        row = session.get_one(FragmentRow, (run.id, run.open.number, index))
+        row.state, row.reason, row.contributors = advance(fragment.state), decision.reason, contributors
+        if late:
+            message = f"round {run.open.number}, fragment {index} {decision.reason}"
+            run.record(session, "late", message, round=run.open.number, fragment=index, workers=late)
+    fragment.state, fragment.closes_at = advance(fragment.state), None
+    start_job(run, index)
+
+
+def start_job(run: LiveRun, index: int) -> None:
+    """On another thread: publish fragment `index` if it is due, and step the outer state. Holds the lock."""
+    job = (run.round, index)
+    if job not in run.jobs:
+        run.jobs.add(job)
+        run.world.submit(_job, run, job)
+
+
+def retry_jobs(run: LiveRun) -> None:
+    """Take up again what a fault interrupted, a while after it."""
+    with run.lock:
+        if run.retry_at is None or run.world.clock() < run.retry_at:
+            return
+        run.retry_at = None
+        for index in range(len(run.outer)):
+            aggregating = run.open is not None and run.open.fragments[index].state is FragmentState.AGGREGATING
+            if aggregating or run.outer[index][0] < run.published_rounds(index):
+                start_job(run, index)
+
+
+def _job(run: LiveRun, job: tuple[int, int]) -> None:
+    """Everything in it is deterministic and leaves nothing half-done, so after any fault it is simply done again."""
+    _, index = job
+    try:
+        outer_state.catch_up(run, index)
+        opening = run.open
+        if opening is not None and opening.fragments[index].state is FragmentState.AGGREGATING:
+            size, digest = _make_delta(run, opening.number, index, opening.fragments[index])
+            with run.lock:
+                _record_delta(run, opening, index, size, digest)
+            run.ring()
+            outer_state.catch_up(run, index)
+    except Exception as error:  # the job's thread has nobody to tell but the log and the events
+        logger.exception("%s: fragment %d could not be published", run.name, index)
+        with run.lock:
+            run.retry_at = run.world.clock() + RETRY_S
+            full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+            with run.world.database.write() as session:
+                message = f"fragment {index} could not be published: {error}; trying again in {RETRY_S:.0f} s"
+                run.record(session, "storage-full" if full else "fault", message, fragment=index)
+    finally:
+        with run.lock:
+            run.jobs.discard(job)
+
+
+def _make_delta(run: LiveRun, round_: int, index: int, fragment: OpenFragment) -> tuple[int, bytes]:
+    """Aggregate the contributions into the durable delta file; its size and digest."""
+    assert run.layout is not None
+    contributed = sorted(fragment.contributed.items())
+    contributors = [Contributor(worker=worker, tokens=each.tokens) for worker, each in contributed]
+    with ExitStack() as stack:
+        payloads = [
+            (stack.enter_context(PayloadFile(run.files.contribution(round_, index, worker, each.digest))), each.tokens)
+            for worker, each in contributed
+        ]
+        frames = aggregate(payloads, run.spec.sync.download_codec, zstd=run.spec.sync.zstd)
+    head = pack_header(
+        DeltaHeader(
+            run=run.name,
+            round=round_,
+            fragment=index,
+            codec=run.spec.sync.download_codec,
+            elements=run.layout.elements[index],
+            chunk_elements=CHUNK_ELEMENTS,
+            frame_bytes=[len(frame) for frame in frames],
+            base=run.outer[index][1],
+            contributors=contributors,
+        )
+    )
+    temporary = run.world.data.incoming()
+    try:
+        size, digest = write_pieces(temporary, [head, *frames])
+        make_durable(temporary, run.files.delta(round_, index))
+    finally:
+        temporary.unlink(missing_ok=True)
+    return size, digest
+
+
+def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, digest: bytes) -> None:
+    """Publish: from here on the delta never changes. The last fragment ends the round. Holds the lock."""
+    round_, fragment = opening.number, opening.fragments[index]
+    last = all(other.state is FragmentState.PUBLISHED for other in opening.fragments if other is not fragment)
+    finished = last and round_ + 1 == run.spec.sync.rounds
+    with run.world.database.write() as session:
+        row = session.get_one(FragmentRow, (run.id, round_, index))
+        row.state, row.delta_bytes, row.delta_digest = advance(fragment.state), size, digest
+        if last:
+            session.get_one(RoundRow, (run.id, round_)).closed_at = run.world.now()
+            run_row = run.row(session)
+            run_row.round = round_ + 1
+            run.record(session, "round-published", f"round {round_} is published: {fragment.reason}", round=round_)
+            if finished:
+                run_row.state = RunState.FINISHED
+                run.record(session, "finished", f"the run is finished after {run_row.round} rounds")
+    fragment.state = advance(fragment.state)
+    if last:
+        run.open, run.previous, run.round = None, opening.assigned, round_ + 1
+        if finished:
+            run.state = RunState.FINISHED
+        assigning.try_open(run)

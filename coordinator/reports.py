@@ -1,0 +1,279 @@
+"""What the REST interface shows of a run: replies built from the database and from the run in memory."""
+
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from coordinator import outer_state
+from coordinator.live_run import LiveRun
+from coordinator.tables import (
+    CheckpointFragmentRow,
+    CheckpointRow,
+    ContributionRow,
+    EvaluationRow,
+    EventRow,
+    FragmentRow,
+    RoundRow,
+    WorkerRow,
+)
+from protocol.errors import Problem
+from protocol.messages import (
+    CheckpointDetail,
+    CheckpointInfo,
+    Event,
+    FragmentInfo,
+    FragmentState,
+    Metrics,
+    Page,
+    RoundDetail,
+    RoundInfo,
+    RunDetail,
+    RunInfo,
+    RunState,
+    WorkerInfo,
+    WorkerState,
+)
+
+ADVANCEMENT = list(FragmentState)
+
+
+def run_info(run: LiveRun) -> RunInfo:
+    return RunInfo(**_run_fields(run))
+
+
+def run_detail(run: LiveRun) -> RunDetail:
+    return RunDetail(**_run_fields(run), spec=run.spec)
+
+
+def _run_fields(run: LiveRun) -> dict[str, Any]:
+    with run.lock, run.world.database.read() as session:
+        per_worker_round = (  # the fragments of one contribution tell the same tokens
+            select(func.max(ContributionRow.tokens).label("tokens"))
+            .where(ContributionRow.run_id == run.id)
+            .group_by(ContributionRow.round, ContributionRow.worker)
+            .subquery()
+        )
+        tokens = session.scalar(select(func.sum(per_worker_round.c.tokens))) or 0
+        uploaded = session.scalar(select(func.sum(ContributionRow.size)).where(ContributionRow.run_id == run.id))
+        held_out_loss = session.scalar(
+            select(EvaluationRow.loss)
+            .where(EvaluationRow.run_id == run.id)
+            .order_by(EvaluationRow.round.desc())
+            .limit(1)
+        )
+        seeding = run.state is RunState.RUNNING and not run.seeded
+        final = run.final_digest
+        return {
+            "name": run.name,
+            "state": RunState.SEEDING if seeding else run.state,
+            "reason": _reason(run),
+            "round": run.round,
+            "rounds": run.spec.sync.rounds,
+            "spec_digest": run.spec_digest.hex(),
+            "created_at": run.created_at,
+            "live_workers": len(run.leases),
+            "fragments": None if run.layout is None else len(run.layout.fragments),
+            "elements": None if run.layout is None else run.layout.total_elements,
+            "tokens": tokens,
+            "upload_bytes": uploaded or 0,
+            "held_out_loss": held_out_loss,
+            "state_digest": None if final is None else final.hex(),
+        }
+
+
+def _reason(run: LiveRun) -> str:
+    if run.ended:
+        return f"the run is {run.state} after {run.round} of {run.spec.sync.rounds} rounds"
+    if run.open is None:
+        return run.why_not_open
+    return f"round {run.round}: {_least_advanced(run)[1]}"
+
+
+def _least_advanced(run: LiveRun) -> tuple[FragmentState, str]:
+    """State and reason of the open round: those of its least advanced fragment."""
+    assert run.open is not None
+    fragment = min(run.open.fragments, key=lambda each: ADVANCEMENT.index(each.state))
+    return fragment.state, fragment.reason
+
+
+def rounds(run: LiveRun, limit: int, before: int | None) -> Page[RoundInfo]:
+    """Newest first."""
+    with run.lock, run.world.database.read() as session:
+        query = select(RoundRow).where(RoundRow.run_id == run.id).order_by(RoundRow.round.desc()).limit(limit + 1)
+        if before is not None:
+            query = query.where(RoundRow.round < before)
+        rows = session.scalars(query).all()
+        items = [RoundInfo(**_round_fields(run, session, row)) for row in rows[:limit]]
+    return Page(items=items, next=str(items[-1].round) if len(rows) > limit else None)
+
+
+def round_detail(run: LiveRun, number: int) -> RoundDetail:
+    with run.lock, run.world.database.read() as session:
+        row = session.get(RoundRow, (run.id, number))
+        if row is None:
+            raise Problem("not-found", f"round {number} of the run {run.name} was not opened: {_reason(run)}")
+        fragments = [
+            _fragment(run, each)
+            for each in session.scalars(
+                select(FragmentRow)
+                .where(FragmentRow.run_id == run.id, FragmentRow.round == number)
+                .order_by(FragmentRow.fragment)
+            )
+        ]
+        return RoundDetail(**_round_fields(run, session, row), fragments=fragments)
+
+
+def _round_fields(run: LiveRun, session: Session, row: RoundRow) -> dict[str, Any]:
+    key = (ContributionRow.run_id == run.id, ContributionRow.round == row.round)
+    per_worker = (
+        select(func.max(ContributionRow.tokens).label("tokens"), func.max(ContributionRow.loss).label("loss"))
+        .where(*key)
+        .group_by(ContributionRow.worker)
+        .subquery()
+    )
+    tokens, weighted = session.execute(
+        select(func.sum(per_worker.c.tokens), func.sum(per_worker.c.tokens * per_worker.c.loss))
+    ).one()
+    evaluation = session.get(EvaluationRow, (run.id, row.round))
+    is_open = run.open is not None and run.open.number == row.round
+    state, reason = _least_advanced(run) if is_open else (FragmentState.PUBLISHED, "published")
+    return {
+        "round": row.round,
+        "state": state,
+        "reason": reason,
+        "opened_at": row.opened_at,
+        "closed_at": row.closed_at,
+        "tokens": tokens or 0,
+        "loss": weighted / tokens if tokens else None,
+        "held_out_loss": None if evaluation is None else evaluation.loss,
+        "upload_bytes": session.scalar(select(func.sum(ContributionRow.size)).where(*key)) or 0,
+        "delta_bytes": session.scalar(
+            select(func.sum(FragmentRow.delta_bytes)).where(
+                FragmentRow.run_id == run.id, FragmentRow.round == row.round
+            )
+        )
+        or 0,
+    }
+
+
+def _fragment(run: LiveRun, row: FragmentRow) -> FragmentInfo:
+    contributors, reason, closes_in_s = row.contributors or {}, row.reason, None
+    if run.open is not None and run.open.number == row.round:
+        fragment = run.open.fragments[row.fragment]
+        contributors, reason = fragment.contributed, fragment.reason
+        if fragment.closes_at is not None:
+            closes_in_s = max(0.0, fragment.closes_at - run.world.clock())
+    return FragmentInfo(
+        fragment=row.fragment,
+        state=FragmentState(row.state),
+        reason=reason,
+        contributors=sorted(contributors),
+        closes_in_s=closes_in_s,
+        delta_bytes=row.delta_bytes,
+        delta_digest=None if row.delta_digest is None else row.delta_digest.hex(),
+    )
+
+
+def workers(run: LiveRun, limit: int, after: str | None) -> Page[WorkerInfo]:
+    """By name."""
+    with run.lock, run.world.database.read() as session:
+        query = select(WorkerRow).where(WorkerRow.run_id == run.id).order_by(WorkerRow.name).limit(limit + 1)
+        if after is not None:
+            query = query.where(WorkerRow.name > after)
+        rows = session.scalars(query).all()
+        items = [_worker(run, session, row) for row in rows[:limit]]
+    return Page(items=items, next=items[-1].name if len(rows) > limit else None)
+
+
+def worker(run: LiveRun, name: str) -> WorkerInfo:
+    with run.lock, run.world.database.read() as session:
+        row = session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == name)).one_or_none()
+        if row is None:
+            raise Problem("not-found", f"the run {run.name} never had a worker {name}")
+        return _worker(run, session, row)
+
+
+def _worker(run: LiveRun, session: Session, row: WorkerRow) -> WorkerInfo:
+    contributed = (
+        select(func.max(ContributionRow.tokens).label("tokens"), func.sum(ContributionRow.size).label("bytes"))
+        .where(ContributionRow.run_id == run.id, ContributionRow.worker == row.name)
+        .group_by(ContributionRow.round)
+        .subquery()
+    )
+    count, tokens, uploaded = session.execute(
+        select(func.count(), func.sum(contributed.c.tokens), func.sum(contributed.c.bytes)).select_from(contributed)
+    ).one()
+    live = row.name in run.leases
+    return WorkerInfo(
+        name=row.name,
+        state=WorkerState(row.state),
+        epoch=row.epoch,
+        joined_at=row.joined_at,
+        last_seen_s=run.leases.last_seen_s(row.name, run.world.clock()),
+        host=row.host,
+        metrics=run.metrics[row.name] if live else Metrics.model_validate(row.metrics),
+        contributions=count,
+        tokens=tokens or 0,
+        upload_bytes=uploaded or 0,
+        state_round=row.state_round,
+        state_digest=None if row.state_digest is None else row.state_digest.hex(),
+    )
+
+
+def checkpoints(run: LiveRun, limit: int, before: int | None) -> Page[CheckpointInfo]:
+    """Newest first."""
+    with run.world.database.read() as session:
+        query = select(CheckpointRow).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round.desc())
+        if before is not None:
+            query = query.where(CheckpointRow.round < before)
+        rows = session.scalars(query.limit(limit + 1)).all()
+        items = [CheckpointInfo(**_checkpoint_fields(session, row)) for row in rows[:limit]]
+    return Page(items=items, next=str(items[-1].round) if len(rows) > limit else None)
+
+
+def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
+    """The checkpoint of `round_`; None for the latest."""
+    with run.world.database.read() as session:
+        query = (
+            select(CheckpointRow).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round.desc()).limit(1)
+        )
+        if round_ is not None:
+            query = query.where(CheckpointRow.round == round_)
+        row = session.scalars(query).one_or_none()
+        if row is None or run.layout is None:
+            which = "no checkpoint yet" if round_ is None else f"no checkpoint {round_}"
+            raise Problem("not-found", f"the run {run.name} has {which}; see /v1/runs/{run.name}/checkpoints")
+        fragments = session.scalars(
+            select(CheckpointFragmentRow)
+            .where(CheckpointFragmentRow.run_id == run.id, CheckpointFragmentRow.round == row.round)
+            .order_by(CheckpointFragmentRow.fragment)
+        )
+        return CheckpointDetail(
+            **_checkpoint_fields(session, row),
+            layout=run.layout,
+            fragments=[outer_state.describe(run, each) for each in fragments],
+        )
+
+
+def _checkpoint_fields(session: Session, row: CheckpointRow) -> dict[str, Any]:
+    size = session.scalar(
+        select(func.sum(CheckpointFragmentRow.size)).where(
+            CheckpointFragmentRow.run_id == row.run_id, CheckpointFragmentRow.round == row.round
+        )
+    )
+    return {
+        "round": row.round,
+        "created_at": row.created_at,
+        "bytes": size or 0,
+        "state_digest": row.state_digest.hex(),
+    }
+
+
+def events(run: LiveRun, limit: int, after: int) -> Page[Event]:
+    """Oldest first, those with an id above `after`."""
+    with run.world.database.read() as session:
+        query = select(EventRow).where(EventRow.run_id == run.id, EventRow.id > after).order_by(EventRow.id)
+        rows = session.scalars(query.limit(limit + 1)).all()
+    items = [Event(id=row.id, at=row.at, kind=row.kind, message=row.message, data=row.data) for row in rows[:limit]]
+    return Page(items=items, next=str(items[-1].id) if len(rows) > limit else None)

@@ -1,0 +1,88 @@
+"""After a start: rebuild a run in memory from the database, and take up what was interrupted.
+
+Nothing acknowledged is lost: contributions and deltas have rows, rows have durable files. Every live worker gets a full
+new lease, because how long the coordinator was gone is not its workers' fault.
+"""
+
+import logging
+
+from sqlalchemy import select
+
+from coordinator import assigning, outer_state, publishing
+from coordinator.live_run import Contributed, LiveRun, OpenFragment, OpenRound
+from coordinator.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow, WorkerRow
+from protocol.messages import FragmentState, Metrics, RunState, WorkerState
+
+logger = logging.getLogger(__name__)
+
+
+def restore(run: LiveRun) -> None:
+    with run.lock:
+        _restore_workers(run)
+        _restore_open_round(run)
+        _sweep_contributions(run)
+        if run.layout is not None:
+            outer_state.restore(run)
+        if run.state is RunState.STOPPED:
+            return
+        if run.open is not None:
+            for index, fragment in enumerate(run.open.fragments):
+                if fragment.state is FragmentState.AGGREGATING:
+                    publishing.start_job(run, index)
+        publishing.close_due(run)
+        assigning.try_open(run)
+
+
+def _restore_workers(run: LiveRun) -> None:
+    now = run.world.clock()
+    with run.world.database.read() as session:
+        rows = session.scalars(
+            select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.state == WorkerState.LIVE)
+        ).all()
+        run.previous = set(
+            session.scalars(
+                select(AssignmentRow.worker).where(AssignmentRow.run_id == run.id, AssignmentRow.round == run.round - 1)
+            )
+        )
+    for row in rows:
+        assert row.token_hash is not None
+        run.leases.renew(row.name, now)
+        run.member_tokens[row.token_hash] = row.name
+        run.metrics[row.name] = Metrics.model_validate(row.metrics)
+
+
+def _restore_open_round(run: LiveRun) -> None:
+    with run.world.database.read() as session:
+        if session.get(RoundRow, (run.id, run.round)) is None:
+            return
+        fragments = session.scalars(
+            select(FragmentRow)
+            .where(FragmentRow.run_id == run.id, FragmentRow.round == run.round)
+            .order_by(FragmentRow.fragment)
+        ).all()
+        assigned = session.scalars(
+            select(AssignmentRow.worker).where(AssignmentRow.run_id == run.id, AssignmentRow.round == run.round)
+        ).all()
+        contributions = session.scalars(
+            select(ContributionRow).where(ContributionRow.run_id == run.id, ContributionRow.round == run.round)
+        ).all()
+    run.open = OpenRound(
+        run.round,
+        run.world.clock(),
+        set(assigned),
+        [OpenFragment(state=FragmentState(row.state), reason=row.reason) for row in fragments],
+    )
+    for row in contributions:
+        run.open.fragments[row.fragment].contributed[row.worker] = Contributed(row.tokens, row.digest)
+
+
+def _sweep_contributions(run: LiveRun) -> None:
+    """Delete uploads that became durable but were never acknowledged: the crash came before their row."""
+    with run.world.database.read() as session:
+        rows = session.scalars(select(ContributionRow).where(ContributionRow.run_id == run.id)).all()
+    known = {run.files.contribution(row.round, row.fragment, row.worker, row.digest) for row in rows}
+    for folder in (run.files.root / "contributions").iterdir():
+        for path in folder.iterdir():
+            if path not in known:
+                logger.info("%s: deleting %s, which was never acknowledged", run.name, path.name)
+                path.unlink()

@@ -1,0 +1,101 @@
+"""When does a round close? The pure state machine of one (round, fragment).
+
+Everything that decides about a fragment's state is in this file; it does no I/O and has no clock of its own. Deadline,
+quorum and leases are inputs to `decide`, not states. Times are seconds of one monotonic clock, given by the caller.
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from protocol.messages import FragmentState
+
+TRANSITIONS: dict[FragmentState, FragmentState | None] = {
+    FragmentState.COLLECTING: FragmentState.AGGREGATING,  # decide() said Close; the contributors are now fixed
+    FragmentState.AGGREGATING: FragmentState.PUBLISHED,  # the delta is durable
+    FragmentState.PUBLISHED: None,
+}
+
+
+def advance(state: FragmentState) -> FragmentState:
+    """The state after `state`. ValueError after the last one."""
+    following = TRANSITIONS[state]
+    if following is None:
+        raise ValueError(f"a fragment that is {state} stays {state}")
+    return following
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When to stop waiting. `grace_factor` has no unit, the rest are workers and seconds."""
+
+    min_workers: int
+    grace_factor: float
+    grace_min_s: float
+    grace_max_s: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Not yet. `until` is when to look again even if nothing happens; None where only an event can change it."""
+
+    until: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Close:
+    """Aggregate now, over `contributors` (in worker-id order, the order of summation)."""
+
+    contributors: tuple[str, ...]
+    reason: str
+
+
+def has_quorum(expected: Set[str], contributed: Set[str], policy: Policy) -> bool:
+    """More than half of the workers of this round, and at least `min_workers`."""
+    return len(contributed) >= policy.min_workers and 2 * len(contributed) > len(expected | contributed)
+
+
+def grace_s(policy: Policy, opened_at: float, quorum_at: float) -> float:
+    """How long stragglers are waited for after the quorum: in proportion to how long the quorum took."""
+    return min(max(policy.grace_factor * (quorum_at - opened_at), policy.grace_min_s), policy.grace_max_s)
+
+
+def decide(
+    expected: Set[str],
+    contributed: Set[str],
+    policy: Policy,
+    *,
+    opened_at: float,
+    quorum_at: float | None,
+    now: float,
+) -> Wait | Close:
+    """Wait or close, and why, in one sentence.
+
+    `expected`: live workers that hold an assignment for this round. `contributed`: workers whose contribution was
+    accepted, live or not: what was acknowledged counts. `quorum_at`: when `has_quorum` became true, None before.
+    """
+    missing = sorted(expected - contributed)
+    everybody = len(expected | contributed)
+    if not missing:
+        if len(contributed) >= policy.min_workers:
+            return Close(tuple(sorted(contributed)), f"all {len(contributed)} workers have contributed")
+        return Wait(
+            None,
+            f"{len(contributed)} of at least {policy.min_workers} workers have contributed; "
+            "waiting for more workers to join",
+        )
+    waiting = f"waiting for {len(missing)} of {everybody} workers ({_names(missing)})"
+    if quorum_at is None:
+        return Wait(None, f"{waiting}; no deadline before a quorum has contributed")
+    closes_at = quorum_at + grace_s(policy, opened_at, quorum_at)
+    if now < closes_at:
+        return Wait(closes_at, f"{waiting}; closes in {closes_at - now:.0f} s")
+    return Close(
+        tuple(sorted(contributed)),
+        f"closed without {_names(missing)} after {closes_at - quorum_at:.0f} s of grace; "
+        f"{len(contributed)} of {everybody} workers have contributed",
+    )
+
+
+def _names(workers: list[str]) -> str:
+    return ", ".join(workers[:3]) + (f" and {len(workers) - 3} more" if len(workers) > 3 else "")

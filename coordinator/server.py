@@ -1,0 +1,57 @@
+"""Serving: uvicorn around the application, until SIGTERM or SIGINT."""
+
+import logging
+import socket
+
+import uvicorn
+
+from coordinator.app import create_app
+from coordinator.service import Coordinator
+from coordinator.settings import Settings
+
+GRACE_S = 10
+
+
+class Server(uvicorn.Server):
+    """Tells long-polling requests to answer before it waits for them, and says when and where it is ready."""
+
+    def __init__(self, config: uvicorn.Config, coordinator: Coordinator, address: str) -> None:
+        super().__init__(config)
+        self.coordinator = coordinator
+        self._address = address
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(f"outerstep coordinator ready at {self._address}", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.coordinator.bell.close()
+        await super().shutdown(sockets)
+
+
+def make_server(settings: Settings) -> tuple[Server, socket.socket]:
+    """A server and its bound socket. OSError where the address is taken, OuterstepError where the directory is."""
+    listening = socket.create_server((settings.host, settings.port), backlog=2048)
+    coordinator = Coordinator(settings)
+    config = uvicorn.Config(
+        create_app(coordinator),
+        log_config=None,
+        access_log=False,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+        timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=75,
+    )
+    scheme = "https" if settings.tls_certificate else "http"
+    host, port = listening.getsockname()[:2]
+    return Server(config, coordinator, f"{scheme}://{host}:{port}"), listening
+
+
+def serve(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT. When ready, prints one line with the address on stdout."""
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    server, listening = make_server(settings)
+    server.run(sockets=[listening])

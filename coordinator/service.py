@@ -1,0 +1,171 @@
+"""The coordinator as one object: its runs, its tokens, its threads. The REST interface is a thin layer around it."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+
+from coordinator import assigning, membership, publishing, restoring
+from coordinator.bell import Bell
+from coordinator.database import Database
+from coordinator.files import DataDirectory
+from coordinator.live_run import LiveRun, World
+from coordinator.settings import Settings
+from coordinator.tables import EvaluationRow, RunRow
+from coordinator.tokens import Identity, Tokens
+from protocol.digest import digest
+from protocol.errors import Problem, SpecError
+from protocol.messages import EvaluationReport, NewToken, RunState, TokenRequest
+from protocol.spec import parse_spec
+
+logger = logging.getLogger(__name__)
+
+# What the operator may do to a run that is in a given state.
+CHANGES: dict[RunState, set[RunState]] = {
+    RunState.RUNNING: {RunState.PAUSED, RunState.STOPPED},
+    RunState.PAUSED: {RunState.RUNNING, RunState.STOPPED},
+    RunState.FINISHED: set(),
+    RunState.STOPPED: set(),
+}
+
+
+class Coordinator:
+    """All runs of one data directory. Methods are called from many threads; each run has its own lock."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.settings = settings
+        self.bell = Bell()
+        self.data = DataDirectory(settings.data_dir)
+        self.database = Database(settings.data_dir)
+        self.tokens = Tokens(self.database)
+        admin_token = settings.data_dir / "admin.token"
+        if self.tokens.ensure_admin(admin_token, now()):
+            logger.info("made an admin token: %s", admin_token)
+        self._jobs = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="publish")
+        self._world = World(self.database, self.data, self._jobs.submit, self.bell.ring, clock, now)
+        self._runs: dict[str, LiveRun] = {}
+        with self.database.read() as session:
+            rows = session.scalars(select(RunRow)).all()
+        for row in rows:
+            run = LiveRun(row, self._world)
+            self._runs[run.name] = run
+            restoring.restore(run)
+
+    def close(self) -> None:
+        """End the work on other threads and let go of the files. What is interrupted is taken up at the next start."""
+        self._jobs.shutdown(wait=True, cancel_futures=True)
+        self.database.close()
+        self.data.close()
+
+    def tick(self) -> None:
+        """What only the passing of time brings about. Called a few times a second."""
+        for run in list(self._runs.values()):
+            if not run.ended or len(run.leases):
+                membership.expire(run)
+            with run.lock:
+                publishing.close_due(run)
+            publishing.retry_jobs(run)
+
+    def new_token(self, request: TokenRequest) -> NewToken:
+        return self.tokens.create(request.scope, request.note, self._world.now())
+
+    def check_ready(self) -> None:
+        """Problem `not-ready` unless the database answers and the data directory takes writes."""
+        probe = self.data.incoming()
+        try:
+            with self.database.read() as session:
+                session.execute(select(RunRow.id).limit(1))
+            probe.write_bytes(b"ready?")
+        except (OSError, SQLAlchemyError) as error:
+            raise Problem("not-ready", f"{self.settings.data_dir}: {error}", retry_after_s=5) from error
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def identify(self, secret: str) -> Identity | None:
+        """Whose bearer token this is; None for nobody's."""
+        identity = self.tokens.identify(secret)
+        if identity is not None:
+            return identity
+        hashed = membership.secret_hash(secret)
+        for run in list(self._runs.values()):
+            worker = run.member_tokens.get(hashed)
+            if worker is not None:
+                return Identity(None, run.name, worker)
+        return None
+
+    def run(self, name: str) -> LiveRun:
+        run = self._runs.get(name)
+        if run is None:
+            raise Problem("not-found", f"there is no run {name}; see /v1/runs")
+        return run
+
+    def runs(self) -> list[LiveRun]:
+        """By name."""
+        return sorted(self._runs.values(), key=lambda run: run.name)
+
+    def create_run(self, spec_toml: str) -> tuple[LiveRun, bool]:
+        """Create a run from its spec; whether it is new. The same spec again is the same run."""
+        try:
+            spec = parse_spec(spec_toml)
+        except SpecError as error:
+            raise Problem("invalid-spec", str(error)) from error
+        spec_digest = digest(spec_toml.encode())
+        existing = self._runs.get(spec.name)
+        if existing is not None:
+            if existing.spec_digest != spec_digest:
+                raise Problem("run-exists", f"the run {spec.name} exists with another spec; choose a new name")
+            return existing, False
+        with self.database.write() as session:
+            row = RunRow(
+                name=spec.name,
+                spec_toml=spec_toml,
+                spec_digest=spec_digest,
+                state=RunState.RUNNING,
+                created_at=self._world.now(),
+                round=0,
+                next_unit=0,
+            )
+            session.add(row)
+            session.flush()
+            run = LiveRun(row, self._world)
+            run.record(session, "created", f"the run {spec.name} was created")
+        self._runs[spec.name] = run
+        return run, True
+
+    def change_state(self, run: LiveRun, state: RunState) -> None:
+        """Pause, resume or stop."""
+        with run.lock:
+            if state is run.state:
+                return
+            if state not in CHANGES[run.state]:
+                raise Problem("run-ended", f"the run {run.name} is {run.state} and cannot become {state}")
+            with self.database.write() as session:
+                run.row(session).state = state
+                run.record(session, str(state), f"the operator set the run to {state}")
+            run.state = state
+            if state is RunState.RUNNING:
+                assigning.try_open(run)
+        run.ring()
+
+    def evaluated(self, run: LiveRun, worker: str, round_: int, report: EvaluationReport) -> None:
+        """Keep the held-out loss of state `round_`; a later report of the same state replaces an earlier one."""
+        with run.lock, self.database.write() as session:
+            if round_ > run.round:
+                raise Problem("round-not-open", f"state {round_} does not exist yet; the run is at {run.round}")
+            session.merge(
+                EvaluationRow(run_id=run.id, round=round_, worker=worker, loss=report.loss, tokens=report.tokens)
+            )
+            run.record(
+                session, "evaluated", f"state {round_}: held-out loss {report.loss:.4f} nats per token", round=round_
+            )
+        run.ring()

@@ -1,0 +1,103 @@
+"""One fragment's outer state in a file, stepped chunk by chunk so that a model never has to fit into memory.
+
+The file is itself a payload of kind `state` with raw fp32 frames, θ then u, so a checkpoint is served as it lies.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.files import PayloadFile
+from protocol.digest import StateHash
+from protocol.errors import WireError
+from protocol.outer_step import outer_step
+from protocol.spec import OuterSpec
+from protocol.wire import CHUNK_ELEMENTS, StateHeader, chunk_sizes, pack_header
+
+F32 = npt.NDArray[np.float32]
+
+
+class StateReader(PayloadFile):
+    """A state file that this coordinator wrote: raw frames, so any range of elements can be read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.elements = self.header.elements // 2
+        start = self.offsets[0]
+        if self.header.kind != "state" or self.total_bytes != start + 8 * self.elements:
+            self.close()
+            raise WireError(f"{path} is not a state file")
+        self._theta_at, self._momentum_at = start, start + 4 * self.elements
+
+    def read(self, start: int, n: int) -> tuple[F32, F32]:
+        """θ and u of elements [start, start + n), float32[n] each."""
+        pair = np.empty((2, n), np.float32)
+        for values, at in zip(pair, (self._theta_at, self._momentum_at), strict=True):
+            got = os.preadv(self._file, [values.data], at + 4 * start)
+            if got != values.nbytes:
+                raise WireError(f"the state file ends after {got} of {values.nbytes} bytes at element {start}")
+        return pair[0], pair[1]
+
+    def pieces(self) -> Iterator[tuple[F32, F32]]:
+        start = 0
+        for n in chunk_sizes(self.elements, CHUNK_ELEMENTS):
+            yield self.read(start, n)
+            start += n
+
+    def state_digest(self) -> bytes:
+        state_hash = StateHash()
+        for theta, momentum in self.pieces():
+            state_hash.update(theta.data, momentum.data)
+        return state_hash.digest()
+
+
+def write_state(
+    path: Path, run: str, round_: int, fragment: int, elements: int, chunks: Iterator[tuple[F32, F32]]
+) -> bytes:
+    """Write a new state file from its chunks (θ, u); the state digest."""
+    frame_bytes = [4 * n for n in chunk_sizes(2 * elements, CHUNK_ELEMENTS)]
+    head = pack_header(
+        StateHeader(
+            run=run,
+            round=round_,
+            fragment=fragment,
+            codec="fp32",
+            elements=2 * elements,
+            chunk_elements=CHUNK_ELEMENTS,
+            frame_bytes=frame_bytes,
+        )
+    )
+    state_hash = StateHash()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        _write_all(descriptor, memoryview(head), 0)
+        theta_at = len(head)
+        for theta, momentum in chunks:
+            state_hash.update(theta.data, momentum.data)
+            _write_all(descriptor, theta.data.cast("B"), theta_at)
+            _write_all(descriptor, momentum.data.cast("B"), theta_at + 4 * elements)
+            theta_at += theta.nbytes
+    finally:
+        os.close(descriptor)
+    return state_hash.digest()
+
+
+def stepped(state: StateReader, delta: PayloadFile, outer: OuterSpec) -> Iterator[tuple[F32, F32]]:
+    """The chunks of the state after the outer step by a published delta."""
+    start = 0
+    for index, n in enumerate(delta.chunks):
+        theta, momentum = state.read(start, n)
+        values = np.empty(n, np.float32)
+        delta.codec.decode(delta.chunk(index), values)
+        outer_step(theta, momentum, values, learning_rate=outer.learning_rate, beta=outer.momentum)
+        yield theta, momentum
+        start += n
+
+
+def _write_all(descriptor: int, data: memoryview, at: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, at)
+        data, at = data[written:], at + written

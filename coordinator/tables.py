@@ -1,0 +1,215 @@
+"""The database's tables. No tensors here: those are files (`files.py`). Invariants are named constraints.
+
+Workers are referred to by their name, which together with the run is their identity. Times are seconds since 1970.
+"""
+
+from typing import Any, ClassVar
+
+from sqlalchemy import JSON, CheckConstraint, ForeignKey, LargeBinary, MetaData, String, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+NAMING = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(naming_convention=NAMING)
+    type_annotation_map: ClassVar[dict[Any, Any]] = {dict[str, Any]: JSON, list[Any]: JSON, bytes: LargeBinary}
+
+
+class TokenRow(Base):
+    """A bearer token of an operator, a worker or a viewer; only the hash of its secret is stored."""
+
+    __tablename__ = "tokens"
+
+    id: Mapped[str] = mapped_column(String(16), primary_key=True)
+    scope: Mapped[str] = mapped_column(String(16))
+    note: Mapped[str] = mapped_column(String(200))
+    secret_hash: Mapped[bytes] = mapped_column(unique=True)
+    created_at: Mapped[float]
+
+
+class RunRow(Base):
+    """A run. `round` is the open or next round; `next_unit` the first work unit that was never assigned."""
+
+    __tablename__ = "runs"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(String(64), unique=True)
+    spec_toml: Mapped[str]
+    spec_digest: Mapped[bytes]
+    state: Mapped[str] = mapped_column(String(16))
+    created_at: Mapped[float]
+    round: Mapped[int] = mapped_column(default=0)
+    next_unit: Mapped[int] = mapped_column(default=0)
+    layout: Mapped[dict[str, Any] | None]
+    data: Mapped[dict[str, Any] | None]
+
+
+class WorkerRow(Base):
+    """A member of a run. `epoch` counts its joins; `token_hash` is null while it holds no lease."""
+
+    __tablename__ = "workers"
+    __table_args__ = (UniqueConstraint("run_id", "name"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"))
+    name: Mapped[str] = mapped_column(String(64))
+    state: Mapped[str] = mapped_column(String(16))
+    epoch: Mapped[int]
+    token_hash: Mapped[bytes | None] = mapped_column(unique=True)
+    joined_at: Mapped[float]
+    host: Mapped[dict[str, Any]]
+    metrics: Mapped[dict[str, Any]]
+    state_round: Mapped[int | None]
+    state_digest: Mapped[bytes | None]
+
+
+class UnitRangeRow(Base):
+    """Work units [start, stop): assigned to a worker, consumed by an accepted contribution, or back in the pool.
+
+    Units from `runs.next_unit` on have no row yet. Units are numbered through all epochs of the training set.
+    """
+
+    __tablename__ = "unit_ranges"
+    __table_args__ = (
+        UniqueConstraint("run_id", "start"),
+        CheckConstraint("start < stop", name="not_empty"),
+        CheckConstraint("state IN ('free', 'assigned', 'consumed')", name="state"),
+        CheckConstraint("(state = 'free') = (worker IS NULL)", name="free_has_no_worker"),
+        CheckConstraint("(state = 'consumed') = (consumed_round IS NOT NULL)", name="consumed_once"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"))
+    start: Mapped[int]
+    stop: Mapped[int]
+    state: Mapped[str] = mapped_column(String(16))
+    worker: Mapped[str | None] = mapped_column(String(64))
+    round: Mapped[int | None]  # the round that they were assigned for
+    consumed_round: Mapped[int | None]  # the round whose contribution was trained on them
+
+
+class AssignmentRow(Base):
+    """A worker takes part in a round; its units are the unit ranges assigned to it for that round."""
+
+    __tablename__ = "assignments"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    round: Mapped[int] = mapped_column(primary_key=True)
+    worker: Mapped[str] = mapped_column(String(64), primary_key=True)
+    inner_steps: Mapped[int]
+    evaluate: Mapped[bool]
+
+
+class RoundRow(Base):
+    """A round that was opened."""
+
+    __tablename__ = "rounds"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    round: Mapped[int] = mapped_column(primary_key=True)
+    opened_at: Mapped[float]
+    closed_at: Mapped[float | None]  # when its last delta was published
+
+
+class FragmentRow(Base):
+    """One fragment of a round. `contributors` is fixed when collecting ends: {worker: tokens}."""
+
+    __tablename__ = "fragments"
+    __table_args__ = (
+        CheckConstraint("state IN ('collecting', 'aggregating', 'published')", name="state"),
+        CheckConstraint("(state = 'published') = (delta_digest IS NOT NULL)", name="published_has_delta"),
+    )
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    round: Mapped[int] = mapped_column(primary_key=True)
+    fragment: Mapped[int] = mapped_column(primary_key=True)
+    state: Mapped[str] = mapped_column(String(16))
+    reason: Mapped[str]
+    contributors: Mapped[dict[str, Any] | None]
+    delta_bytes: Mapped[int | None]
+    delta_digest: Mapped[bytes | None]
+
+
+class ContributionRow(Base):
+    """An acknowledged contribution: one per (run, round, fragment, worker), for ever."""
+
+    __tablename__ = "contributions"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    round: Mapped[int] = mapped_column(primary_key=True)
+    fragment: Mapped[int] = mapped_column(primary_key=True)
+    worker: Mapped[str] = mapped_column(String(64), primary_key=True)
+    digest: Mapped[bytes]
+    size: Mapped[int]  # bytes
+    tokens: Mapped[int]
+    inner_steps: Mapped[int]
+    loss: Mapped[float]
+    norm: Mapped[float]
+    accepted_at: Mapped[float]
+
+
+class OuterStateRow(Base):
+    """The coordinator's own outer state of a fragment: the state before `round`, and its digest."""
+
+    __tablename__ = "outer_states"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    fragment: Mapped[int] = mapped_column(primary_key=True)
+    round: Mapped[int]
+    state_digest: Mapped[bytes]
+
+
+class CheckpointRow(Base):
+    """A checkpoint of which every fragment is durable."""
+
+    __tablename__ = "checkpoints"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    round: Mapped[int] = mapped_column(primary_key=True)
+    created_at: Mapped[float]
+    state_digest: Mapped[bytes]
+
+
+class CheckpointFragmentRow(Base):
+    """One durable fragment of a checkpoint, complete or not."""
+
+    __tablename__ = "checkpoint_fragments"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    round: Mapped[int] = mapped_column(primary_key=True)
+    fragment: Mapped[int] = mapped_column(primary_key=True)
+    size: Mapped[int]  # bytes
+    digest: Mapped[bytes]
+    state_digest: Mapped[bytes]
+
+
+class EvaluationRow(Base):
+    """The held-out loss (nats per token) of the state before `round`."""
+
+    __tablename__ = "evaluations"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    round: Mapped[int] = mapped_column(primary_key=True)
+    worker: Mapped[str] = mapped_column(String(64))
+    loss: Mapped[float]
+    tokens: Mapped[int]
+
+
+class EventRow(Base):
+    """Something that an operator may want to know, in one sentence."""
+
+    __tablename__ = "events"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), index=True)
+    at: Mapped[float]
+    kind: Mapped[str] = mapped_column(String(32))
+    message: Mapped[str]
+    data: Mapped[dict[str, Any]]

@@ -1,0 +1,86 @@
+"""Bearer tokens: who is asking, and what may they do. Secrets are random; only their SHA-256 is stored."""
+
+import hmac
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import select
+
+from coordinator.database import Database
+from coordinator.membership import new_secret, secret_hash
+from coordinator.tables import TokenRow
+from protocol.errors import Problem
+from protocol.messages import NewToken, Scope, TokenInfo
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who sent a request: the holder of an operator's token, or a member (one worker of one run)."""
+
+    scope: Scope | None
+    run: str | None = None
+    worker: str | None = None
+
+    def allows(self, scope: Scope) -> bool:
+        return self.scope is Scope.ADMIN or self.scope is scope
+
+    def is_member(self, run: str, worker: str) -> bool:
+        return (self.run, self.worker) == (run, worker)
+
+
+class Tokens:
+    """The operators' tokens. Looked up by hash in memory, so that a request costs no query."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        with database.read() as session:
+            rows = session.scalars(select(TokenRow)).all()
+        self._by_hash = {row.secret_hash: (row.id, Scope(row.scope)) for row in rows}
+
+    def identify(self, secret: str) -> Identity | None:
+        hashed = secret_hash(secret)
+        for stored, (_, scope) in self._by_hash.items():
+            if hmac.compare_digest(stored, hashed):
+                return Identity(scope)
+        return None
+
+    def create(self, scope: Scope, note: str, now: float) -> NewToken:
+        secret, hashed = new_secret()
+        info = TokenInfo(id=secrets.token_hex(4), scope=scope, note=note, created_at=now)
+        with self._database.write() as session:
+            session.add(TokenRow(**info.model_dump(), secret_hash=hashed))
+        self._by_hash = {**self._by_hash, hashed: (info.id, scope)}
+        return NewToken(**info.model_dump(), token=secret)
+
+    def revoke(self, token_id: str) -> None:
+        with self._database.write() as session:
+            row = session.get(TokenRow, token_id)
+            if row is None:
+                raise Problem("not-found", f"there is no token {token_id}")
+            last = row.scope == Scope.ADMIN and sum(scope is Scope.ADMIN for _, scope in self._by_hash.values()) == 1
+            if last:
+                raise Problem("forbidden", "this is the last admin token; make another before you revoke it")
+            session.delete(row)
+        self._by_hash = {hashed: entry for hashed, entry in self._by_hash.items() if entry[0] != token_id}
+
+    def listed(self, limit: int, after: str | None) -> list[TokenInfo]:
+        with self._database.read() as session:
+            query = select(TokenRow).order_by(TokenRow.id).limit(limit)
+            if after is not None:
+                query = query.where(TokenRow.id > after)
+            return [
+                TokenInfo(id=row.id, scope=Scope(row.scope), note=row.note, created_at=row.created_at)
+                for row in session.scalars(query)
+            ]
+
+    def ensure_admin(self, path: Path, now: float) -> bool:
+        """At the very first start, make an admin token and write it to `path`, readable by its owner alone."""
+        if any(scope is Scope.ADMIN for _, scope in self._by_hash.values()):
+            return False
+        created = self.create(Scope.ADMIN, "made at the first start", now)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(created.token + "\n")
+        return True

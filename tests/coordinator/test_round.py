@@ -1,0 +1,73 @@
+"""Whole rounds over real HTTP, with members that have no model: the numpy reference on both sides."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from protocol.codecs import CODECS
+from protocol.messages import Scope
+from protocol.outer_step import outer_step
+from tests.support.coordinator import InThread, coordinator_thread
+from tests.support.member import Member, spec_toml
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[InThread]:
+    with coordinator_thread(tmp_path / "data") as running:
+        yield running
+
+
+def join_all(running: InThread, run: str, names: list[str]) -> list[Member]:
+    token = running.token(Scope.WORKER)
+    members = [Member(running.client(), run, name) for name in names]
+    for member in members:
+        member.join(token)
+    assert members[0].assignment(None).action == "seed"
+    members[0].seed()
+    for member in members[1:]:
+        assert member.assignment(None).action == "recover"
+        for theta in member.theta:
+            theta[:] = 0.5
+    return members
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
+def test_two_workers_and_the_coordinator_hold_the_same_state_after_three_rounds(running: InThread, codec: str) -> None:
+    running.create_run(spec_toml(rounds=3, min_workers=2, sync=f'upload_codec = "{codec}"\ndownload_codec = "{codec}"'))
+    members = join_all(running, "r", ["w1", "w0"])
+    for round_ in range(3):
+        assert [member.assignment(round_).action for member in members[:1]] == ["wait"] or round_ > 0
+        for member in members:
+            member.assignment(round_)
+        for member in members:
+            member.take_part(round_)
+        for member in members:
+            member.step(round_)
+    info = running.client().get("/v1/runs/r").json()
+    assert info["state"] == "finished" and info["round"] == 3
+    checkpoint = running.client().get("/v1/runs/r/checkpoints/3").json()
+    for p in range(len(members[0].theta)):
+        assert members[0].base(p) == members[1].base(p)
+        assert checkpoint["fragments"][p]["state_digest"] == members[0].base(p).hex()
+
+
+def test_the_delta_is_the_mean_in_worker_id_order_whatever_the_order_of_arrival(running: InThread) -> None:
+    running.create_run(spec_toml(rounds=1, min_workers=3, sync='upload_codec = "fp32"\ndownload_codec = "fp32"'))
+    members = join_all(running, "r", ["w2", "w0", "w1"])
+    for member in members:
+        member.assignment(0)
+    for member in members:
+        member.take_part(0)
+    in_order = sorted(members, key=lambda member: member.name)
+    for p, theta in enumerate(members[0].theta):
+        mean = np.zeros(len(theta), np.float32)
+        for member in in_order:
+            mean = mean + np.float32(1 / 3) * member.pseudo_gradients(0)[p]
+        expected_theta, momentum = np.full(len(theta), 0.5, np.float32), np.zeros(len(theta), np.float32)
+        outer_step(expected_theta, momentum, mean.copy(), learning_rate=0.7, beta=0.9)
+        members[0].delta(0, p).raise_for_status()
+        members[0].step(0) if p == 0 else None
+        assert np.array_equal(members[0].theta[p], expected_theta)
+    assert CODECS["fp32"].size(1) == 4

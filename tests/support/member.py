@@ -1,0 +1,165 @@
+"""A worker without a model: joins, seeds, contributes and steps with the numpy reference alone, over real HTTP."""
+
+from dataclasses import dataclass, field
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+
+from protocol.codecs import CODECS
+from protocol.digest import StateHash, content_digest, digest
+from protocol.fragments import TensorSpec
+from protocol.messages import Assignment, DataSummary, JoinReply, JoinRequest
+from protocol.outer_step import outer_step
+from protocol.spec import RunSpec
+from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, StateHeader, pack_frames, pack_header
+
+F32 = npt.NDArray[np.float32]
+TENSORS = [TensorSpec(name="a", shape=[300, 3]), TensorSpec(name="b", shape=[77])]
+DATA = DataSummary(digest="ab" * 32, units=1000)
+
+
+def spec_toml(name: str = "r", *, rounds: int = 2, min_workers: int = 1, lines: str = "", **sections: str) -> str:
+    """A run spec; `sections` are further TOML lines by section, for example sync='zstd = false'."""
+    return f"""
+name = "{name}"
+[model]
+preset = "tiny"
+[data]
+sequence_length = 16
+{sections.get("data", "")}
+[inner]
+batch_size = 2
+[sync]
+rounds = {rounds}
+inner_steps = 5
+fragment_elements = 512
+{sections.get("sync", "")}
+[members]
+min_workers = {min_workers}
+{sections.get("members", "")}
+[checkpoints]
+{sections.get("checkpoints", "")}
+"""
+
+
+@dataclass
+class Member:
+    """One member of a run. `http` is a client of the coordinator; its token is replaced by the member token."""
+
+    http: httpx.Client
+    run: str
+    name: str
+    tensors: list[TensorSpec] = field(default_factory=lambda: list(TENSORS))
+
+    def join(self, token: str, previous: str | None = None) -> JoinReply:
+        request = JoinRequest(tensors=self.tensors, data=DATA, previous=previous)
+        headers = {"Authorization": f"Bearer {token}"}
+        reply = self.http.put(self.path(), json=request.model_dump(mode="json"), headers=headers)
+        reply.raise_for_status()
+        self.joined = JoinReply.model_validate(reply.json())
+        self.http.headers["Authorization"] = f"Bearer {self.joined.member_token}"
+        self.spec = RunSpec.model_validate(self.http.get(f"/v1/runs/{self.run}").json()["spec"])
+        elements = self.joined.layout.elements
+        self.theta = [np.zeros(n, np.float32) for n in elements]
+        self.momentum = [np.zeros(n, np.float32) for n in elements]
+        return self.joined
+
+    def path(self, rest: str = "") -> str:
+        return f"/v1/runs/{self.run}/workers/{self.name}{rest}"
+
+    def assignment(self, state_round: int | None, wait_s: int = 0) -> Assignment:
+        reply = self.http.put(
+            self.path("/assignment"), json={"state_round": state_round}, headers={"Prefer": f"wait={wait_s}"}
+        )
+        reply.raise_for_status()
+        return Assignment.model_validate(reply.json())
+
+    def seed(self, value: float = 0.5) -> None:
+        """Upload state 0: θ all `value`, u zero."""
+        for p, theta in enumerate(self.theta):
+            theta[:] = value
+            both = np.concatenate([theta, self.momentum[p]])
+            frames = pack_frames(both, CODECS["fp32"], zstd=True)
+            header = StateHeader(
+                run=self.run,
+                round=0,
+                fragment=p,
+                codec="fp32",
+                elements=len(both),
+                chunk_elements=CHUNK_ELEMENTS,
+                frame_bytes=[len(frame) for frame in frames],
+            )
+            body = pack_header(header) + b"".join(frames)
+            self.put(f"/v1/runs/{self.run}/checkpoints/0/fragments/{p}", body).raise_for_status()
+
+    def put(self, path: str, body: bytes, **headers: str) -> httpx.Response:
+        headers = {"Content-Digest": content_digest(digest(body)), **headers}
+        return self.http.put(path, content=body, headers=headers)
+
+    def base(self, fragment: int) -> bytes:
+        state = StateHash()
+        state.update(self.theta[fragment].data, self.momentum[fragment].data)
+        return state.digest()
+
+    def payload(self, assignment: Assignment, fragment: int, values: F32, **changes: object) -> bytes:
+        """A contribution as bytes; `changes` replace header fields."""
+        codec = CODECS[str(changes.get("codec", self.spec.sync.upload_codec))]
+        frames = pack_frames(values, codec, zstd=self.spec.sync.zstd)
+        units = sum(stop - start for start, stop in assignment.units)
+        fields: dict[str, object] = {
+            "run": self.run,
+            "round": assignment.round,
+            "fragment": fragment,
+            "codec": codec.name,
+            "elements": len(values),
+            "chunk_elements": CHUNK_ELEMENTS,
+            "frame_bytes": [len(frame) for frame in frames],
+            "worker": self.name,
+            "base": self.base(fragment),
+            "tokens": units * self.spec.unit_tokens,
+            "inner_steps": assignment.inner_steps,
+            "loss": 1.5,
+            "norm": float(np.linalg.norm(values)),
+            "units": assignment.units,
+        }
+        return pack_header(ContributionHeader.model_validate({**fields, **changes})) + b"".join(frames)
+
+    def contribution_path(self, round_: int, fragment: int) -> str:
+        return f"/v1/runs/{self.run}/rounds/{round_}/fragments/{fragment}/contributions/{self.name}"
+
+    def contribute(self, assignment: Assignment, fragment: int, values: F32, **changes: object) -> httpx.Response:
+        body = self.payload(assignment, fragment, values, **changes)
+        return self.put(self.contribution_path(assignment.round, fragment), body)
+
+    def delta(self, round_: int, fragment: int, wait_s: int = 30) -> httpx.Response:
+        path = f"/v1/runs/{self.run}/rounds/{round_}/fragments/{fragment}/delta"
+        return self.http.get(path, headers={"Prefer": f"wait={wait_s}"})
+
+    def step(self, round_: int) -> None:
+        """Fetch the deltas of `round_` and take the outer step."""
+        for p, (theta, momentum) in enumerate(zip(self.theta, self.momentum, strict=True)):
+            reply = self.delta(round_, p)
+            reply.raise_for_status()
+            values = np.empty(len(theta), np.float32)
+            Payload.from_bytes(reply.content).decode(values)
+            outer = self.spec.outer
+            outer_step(theta, momentum, values, learning_rate=outer.learning_rate, beta=outer.momentum)
+
+    def pseudo_gradients(self, round_: int) -> list[F32]:
+        """Different for every worker, round and fragment."""
+        random = np.random.RandomState(abs(hash_of(self.name, round_)) % (1 << 32))
+        return [random.standard_normal(len(theta)).astype(np.float32) * np.float32(0.01) for theta in self.theta]
+
+    def take_part(self, round_: int, wait_s: int = 30) -> Assignment:
+        """One whole round without the step: be assigned and contribute every fragment."""
+        assignment = self.assignment(round_, wait_s)
+        assert assignment.action == "train", assignment
+        for p, values in enumerate(self.pseudo_gradients(round_)):
+            self.contribute(assignment, p, values).raise_for_status()
+        return assignment
+
+
+def hash_of(name: str, round_: int) -> int:
+    """Stable between processes, unlike hash()."""
+    return int.from_bytes(digest(f"{name}/{round_}".encode())[:4], "big")

@@ -1,0 +1,135 @@
+"""DiLoCo in one process, written from the paper and DESIGN's arithmetic alone: what a real run is compared with.
+
+It uses the worker package for two things only, the initial model and the text; every other line is its own.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from protocol.spec import RunSpec
+from worker.data import TextData
+from worker.models import build_model
+
+
+@dataclass
+class Reference:
+    """The outer state, one flat fp32 vector each, after all rounds."""
+
+    theta: torch.Tensor
+    momentum: torch.Tensor
+
+    def digests(self, bounds: list[tuple[int, int]]) -> list[str]:
+        """State digests of the fragments [start, stop): BLAKE3(BLAKE3(θ) ‖ BLAKE3(u))."""
+        return [
+            blake3(
+                blake3(self.theta[start:stop].numpy().tobytes()).digest()
+                + blake3(self.momentum[start:stop].numpy().tobytes()).digest()
+            ).hexdigest()
+            for start, stop in bounds
+        ]
+
+
+def fragment_bounds(total: int, fragment_elements: int) -> list[tuple[int, int]]:
+    count = math.ceil(total / fragment_elements)
+    cuts = [total * p // count for p in range(count + 1)]
+    return list(itertools.pairwise(cuts))
+
+
+def int8_round_trip(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (as fp32) and each element's scale, block by block of 256."""
+    codes, scales = torch.empty_like(x), torch.empty_like(x)
+    for start in range(0, len(x), 256):
+        block = x[start : start + 256].numpy()
+        exact = np.float32(np.abs(block).max()) / np.float32(127)
+        bits = (int(np.float32(exact).view(np.uint32)) + 0xFFFF) >> 16 << 16
+        scale = max(np.uint32(bits).view(np.float32), np.float32(2.0**-126))
+        codes[start : start + 256] = torch.from_numpy(np.rint(block * (np.float32(1) / scale)))
+        scales[start : start + 256] = float(scale)
+    return codes, scales
+
+
+def run_reference(spec: RunSpec, workers: int, *, outer: str = "written out") -> Reference:
+    """All rounds of `spec` with `workers` workers that are there from beginning to end.
+
+    `outer`: "written out" for the six operations of the outer step, "torch" for torch.optim.SGD(nesterov=True).
+    """
+    data = TextData(spec)
+    models = [build_model(spec, torch.device("cpu")) for _ in range(workers)]
+    optimizers = [
+        torch.optim.AdamW(
+            model.parameters(),
+            lr=spec.inner.learning_rate,
+            betas=(spec.inner.beta1, spec.inner.beta2),
+            weight_decay=spec.inner.weight_decay,
+            fused=True,
+        )
+        for model in models
+    ]
+    theta = torch.cat([p.detach().flatten().clone() for p in models[0].parameters()])
+    momentum = torch.zeros_like(theta)
+    bounds = fragment_bounds(len(theta), spec.sync.fragment_elements)
+    outer_parameter = torch.nn.Parameter(theta.clone())
+    sgd = torch.optim.SGD([outer_parameter], lr=spec.outer.learning_rate, momentum=spec.outer.momentum, nesterov=True)
+    steps, weight = spec.sync.inner_steps, np.float32(1 / workers)
+
+    for round_ in range(spec.sync.rounds):
+        deltas = []
+        for w, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            position = 0
+            for parameter in model.parameters():
+                parameter.data.copy_(theta[position : position + parameter.numel()].view_as(parameter))
+                position += parameter.numel()
+            for h in range(steps):
+                _inner_step(
+                    spec, model, optimizer, data, unit=(round_ * workers + w) * steps + h, step=round_ * steps + h
+                )
+            deltas.append(theta - torch.cat([p.detach().flatten() for p in model.parameters()]))
+        mean = torch.zeros_like(theta)
+        for start, stop in bounds:
+            for delta in deltas:  # in worker-id order
+                if spec.sync.upload_codec == "int8":
+                    codes, scales = int8_round_trip(delta[start:stop])
+                    mean[start:stop] = mean[start:stop] + codes * (scales * float(weight))
+                else:
+                    mean[start:stop] = mean[start:stop] + delta[start:stop] * float(weight)
+            if spec.sync.download_codec == "int8":
+                codes, scales = int8_round_trip(mean[start:stop])
+                mean[start:stop] = codes * scales
+        if outer == "torch":
+            outer_parameter.grad = mean
+            sgd.step()
+            theta = outer_parameter.detach().clone()
+        else:
+            momentum = momentum * spec.outer.momentum
+            momentum = momentum + mean
+            step = momentum * spec.outer.momentum
+            step = step + mean
+            step = step * spec.outer.learning_rate
+            theta = theta - step
+    return Reference(theta, momentum)
+
+
+def _inner_step(
+    spec: RunSpec, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: TextData, *, unit: int, step: int
+) -> None:
+    """One AdamW step: linear warmup then cosine, gradients clipped to a global norm."""
+    inner, total = spec.inner, spec.sync.rounds * spec.sync.inner_steps
+    if step < inner.warmup_steps:
+        rate = inner.learning_rate * (step + 1) / inner.warmup_steps
+    else:
+        cosine = 0.5 * (1 + math.cos(math.pi * (step - inner.warmup_steps) / (total - inner.warmup_steps)))
+        rate = inner.learning_rate * (inner.final_fraction + (1 - inner.final_fraction) * cosine)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    batch = data.unit(unit)
+    logits = model(batch[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), inner.clip_norm)
+    optimizer.step()
