@@ -20,7 +20,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSpec(_Section):
@@ -135,13 +135,13 @@ class RunSpec(_Section):
     name: Name = Field(..., description="the run's name: lower-case letters, digits, '.', '_' and '-'")
     seed: int = Field(0, ge=0, lt=1 << 32, description="seed of the initial model and of the order of the data")
     model: ModelSpec
-    data: DataSpec = Field(default_factory=DataSpec)  # type: ignore[arg-type]
-    inner: InnerSpec = Field(default_factory=InnerSpec)  # type: ignore[arg-type]
-    outer: OuterSpec = Field(default_factory=OuterSpec)  # type: ignore[arg-type]
+    data: DataSpec = Field(default_factory=DataSpec)
+    inner: InnerSpec = Field(default_factory=InnerSpec)
+    outer: OuterSpec = Field(default_factory=OuterSpec)
     sync: SyncSpec
-    members: MembersSpec = Field(default_factory=MembersSpec)  # type: ignore[arg-type]
-    checkpoints: CheckpointSpec = Field(default_factory=CheckpointSpec)  # type: ignore[arg-type]
-    evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)  # type: ignore[arg-type]
+    members: MembersSpec = Field(default_factory=MembersSpec)
+    checkpoints: CheckpointSpec = Field(default_factory=CheckpointSpec)
+    evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
 
     @property
     def unit_tokens(self) -> int:

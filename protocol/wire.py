@@ -34,6 +34,10 @@ MAX_UNIT_RANGES = 1 << 16
 MAX_CONTRIBUTORS = 10_000
 MAX_MAP_KEYS = 32
 ZSTD_LEVEL = 1
+# Contributions are kept so far below the end of fp32 that no mean of them can leave what every codec carries: otherwise
+# one worker whose training exploded could make a round that nobody can encode.
+MAX_CONTRIBUTED = 2.0**100
+MAX_FINITE = float(np.finfo(np.float32).max)
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -194,10 +198,15 @@ class Payload:
             frame = _decompress(frame, raw_bytes, index)
         return np.frombuffer(frame, np.uint8)
 
+    @property
+    def limit(self) -> float:
+        """What no value of this payload may exceed in magnitude."""
+        return MAX_CONTRIBUTED if self.header.kind == "contribution" else MAX_FINITE
+
     def check(self) -> None:
         """Read every frame; WireError unless all of them decode to finite values."""
         for index, n in enumerate(self.chunks):
-            self.codec.check(self.chunk(index), n)
+            self.codec.check(self.chunk(index), n, self.limit)
 
     def decode(self, out: F32) -> None:
         """All values into `out`, float32[elements]."""

@@ -107,7 +107,7 @@ def bomb(declared: int | None, content: bytes) -> bytes:
     return bytes(frame)
 
 
-def nan_fp32(target: Target, value: float) -> bytes:
+def with_scales(target: Target, value: float) -> bytes:
     """int8 scales that decode to NaN, infinity or nonsense."""
     n = len(target.values)
     raw = np.zeros(CODECS["int8"].size(n), np.uint8)
@@ -158,10 +158,11 @@ HOSTILE: dict[str, tuple[Callable[[Target], bytes], str]] = {
     "its units twice": (lambda t: t.payload(units=[[0, 5], [0, 5]], tokens=320), "units-not-held"),
     "part of its units": (lambda t: t.payload(units=[[0, 4]], tokens=128), "units-not-held"),
     "another base state": (lambda t: t.payload(base=b"\7" * 32), "stale-base"),
-    "scale NaN": (lambda t: nan_fp32(t, float("nan")), "invalid-payload"),
-    "scale infinite": (lambda t: nan_fp32(t, float("inf")), "invalid-payload"),
-    "scale negative": (lambda t: nan_fp32(t, -1.0), "invalid-payload"),
-    "scale huge": (lambda t: nan_fp32(t, 3e38), "invalid-payload"),
+    "scale NaN": (lambda t: with_scales(t, float("nan")), "invalid-payload"),
+    "scale infinite": (lambda t: with_scales(t, float("inf")), "invalid-payload"),
+    "scale negative": (lambda t: with_scales(t, -1.0), "invalid-payload"),
+    "scale huge": (lambda t: with_scales(t, 3e38), "invalid-payload"),
+    "values above 2^100": (lambda t: with_scales(t, 2.0**94), "invalid-payload"),
     "zstd bomb": (lambda t: with_frame(t, zstandard.compress(bytes(BIG))[:500]), "invalid-payload"),
     "zstd of unknown size": (
         lambda t: with_frame(t, bomb(None, bytes(CODECS["int8"].size(len(t.values))))),
@@ -199,7 +200,8 @@ def test_a_contribution_with_nan_in_fp32_or_bf16_is_refused(tmp_path: Path) -> N
             size = CODECS[codec].size(len(target.values))
             for pattern in (
                 b"\xff" * size,
-                (b"\x80\x7f" if codec == "bf16" else b"\0\0\x80\x7f") * (len(target.values)),
+                (b"\x80\x7f" if codec == "bf16" else b"\0\0\x80\x7f") * len(target.values),  # infinity
+                (b"\x80\x72" if codec == "bf16" else b"\0\0\x80\x72") * len(target.values),  # 2^102
             ):
                 before = target.traces()
                 refused(target.send(target.payload()[:-size] + pattern), "invalid-payload")

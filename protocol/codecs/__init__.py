@@ -27,7 +27,7 @@ class Codec:
     encode(x, out)                 float32[n] -> uint8[size(n)]; CodecError for values it cannot carry
     decode(data, out)              uint8[size(n)] -> float32[n]
     accumulate(data, weight, acc)  acc += weight · decode(data), with the rounding that docs/wire-format.md gives
-    check(data, n)                 WireError unless all n decoded values are finite
+    check(data, n, limit)          WireError unless all n decoded values are finite and at most `limit` in magnitude
     """
 
     name: str
@@ -35,7 +35,7 @@ class Codec:
     encode: Callable[[F32, U8], None]
     decode: Callable[[U8, F32], None]
     accumulate: Callable[[U8, np.float32, F32], None]
-    check: Callable[[U8, int], None]
+    check: Callable[[U8, int, float], None]
 
 
 CODECS: dict[str, Codec] = {

@@ -10,6 +10,7 @@ F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 
 _EXPONENT = np.uint16(0x7F80)  # all ones: infinity or NaN
+_MAGNITUDE = np.uint16(0x7FFF)
 
 
 def size(n: int) -> int:
@@ -43,6 +44,8 @@ def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
     np.add(acc, values, out=acc)
 
 
-def check(data: U8, n: int) -> None:
-    if ((data.view("<u2") & _EXPONENT) == _EXPONENT).any():
-        raise WireError("bf16: the values contain NaN or infinity")
+def check(data: U8, n: int, limit: float) -> None:
+    bits = np.uint32((data.view("<u2") & _MAGNITUDE).max())  # the patterns of magnitudes are ordered as they are
+    largest = (bits << np.uint32(16)).view(np.float32)
+    if not largest <= limit:
+        raise WireError(f"bf16: a value has the magnitude {largest:g}, at most {limit:g} is allowed")

@@ -28,6 +28,7 @@ def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
     np.add(acc, data.view("<f4") * weight, out=acc)
 
 
-def check(data: U8, n: int) -> None:
-    if not np.isfinite(data.view("<f4")).all():
-        raise WireError("fp32: the values contain NaN or infinity")
+def check(data: U8, n: int, limit: float) -> None:
+    largest = np.abs(data.view("<f4")).max()  # NaN where there is one
+    if not largest <= limit:
+        raise WireError(f"fp32: a value has the magnitude {largest:g}, at most {limit:g} is allowed")

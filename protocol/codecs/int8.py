@@ -83,9 +83,12 @@ def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
     np.add(acc, values, out=acc)
 
 
-def check(data: U8, n: int) -> None:
+def check(data: U8, n: int, limit: float) -> None:
     scales = data[: 2 * _blocks(n)].view("<u2")
     if ((scales < MIN_SCALE_BITS) | (scales > MAX_SCALE_BITS)).any():
         raise WireError("int8: a block's scale is not between 2^-126 and 2^120")
+    largest = 127 * float((np.uint32(scales.max()) << np.uint32(16)).view(np.float32))
+    if largest > limit:
+        raise WireError(f"int8: a block's values reach {largest:g}, at most {limit:g} is allowed")
     if (data[2 * _blocks(n) :].view(np.int8) == -128).any():
         raise WireError("int8: a code is -128; codes are -127 to 127")

@@ -77,21 +77,25 @@ class Member:
 
     def seed(self, value: float = 0.5) -> None:
         """Upload state 0: θ all `value`, u zero."""
-        for p, theta in enumerate(self.theta):
-            theta[:] = value
-            both = np.concatenate([theta, self.momentum[p]])
-            frames = pack_frames(both, CODECS["fp32"], zstd=True)
-            header = StateHeader(
-                run=self.run,
-                round=0,
-                fragment=p,
-                codec="fp32",
-                elements=len(both),
-                chunk_elements=CHUNK_ELEMENTS,
-                frame_bytes=[len(frame) for frame in frames],
-            )
-            body = pack_header(header) + b"".join(frames)
-            self.put(f"/v1/runs/{self.run}/checkpoints/0/fragments/{p}", body).raise_for_status()
+        for p in range(len(self.theta)):
+            self.seed_fragment(p, value).raise_for_status()
+
+    def seed_fragment(self, fragment: int, value: float) -> httpx.Response:
+        theta = self.theta[fragment]
+        theta[:] = value
+        both = np.concatenate([theta, self.momentum[fragment]])
+        frames = pack_frames(both, CODECS["fp32"], zstd=True)
+        header = StateHeader(
+            run=self.run,
+            round=0,
+            fragment=fragment,
+            codec="fp32",
+            elements=len(both),
+            chunk_elements=CHUNK_ELEMENTS,
+            frame_bytes=[len(frame) for frame in frames],
+        )
+        body = pack_header(header) + b"".join(frames)
+        return self.put(f"/v1/runs/{self.run}/checkpoints/0/fragments/{fragment}", body)
 
     def put(self, path: str, body: bytes, **headers: str) -> httpx.Response:
         headers = {"Content-Digest": content_digest(digest(body)), **headers}

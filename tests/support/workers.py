@@ -9,11 +9,13 @@ from pathlib import Path
 class WorkerProcess:
     """A worker as the README starts it. The same object started again is the same command again."""
 
-    def __init__(self, url: str, run: str, name: str, token: str, state_dir: Path) -> None:
+    def __init__(
+        self, url: str, run: str, name: str, token: str, state_dir: Path, *, python: Path = Path(sys.executable)
+    ) -> None:
         self.name = name
         self.state_dir = state_dir
         self.log = state_dir.parent / f"{state_dir.name}.log"
-        self._command = [sys.executable, "-m", "outerstep", "worker", url, "--run", run, "--name", name]
+        self._command = [str(python), "-m", "outerstep", "worker", url, "--run", run, "--name", name]
         self._command += ["--state", str(state_dir), "--threads", "1", "--device", "cpu"]
         self._environment = {**os.environ, "OUTERSTEP_TOKEN": token}
         self.process: subprocess.Popen[bytes] | None = None

@@ -1,0 +1,50 @@
+# make demo    train a small model with 4 workers and a coordinator, all on this machine
+# make test    the tests
+# make check   what must hold before a change is merged: format, lint, types, tests
+# make clean   remove what these made
+#
+# PYTHON=python3.12 chooses the interpreter; it must be 3.11 or newer.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test check clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/installed
+	$(BIN)/outerstep demo
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed-dev
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Outerstep needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)."; \
+		echo "Install one and name it: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; } >&2
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+		echo "'$(PYTHON)' cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv"; exit 1; } >&2
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The editable install points at this directory, so only new requirements make these run again.
+$(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
+	@echo "Installing into $(VENV); torch is large, so the first time takes a while"
+	$(INSTALL) -e '.[coordinator,worker]'
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/created pyproject.toml constraints.txt
+	@echo "Installing into $(VENV); torch is large, so the first time takes a while"
+	$(INSTALL) -e '.[coordinator,worker,dev]'
+	@touch $@ $(VENV)/installed

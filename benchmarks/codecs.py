@@ -1,0 +1,199 @@
+"""What each codec costs: bytes per parameter on the wire, and speed on one core, in numpy and in torch.
+
+    python benchmarks/codecs.py [--quick] [--json]
+
+Bytes are of whole payloads, header included, of one fragment of synthetic values: Gaussian, Laplace, or Student's t
+with 3 degrees of freedom. Speeds are of Gaussian values, median over repeats after a warm-up; 1 GB/s is 10^9 bytes of
+fp32 values per second, which is 0.25 G elements per second. encode, decode and accumulate are of the codec alone; pack
+and unpack are of whole frames, zstd and the receiver's check included. Only the coordinator accumulates, and it has no
+torch.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from protocol.codecs import CODECS
+from protocol.digest import DIGEST_BYTES
+from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, chunk_sizes, pack_frames, pack_header
+from worker.codecs import TORCH_CODECS, pack_fragment, unpack_payload
+
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+OPERATIONS = ("encode", "decode", "accumulate", "pack", "unpack")
+
+
+def sample(distribution: str, n: int) -> F32:
+    """float32[n] of a pseudo-gradient's size, always the same."""
+    random = np.random.default_rng(0)
+    draw: dict[str, Callable[[], npt.NDArray[np.float64]]] = {
+        "gaussian": lambda: random.standard_normal(n),
+        "laplace": lambda: random.laplace(size=n),
+        "student-t3": lambda: random.standard_t(3, size=n),
+    }
+    return (1e-3 * draw[distribution]()).astype(np.float32)
+
+
+def payload(values: F32, codec: str, *, zstd: bool) -> bytes:
+    frames = pack_frames(values, CODECS[codec], zstd=zstd)
+    header = ContributionHeader(
+        run="benchmark",
+        round=0,
+        fragment=0,
+        codec=codec,  # type: ignore[arg-type]
+        elements=len(values),
+        chunk_elements=CHUNK_ELEMENTS,
+        frame_bytes=[len(frame) for frame in frames],
+        worker="worker",
+        base=bytes(DIGEST_BYTES),
+        tokens=1 << 20,
+        inner_steps=500,
+        loss=2.5,
+        norm=1.0,
+        units=[[0, 500]],
+    )
+    return pack_header(header) + b"".join(frames)
+
+
+def seconds(operation: Callable[[], object], repeats: int) -> float:
+    """Median wall time of `operation` after one warm-up."""
+    operation()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        operation()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def numpy_operations(values: F32, name: str) -> dict[str, Callable[[], object]]:
+    codec = CODECS[name]
+    chunks = np.split(values, range(CHUNK_ELEMENTS, len(values), CHUNK_ELEMENTS))
+    raws: list[U8] = [np.empty(codec.size(len(chunk)), np.uint8) for chunk in chunks]
+    outs = [np.zeros_like(chunk) for chunk in chunks]
+    whole = Payload.from_bytes(payload(values, name, zstd=True))
+    decoded = np.empty_like(values)
+
+    def encode() -> None:
+        for chunk, raw in zip(chunks, raws, strict=True):
+            codec.encode(chunk, raw)
+
+    def decode() -> None:
+        for raw, out in zip(raws, outs, strict=True):
+            codec.decode(raw, out)
+
+    def accumulate() -> None:
+        for raw, out in zip(raws, outs, strict=True):
+            codec.accumulate(raw, np.float32(0.25), out)
+
+    def unpack() -> None:
+        whole.check()
+        whole.decode(decoded)
+
+    encode()
+    return {
+        "encode": encode,
+        "decode": decode,
+        "accumulate": accumulate,
+        "pack": lambda: pack_frames(values, codec, zstd=True),
+        "unpack": unpack,
+    }
+
+
+def torch_operations(values: F32, name: str) -> dict[str, Callable[[], object]]:
+    codec = TORCH_CODECS[name]
+    vector = torch.from_numpy(values)
+    chunks = vector.split(CHUNK_ELEMENTS)
+    raws = [codec.encode(chunk) for chunk in chunks]
+    sizes = list(chunk_sizes(len(values), CHUNK_ELEMENTS))
+    whole = Payload.from_bytes(payload(values, name, zstd=True))
+    operations: dict[str, Callable[[], object]] = {
+        "encode": lambda: [codec.encode(chunk) for chunk in chunks],
+        "decode": lambda: [codec.decode(raw, n) for raw, n in zip(raws, sizes, strict=True)],
+        "pack": lambda: pack_fragment(vector, name, zstd=True),
+        "unpack": lambda: unpack_payload(whole, torch.device("cpu")),
+    }
+    if name == "fp32":
+        del operations["decode"]  # it is a view of the bytes: nothing to time
+    return operations
+
+
+def measure(elements: int, repeats: int) -> dict[str, Any]:
+    bytes_per_parameter = {
+        name: {
+            distribution: {
+                "raw": len(payload(values, name, zstd=False)) / elements,
+                "zstd": len(payload(values, name, zstd=True)) / elements,
+            }
+            for distribution in ("gaussian", "laplace", "student-t3")
+            for values in [sample(distribution, elements)]
+        }
+        for name in CODECS
+    }
+    values = sample("gaussian", elements)
+    speed = {
+        name: {
+            library: {
+                operation: elements / seconds(run, repeats) / 1e9 for operation, run in operations(values, name).items()
+            }
+            for library, operations in (("numpy", numpy_operations), ("torch", torch_operations))
+        }
+        for name in CODECS
+    }
+    return {
+        "benchmark": "codecs",
+        "elements": elements,
+        "repeats": repeats,
+        "machine": platform.processor() or platform.machine(),
+        "numpy": np.__version__,
+        "torch": torch.__version__,
+        "bytes_per_parameter": bytes_per_parameter,
+        "giga_elements_per_second": speed,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['elements']:,} elements, one core, median of {result['repeats']}",
+        "",
+        "bytes per parameter, header included (raw / zstd)",
+        f"{'codec':8}" + "".join(f"{name:>18}" for name in ("gaussian", "laplace", "student-t3")),
+    ]
+    for name, sizes in result["bytes_per_parameter"].items():
+        cells = (f"{size['raw']:.4f} / {size['zstd']:.4f}" for size in sizes.values())
+        lines.append(f"{name:8}" + "".join(f"{cell:>18}" for cell in cells))
+    lines += [
+        "",
+        "GB/s of fp32 values (G elements/s), gaussian",
+        f"{'codec':8}{'library':8}" + "".join(f"{operation:>16}" for operation in OPERATIONS),
+    ]
+    for name, libraries in result["giga_elements_per_second"].items():
+        for library, speed in libraries.items():
+            cells = (f"{4 * speed[o]:.2f} ({speed[o]:.2f})" if o in speed else "–" for o in OPERATIONS)
+            lines.append(f"{name:8}{library:8}" + "".join(f"{cell:>16}" for cell in cells))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="bytes and speed of each codec, on one core")
+    parser.add_argument("--quick", action="store_true", help="2 M elements instead of 8 M, and fewer repeats")
+    parser.add_argument("--json", action="store_true", help="add one line of JSON with all figures")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    result = measure(elements=1 << 21, repeats=5) if arguments.quick else measure(elements=1 << 23, repeats=9)
+    print(table(result))
+    if arguments.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""One outer round over loopback, without training: Outerstep's sync beside gloo's fp32 all-reduce, in the same run.
+
+    python benchmarks/sync.py [--quick] [--json] [--params 25e6 100e6] [--workers 4] [--rounds 5]
+
+Each worker process holds a random pseudo-gradient and does alternately
+  sync    what `outerstep worker` does with it: encode, upload (durable before it is acknowledged), wait for the delta,
+          download, decode, outer step, digests; through a real coordinator process, int8 both ways
+  gloo    torch.distributed.all_reduce of the same fp32 values, by gloo on loopback
+A round takes from the first worker's start to the last worker's end. Reported are medians over the rounds after a
+warm-up, the bytes per worker, the error of the mean against fp32, and the coordinator's peak resident memory above
+what it held before the first worker came; then that peak again with 2 and with 16 workers.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import torch.distributed
+
+from protocol.fragments import TensorSpec
+from protocol.messages import Action, JoinRequest
+from worker.client import Client, open_http
+from worker.membership import Membership
+from worker.outer_state import OuterState
+from worker.sync import Sync
+from worker.work import Work
+
+SPEC = """
+name = "{name}"
+[model]
+factory = "none:none"
+[data]
+source = "custom"
+[outer]
+learning_rate = 1.0
+momentum = 0.0
+[sync]
+rounds = {rounds}
+inner_steps = 1
+upload_codec = "int8"
+download_codec = "int8"
+zstd = false
+[members]
+min_workers = {workers}
+lease_s = 3600
+[checkpoints]
+every_rounds = 1000
+"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One measured constellation. `gloo_port` is None where gloo is left out."""
+
+    url: str
+    token: str
+    run: str
+    workers: int
+    elements: int
+    rounds: int
+    gloo_port: int | None
+
+
+@dataclass
+class Coordinator:
+    """A coordinator process of its own, in a temporary directory."""
+
+    process: subprocess.Popen[str]
+    url: str
+    token: str
+
+    @classmethod
+    @contextlib.contextmanager
+    def started(cls) -> Any:
+        with tempfile.TemporaryDirectory(prefix="outerstep-sync-") as directory:
+            command = [sys.executable, "-m", "outerstep", "coordinator", "--data", directory, "--port", "0"]
+            process = subprocess.Popen(
+                [*command, "--log-level", "warning"], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+            )
+            assert process.stdout is not None
+            try:
+                url = process.stdout.readline().split()[-1]
+                yield cls(process, url, (Path(directory) / "admin.token").read_text().strip())
+            finally:
+                process.terminate()
+                process.wait()
+
+    def memory(self, field: str) -> int:
+        """VmRSS or VmHWM of the process, bytes."""
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+        raise KeyError(field)
+
+    def create_run(self, name: str, workers: int, rounds: int) -> None:
+        spec = SPEC.format(name=name, workers=workers, rounds=rounds)
+        headers = {"Authorization": f"Bearer {self.token}"}
+        httpx.post(f"{self.url}/v1/runs", content=spec.encode(), headers=headers).raise_for_status()
+
+
+def measure(coordinator: Coordinator, plan: Plan) -> dict[str, Any]:
+    """Run one plan with `plan.workers` processes."""
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(plan.workers), context.Queue()
+    idle = coordinator.memory("VmRSS")
+    coordinator.create_run(plan.run, plan.workers, plan.rounds + 1)
+    processes = [context.Process(target=_worker, args=(plan, rank, barrier, results)) for rank in range(plan.workers)]
+    for process in processes:
+        process.start()
+    reports = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+
+    def seconds(what: str) -> float:
+        spans = [
+            (max(r[what][i][1] for r in reports) - min(r[what][i][0] for r in reports)) for i in range(plan.rounds + 1)
+        ]
+        return statistics.median(spans[1:])
+
+    report = {
+        "workers": plan.workers,
+        "parameters": plan.elements,
+        "sync_s": round(seconds("sync"), 4),
+        "upload_bytes": reports[0]["upload_bytes"] // (plan.rounds + 1),
+        "download_bytes": reports[0]["download_bytes"] // (plan.rounds + 1),
+        "coordinator_idle_rss": idle,
+        "coordinator_rss_above_idle": coordinator.memory("VmHWM") - idle,
+    }
+    if plan.gloo_port is not None:
+        report["gloo_fp32_s"] = round(seconds("gloo"), 4)
+        report["ratio"] = round(report["sync_s"] / report["gloo_fp32_s"], 3)
+        report["relative_error"] = round(max(r["relative_error"] for r in reports), 5)
+        report["allreduce_bytes"] = round(2 * (plan.workers - 1) / plan.workers * 4 * plan.elements)
+    return report
+
+
+def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
+    torch.set_num_threads(1)
+    if plan.gloo_port is not None:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(plan.gloo_port), "GLOO_SOCKET_IFNAME": "lo"}
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=plan.workers)
+    delta = torch.randn(plan.elements, generator=torch.Generator().manual_seed(rank)) * 1e-3
+    report: dict[str, Any] = {"sync": [], "gloo": []}
+    with open_http(plan.url) as http:
+        client = Client(http, plan.run, plan.token)
+        spec = client.run_detail().spec
+        request = JoinRequest(tensors=[TensorSpec(name="w", shape=[plan.elements])])
+        membership = Membership(client, f"worker-{rank:03}", request, None)
+        layout = membership.join().layout
+        state = OuterState(layout, spec.outer, pin_memory=False)
+        for p in range(len(state)):
+            state.set(p, torch.zeros(layout.elements[p]), None)
+        barrier.wait()
+        if rank == 0:
+            _seed(client, membership, state)
+        barrier.wait()
+        state.round = 0
+        sync = Sync(client, membership, spec, state, torch.device("cpu"), threading.Event())
+        before = client.traffic.upload_bytes
+        deltas = list(delta.split(layout.elements))
+        for round_ in range(plan.rounds + 1):
+            assignment = membership.act(lambda token: client.assignment(token, membership.worker, state.round))
+            while assignment.action is not Action.TRAIN:
+                assignment = membership.act(lambda token: client.assignment(token, membership.worker, state.round))
+            work = Work(round_, assignment.units, 1, 1.0, [1.0] * len(deltas), deltas)
+            barrier.wait()
+            started = time.monotonic()
+            sync.run(work, None)
+            report["sync"].append((started, time.monotonic()))
+            if round_ == 0:
+                mean = delta.clone()
+            barrier.wait()
+            if plan.gloo_port is not None:
+                values = delta.clone()
+                time.sleep(0.5)  # let the coordinator finish its own outer step, as it does while workers train
+                barrier.wait()
+                started = time.monotonic()
+                torch.distributed.all_reduce(values)
+                values /= plan.workers
+                report["gloo"].append((started, time.monotonic()))
+                if round_ == 0:  # θ was 0, η is 1 and β is 0: the outer step made θ the negative mean
+                    mean = torch.cat(state.theta).neg()
+                    report["relative_error"] = float((mean - values).norm() / values.norm())
+            else:
+                time.sleep(0.5)
+        report["upload_bytes"] = client.traffic.upload_bytes - before
+        report["download_bytes"] = client.traffic.download_bytes
+        membership.leave(state.round, state.digest(), _no_metrics())
+    if plan.gloo_port is not None:
+        torch.distributed.destroy_process_group()
+    results.put(report)
+
+
+def _no_metrics() -> Any:
+    from protocol.messages import Metrics
+
+    return Metrics()
+
+
+def _seed(client: Client, membership: Membership, state: OuterState) -> None:
+    from protocol.wire import CHUNK_ELEMENTS, StateHeader
+    from worker.codecs import pack_fragment
+
+    membership.act(lambda token: client.assignment(token, membership.worker, None))
+    for p in range(len(state)):
+        vector = torch.cat([state.theta[p], state.momentum[p]])
+        frames = pack_fragment(vector, "fp32", zstd=True)
+        header = StateHeader(
+            run=client.run,
+            round=0,
+            fragment=p,
+            codec="fp32",
+            elements=len(vector),
+            chunk_elements=CHUNK_ELEMENTS,
+            frame_bytes=[len(frame) for frame in frames],
+        )
+        membership.act(lambda token, header=header, frames=frames: client.seed(token, header, frames))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help="25 M parameters and 3 rounds; memory with 2 and 8 workers"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON line after the table")
+    parser.add_argument("--params", type=float, nargs="+", help="parameters; default 25e6 100e6")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, help="measured rounds, after a warm-up; default 5")
+    arguments = parser.parse_args()
+    sizes = arguments.params or ([25e6] if arguments.quick else [25e6, 100e6])
+    rounds = arguments.rounds or (3 if arguments.quick else 5)
+
+    reports = []
+    for number, elements in enumerate(sizes):
+        with Coordinator.started() as coordinator:
+            plan = Plan(
+                coordinator.url,
+                coordinator.token,
+                f"sync-{number}",
+                arguments.workers,
+                int(elements),
+                rounds,
+                _free_port(),
+            )
+            reports.append(measure(coordinator, plan))
+    memory = []
+    for workers in (2, 8 if arguments.quick else 16):
+        with Coordinator.started() as coordinator:
+            elements = 8_000_000 if arguments.quick else 25_000_000
+            plan = Plan(coordinator.url, coordinator.token, f"rss-{workers}", workers, elements, 2, None)
+            memory.append(measure(coordinator, plan))
+    _print(reports, memory)
+    if arguments.json:
+        growth = memory[1]["coordinator_rss_above_idle"] / memory[0]["coordinator_rss_above_idle"] - 1
+        total = [m["coordinator_idle_rss"] + m["coordinator_rss_above_idle"] for m in memory]
+        document = {
+            "benchmark": "sync",
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "rounds": reports,
+            "memory": memory,
+            "rss_growth": round(total[1] / total[0] - 1, 3),
+            "rss_growth_above_idle": round(growth, 3),
+        }
+        print(json.dumps(document))
+
+
+def _print(reports: list[dict[str, Any]], memory: list[dict[str, Any]]) -> None:
+    print(
+        f"{'parameters':>12} {'workers':>8} {'sync s':>8} {'gloo fp32 s':>12} {'ratio':>6} {'up MB':>7} {'down MB':>8} "
+        f"{'all-reduce MB':>14} {'rel. error':>11} {'RSS above idle MB':>18}"
+    )
+    for r in reports:
+        print(
+            f"{r['parameters']:>12,} {r['workers']:>8} {r['sync_s']:>8.3f} {r['gloo_fp32_s']:>12.3f} {r['ratio']:>6.2f} "
+            f"{r['upload_bytes'] / 1e6:>7.1f} {r['download_bytes'] / 1e6:>8.1f} {r['allreduce_bytes'] / 1e6:>14.1f} "
+            f"{r['relative_error']:>11.4f} {r['coordinator_rss_above_idle'] / 1e6:>18.0f}"
+        )
+    print()
+    print(f"{'coordinator, peak RSS':>22} {'workers':>8} {'total MB':>9} {'above idle MB':>14}")
+    for m in memory:
+        above, idle = m["coordinator_rss_above_idle"], m["coordinator_idle_rss"]
+        print(f"{m['parameters']:>20,} p {m['workers']:>8} {(idle + above) / 1e6:>9.0f} {above / 1e6:>14.0f}")
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()

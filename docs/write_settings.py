@@ -1,0 +1,162 @@
+"""Writes docs/settings.md from the classes that read the settings: `python docs/write_settings.py`, in the repository.
+
+A test fails while the page is not what this writes.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from coordinator.settings import Settings
+from outerstep.cli import coordinator as coordinator_command
+from outerstep.cli import worker as worker_command
+from protocol.spec import RunSpec
+from worker.settings import WorkerSettings
+
+PAGE = Path(__file__).parent / "settings.md"
+
+HEAD = """\
+# Settings
+
+Made by `docs/write_settings.py` from the classes that read them.
+
+"""
+
+RUN_SPEC = """\
+## The run spec
+
+A TOML file; `outerstep run create FILE` sends it to the coordinator, and it never changes afterwards. Unknown keys are
+refused. The least one:
+
+```toml
+name = "my-run"
+
+[model]
+preset = "tiny"
+
+[sync]
+rounds = 10
+```
+
+"""
+
+TOKEN = """
+A token on the command line is seen by everybody on the machine: `--token-file FILE` or `OUTERSTEP_TOKEN` in the
+environment is better. The other commands that talk to a coordinator take `--url`, or `OUTERSTEP_URL`, and the token
+likewise.
+"""
+
+
+def _limits(schema: dict[str, Any]) -> str:
+    low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+    high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
+    if schema["type"] == "integer":
+        low, above = (above + 1, None) if above is not None else (low, None)
+        high, below = (below - 1, None) if below is not None else (high, None)
+    bounds = [
+        f"at least {_number(low)}" if low is not None else "",
+        f"above {_number(above)}" if above is not None else "",
+        f"at most {_number(high)}" if high is not None else "",
+        f"below {_number(below)}" if below is not None else "",
+    ]
+    if low is not None and high is not None:
+        return f", {_number(low)} to {_number(high)}"
+    return "".join(f", {bound}" for bound in bounds if bound)
+
+
+def _number(value: float) -> str:
+    """Large powers of two, or one less, as such; others with separators."""
+    for offset, suffix in ((0, ""), (1, " − 1")):
+        power = int(value) + offset
+        if power >= 1 << 20 and power & (power - 1) == 0:
+            return f"2^{power.bit_length() - 1}{suffix}"
+    return f"{value:,}"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """What is allowed, in words."""
+    if "anyOf" in schema:
+        return " or ".join(_type(choice) for choice in schema["anyOf"] if choice.get("type") != "null")
+    if "enum" in schema:
+        return ", ".join(f"`{choice}`" for choice in schema["enum"])
+    if schema["type"] == "object":
+        return "table"
+    name = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}[schema["type"]]
+    if schema.get("format") == "path":
+        name = "path"
+    if "pattern" in schema:
+        name += f" like `{schema['pattern'].replace('|', chr(92) + '|')}`"
+    return name + _limits(schema)
+
+
+def _default(schema: dict[str, Any], required: bool) -> str:
+    if required:
+        return "*required*"
+    value = schema.get("default")
+    if value is None:
+        return "–"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _meaning(schema: dict[str, Any]) -> str:
+    if "description" not in schema:
+        raise ValueError(f"a setting has no description: {schema}")
+    text: str = schema["description"]
+    return text.replace("|", "\\|")
+
+
+def run_spec_section() -> str:
+    """Every key of the run spec, one table per TOML table."""
+    schema = RunSpec.model_json_schema()
+    plain: list[str] = []
+    tables: list[str] = []
+    for key, value in schema["properties"].items():
+        reference = value.get("$ref")
+        if reference is None:
+            plain.append(_row(f"`{key}`", value, key in schema.get("required", [])))
+            continue
+        section = schema["$defs"][reference.rpartition("/")[2]]
+        rows = [
+            _row(f"`{name}`", field, name in section.get("required", []))
+            for name, field in section["properties"].items()
+        ]
+        tables.append(f"### `[{key}]`\n\n{section['description']}\n\n{_table('key', rows)}")
+    return RUN_SPEC + _table("key", plain) + "\n" + "\n".join(tables)
+
+
+def process_section(title: str, settings: type[BaseModel], flags: dict[str, str]) -> str:
+    """Every setting of one process: its flag on the command line and, where it has one, its environment variable."""
+    schema = settings.model_json_schema()
+    prefix = settings.model_config.get("env_prefix")
+    rows = []
+    for name, field in schema["properties"].items():
+        names = [f"`{flags[name]}`"] if name in flags else []
+        if prefix is not None:
+            names.append(f"`{prefix}{name.upper()}`")
+        rows.append(_row(", ".join(names), field, name in schema.get("required", [])))
+    return f"## {title}\n\n{settings.__doc__}\n\n{_table('setting', rows)}"
+
+
+def _row(name: str, schema: dict[str, Any], required: bool) -> str:
+    return f"| {name} | {_type(schema)} | {_default(schema, required)} | {_meaning(schema)} |\n"
+
+
+def _table(first: str, rows: list[str]) -> str:
+    return f"| {first} | allowed | default | meaning |\n| --- | --- | --- | --- |\n" + "".join(rows)
+
+
+def page() -> str:
+    return (
+        HEAD
+        + run_spec_section()
+        + "\n"
+        + process_section("The coordinator: `outerstep coordinator`", Settings, coordinator_command.FLAGS)
+        + "\n"
+        + process_section("A worker: `outerstep worker`", WorkerSettings, worker_command.FLAGS)
+        + TOKEN
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

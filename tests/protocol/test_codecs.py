@@ -1,0 +1,202 @@
+"""Codecs: literal bytes in both directions, exact sizes, and the arithmetic that docs/wire-format.md gives."""
+
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from protocol.codecs import CODECS
+from protocol.errors import CodecError, WireError
+from protocol.wire import MAX_FINITE
+
+F32 = npt.NDArray[np.float32]
+NAMES = sorted(CODECS)
+INT8_LIMIT = 127 * 2.0**120
+
+
+def encode(name: str, values: F32) -> npt.NDArray[np.uint8]:
+    raw = np.empty(CODECS[name].size(len(values)), np.uint8)
+    CODECS[name].encode(values, raw)
+    return raw
+
+
+def decode(name: str, raw: npt.NDArray[np.uint8], n: int) -> F32:
+    out = np.empty(n, np.float32)
+    CODECS[name].decode(raw, out)
+    return out
+
+
+def floats(limit: float = float(np.finfo(np.float32).max)) -> st.SearchStrategy[F32]:
+    """float32 vectors around the block boundary, denormals and signed zeros included."""
+    return npst.arrays(
+        np.float32,
+        st.sampled_from([1, 2, 255, 256, 257, 600]),
+        elements=st.floats(-limit, limit, width=32) | st.floats(-1, 1, width=32),
+        fill=st.floats(-1, 1, width=32),
+    )
+
+
+GOLDEN: list[tuple[str, list[float], str, list[float]]] = [
+    ("fp32", [1.0, -2.5, 2**-149, -0.0], "0000803f 000020c0 01000000 00000080", [1.0, -2.5, 2**-149, -0.0]),
+    # Ties go to even: 1 + 2^-8 down, 1 + 3·2^-8 up; just above the tie up.
+    ("bf16", [1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-23, -2.5], "803f 803f 823f 813f 20c0", [1, 1, 1.015625, 1.0078125, -2.5]),
+    # absmax 1: the scale is 1/127 rounded up to 0x3C02.
+    ("int8", [0.5, -0.25, 0.125, 0.0, -1.0], "023c 3f e0 10 00 82", [0.4998779296875, -0.25390625, 0.126953125, 0.0, -0.999755859375]),
+    # Scale exactly 1; codes are rounded to even: 0.5 -> 0, 1.5 -> 2, 2.5 -> 2.
+    ("int8", [127.0, 0.5, 1.5, 2.5, -126.5], "803f 7f 00 02 02 82", [127, 0, 2, 2, -126]),
+    # Nothing but zeros, and values below every scale: the least scale, 2^-126.
+    ("int8", [0.0, -0.0, 1e-45], "8000 00 00 00", [0.0, 0.0, 0.0]),
+    # The largest that can be held.
+    ("int8", [INT8_LIMIT, -INT8_LIMIT], "807b 7f 81", [INT8_LIMIT, -INT8_LIMIT]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "values", "encoded", "decoded"), GOLDEN)
+def test_golden_bytes(name: str, values: list[float], encoded: str, decoded: list[float]) -> None:
+    raw = encode(name, np.array(values, np.float32))
+    assert raw.tobytes() == bytes.fromhex(encoded)
+    assert decode(name, raw, len(values)).tolist() == decoded
+    CODECS[name].check(raw, len(values), MAX_FINITE)
+
+
+def test_int8_scales_of_all_blocks_precede_the_codes() -> None:
+    values = np.zeros(258, np.float32)
+    values[0], values[256], values[257] = 127, 254, -2
+    assert encode("int8", values).tobytes() == bytes.fromhex("803f 0040 7f") + bytes(255) + bytes.fromhex("7f ff")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(n=st.integers(1, 1 << 22))
+def test_size(name: str, n: int) -> None:
+    expected = {"fp32": 4 * n, "bf16": 2 * n, "int8": n + 2 * ((n + 255) // 256)}
+    assert CODECS[name].size(n) == expected[name]
+
+
+@given(floats())
+def test_fp32_is_lossless(values: F32) -> None:
+    assert decode("fp32", encode("fp32", values), len(values)).tobytes() == values.tobytes()
+
+
+@given(floats(limit=2.0**127))
+def test_bf16_rounds_to_nearest_even(values: F32) -> None:
+    """Against exact rational arithmetic: of the two neighbours the nearer, at a tie the even one."""
+    decoded = decode("bf16", encode("bf16", values), len(values))
+    for x, y in zip(values[:40], decoded[:40], strict=True):
+        low_bits = int(x.view(np.uint32)) & 0xFFFF0000
+        below, above = (np.uint32(bits).view(np.float32) for bits in (low_bits, low_bits + 0x10000))
+        to_below, to_above = (abs(Fraction(float(x)) - Fraction(float(z))) for z in (below, above))
+        even = below if (low_bits >> 16) % 2 == 0 else above
+        nearest = below if to_below < to_above else above if to_above < to_below else even
+        assert y.view(np.uint32) == nearest.view(np.uint32)
+
+
+@given(floats(limit=INT8_LIMIT))
+@settings(max_examples=150)
+def test_int8_round_trip_error_is_at_most_half_a_step(values: F32) -> None:
+    """Half a step of the block's scale; x · (1/s) is rounded twice, which adds less than 2^-16 of a step."""
+    raw = encode("int8", values)
+    CODECS["int8"].check(raw, len(values), MAX_FINITE)
+    blocks = (len(values) + 255) // 256
+    scales = (raw[: 2 * blocks].view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    step = np.repeat(scales, 256)[: len(values)]
+    error = np.abs(values.astype(np.float64) - decode("int8", raw, len(values)))
+    assert (error <= (0.5 + 2**-16) * step).all()
+    # And no step is larger than its block needs: 1/127 of the largest value, rounded up to 8 significant bits.
+    for j in range(blocks):
+        absmax = float(np.abs(values[256 * j : 256 * (j + 1)]).max())
+        assert scales[j] <= max(absmax / 127 * (1 + 2**-7) * (1 + 2**-23), 2.0**-126)
+
+
+@given(floats(limit=INT8_LIMIT))
+def test_int8_decoding_does_not_round(values: F32) -> None:
+    raw = encode("int8", values)
+    blocks = (len(values) + 255) // 256
+    scales = (raw[: 2 * blocks].view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    exact = raw[2 * blocks :].view(np.int8).astype(np.float64) * np.repeat(scales, 256)[: len(values)]
+    decoded = decode("int8", raw, len(values))
+    assert (decoded.astype(np.float64) == exact).all()
+    assert ((decoded == 0) | (np.abs(decoded) >= np.float32(2.0**-126))).all(), "a decoded value is denormal"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(values=floats(limit=2.0**123), data=st.data())
+@settings(max_examples=50)
+def test_accumulate_is_the_documented_arithmetic(name: str, values: F32, data: st.DataObject) -> None:
+    """Written out per element: fp32 and bf16 add fl(w·x), int8 adds fl(q · fl(w·s))."""
+    n = len(values)
+    weight = np.float32(data.draw(st.integers(1, 1000)) / data.draw(st.integers(1000, 3000)))
+    start = np.resize(data.draw(floats(limit=2.0**123)), n).astype(np.float32)
+    raw = encode(name, values)
+    acc = start.copy()
+    CODECS[name].accumulate(raw, weight, acc)
+
+    for i in {0, n // 2, n - 1, min(255, n - 1), min(256, n - 1)}:
+        if name == "int8":
+            blocks = (n + 255) // 256
+            scale = np.uint32(int(raw[2 * (i // 256)]) << 16 | int(raw[2 * (i // 256) + 1]) << 24).view(np.float32)
+            addend = np.float32(raw[2 * blocks + i].view(np.int8)) * np.float32(weight * scale)
+        else:
+            addend = weight * decode(name, raw, n)[i]
+        expected = np.float32(start[i]) + np.float32(addend)
+        assert acc[i].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("position", [0, 255, 256, 299])
+def test_nan_and_infinity_are_the_callers_fault(name: str, bad: float, position: int) -> None:
+    values = np.ones(300, np.float32)
+    values[position] = bad
+    with pytest.raises(CodecError, match=name):
+        encode(name, values)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("bf16", 0x7F7F8000),  # rounds up to infinity
+        ("bf16", 0x7FFFFFFF),  # a NaN whose rounding overflows to a finite pattern
+        ("bf16", 0xFFFFFFFF),
+        ("int8", 0x7EFE0001),  # one more than 127 · 2^120 + its rounding
+        ("int8", 0x7F7FFFFF),  # the largest finite number
+    ],
+)
+def test_values_that_a_codec_cannot_hold(name: str, bits: int) -> None:
+    with pytest.raises(CodecError):
+        encode(name, np.array([bits], np.uint32).view(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "encoded"),
+    [
+        ("fp32", "0000c07f"),
+        ("fp32", "000080ff"),
+        ("bf16", "807f"),
+        ("bf16", "c0ff"),
+        ("int8", "0000 01"),  # scale 0
+        ("int8", "7f00 01"),  # a denormal scale
+        ("int8", "817b 01"),  # more than 2^120
+        ("int8", "803f 80"),  # code -128
+        ("int8", "80bf 01"),  # a negative scale
+        ("int8", "c07f 01"),  # NaN
+    ],
+)
+def test_bytes_that_no_encoder_writes_are_the_peers_fault(name: str, encoded: str) -> None:
+    with pytest.raises(WireError, match=name):
+        CODECS[name].check(np.frombuffer(bytes.fromhex(encoded), np.uint8), 1, MAX_FINITE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+def test_what_passes_the_check_decodes_to_finite_values(name: str, data: st.DataObject) -> None:
+    n = data.draw(st.sampled_from([1, 3, 256, 257]))
+    raw = np.frombuffer(data.draw(st.binary(min_size=CODECS[name].size(n), max_size=CODECS[name].size(n))), np.uint8)
+    try:
+        CODECS[name].check(raw, n, MAX_FINITE)
+    except WireError:
+        return
+    assert np.isfinite(decode(name, raw, n)).all()

@@ -1,0 +1,78 @@
+"""Fragments cover every element exactly once, in order, and are balanced within one element."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import LayoutError
+from protocol.fragments import MAX_FRAGMENTS, Layout, TensorSpec, first_difference, plan_fragments
+
+shapes = st.lists(st.lists(st.integers(0, 30), max_size=2), min_size=1, max_size=8)
+
+
+def tensors(*shapes: list[int]) -> list[TensorSpec]:
+    return [TensorSpec(name=f"t{i}", shape=shape) for i, shape in enumerate(shapes)]
+
+
+@given(shapes=shapes, fragment_elements=st.integers(1, 5000))
+def test_every_element_is_in_exactly_one_fragment(shapes: list[list[int]], fragment_elements: int) -> None:
+    specs = tensors(*shapes)
+    total = sum(spec.elements for spec in specs)
+    if total == 0 or -(-total // fragment_elements) > MAX_FRAGMENTS:
+        return
+    layout = plan_fragments(specs, fragment_elements)
+
+    pieces = [piece for fragment in layout.fragments for piece in fragment]
+    position = dict.fromkeys(range(len(specs)), 0)
+    for before, after in pairwise(pieces):
+        assert before.tensor <= after.tensor
+    for piece in pieces:
+        assert piece.start == position[piece.tensor] < piece.stop
+        position[piece.tensor] = piece.stop
+    assert position == {i: spec.elements for i, spec in enumerate(specs)}
+
+    assert max(layout.elements) <= fragment_elements
+    assert max(layout.elements) - min(layout.elements) <= 1
+    assert len(layout.fragments) == -(-total // fragment_elements)
+    assert sum(layout.elements) == layout.total_elements == total
+
+
+def test_a_big_tensor_is_cut_and_small_ones_are_packed() -> None:
+    layout = plan_fragments(tensors([10], [], [0, 3], [2]), 5)
+    assert [[(s.tensor, s.start, s.stop) for s in fragment] for fragment in layout.fragments] == [
+        [(0, 0, 4)],
+        [(0, 4, 8)],
+        [(0, 8, 10), (1, 0, 1), (3, 0, 2)],
+    ]
+    assert layout.elements == [4, 4, 5]
+
+
+def test_the_digest_tells_layouts_apart() -> None:
+    one = plan_fragments(tensors([10], [2]), 5)
+    assert one.digest() == Layout.model_validate_json(one.model_dump_json()).digest()
+    assert one.digest() != plan_fragments(tensors([10], [2]), 6).digest()
+    assert one.digest() != plan_fragments(tensors([2], [10]), 5).digest()
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([], "no trainable elements"),
+        (tensors([0], [3, 0]), "no trainable elements"),
+        ([*tensors([1]), *tensors([1])], "'t0' is listed twice"),
+        (tensors([-1]), "a dimension is negative"),
+        (tensors([-2, -2]), "a dimension is negative"),
+        (tensors([1 << 62, 1 << 62]), "at most 65536 are allowed; raise sync.fragment_elements"),
+    ],
+)
+def test_models_that_cannot_be_cut(specs: list[TensorSpec], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        plan_fragments(specs, 256)
+
+
+def test_the_first_difference_is_named() -> None:
+    assert first_difference(tensors([1], [2]), tensors([1], [2])) is None
+    assert first_difference(tensors([1], [2]), tensors([1], [3])) == "tensor 1 is t1 [3], the run has t1 [2]"
+    assert first_difference(tensors([1], [2]), tensors([1])) == "the model has 1 trainable tensors, the run has 2"

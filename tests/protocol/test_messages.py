@@ -1,0 +1,128 @@
+"""Messages: requests refuse what they do not know, replies take it, and both survive JSON."""
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from protocol import messages
+from protocol.errors import PROBLEM_PREFIX, PROBLEMS, Problem
+from protocol.fragments import TensorSpec, plan_fragments
+
+DIGEST = "ab" * 32
+
+GOLDEN: list[tuple[BaseModel, str]] = [
+    (
+        messages.JoinRequest(
+            tensors=[TensorSpec(name="w", shape=[2, 3])],
+            data=messages.DataSummary(digest=DIGEST, units=7),
+            host={"gpus": 1},
+        ),
+        '{"tensors":[{"name":"w","shape":[2,3]}],"data":{"digest":"'
+        + DIGEST
+        + '","units":7},"previous":null,"host":{"gpus":1}}',
+    ),
+    (
+        messages.JoinReply(
+            worker="a",
+            member_token="t",
+            epoch=1,
+            lease_s=60.0,
+            layout=plan_fragments([TensorSpec(name="w", shape=[2, 3])], 4),
+        ),
+        '{"worker":"a","member_token":"t","epoch":1,"lease_s":60.0,"layout":{"tensors":[{"name":"w","shape":[2,3]}],'
+        '"fragments":[[{"tensor":0,"start":0,"stop":3}],[{"tensor":0,"start":3,"stop":6}]]}}',
+    ),
+    (
+        messages.Metrics(round=1, inner_step=2, loss=0.5, upload_bytes=3),
+        '{"round":1,"inner_step":2,"loss":0.5,"tokens_per_second":null,"upload_bytes":3,"download_bytes":0,"phase":null}',
+    ),
+    (messages.AssignmentRequest(state_round=3), '{"state_round":3}'),
+    (
+        messages.Assignment(
+            action=messages.Action.TRAIN, reason="round 0 is open", round=0, inner_steps=5, units=[[0, 5]]
+        ),
+        '{"action":"train","reason":"round 0 is open","round":0,"inner_steps":5,"units":[[0,5]],"evaluate":false}',
+    ),
+    (
+        messages.LeaseReply(directive=messages.Directive.STOP, reason="the run is finished", lease_s=60.0),
+        '{"directive":"stop","reason":"the run is finished","lease_s":60.0}',
+    ),
+    (messages.EvaluationReport(loss=1.25, tokens=4096), '{"loss":1.25,"tokens":4096}'),
+    (messages.TokenRequest(scope=messages.Scope.WORKER), '{"scope":"worker","note":""}'),
+    (messages.RunChange(state="paused"), '{"state":"paused"}'),
+    (
+        messages.ContributionReply(round=1, fragment=0, digest=DIGEST, created=True),
+        '{"round":1,"fragment":0,"digest":"' + DIGEST + '","created":true}',
+    ),
+    (
+        messages.Page[messages.Event](items=[messages.Event(id=1, at=2.0, kind="k", message="m", data={})], next="1"),
+        '{"items":[{"id":1,"at":2.0,"kind":"k","message":"m","data":{}}],"next":"1"}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "text"), GOLDEN, ids=lambda value: type(value).__name__)
+def test_golden_json(message: BaseModel, text: str) -> None:
+    assert message.model_dump_json() == text
+    assert type(message).model_validate_json(text) == message
+
+
+BAD: list[tuple[type[BaseModel], dict[str, Any]]] = [
+    (messages.RunChange, {"state": "finished"}),
+    (messages.DataSummary, {"digest": DIGEST.upper(), "units": 1}),
+    (messages.DataSummary, {"digest": DIGEST, "units": 0}),
+    (messages.Metrics, {"loss": "NaN"}),
+    (messages.Metrics, {"round": -1}),
+    (messages.Metrics, {"round": 1 << 63}),
+    (messages.EvaluationReport, {"loss": float("inf"), "tokens": 1}),
+    (messages.TokenRequest, {"scope": "root"}),
+    (messages.TokenRequest, {"scope": "viewer", "note": "x" * 201}),
+    (messages.JoinRequest, {"tensors": [{"name": "", "shape": []}]}),
+    (messages.JoinRequest, {"tensors": [{"name": "w", "shape": [1.5]}]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "document"), BAD)
+def test_bad_requests(kind: type[BaseModel], document: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        kind.model_validate(document)
+
+
+def test_requests_refuse_unknown_keys_and_replies_take_them() -> None:
+    with pytest.raises(ValidationError, match="surprise"):
+        messages.AssignmentRequest.model_validate({"state_round": 1, "surprise": 1})
+    reply = {"directive": "continue", "reason": "", "lease_s": 1.0, "surprise": 1}
+    assert messages.LeaseReply.model_validate(reply).directive == "continue"
+
+
+@pytest.mark.parametrize("slug", PROBLEMS)
+def test_a_problem_travels(slug: str) -> None:
+    sent = Problem(slug, "round 3 is closed", retry_after_s=2.0, round=3)
+    document = sent.document()
+    assert document == {
+        "type": PROBLEM_PREFIX + slug,
+        "title": PROBLEMS[slug][1],
+        "status": int(PROBLEMS[slug][0]),
+        "detail": "round 3 is closed",
+        "round": 3,
+    }
+    received = Problem.from_document(document, retry_after_s=2.0)
+    assert (received.slug, received.detail, received.members, received.status) == (
+        slug,
+        sent.detail,
+        {"round": 3},
+        sent.status,
+    )
+    assert str(received) == f"{slug}: round 3 is closed"
+
+
+@pytest.mark.parametrize("document", [{}, {"type": "about:blank", "detail": ""}, {"type": PROBLEM_PREFIX + "internal"}])
+def test_problems_of_others_are_told_apart(document: dict[str, Any]) -> None:
+    with pytest.raises(KeyError):
+        Problem.from_document(document)
+
+
+def test_only_known_problems_are_raised() -> None:
+    with pytest.raises(KeyError, match="no-such"):
+        Problem("no-such", "")

@@ -1,0 +1,67 @@
+"""The outer step: literal values, the written-out rule bit for bit, and torch.optim.SGD as the reference."""
+
+import numpy as np
+import pytest
+import torch
+
+from protocol.outer_step import outer_step
+
+
+def test_two_steps_by_hand() -> None:
+    theta, momentum = np.array([1.0], np.float32), np.array([0.0], np.float32)
+    outer_step(theta, momentum, np.array([2.0], np.float32), learning_rate=0.5, beta=0.5)
+    assert (theta[0], momentum[0]) == (1 - 0.5 * (0.5 * 2 + 2), 2.0)
+    outer_step(theta, momentum, np.array([4.0], np.float32), learning_rate=0.5, beta=0.5)
+    assert (theta[0], momentum[0]) == (-0.5 - 0.5 * (0.5 * 5 + 4), 5.0)
+
+
+def test_it_descends() -> None:
+    """θ_global − θ_local moves the global parameters towards the local ones."""
+    theta, local = np.array([1.0], np.float32), np.array([0.0], np.float32)
+    outer_step(theta, np.zeros(1, np.float32), theta - local, learning_rate=0.1, beta=0.0)
+    assert 0 < theta[0] < 1
+
+
+def test_every_operation_is_rounded_once() -> None:
+    """Bit for bit the six operations of docs/wire-format.md, each exact in float64 and then rounded to fp32.
+
+    The product of two fp32 numbers is exact in float64, and a float64 sum of two, rounded to fp32, is their fp32 sum: rounding
+    twice does no harm where the wider format has at least 2·24 + 2 bits.
+    """
+    random = np.random.default_rng(0)
+    theta, momentum, delta = (
+        (random.standard_normal(10_000) * 10.0 ** random.uniform(-40, 30, 10_000)).astype(np.float32) for _ in range(3)
+    )
+    lr, mu = np.float64(np.float32(0.7)), np.float64(np.float32(0.9))
+
+    def rounded(value: np.ndarray) -> np.ndarray:
+        return value.astype(np.float32).astype(np.float64)
+
+    d = delta.astype(np.float64)
+    u = rounded(rounded(mu * momentum.astype(np.float64)) + d)
+    step = rounded(lr * rounded(rounded(mu * u) + d))
+    expected_theta = rounded(theta.astype(np.float64) - step)
+
+    outer_step(theta, momentum, delta, learning_rate=0.7, beta=0.9)
+    assert momentum.tobytes() == u.astype(np.float32).tobytes()
+    assert theta.tobytes() == expected_theta.astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize(("learning_rate", "beta"), [(0.7, 0.9), (1.0, 0.8), (0.5, 0.5)])
+def test_against_torch_sgd(learning_rate: float, beta: float) -> None:
+    """torch.optim.SGD may fuse a multiply with an add: within a few units in the last place of the largest operand."""
+    random = np.random.default_rng(1)
+    start = random.standard_normal(1000).astype(np.float32)
+    theta, momentum = start.copy(), np.zeros_like(start)
+    parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    reference = torch.optim.SGD([parameter], lr=learning_rate, momentum=beta, nesterov=True)
+    largest = np.abs(start)
+    for _ in range(10):
+        delta = random.standard_normal(1000).astype(np.float32)
+        parameter.grad = torch.from_numpy(delta.copy())
+        reference.step()
+        outer_step(theta, momentum, delta, learning_rate=learning_rate, beta=beta)
+        largest = np.maximum(largest, np.abs(theta))
+        assert (
+            np.abs(theta - parameter.detach().numpy()) <= 16 * np.finfo(np.float32).eps * np.maximum(largest, 10)
+        ).all()

@@ -1,0 +1,129 @@
+"""kill -9 of the coordinator and of a worker in the middle of a round: the run ends as if nothing had happened.
+
+What an undisturbed run ends with is known from the reference, which `test_reference.py` holds equal to one.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from protocol.messages import Scope
+from protocol.spec import parse_spec
+from tests.support.coordinator import CoordinatorProcess, Running
+from tests.support.reference import fragment_bounds, run_reference
+from tests.support.text import write_text
+from tests.support.waiting import wait_until
+from tests.support.workers import WorkerProcess
+
+NAMES = ["w0", "w1", "w2"]
+
+SPEC = """
+name = "killed"
+seed = 3
+[model]
+preset = "tiny"
+[data]
+source = "{text}"
+sequence_length = 32
+[inner]
+batch_size = 4
+learning_rate = 4e-3
+warmup_steps = 4
+[sync]
+rounds = 8
+inner_steps = 5
+fragment_elements = 50000
+[members]
+min_workers = 3
+lease_s = 3600
+"""
+
+
+def get(running: Running, path: str) -> Any:
+    with running.client() as client:
+        return client.get(path).raise_for_status().json()
+
+
+def hold_back(running: Running, worker: WorkerProcess, from_round: int) -> int:
+    """Freeze `worker` in a round that all others have contributed to and it has not; the round's number.
+
+    Wherever in its round the worker is when the signal hits: the round that is then, or next, held up is the one.
+    """
+    wait_until(lambda: get(running, "/v1/runs/killed")["round"] >= from_round)
+    assert worker.process is not None
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    others = sorted(set(NAMES) - {worker.name})
+
+    def held_up() -> bool:
+        try:
+            current = get(running, "/v1/runs/killed/rounds/current")
+        except httpx.HTTPStatusError:
+            return False  # between two rounds
+        # Fragments that the frozen worker had sent are published; those that it had not wait for it alone.
+        waiting = [each for each in current["fragments"] if each["state"] == "collecting"]
+        return bool(waiting) and all(each["contributors"] == others for each in waiting)
+
+    wait_until(held_up)
+    return int(get(running, "/v1/runs/killed")["round"])
+
+
+def kill_the_worker(coordinator: CoordinatorProcess, worker: WorkerProcess) -> None:
+    worker.kill()
+    worker.start()
+
+
+def kill_the_coordinator(coordinator: CoordinatorProcess, worker: WorkerProcess) -> None:
+    coordinator.kill()
+    coordinator.start()
+    assert worker.process is not None
+    os.kill(worker.process.pid, signal.SIGCONT)
+
+
+def kill_both(coordinator: CoordinatorProcess, worker: WorkerProcess) -> None:
+    coordinator.kill()
+    worker.kill()
+    worker.start()  # finds nobody, and goes on asking
+    coordinator.start()
+
+
+@pytest.mark.parametrize("disturb", [kill_the_worker, kill_the_coordinator, kill_both])
+def test_a_kill_9_in_the_middle_of_a_round_changes_nothing(
+    tmp_path: Path, disturb: Callable[[CoordinatorProcess, WorkerProcess], None]
+) -> None:
+    torch.set_num_threads(1)
+    spec = SPEC.format(text=write_text(tmp_path / "text", seed=2))
+    coordinator = CoordinatorProcess(tmp_path / "data")
+    running = coordinator.start()
+    workers: list[WorkerProcess] = []
+    try:
+        running.create_run(spec)
+        token = running.token(Scope.WORKER)
+        workers = [WorkerProcess(running.url, "killed", name, token, tmp_path / name) for name in NAMES]
+        for worker in workers:
+            worker.start()
+        held = hold_back(running, workers[1], from_round=1)
+        before = get(running, f"/v1/runs/killed/rounds/{held}")["fragments"]
+        disturb(coordinator, workers[1])
+        hold = get(running, f"/v1/runs/killed/rounds/{held}")["fragments"]
+        for earlier, later in zip(before, hold, strict=True):  # what was acknowledged is still there
+            assert set(earlier["contributors"]) <= set(later["contributors"])
+        for worker in workers:
+            assert worker.wait() == 0, worker.log.read_text()
+        final = get(running, "/v1/runs/killed/checkpoints/8")
+        told = get(running, "/v1/runs/killed/workers")["items"]
+    finally:
+        for worker in workers:
+            if worker.process is not None and worker.process.poll() is None:
+                worker.kill()
+        coordinator.stop()
+    parsed = parse_spec(spec)
+    reference = run_reference(parsed, len(NAMES))
+    bounds = fragment_bounds(len(reference.theta), parsed.sync.fragment_elements)
+    assert [fragment["state_digest"] for fragment in final["fragments"]] == reference.digests(bounds)
+    assert [worker["state_digest"] for worker in told] == [final["state_digest"]] * len(NAMES)

@@ -1,0 +1,164 @@
+"""What is shipped beside the code says the truth: extras, pins, Dockerfiles, the compose file, the Makefile."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.support.distributions import BASE, EXTRAS, PROJECT, ROOT, closure
+
+PINS = {
+    canonicalize_name(name): version
+    for name, _, version in (
+        line.partition("==")
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    )
+}
+
+
+def dockerfile(part: str) -> dict[str, list[str]]:
+    """Instruction -> its arguments, in order; continued lines joined."""
+    text = (ROOT / f"Dockerfile.{part}").read_text(encoding="utf-8").replace("\\\n", " ")
+    instructions: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            name, _, rest = line.strip().partition(" ")
+            instructions.setdefault(name, []).append(" ".join(rest.split()))
+    return instructions
+
+
+def compose() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+    return loaded
+
+
+def help_of(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "outerstep", *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("part", ["coordinator", "worker", "dev"])
+def test_everything_that_is_installed_is_pinned(part: str) -> None:
+    brought = closure(BASE + EXTRAS[part])
+    from_torch = {name for name in brought if name.startswith(("nvidia-", "cuda-", "triton"))} | {"setuptools"}
+    assert sorted(brought - from_torch - set(PINS)) == []
+
+
+def test_the_pins_satisfy_the_project() -> None:
+    for text in [*BASE, *(text for extra in EXTRAS.values() for text in extra)]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(PINS[canonicalize_name(requirement.name)]), text
+
+
+def test_no_pin_is_left_over() -> None:
+    needed = closure(BASE + [text for extra in EXTRAS.values() for text in extra])
+    assert sorted(set(PINS) - needed) == []
+
+
+def test_a_coordinator_installs_without_torch_and_a_worker_without_a_web_server() -> None:
+    coordinator = closure(BASE + EXTRAS["coordinator"])
+    worker = closure(BASE + EXTRAS["worker"])
+    assert not coordinator & {"torch", "transformers", "safetensors"}
+    assert not worker & {"fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic"}
+
+
+@pytest.mark.parametrize("part", ["coordinator", "worker"])
+def test_an_image_holds_its_own_extra_only(part: str) -> None:
+    instructions = dockerfile(part)
+    (install,) = (line for line in instructions["RUN"] if "pip install" in line)
+    assert re.findall(r"\.\[(.*?)\]", install) == [part]
+    assert "-c constraints.txt" in install
+    assert (ROOT / "constraints.txt").is_file()
+    assert len(instructions["USER"]) == 1
+    assert instructions["USER"][0] not in ("root", "0")
+    assert (
+        f"useradd --uid 10001 {'--no-create-home' if part == 'coordinator' else '--create-home'} outerstep" in install
+    )
+
+
+def test_the_coordinators_image() -> None:
+    instructions = dockerfile("coordinator")
+    assert instructions["VOLUME"] == ["/data"]
+    assert instructions["EXPOSE"] == ["8470"]
+    command = json.loads(instructions["CMD"][0])
+    assert command == ["outerstep", "coordinator", "--host", "0.0.0.0", "--data", "/data"]
+    offered = help_of("coordinator")
+    assert all(option in offered for option in command if option.startswith("--"))
+    probe = instructions["HEALTHCHECK"][0].partition("CMD ")[2]
+    program = json.loads(probe)
+    assert program[:2] == ["python", "-c"]
+    compile(program[2], "HEALTHCHECK", "exec")
+    assert "http://127.0.0.1:8470/healthz" in program[2]
+    from coordinator.settings import Settings
+
+    assert Settings.model_fields["port"].default == 8470
+
+
+def test_the_compose_file() -> None:
+    document = compose()
+    assert set(document["services"]) == {"coordinator", "worker"}
+    for name, service in document["services"].items():
+        build = service["build"]
+        assert (ROOT / build["context"] / build["dockerfile"]).name == f"Dockerfile.{name}"
+        for mount in service["volumes"]:
+            volume, _, target = mount.partition(":")
+            assert volume in document["volumes"]
+            assert dockerfile(name)["VOLUME"] == [target]
+    coordinator, worker = document["services"]["coordinator"], document["services"]["worker"]
+    assert "profiles" not in coordinator
+    assert [port.partition(":")[2] for port in coordinator["ports"]] == dockerfile("coordinator")["EXPOSE"]
+
+    assert worker["profiles"] == ["worker"]
+    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+    assert worker["command"][:2] == ["outerstep", "worker"]
+    offered = help_of("worker")
+    assert all(option in offered for option in worker["command"] if option.startswith("--"))
+    assert "OUTERSTEP_TOKEN" in worker["environment"]
+    assert "OUTERSTEP_TOKEN" in offered
+
+
+def test_the_build_context_holds_what_the_install_reads() -> None:
+    kept = (ROOT / ".dockerignore").read_text(encoding="utf-8").split("\n")
+    packages = [
+        name.rstrip("*")
+        for name in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"][
+            "include"
+        ]
+    ]
+    for needed in [*(f"{name}/**" for name in packages), "pyproject.toml", "constraints.txt", "README.md", "LICENSE"]:
+        assert f"!{needed}" in kept
+    assert "*" in kept
+
+
+def test_the_makefile_refuses_an_old_python(tmp_path: Path) -> None:
+    old = tmp_path / "python3.10"
+    old.write_text('#!/bin/sh\nif [ "$1" = --version ]; then echo Python 3.10.2; else exit 1; fi\n')
+    old.chmod(0o755)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    done = subprocess.run(["make", "demo", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "Outerstep needs Python 3.11 or newer" in done.stderr
+    assert "is Python 3.10.2" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_the_version_is_said_once() -> None:
+    from outerstep import __version__
+
+    assert PROJECT["dynamic"] == ["version"]
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## [{__version__}]" in changelog

@@ -1,0 +1,136 @@
+"""The README's commands and snippets run, as they stand there, against a real coordinator."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from protocol.messages import Scope
+from protocol.spec import parse_spec
+from tests.support.coordinator import coordinator_thread
+from tests.support.text import write_text
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+REMOTE = "https://coordinator.example.org"
+
+# What shortens the example run: everything else of the README's spec stays as it is.
+SMALL = {
+    "llama-150m": "tiny",
+    "sequence_length = 1024": "sequence_length = 32",
+    "batch_size = 16": "batch_size = 2",
+    "rounds = 200": "rounds = 2",
+    "inner_steps = 500": "inner_steps = 2",
+    "min_workers = 2": "min_workers = 1",
+}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def shell(script: str, directory: Path, **environment: str) -> str:
+    """Run a script with the tested `outerstep` on the PATH, stopping at the first failure."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, **environment}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_the_two_commands_are_targets_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    commands = re.findall(r"^make (\w+)", blocks("sh")[0], re.MULTILINE)
+    assert commands == ["demo", "test"]
+    for command in commands:
+        assert re.search(rf"^{command}:", makefile, re.MULTILINE)
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_tree_in_the_readme_is_the_tree() -> None:
+    (tree,) = (block for block in blocks("text") if block.startswith("protocol/"))
+    for name in re.findall(r"^(\w+)/", tree, re.MULTILINE):
+        assert (ROOT / name).is_dir()
+    for name in re.findall(r"\b(\w+\.py)\b", tree):
+        assert list(ROOT.glob(f"*/{name}")), name
+
+
+def test_a_run_of_your_own_goes_as_the_readme_says(tmp_path: Path) -> None:
+    _, serve, create, join = blocks("sh")
+    (toml,) = blocks("toml")
+    parse_spec(toml)
+    for long, short in SMALL.items():
+        assert long in toml
+        toml = toml.replace(long, short)
+    toml = toml.replace('"/data/text"', f'"{write_text(tmp_path / "text", seed=1)}"')
+    assert tomllib.loads(toml)["name"] == "my-run"
+    (tmp_path / "run.toml").write_text(toml)
+    assert re.search(r"^pip install -c constraints.txt '\.\[coordinator\]'$", serve, re.MULTILINE)
+    assert "outerstep coordinator --data ./data" in serve
+
+    with coordinator_thread(tmp_path / "data") as running:
+        local = create.replace("http://127.0.0.1:8470", running.url)
+        assert local != create
+        shell(local, tmp_path)
+        install, *rest = join.strip().splitlines()
+        assert install == "pip install -c constraints.txt '.[worker]'"
+        assert len(rest) == 2
+        shell("\n".join(rest).replace(REMOTE, running.url), tmp_path, XDG_STATE_HOME=str(tmp_path), HOME=str(tmp_path))
+        shown = shell(
+            "outerstep run export my-run --out ./model && outerstep run show my-run && outerstep run watch my-run",
+            tmp_path,
+            OUTERSTEP_URL=running.url,
+            OUTERSTEP_TOKEN=running.admin_token,
+        )
+        assert "finished" in shown
+        load = (
+            'from transformers import AutoModelForCausalLM as M; print(M.from_pretrained("./model").num_parameters())'
+        )
+        assert shell(f"python -c '{load}'", tmp_path).strip() == "139584"
+
+
+def test_the_script_in_the_readme_trains(tmp_path: Path) -> None:
+    (script,) = blocks("python")
+    spec = """
+name = "my-script"
+[model]
+factory = "my_script:build_model"
+[data]
+source = "custom"
+[sync]
+rounds = 3
+inner_steps = 5
+"""
+    with coordinator_thread(tmp_path / "data") as running:
+        running.create_run(spec)
+        (tmp_path / "train.py").write_text(script)
+        shell("python train.py", tmp_path, OUTERSTEP_URL=running.url, OUTERSTEP_TOKEN=running.token(Scope.WORKER))
+        with running.client() as client:
+            info = client.get("/v1/runs/my-script").raise_for_status().json()
+            (worker,) = client.get("/v1/runs/my-script/workers").raise_for_status().json()["items"]
+    assert info["state"] == "finished"
+    assert worker["state_digest"] == info["state_digest"]
+
+
+@pytest.mark.parametrize(
+    "command", sorted(set(re.findall(r"(?:^|`|\$ )(outerstep (?:(?:run|token) )?[a-z]+)", README, re.MULTILINE)))
+)
+def test_every_command_that_the_readme_names_exists(command: str) -> None:
+    shell(f"{command} --help", ROOT)

@@ -1,0 +1,98 @@
+"""A real run (processes, HTTP, SQLite) equals a single-process DiLoCo written independently, bit for bit."""
+
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from protocol.messages import CheckpointDetail, Scope
+from protocol.spec import RunSpec, parse_spec
+from protocol.wire import Payload
+from tests.support.coordinator import Running, coordinator_thread
+from tests.support.reference import fragment_bounds, run_reference
+from tests.support.text import write_text
+from tests.support.workers import WorkerProcess
+
+WORKERS = 3
+
+
+def spec_toml(text: Path, codec: str) -> str:
+    return f"""
+name = "reference"
+seed = 7
+[model]
+preset = "tiny"
+[data]
+source = "{text}"
+sequence_length = 32
+[inner]
+batch_size = 4
+learning_rate = 4e-3
+warmup_steps = 4
+[sync]
+rounds = 4
+inner_steps = 5
+upload_codec = "{codec}"
+download_codec = "{codec}"
+fragment_elements = 50000
+[members]
+min_workers = {WORKERS}
+"""
+
+
+def final_state(running: Running, run: str) -> tuple[CheckpointDetail, np.ndarray]:
+    """The last checkpoint and its θ, as one vector."""
+    with running.client() as client:
+        reply = client.get(f"/v1/runs/{run}/checkpoints/latest").raise_for_status()
+        checkpoint = CheckpointDetail.model_validate(reply.json())
+        parts = []
+        for fragment in checkpoint.fragments:
+            body = client.get(f"/v1/runs/{run}/checkpoints/{checkpoint.round}/fragments/{fragment.fragment}")
+            both = np.empty(2 * fragment.elements, np.float32)
+            Payload.from_bytes(body.raise_for_status().content).decode(both)
+            parts.append(both[: fragment.elements])
+    return checkpoint, np.concatenate(parts)
+
+
+def run_for_real(tmp_path: Path, spec: str) -> tuple[CheckpointDetail, np.ndarray, list[httpx.Response]]:
+    name = parse_spec(spec).name
+    with coordinator_thread(tmp_path / "data") as running:
+        running.create_run(spec)
+        token = running.token(Scope.WORKER)
+        workers = [
+            WorkerProcess(running.url, name, f"w{index}", token, tmp_path / f"w{index}") for index in range(WORKERS)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            assert worker.wait() == 0, worker.log.read_text()
+        checkpoint, theta = final_state(running, name)
+        with running.client() as client:
+            told = client.get(f"/v1/runs/{name}/workers").json()["items"]
+    return checkpoint, theta, told
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_three_workers_and_four_rounds_equal_the_reference_bit_for_bit(tmp_path: Path, codec: str) -> None:
+    text = write_text(tmp_path / "text", seed=1)
+    spec = spec_toml(text, codec)
+    checkpoint, theta, told = run_for_real(tmp_path, spec)
+    parsed: RunSpec = parse_spec(spec)
+    reference = run_reference(parsed, WORKERS)
+
+    assert checkpoint.round == parsed.sync.rounds
+    assert np.array_equal(theta.view(np.uint32), reference.theta.numpy().view(np.uint32))
+    bounds = fragment_bounds(len(theta), parsed.sync.fragment_elements)
+    assert [fragment.state_digest for fragment in checkpoint.fragments] == reference.digests(bounds)
+    assert [worker["state_digest"] for worker in told] == [checkpoint.state_digest] * WORKERS
+
+    by_torch = run_reference(parsed, WORKERS, outer="torch")
+    assert np.allclose(theta, by_torch.theta.numpy(), rtol=0, atol=2e-3 if codec == "int8" else 2e-5)
+    assert not np.allclose(theta, run_reference(parsed, WORKERS - 1).theta.numpy(), rtol=0, atol=2e-3)
