@@ -17,13 +17,16 @@ import json
 import multiprocessing
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -31,10 +34,14 @@ from typing import Any
 import httpx
 import torch
 import torch.distributed
+from rich.console import Console
+from rich.table import Table
 
 from protocol.fragments import TensorSpec
-from protocol.messages import Action, JoinRequest
+from protocol.messages import Action, JoinRequest, Metrics
+from protocol.wire import CHUNK_ELEMENTS, StateHeader
 from worker.client import Client, open_http
+from worker.codecs import pack_fragment
 from worker.membership import Membership
 from worker.outer_state import OuterState
 from worker.sync import Sync
@@ -86,7 +93,7 @@ class Coordinator:
 
     @classmethod
     @contextlib.contextmanager
-    def started(cls) -> Any:
+    def started(cls) -> Iterator["Coordinator"]:
         with tempfile.TemporaryDirectory(prefix="outerstep-sync-") as directory:
             command = [sys.executable, "-m", "outerstep", "coordinator", "--data", directory, "--port", "0"]
             process = subprocess.Popen(
@@ -174,20 +181,18 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
         before = client.traffic.upload_bytes
         deltas = list(delta.split(layout.elements))
         for round_ in range(plan.rounds + 1):
-            assignment = membership.act(lambda token: client.assignment(token, membership.worker, state.round))
-            while assignment.action is not Action.TRAIN:
-                assignment = membership.act(lambda token: client.assignment(token, membership.worker, state.round))
+            ask = partial(client.assignment, worker=membership.worker, state_round=round_)
+            while (assignment := membership.act(ask)).action is not Action.TRAIN:
+                pass  # a long poll
             work = Work(round_, assignment.units, 1, 1.0, [1.0] * len(deltas), deltas)
             barrier.wait()
             started = time.monotonic()
             sync.run(work, None)
             report["sync"].append((started, time.monotonic()))
-            if round_ == 0:
-                mean = delta.clone()
             barrier.wait()
+            time.sleep(0.5)  # let the coordinator finish its own outer step, as it does while workers train
             if plan.gloo_port is not None:
                 values = delta.clone()
-                time.sleep(0.5)  # let the coordinator finish its own outer step, as it does while workers train
                 barrier.wait()
                 started = time.monotonic()
                 torch.distributed.all_reduce(values)
@@ -196,27 +201,16 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
                 if round_ == 0:  # θ was 0, η is 1 and β is 0: the outer step made θ the negative mean
                     mean = torch.cat(state.theta).neg()
                     report["relative_error"] = float((mean - values).norm() / values.norm())
-            else:
-                time.sleep(0.5)
         report["upload_bytes"] = client.traffic.upload_bytes - before
         report["download_bytes"] = client.traffic.download_bytes
-        membership.leave(state.round, state.digest(), _no_metrics())
+        membership.leave(state.round, state.digest(), Metrics())
     if plan.gloo_port is not None:
         torch.distributed.destroy_process_group()
     results.put(report)
 
 
-def _no_metrics() -> Any:
-    from protocol.messages import Metrics
-
-    return Metrics()
-
-
 def _seed(client: Client, membership: Membership, state: OuterState) -> None:
-    from protocol.wire import CHUNK_ELEMENTS, StateHeader
-    from worker.codecs import pack_fragment
-
-    membership.act(lambda token: client.assignment(token, membership.worker, None))
+    membership.act(partial(client.assignment, worker=membership.worker, state_round=None))
     for p in range(len(state)):
         vector = torch.cat([state.theta[p], state.momentum[p]])
         frames = pack_fragment(vector, "fp32", zstd=True)
@@ -229,7 +223,7 @@ def _seed(client: Client, membership: Membership, state: OuterState) -> None:
             chunk_elements=CHUNK_ELEMENTS,
             frame_bytes=[len(frame) for frame in frames],
         )
-        membership.act(lambda token, header=header, frames=frames: client.seed(token, header, frames))
+        membership.act(partial(client.seed, header=header, frames=frames))
 
 
 def main() -> None:
@@ -282,26 +276,31 @@ def main() -> None:
 
 
 def _print(reports: list[dict[str, Any]], memory: list[dict[str, Any]]) -> None:
-    print(
-        f"{'parameters':>12} {'workers':>8} {'sync s':>8} {'gloo fp32 s':>12} {'ratio':>6} {'up MB':>7} {'down MB':>8} "
-        f"{'all-reduce MB':>14} {'rel. error':>11} {'RSS above idle MB':>18}"
-    )
+    columns = ["parameters", "workers", "sync s", "gloo fp32 s", "ratio", "up MB", "down MB", "all-reduce MB", "error"]
+    table = Table(*columns, "RSS above idle MB", title="one round, medians")
     for r in reports:
-        print(
-            f"{r['parameters']:>12,} {r['workers']:>8} {r['sync_s']:>8.3f} {r['gloo_fp32_s']:>12.3f} {r['ratio']:>6.2f} "
-            f"{r['upload_bytes'] / 1e6:>7.1f} {r['download_bytes'] / 1e6:>8.1f} {r['allreduce_bytes'] / 1e6:>14.1f} "
-            f"{r['relative_error']:>11.4f} {r['coordinator_rss_above_idle'] / 1e6:>18.0f}"
+        table.add_row(
+            f"{r['parameters']:,}",
+            f"{r['workers']}",
+            f"{r['sync_s']:.3f}",
+            f"{r['gloo_fp32_s']:.3f}",
+            f"{r['ratio']:.2f}",
+            f"{r['upload_bytes'] / 1e6:.1f}",
+            f"{r['download_bytes'] / 1e6:.1f}",
+            f"{r['allreduce_bytes'] / 1e6:.1f}",
+            f"{r['relative_error']:.4f}",
+            f"{r['coordinator_rss_above_idle'] / 1e6:.0f}",
         )
-    print()
-    print(f"{'coordinator, peak RSS':>22} {'workers':>8} {'total MB':>9} {'above idle MB':>14}")
+    peak = Table("parameters", "workers", "total MB", "above idle MB", title="coordinator, peak RSS")
     for m in memory:
         above, idle = m["coordinator_rss_above_idle"], m["coordinator_idle_rss"]
-        print(f"{m['parameters']:>20,} p {m['workers']:>8} {(idle + above) / 1e6:>9.0f} {above / 1e6:>14.0f}")
+        peak.add_row(f"{m['parameters']:,}", f"{m['workers']}", f"{(idle + above) / 1e6:.0f}", f"{above / 1e6:.0f}")
+    console = Console(width=140)
+    console.print(table)
+    console.print(peak)
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 

@@ -54,8 +54,10 @@ class Target:
     def payload(self, **changes: object) -> bytes:
         return self.member.payload(self.assignment, 0, self.values, **changes)
 
-    def send(self, body: bytes, *, fragment: int = 0, round_: int = 0, **headers: str) -> httpx.Response:
-        return self.member.put(self.member.contribution_path(round_, fragment), body, **headers)
+    def send(
+        self, body: bytes, *, fragment: int = 0, round_: int = 0, headers: dict[str, str] | None = None
+    ) -> httpx.Response:
+        return self.member.put(self.member.contribution_path(round_, fragment), body, **(headers or {}))
 
 
 @pytest.fixture(scope="module")
@@ -211,9 +213,9 @@ def test_a_contribution_with_nan_in_fp32_or_bf16_is_refused(tmp_path: Path) -> N
 def test_the_announced_digest_must_be_the_bodys(target: Target) -> None:
     before = target.traces()
     body = target.payload()
-    refused(target.send(body, **{"Content-Digest": content_digest(digest(b"other"))}), "digest-mismatch")
-    refused(target.send(body, **{"Content-Digest": "blake3=:!!!:"}), "invalid-message")
-    refused(target.send(body, **{"Content-Digest": "sha-256=:AAAA:"}), "invalid-message")
+    refused(target.send(body, headers={"Content-Digest": content_digest(digest(b"other"))}), "digest-mismatch")
+    refused(target.send(body, headers={"Content-Digest": "blake3=:!!!:"}), "invalid-message")
+    refused(target.send(body, headers={"Content-Digest": "sha-256=:AAAA:"}), "invalid-message")
     assert target.traces() == before
 
 
@@ -252,7 +254,7 @@ def test_without_the_right_token_nothing_is_taken(target: Target) -> None:
         (f"Bearer {target.running.admin_token}", "forbidden"),
         (f"Bearer {member_of_other}", "forbidden"),
     ):
-        refused(target.send(body, Authorization=header), slug)
+        refused(target.send(body, headers={"Authorization": header}), slug)
     assert target.traces() == before
 
 

@@ -36,10 +36,11 @@ def installed_alone(directory: Path, extra: str) -> Path:
     """The Python of a new virtual environment that holds Outerstep with one extra, as a user would install it."""
     venv.create(directory, with_pip=True)
     python = directory / "bin" / "python"
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt"]
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     source = directory / "source"  # a copy: building leaves traces beside what it builds
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__"))
-    subprocess.run([*install, f"{source}[{extra}]"], check=True, cwd=directory)
+    pins = str(ROOT / "constraints.txt")
+    subprocess.run([*install, "-c", pins, f"{source}[{extra}]"], check=True, cwd=directory)
     return python
 
 

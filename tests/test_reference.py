@@ -1,8 +1,8 @@
 """A real run (processes, HTTP, SQLite) equals a single-process DiLoCo written independently, bit for bit."""
 
 from pathlib import Path
+from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -56,7 +56,7 @@ def final_state(running: Running, run: str) -> tuple[CheckpointDetail, np.ndarra
     return checkpoint, np.concatenate(parts)
 
 
-def run_for_real(tmp_path: Path, spec: str) -> tuple[CheckpointDetail, np.ndarray, list[httpx.Response]]:
+def run_for_real(tmp_path: Path, spec: str) -> tuple[CheckpointDetail, np.ndarray, list[dict[str, Any]]]:
     name = parse_spec(spec).name
     with coordinator_thread(tmp_path / "data") as running:
         running.create_run(spec)
