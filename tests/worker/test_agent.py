@@ -1,0 +1,196 @@
+"""The worker process's body: settings, exit codes, and a whole run of real text with its export."""
+
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from protocol.messages import RunDetail, Scope, WorkerInfo
+from tests.support.coordinator import InThread, coordinator_thread
+from tests.support.waiting import wait_until
+from tests.worker import toy
+from tests.worker.toy import Toy
+from worker.agent import DONE, REFUSED, USAGE, run_worker
+from worker.client import Client, open_http
+from worker.export import export, load_checkpoint, sample
+from worker.settings import WorkerSettings
+
+RUN = """
+name = "text"
+[model]
+preset = "tiny"
+[data]
+source = "{source}"
+sequence_length = 32
+holdout = 0.1
+[inner]
+batch_size = 2
+learning_rate = 3e-3
+warmup_steps = 2
+[sync]
+rounds = {rounds}
+inner_steps = 3
+fragment_elements = 60_000
+[evaluation]
+max_tokens = 512
+"""
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    directory = tmp_path / "text"
+    directory.mkdir()
+    for index in range(5):
+        (directory / f"{index}.txt").write_text(f"all work and no play, chapter {index}. " * 40)
+    return directory
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path):
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        yield running
+
+
+def settings(coordinator: InThread, tmp_path: Path, **changes: Any) -> WorkerSettings:
+    given = {
+        "url": coordinator.url,
+        "run": "text",
+        "token": coordinator.token(Scope.WORKER),
+        "name": "a",
+        "state_dir": tmp_path / "state",
+        "device": "cpu",
+        "threads": 1,
+    }
+    return WorkerSettings(**{**given, **changes})
+
+
+def test_a_run_of_text_and_its_export(coordinator: InThread, text: Path, tmp_path: Path) -> None:
+    coordinator.create_run(RUN.format(source=text, rounds=4))
+    assert run_worker(settings(coordinator, tmp_path)) == DONE
+    with coordinator.client() as http:
+        wait_until(lambda: http.get("/v1/runs/text").json()["state_digest"] is not None)
+        run = RunDetail.model_validate(http.get("/v1/runs/text").json())
+        worker = WorkerInfo.model_validate(http.get("/v1/runs/text/workers/a").json())
+        rounds = http.get("/v1/runs/text/rounds").json()["items"]
+    assert run.state == "finished"
+    assert run.state_digest == worker.state_digest
+    assert rounds[-1]["held_out_loss"] == pytest.approx(5.55, abs=0.1)
+    assert run.held_out_loss is not None
+    assert run.held_out_loss < rounds[-1]["held_out_loss"]
+    assert worker.host["device"].startswith("cpu")  # type: ignore[union-attr]
+    assert worker.metrics.upload_bytes > 0
+
+    with open_http(coordinator.url) as http:
+        client = Client(http, "text", coordinator.token(Scope.VIEWER))
+        model = export(client, tmp_path / "model")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        tokens = torch.arange(20)[None]
+        torch.testing.assert_close(model(tokens).logits, loaded(tokens).logits)
+        assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
+        assert len(sample(loaded, b"all ", 10, torch.Generator().manual_seed(0))) == 10
+        assert (tmp_path / "model" / "spec.toml").read_text() == RUN.format(source=text, rounds=4)
+        with pytest.raises(FileExistsError, match="choose another"):
+            export(client, tmp_path / "model")
+        first = load_checkpoint(client, 0)
+        assert not torch.equal(first(tokens).logits, loaded(tokens).logits)
+
+    assert run_worker(settings(coordinator, tmp_path)) == DONE, "a finished run has nothing to do"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_cleanly(coordinator: InThread, text: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """In the middle of a run: the units go back, the exit code says done, and the handlers are what they were."""
+    coordinator.create_run(RUN.format(source=text, rounds=10_000))
+    before = signal.getsignal(number)
+
+    def send() -> None:
+        with coordinator.client() as http:
+            while http.get("/v1/runs/text").json()["round"] < 2:
+                pass
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert run_worker(settings(coordinator, tmp_path)) == DONE
+    sender.join()
+    assert signal.getsignal(number) == before
+    with coordinator.client() as http:
+        worker = WorkerInfo.model_validate(http.get("/v1/runs/text/workers/a").json())
+    assert worker.state == "left"
+
+
+def test_a_function_s_model_is_exported_as_tensors(coordinator: InThread, tmp_path: Path) -> None:
+    run = Toy(coordinator, toy.spec(), tmp_path)
+    diloco = run.worker("a")
+    with open_http(coordinator.url) as http:
+        export(Client(http, "toy", run.token), tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    for name, parameter in diloco._model.named_parameters():
+        assert torch.equal(tensors[name], parameter)
+
+
+def test_refusals_and_their_exit_codes(
+    coordinator: InThread, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator.create_run(RUN.format(source=text, rounds=2))
+
+    def code(message: str, **changes: Any) -> int:
+        caplog.clear()
+        result = run_worker(settings(coordinator, tmp_path, **changes))
+        assert message in caplog.text
+        return result
+
+    caplog.set_level(logging.INFO)
+    assert code("not-found", run="other") == REFUSED
+    assert code("unauthorized", token="wrong") == REFUSED
+    assert code("forbidden", token=coordinator.token(Scope.VIEWER)) == REFUSED
+    assert code("device 'cuda:99' cannot be used", device="cuda:99") == USAGE
+    assert code("device 'gpu' cannot be used", device="gpu") == USAGE
+    (text / "more.txt").write_text("another training set")
+    coordinator.create_run(RUN.format(source=f"{tmp_path}/nothing", rounds=2).replace('"text"', '"empty"'))
+    assert code("names no files on this machine", run="empty") == REFUSED
+    coordinator.create_run(toy.spec())
+    assert code("its workers are scripts of their own", run="toy") == REFUSED
+
+
+def test_another_training_set_is_refused(coordinator: InThread, text: Path, tmp_path: Path) -> None:
+    coordinator.create_run(RUN.format(source=text, rounds=1).replace("rounds = 1", "rounds = 100000"))
+    with open_http(coordinator.url) as http:
+        # A first worker fixes the training set, and leaves.
+        from protocol.messages import JoinRequest, LeaveRequest
+        from worker.data import TextData
+        from worker.fragments import tensor_specs
+        from worker.models import build_model
+
+        client = Client(http, "text", coordinator.token(Scope.WORKER))
+        spec = client.run_detail().spec
+        request = JoinRequest(tensors=tensor_specs(build_model(spec, torch.device("cpu"))), data=TextData(spec).summary)
+        member = client.join("first", request)
+        client.leave(member.member_token, "first", LeaveRequest())
+        client.join("taken", request)
+    assert run_worker(settings(coordinator, tmp_path, name="taken")) == REFUSED
+    (text / "more.txt").write_text("another training set")
+    assert run_worker(settings(coordinator, tmp_path)) == REFUSED
+
+
+def test_settings_have_sensible_defaults() -> None:
+    made = WorkerSettings(url="https://example.org/", run="r", token="t")
+    assert made.url == "https://example.org"
+    assert made.directory.parts[-3:] == ("outerstep", "r", made.name)
+    assert "t'" not in repr(made)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"url": "example.org"}, {"url": "ftp://x"}, {"name": "Not A Name"}, {"threads": 0}, {"token": ""}]
+)
+def test_wrong_settings(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        WorkerSettings(**{"url": "http://c", "run": "r", "token": "t", **changes})

@@ -1,0 +1,357 @@
+"""The client: what it retries and for how long, how it resumes, what it verifies. Against scripted answers."""
+
+import json
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+from blake3 import blake3
+
+from protocol import messages, wire
+from protocol.digest import parse_content_digest
+from protocol.errors import Problem
+from worker.client import Client, open_http
+from worker.errors import Stopped, UnexpectedAnswer
+from worker.retry import BACKOFF_CAP_S
+
+Handler = Callable[[httpx.Request], httpx.Response]
+LIMIT = 1 << 20
+
+
+class Clock:
+    """Time that passes only when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def problem(slug: str, detail: str = "why", **headers: str) -> httpx.Response:
+    document = Problem(slug, detail)
+    return httpx.Response(document.status, json=document.document(), headers=headers)
+
+
+def make_client(answers: list[httpx.Response | Exception] | Handler) -> tuple[Client, Clock, list[httpx.Request]]:
+    """A client whose requests meet `answers` in turn."""
+    clock, seen = Clock(), []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        request.read()
+        seen.append(request)
+        if not isinstance(answers, list):
+            return answers(request)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    http = httpx.Client(transport=httpx.MockTransport(handle), base_url="http://c")
+    return Client(http, "r", "t", sleep=clock.sleep, rng=random.Random(1), clock=lambda: clock.now), clock, seen
+
+
+LEASE = {"directive": "continue", "reason": "", "lease_s": 60}
+
+
+def renew(client: Client) -> messages.LeaseReply:
+    return client.renew_lease("m", "w", messages.Metrics())
+
+
+def state_payload(elements: int = 3000) -> bytes:
+    """A payload of raw fp32 zeros."""
+    frames = [bytes(4 * elements)]
+    header = wire.StateHeader(
+        run="r",
+        round=0,
+        fragment=0,
+        codec="fp32",
+        elements=elements,
+        chunk_elements=wire.CHUNK_ELEMENTS,
+        frame_bytes=[len(frames[0])],
+    )
+    return wire.pack_header(header) + frames[0]
+
+
+# --- retries ------------------------------------------------------------------------------------------------------
+
+
+def test_transient_faults_are_tried_again() -> None:
+    client, clock, seen = make_client(
+        [
+            httpx.ConnectError("refused"),
+            httpx.ReadTimeout("silence"),
+            httpx.RemoteProtocolError("cut"),
+            httpx.Response(502, text="<html>bad gateway"),
+            httpx.Response(429, text="slow down"),
+            problem("not-ready"),
+            problem("storage-full"),
+            problem("internal"),
+            httpx.Response(200, text="{half a rep"),
+            httpx.Response(200, json=LEASE),
+        ]
+    )
+    assert renew(client).directive is messages.Directive.CONTINUE
+    assert len(seen) == 10
+    assert len(clock.slept) == 9
+    assert seen[-1].headers["Authorization"] == "Bearer m"
+
+
+def test_an_outage_of_any_length(caplog: pytest.LogCaptureFixture) -> None:
+    """Three hours without a coordinator: waits stay below the cap, the log stays short, and the call succeeds in the end."""
+    clock: Clock
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if clock.now < 10_800:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200, json=LEASE)
+
+    caplog.set_level(logging.INFO)
+    client, clock, _ = make_client(handle)
+    renew(client)
+    assert max(clock.slept) <= BACKOFF_CAP_S
+    assert len({round(wait, 6) for wait in clock.slept}) > len(clock.slept) / 2, "no jitter"
+    lines = [record.getMessage() for record in caplog.records if record.name == "worker.retry"]
+    assert lines[0].startswith("the coordinator cannot be reached: ConnectError: refused; trying again in ")
+    assert lines[-1].startswith("the coordinator answers again after 108")
+    assert len(lines) <= 10_800 / 60 + 2
+
+
+def test_retry_after_is_honoured() -> None:
+    client, clock, _ = make_client([problem("not-ready", **{"Retry-After": "17"}), httpx.Response(200, json=LEASE)])
+    renew(client)
+    assert clock.slept == [17]
+
+
+@pytest.mark.parametrize("slug", ["round-closed", "unauthorized", "stale-base", "not-found", "invalid-message"])
+def test_refusals_are_raised_at_once(slug: str) -> None:
+    client, clock, _ = make_client([problem(slug, "because")])
+    with pytest.raises(Problem, match="because") as raised:
+        renew(client)
+    assert raised.value.slug == slug
+    assert clock.slept == []
+
+
+@pytest.mark.parametrize("status", [403, 404, 413])
+def test_a_proxys_refusal_says_that_it_is_one(status: int) -> None:
+    client, _, _ = make_client([httpx.Response(status, text="<html>nginx")])
+    with pytest.raises(
+        UnexpectedAnswer, match=f"answered {status}, which is not a coordinator's answer: '<html>nginx'"
+    ):
+        renew(client)
+
+
+def test_a_redirect_is_not_followed() -> None:
+    client, _, _ = make_client([httpx.Response(301, headers={"Location": "https://c/x"})])
+    with pytest.raises(UnexpectedAnswer, match="redirects to https://c/x"):
+        renew(client)
+
+
+def test_stop_ends_the_waiting() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        client.stop.set()
+        raise httpx.ConnectError("refused")
+
+    http = httpx.Client(transport=httpx.MockTransport(refuse), base_url="http://c")
+    client = Client(http, "r", "t")
+    with pytest.raises(Stopped):
+        renew(client)
+    with pytest.raises(Stopped):
+        renew(client)
+
+
+def test_leaving_gives_up_soon_and_works_after_stop() -> None:
+    client, _, seen = make_client([httpx.ConnectError("refused")] * 3)
+    client.stop.set()
+    with pytest.raises(httpx.ConnectError):
+        client.leave("m", "w", messages.LeaveRequest())
+    assert len(seen) == 3
+
+
+# --- uploads ------------------------------------------------------------------------------------------------------
+
+HEADER = wire.ContributionHeader(
+    run="r",
+    round=4,
+    fragment=2,
+    codec="fp32",
+    elements=750_000,
+    chunk_elements=wire.CHUNK_ELEMENTS,
+    frame_bytes=[1 << 20, 1 << 20, 902_848],
+    worker="w",
+    base=bytes(32),
+    tokens=1,
+    inner_steps=1,
+    loss=0.0,
+    norm=0.0,
+    units=[],
+)
+
+
+def test_an_upload_is_whole_and_announced_each_time() -> None:
+    frames = [bytes([i]) * length for i, length in enumerate(HEADER.frame_bytes)]
+    client, _, seen = make_client([httpx.WriteError("cut"), problem("digest-mismatch"), httpx.Response(201, json={})])
+    client.contribute("m", HEADER, frames)
+    body = b"".join([wire.pack_header(HEADER), *frames])
+    assert len(seen) == 3
+    for request in seen:
+        assert request.method == "PUT"
+        assert request.url.path == "/v1/runs/r/rounds/4/fragments/2/contributions/w"
+        assert request.read() == body
+        assert request.headers["Content-Length"] == str(len(body))
+        assert "Transfer-Encoding" not in request.headers
+        assert parse_content_digest(request.headers["Content-Digest"]) == blake3(body).digest()
+    assert client.traffic.upload_bytes == 3 * len(body)
+
+
+# --- downloads ----------------------------------------------------------------------------------------------------
+
+
+class Broken(httpx.SyncByteStream):
+    """A body that breaks off after `cut` bytes."""
+
+    def __init__(self, data: bytes, cut: int) -> None:
+        self._data, self._cut = data, cut
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield self._data[: self._cut]
+        if self._cut < len(self._data):
+            raise httpx.ReadError("cut")
+
+
+class BlobServer:
+    """Serves one blob with ETag and Range, as RFC 9110 has it; answers break off after the lengths in `cuts`."""
+
+    def __init__(self, data: bytes, cuts: list[int]) -> None:
+        self.data, self.cuts = data, cuts
+        self.ranges: list[str | None] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        etag = f'"{blake3(self.data).hexdigest()}"'
+        self.ranges.append(request.headers.get("Range"))
+        start = 0
+        if "Range" in request.headers and request.headers.get("If-Range") == etag:
+            start = int(request.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+        body = self.data[start:]
+        cut = self.cuts.pop(0) if self.cuts else len(body)
+        headers = {"ETag": etag, "Content-Length": str(len(body))}
+        return httpx.Response(206 if start else 200, headers=headers, stream=Broken(body, cut))
+
+
+def test_a_download_goes_on_where_it_broke_off() -> None:
+    data = state_payload()
+    server = BlobServer(data, [1000, 500])
+    client, _, seen = make_client(server)
+    payload = client.checkpoint_fragment(0, 0, LIMIT)
+    assert payload.total_bytes == len(data)
+    assert server.ranges == [None, "bytes=1000-", "bytes=1500-"]
+    assert client.traffic.download_bytes == len(data)
+    assert seen[0].headers["Accept-Encoding"] == "identity"
+
+
+def test_a_blob_that_changed_is_fetched_anew() -> None:
+    server = BlobServer(state_payload(10), [30])
+    clients: list[Client] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if server.ranges:
+            server.data = state_payload(20)
+        return server(request)
+
+    client, _, _ = make_client(handle)
+    clients.append(client)
+    assert client.checkpoint_fragment(0, 0, LIMIT).header.elements == 20
+    assert server.ranges == [None, "bytes=30-"]
+
+
+def test_damaged_bytes_are_fetched_anew() -> None:
+    data = state_payload()
+    etag = {"ETag": f'"{blake3(data).hexdigest()}"', "Content-Length": str(len(data))}
+    damaged = bytearray(data)
+    damaged[-1] ^= 1
+    client, clock, _ = make_client(
+        [
+            httpx.Response(200, headers=etag, stream=Broken(bytes(damaged), len(data))),
+            httpx.Response(200, headers=etag, stream=Broken(data, len(data))),
+        ]
+    )
+    assert client.checkpoint_fragment(0, 0, LIMIT).header.elements == 3000
+    assert len(clock.slept) == 1
+
+
+def test_too_large_is_refused_before_memory_is_taken() -> None:
+    client, _, _ = make_client([httpx.Response(200, headers={"ETag": '"x"', "Content-Length": str(1 << 50)})])
+    with pytest.raises(UnexpectedAnswer, match="at most 1048576 can be right"):
+        client.checkpoint_fragment(0, 0, LIMIT)
+
+
+def test_valid_digest_of_an_invalid_payload() -> None:
+    data = b"OSTPgarbage that is no payload"
+    client, _, _ = make_client(BlobServer(data, []))
+    with pytest.raises(UnexpectedAnswer, match="same version"):
+        client.delta(0, 0, LIMIT)
+
+
+def test_long_polls_ask_to_wait() -> None:
+    client, _, seen = make_client([problem("not-published", "waiting for 1 of 2 workers")])
+    with pytest.raises(Problem, match="waiting for 1 of 2"):
+        client.delta(3, 1, LIMIT)
+    assert seen[0].headers["Prefer"] == "wait=5"
+    assert seen[0].url.path == "/v1/runs/r/rounds/3/fragments/1/delta"
+
+
+def test_over_a_real_socket_with_a_broken_body() -> None:
+    """The same over TCP: the server announces more than it sends and hangs up."""
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    data = state_payload(100_000)
+    etag = f'"{blake3(data).hexdigest()}"'
+    ranges: list[str | None] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked = self.headers.get("Range")
+            ranges.append(asked)
+            start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
+            self.send_response(206 if asked else 200)
+            self.send_header("ETag", etag)
+            self.send_header("Content-Length", str(len(data) - start))
+            self.end_headers()
+            self.wfile.write(data[start : start + 150_000])
+
+        def do_PUT(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            assert parse_content_digest(self.headers["Content-Digest"]) == blake3(body).digest()
+            self.send_response(201)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        with open_http(f"http://127.0.0.1:{server.server_port}") as http:
+            client = Client(http, "r", "t", sleep=lambda _: None)
+            payload = client.checkpoint_fragment(0, 0, LIMIT)
+            client.contribute("m", HEADER, [bytes(length) for length in HEADER.frame_bytes])
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert payload.header.elements == 100_000
+    assert ranges == [None, "bytes=150000-", "bytes=300000-"]
+
+
+def test_json_bodies_are_json() -> None:
+    client, _, seen = make_client([httpx.Response(200, json=LEASE)])
+    renew(client)
+    assert seen[0].headers["Content-Type"] == "application/json"
+    assert json.loads(seen[0].read())["upload_bytes"] == 0

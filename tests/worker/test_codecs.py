@@ -1,0 +1,105 @@
+"""The torch codecs give the bytes and values of the numpy reference, bit for bit."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from protocol import wire
+from protocol.codecs import CODECS
+from protocol.digest import Buffer
+from protocol.errors import CodecError
+from worker.codecs import TORCH_CODECS, pack_fragment, unpack_payload
+
+CPU = torch.device("cpu")
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+finite = st.floats(allow_nan=False, allow_infinity=False, width=32)
+any_float = st.floats(width=32)
+
+
+def reference(codec: str, values: np.ndarray) -> np.ndarray | None:
+    """The reference's bytes; None where it refuses."""
+    raw = np.empty(CODECS[codec].size(len(values)), np.uint8)
+    try:
+        CODECS[codec].encode(values, raw)
+    except CodecError:
+        return None
+    return raw
+
+
+def assert_same(codec: str, values: np.ndarray) -> None:
+    """Same bytes on every device, or refused by all; and the same values back."""
+    for device in DEVICES:
+        assert_same_on(torch.device(device), codec, values)
+
+
+def assert_same_on(device: torch.device, codec: str, values: np.ndarray) -> None:
+    expected = reference(codec, values)
+    if expected is None:
+        with pytest.raises(CodecError, match=codec):
+            TORCH_CODECS[codec].encode(torch.from_numpy(values).to(device))
+        return
+    encoded = TORCH_CODECS[codec].encode(torch.from_numpy(values.copy()).to(device))
+    assert encoded.cpu().numpy().tobytes() == expected.tobytes()
+    decoded = np.empty_like(values)
+    CODECS[codec].decode(expected, decoded)
+    ours = TORCH_CODECS[codec].decode(encoded, len(values)).cpu().numpy()
+    assert ours.tobytes() == decoded.tobytes()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@given(values=arrays(np.float32, st.integers(1, 1100), elements=any_float, fill=finite))
+@settings(max_examples=60, deadline=None)
+def test_any_values(codec: str, values: np.ndarray) -> None:
+    assert_same(codec, values)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-3, 1.0, 1e30, 3e38])
+@pytest.mark.parametrize("n", [1, 255, 256, 257, 5000])
+def test_magnitudes_and_lengths(codec: str, scale: float, n: int) -> None:
+    values = np.random.default_rng(n).standard_normal(n).astype(np.float32)
+    with np.errstate(over="ignore"):
+        assert_same(codec, (values * np.float32(scale)).astype(np.float32))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_not_finite(codec: str, bad: float) -> None:
+    values = np.ones(600, np.float32)
+    values[300] = bad
+    assert_same(codec, values)
+    with pytest.raises(CodecError):
+        pack_fragment(torch.from_numpy(values), codec, zstd=True)
+
+
+def payload_of(codec: Any, n: int, frames: list[Buffer]) -> wire.Payload:
+    header = wire.StateHeader(
+        run="r",
+        round=0,
+        fragment=0,
+        codec=codec,
+        elements=n,
+        chunk_elements=wire.CHUNK_ELEMENTS,
+        frame_bytes=[len(frame) for frame in frames],
+    )
+    return wire.Payload.from_bytes(b"".join([wire.pack_header(header), *frames]))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("zstd", [False, True])
+def test_several_chunks(codec: str, zstd: bool) -> None:
+    n = 2 * wire.CHUNK_ELEMENTS + 777
+    values = np.random.default_rng(0).standard_t(3, n).astype(np.float32)
+    frames = pack_fragment(torch.from_numpy(values), codec, zstd=zstd)
+    expected = wire.pack_frames(values, CODECS[codec], zstd=zstd)
+    assert [bytes(frame) for frame in frames] == [bytes(frame) for frame in expected]
+
+    payload = payload_of(codec, n, frames)
+    decoded = np.empty(n, np.float32)
+    payload.decode(decoded)
+    assert unpack_payload(payload, CPU).numpy().tobytes() == decoded.tobytes()

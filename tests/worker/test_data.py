@@ -1,0 +1,161 @@
+"""The training set: which files, which are held out, which sequences make up which work unit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from protocol.spec import RunSpec, parse_spec
+from worker.data import TextData
+from worker.errors import DataError
+
+
+def spec(source: str, *, length: int = 8, batch: int = 3, holdout: float = 0.3, seed: int = 0) -> RunSpec:
+    return parse_spec(f"""
+name = "r"
+seed = {seed}
+[model]
+preset = "tiny"
+[data]
+source = {source!r}
+sequence_length = {length}
+holdout = {holdout}
+[inner]
+batch_size = {batch}
+[sync]
+rounds = 1
+""")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """20 files of 50 bytes of their own, some of them deep."""
+    directory = tmp_path / "text"
+    for index in range(20):
+        path = directory / ("deep/er" if index % 2 else ".") / f"{index:02}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes([index + 65]) * 50)
+    return directory
+
+
+def test_every_file_is_trained_on_or_held_out(text: Path) -> None:
+    data = TextData(spec(str(text)))
+    training, held_out = set(data.training.tolist()), set(data.held_out.tolist())
+    assert training | held_out == set(range(65, 85))
+    assert not training & held_out
+    assert 1 <= len(held_out) <= 12
+
+
+def test_the_split_is_by_name_alone(text: Path, tmp_path: Path) -> None:
+    """The same files elsewhere, with other times and contents of the same length, are split alike."""
+    before = TextData(spec(str(text)))
+    text.rename(tmp_path / "moved")
+    after = TextData(spec(str(tmp_path / "moved")))
+    assert before.summary == after.summary
+    assert np.array_equal(before.held_out, after.held_out)
+
+
+def test_the_summary_tells_contents_and_names_apart(text: Path) -> None:
+    digests = {TextData(spec(str(text))).summary.digest}
+    (text / "00.txt").write_bytes(b"!" * 50)
+    digests.add(TextData(spec(str(text))).summary.digest)
+    (text / "00.txt").rename(text / "000.txt")
+    digests.add(TextData(spec(str(text))).summary.digest)
+    assert len(digests) == 3
+
+
+def test_a_glob_is_its_files(text: Path) -> None:
+    everything = TextData(spec(str(text)))
+    matched = TextData(spec(f"{text}/**/*.txt"))
+    assert matched.summary == everything.summary
+
+
+def test_hidden_files_are_not_text(text: Path) -> None:
+    before = TextData(spec(str(text))).summary
+    (text / ".git").mkdir()
+    (text / ".git" / "config").write_text("x")
+    (text / ".hidden").write_text("x")
+    assert TextData(spec(str(text))).summary == before
+
+
+def test_a_unit_is_sequences_with_their_targets(tmp_path: Path) -> None:
+    """Sequence i is the bytes [8 i, 8 i + 8]; the last byte is its last target."""
+    (tmp_path / "one.txt").write_bytes(bytes(range(200)))
+    data = TextData(spec(str(tmp_path), holdout=0.0))
+    unit = data.unit(0)
+    assert unit.dtype == torch.int64
+    assert unit.shape == (3, 9)
+    for row in unit.tolist():
+        assert row[0] % 8 == 0
+        assert row == list(range(row[0], row[0] + 9))
+
+
+def test_an_epoch_trains_on_every_sequence_once(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_bytes(bytes(range(217)))
+    data = TextData(spec(str(tmp_path), holdout=0.0))
+    assert data.units_per_epoch == 9
+    orders = []
+    for epoch in range(2):
+        starts = [row[0] for g in range(9 * epoch, 9 * epoch + 9) for row in data.unit(g).tolist()]
+        assert sorted(starts) == list(range(0, 216, 8))
+        orders.append(starts)
+    assert orders[0] != orders[1]
+    assert data.unit(3).tolist() == TextData(spec(str(tmp_path), holdout=0.0)).unit(3).tolist()
+
+
+def test_the_order_never_changes(tmp_path: Path) -> None:
+    """Golden: another order would be another run. RandomState's streams are frozen by numpy."""
+    (tmp_path / "one.txt").write_bytes(bytes(range(200)))
+    data = TextData(spec(str(tmp_path), holdout=0.0, seed=7))
+    assert [row[0] // 8 for row in data.unit(0).tolist()] == [17, 7, 3]
+
+
+def test_one_file_is_held_out_at_its_end(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_bytes(bytes(range(200)))
+    data = TextData(spec(str(tmp_path), holdout=0.25))
+    assert data.held_out.tolist() == list(range(150, 200))
+
+
+def test_something_is_held_out_of_a_few_files(tmp_path: Path) -> None:
+    for index in range(3):
+        (tmp_path / f"{index}.txt").write_bytes(bytes([index]) * 100)
+    data = TextData(spec(str(tmp_path), holdout=0.0001))
+    assert len(data.held_out) == 100
+    assert len(TextData(spec(str(tmp_path), holdout=0.0)).held_out) == 0
+
+
+def test_held_out_batches_are_bounded(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_bytes(bytes(200))
+    data = TextData(spec(str(tmp_path), holdout=0.5))
+    assert [tuple(batch.shape) for batch in data.held_out_batches(32)] == [(3, 9), (1, 9)]
+    assert sum(len(batch) for batch in data.held_out_batches(10**6)) == 12
+    assert sum(len(batch) for batch in data.held_out_batches(1)) == 1
+
+
+def test_a_part_of_the_held_out_text_is_taken_evenly_from_all_of_it(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_bytes(bytes(range(200)))
+    data = TextData(spec(str(tmp_path), holdout=0.5))  # 12 sequences of 8 bytes, from byte 100 on
+    first = [row[0] for batch in data.held_out_batches(32) for row in batch.tolist()]
+    assert first == [100, 124, 148, 172]
+
+
+def test_the_standard_library_is_enough_text() -> None:
+    data = TextData(spec("python-stdlib", length=64, batch=8, holdout=0.05))
+    assert len(data.training) > 5_000_000
+    assert 0.005 < len(data.held_out) / len(data.training) < 0.3
+    assert b"def " in data.training[:100_000].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{}/nowhere", "names no files on this machine"),
+        ("{}/*.none", "names no files on this machine"),
+        ("{}", "one work unit needs 3 sequences of 8 bytes and one more: 25"),
+    ],
+)
+def test_what_cannot_be_trained_on(tmp_path: Path, source: str, message: str) -> None:
+    (tmp_path / "tiny.txt").write_bytes(b"too small")
+    with pytest.raises(DataError, match=message):
+        TextData(spec(source.format(tmp_path)))

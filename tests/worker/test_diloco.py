@@ -1,0 +1,442 @@
+"""DiLoCo against the real coordinator: identical replicas, kill −9 at every point of a round, late work, lost
+leases."""
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.errors import CodecError, Problem
+from protocol.messages import WorkerInfo
+from tests.support.waiting import wait_until
+from tests.worker import toy
+from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
+from worker.client import Client, open_http
+from worker.diloco import DiLoCo
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The final state digest of the toy run with one worker that nobody disturbs."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    with coordinator_thread(directory / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), directory)
+        run.worker("a")
+        digest = run.final().state_digest
+    assert digest is not None
+    return digest
+
+
+def parameters(diloco: DiLoCo) -> list[bytes]:
+    return [parameter.detach().numpy().tobytes() for parameter in diloco._model.parameters()]
+
+
+def told(run: Toy, name: str) -> WorkerInfo:
+    with run.coordinator.client() as http:
+        return WorkerInfo.model_validate(http.get(f"/v1/runs/toy/workers/{name}").json())
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
+def test_replicas_are_identical(tmp_path: Path, codec: str) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(min_workers=3, codec=codec), tmp_path)
+        done = run.workers(["a", "b", "c"])
+        info = run.final()
+        assert info.state_digest is not None
+        for name in "abc":
+            assert told(run, name).state_digest == info.state_digest
+            assert told(run, name).state_round == 3
+    assert parameters(done["a"]) == parameters(done["b"]) == parameters(done["c"])
+    assert info.tokens == 3 * 3 * toy.STEPS * done["a"].spec.unit_tokens
+
+
+POINTS = ["before upload", "after upload", "before download", "after download"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("round_number", [0, 1, 2])
+def test_killed_during_the_sync(tmp_path: Path, undisturbed: str, point: str, round_number: int) -> None:
+    """Whatever of the round was done, the same command ends in the same parameters."""
+    dies = lambda what, number: (what, number) == (point, round_number)  # noqa: E731
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        with pytest.raises(Killed):
+            run.worker("a", client_class=partial(MortalClient, dies=dies), state_dir=tmp_path / "a")
+        try:
+            run.worker("a", state_dir=tmp_path / "a")
+        except Problem as problem:
+            # The last round needs nothing more of this worker once its uploads are there.
+            if problem.slug != "run-ended" or round_number < 2:
+                raise
+        assert run.final().state_digest == undisturbed
+
+
+@pytest.mark.parametrize("round_number", [0, 1, 2])
+def test_killed_during_the_inner_steps(tmp_path: Path, undisturbed: str, round_number: int) -> None:
+    """Twice, so that the second process resumes from the snapshot that the first one resumed from."""
+
+    def kill(diloco: DiLoCo) -> None:
+        if diloco.round == round_number and diloco.inner_step == 2:
+            diloco._client.dead = True  # type: ignore[attr-defined]
+            raise Killed
+
+    mortal = partial(MortalClient, dies=lambda what, number: False)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        for _ in range(2):
+            with pytest.raises(Killed):
+                run.worker("a", client_class=mortal, state_dir=tmp_path / "a", on_step=kill)
+        run.worker("a", state_dir=tmp_path / "a")
+        assert run.final().state_digest == undisturbed
+
+
+class SlowClient(Client):
+    """Contributes to round 0, but for the fragments in `early`, only after the others have closed it."""
+
+    def __init__(self, *arguments: Any, early: set[int], gates: "Gates", **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._early, self._gates = early, gates
+        self.units: dict[tuple[int, int], list[list[int]]] = {}
+
+    def contribute(self, member_token, header, frames):
+        if header.round == 0 and header.fragment not in self._early:
+            while True:
+                try:
+                    super().delta(0, header.fragment, 1 << 20)
+                    break
+                except Problem as problem:
+                    if problem.slug != "not-published":
+                        raise
+        self.units[header.round, header.fragment] = header.units
+        super().contribute(member_token, header, frames)
+        self._gates.passed(header.round, header.fragment)
+
+
+class PatientClient(Client):
+    """Contributes only after the slow worker has, where that one is to be in time."""
+
+    def __init__(self, *arguments: Any, gates: "Gates", **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._gates = gates
+
+    def contribute(self, member_token, header, frames):
+        self._gates.wait(header.round, header.fragment)
+        super().contribute(member_token, header, frames)
+
+
+class Gates:
+    """Which fragments the fast workers hold back until the slow one's are there."""
+
+    def __init__(self, held: set[tuple[int, int]]) -> None:
+        self._events = {key: threading.Event() for key in held}
+
+    def passed(self, *key: int) -> None:
+        if key in self._events:
+            self._events[key].set()
+
+    def wait(self, *key: int) -> None:
+        if key in self._events:
+            assert self._events[key].wait(30)
+
+
+@pytest.mark.parametrize("early", [set(), {1}])
+def test_late_work_goes_into_the_next_round(tmp_path: Path, early: set[int]) -> None:
+    """Nothing is lost: the units travel on, unless a fragment of that contribution was in time and has consumed
+    them."""
+    gates = Gates({(0, p) for p in early} | {(1, p) for p in range(3)})
+    clients: list[SlowClient] = []
+
+    def slow_client(*arguments: Any) -> SlowClient:
+        clients.append(SlowClient(*arguments, early=early, gates=gates))
+        return clients[0]
+
+    patient = partial(PatientClient, gates=gates)
+    everybody = threading.Barrier(3)  # in round 0 before anybody contributes: then two of three are a quorum
+
+    def meet(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (0, 1):
+            everybody.wait(30)
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=2, members="grace_factor = 0\ngrace_min_s = 0"), tmp_path)
+        clients_of = {"a": patient, "b": patient, "c": slow_client}
+        options = {name: {"client_class": clients_of[name], "on_step": meet} for name in "abc"}
+        done = run.workers(["a", "b", "c"], **options)
+        info = run.final()
+        for name in "abc":
+            assert told(run, name).state_digest == info.state_digest
+    assert parameters(done["a"]) == parameters(done["b"]) == parameters(done["c"])
+    first, second = clients[0].units[0, 0], clients[0].units[1, 0]
+    if early:
+        assert len(second) == 1
+        assert second[0] not in first
+    else:
+        assert second[:-1] == first
+
+
+# --- leases -------------------------------------------------------------------------------------------------------
+
+
+def evict(run: Toy, name: str) -> None:
+    """End the worker's lease, as its expiry would: its units return to the pool."""
+    with run.coordinator.client() as http:
+        http.delete(f"/v1/runs/toy/workers/{name}").raise_for_status()
+
+
+def test_a_lost_lease_whose_units_nobody_took(tmp_path: Path, undisturbed: str) -> None:
+    """The worker learns of it at its upload, joins again, gets the same units again and hands in the same work."""
+
+    def lose(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (1, 2):
+            evict(run, "a")
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        run.worker("a", on_step=lose)
+        assert run.final().state_digest == undisturbed
+        assert told(run, "a").epoch == 2
+
+
+def test_a_lost_lease_noticed_by_the_heartbeat(tmp_path: Path, undisturbed: str) -> None:
+    """The heartbeat joins again in the middle of the round; the loop asks whether its units are still its own."""
+
+    def lose(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (1, 2):
+            evict(run, "a")
+            diloco._heartbeat._beat()
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        run.worker("a", on_step=lose)
+        assert run.final().state_digest == undisturbed
+
+
+@pytest.mark.parametrize("noticed", ["at the upload", "by the heartbeat"])
+def test_a_lost_lease_whose_units_somebody_took(tmp_path: Path, noticed: str) -> None:
+    """The work is dropped, the worker trains on other units, no unit is trained on twice, and the replicas stay
+    identical."""
+    b_has_units = threading.Event()
+    a_is_back = threading.Event()
+    a_may_begin = threading.Event()
+
+    def lose(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (0, 2) and not b_has_units.is_set():
+            evict(run, "a")
+            a_may_begin.set()
+            assert b_has_units.wait(30)
+            if noticed == "by the heartbeat":
+                diloco._heartbeat._beat()
+        elif diloco.inner_step == 1 and b_has_units.is_set():
+            a_is_back.set()
+
+    def take(diloco: DiLoCo) -> None:
+        b_has_units.set()
+        if (diloco.round, diloco.inner_step) == (0, 2):
+            assert a_is_back.wait(30)
+
+    def run_b() -> None:
+        assert a_may_begin.wait(30)
+        run.worker("b", on_step=take)
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=2), tmp_path)
+        b = threading.Thread(target=run_b)
+        b.start()
+        a = run.worker("a", on_step=lose)
+        b.join(60)
+        info = run.final()
+        for name in "ab":
+            assert told(run, name).state_digest == info.state_digest
+        assert info.tokens == 2 * 2 * toy.STEPS * a.spec.unit_tokens
+
+
+# --- other ways to train ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost_at", [None, toy.STEPS, 2 * toy.STEPS - 1])
+def test_a_loop_that_knows_nothing_of_units(tmp_path: Path, undisturbed: str, lost_at: int | None) -> None:
+    """The hook alone: any loop that looks at `finished`; also where a lease is lost just before a round's first or last step."""
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        model = toy.make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        unit = 0
+        with DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a") as diloco:
+            while not diloco.finished:
+                if unit == lost_at:
+                    evict(run, "a")
+                    diloco._heartbeat._beat()
+                toy.step(diloco, model, optimizer, unit)
+                unit += 1
+        assert unit == 3 * toy.STEPS
+        assert run.final().state_digest == undisturbed
+
+
+def test_skipped_steps_do_not_count(tmp_path: Path) -> None:
+    """A GradScaler skips a step: the units of the round are used up with one inner step less."""
+    steps: list[int] = []
+
+    def record(*_: object) -> None:
+        steps.append(1)
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=2), tmp_path)
+        model = toy.make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer.register_step_post_hook(record)
+        seen = []
+        with DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a") as diloco:
+            for unit in diloco.units():
+                seen.append((diloco.global_step, unit))
+                if unit != 2:
+                    toy.step(diloco, model, optimizer, unit)
+        assert run.info().state == "finished"
+    assert len(steps) == 2 * toy.STEPS - 1
+    assert seen == [(0, 0), (1, 1), (2, 2), (2, 3), (4, 4), (5, 5), (6, 6), (7, 7)]
+
+
+def test_asked_to_stop(tmp_path: Path) -> None:
+    """The inner step is finished, the units go back to the pool, the next worker goes on."""
+
+    def stop(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (1, 2):
+            diloco._client.stop.set()
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        assert run.worker("a", on_step=stop).inner_step == 2
+        assert told(run, "a").state == "left"
+        run.worker("b")
+        info = run.final()
+        assert info.state_digest == told(run, "b").state_digest
+        assert info.tokens == 3 * toy.STEPS * run.info().spec.unit_tokens
+
+
+def test_a_newcomer_recovers_from_checkpoint_and_deltas(tmp_path: Path) -> None:
+    def stop(diloco: DiLoCo) -> None:
+        if diloco.round == 5:
+            diloco._client.stop.set()
+
+    rounds = toy.spec(rounds=7, checkpoints="every_rounds = 3\nkeep = 1")
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, rounds, tmp_path)
+        run.worker("a", on_step=stop)
+        run.worker("b")
+        assert run.final().state_digest == told(run, "b").state_digest
+
+
+def test_a_worker_away_for_long_comes_back(tmp_path: Path) -> None:
+    """Its snapshot's deltas are gone by then: it takes the checkpoint, and its stale work does no harm."""
+    mortal = partial(MortalClient, dies=lambda what, number: (what, number) == ("after upload", 1))
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=9, checkpoints="every_rounds = 1\nkeep = 1"), tmp_path)
+
+        def stop(diloco: DiLoCo) -> None:
+            if diloco.round == 7:
+                diloco._client.stop.set()
+
+        with pytest.raises(Killed):
+            run.worker("a", client_class=mortal, state_dir=tmp_path / "a")
+        evict(run, "a")
+        run.worker("b", on_step=stop)
+        run.worker("a", state_dir=tmp_path / "a")
+        assert run.final().state_digest == told(run, "a").state_digest
+
+
+def test_units_of_a_killed_process_are_trained_on(tmp_path: Path) -> None:
+    """Killed in round 1, which closes without it: after the restart its units are in the pool again, and not lost."""
+    dead, back = threading.Event(), threading.Event()
+    everybody = threading.Barrier(3)
+    units: list[list[list[int]]] = []
+
+    def die(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (0, 1):
+            everybody.wait(30)
+        if (diloco.round, diloco.inner_step) == (1, 2):
+            units.append(diloco._assignment.units)
+            diloco._client.dead = True  # type: ignore[attr-defined]
+            raise Killed
+
+    def a_has_contributed() -> bool:
+        with run.coordinator.client() as http:
+            fragments = http.get("/v1/runs/toy/rounds/0").json()["fragments"]
+        return all("a" in fragment["contributors"] for fragment in fragments)
+
+    def go_on(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (0, 1):
+            everybody.wait(30)
+            wait_until(a_has_contributed)  # before the other two are a quorum without it
+        if (diloco.round, diloco.inner_step) == (1, 1):
+            assert dead.wait(30)
+        if (diloco.round, diloco.inner_step) == (2, 1):
+            assert back.wait(30)
+
+    def train_again(diloco: DiLoCo) -> None:
+        units.append(diloco._assignment.units)
+        back.set()
+
+    def run_a() -> None:
+        with pytest.raises(Killed):
+            run.worker("a", client_class=mortal, state_dir=tmp_path / "a", on_step=die)
+        dead.set()
+        wait_until(lambda: run.info().round == 2)
+        run.worker("a", state_dir=tmp_path / "a", on_step=train_again)
+
+    mortal = partial(MortalClient, dies=lambda what, number: False)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=3, members="grace_factor = 0\ngrace_min_s = 0"), tmp_path)
+        threads = [threading.Thread(target=run_a)]
+        threads += [threading.Thread(target=run.worker, args=(name,), kwargs={"on_step": go_on}) for name in "bc"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert told(run, "a").state_digest == run.final().state_digest
+    assert units[0] == units[1]
+
+
+def test_diverged_training_sends_nothing(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        with pytest.raises(CodecError, match="round 0: the training has diverged"):
+            run.worker("a", lr=1e35)
+        assert told(run, "a").contributions == 0
+
+
+def test_a_refusal_reaches_the_caller(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        other = torch.nn.Linear(3, 3)
+        run.worker("a", on_step=lambda diloco: diloco._client.stop.set())
+        with open_http(coordinator.url) as http:
+            client = Client(http, "toy", run.token)
+            optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+            with (
+                pytest.raises(Problem, match="model-mismatch"),
+                DiLoCo(other, optimizer, client=client, run=client.run_detail(), name="b"),
+            ):
+                pass
+
+
+def test_a_stopped_run_ends_its_workers(tmp_path: Path) -> None:
+    """The heartbeat brings the news in the middle of a round."""
+
+    def stop(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (1, 1):
+            with coordinator.client() as http:
+                http.patch("/v1/runs/toy", json={"state": "stopped"}).raise_for_status()
+            diloco._heartbeat._beat()
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        diloco = run.worker("a", on_step=stop)
+        assert diloco.finished
+        assert diloco.inner_step == 0

@@ -1,0 +1,92 @@
+"""Models from presets, configurations and functions; export and sampling."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from protocol.spec import RunSpec, parse_spec
+from worker.errors import ModelError
+from worker.export import sample
+from worker.models import PRESETS, build_model, logits_of
+
+CPU = torch.device("cpu")
+
+
+def spec(model: str, seed: int = 0) -> RunSpec:
+    head = f'name = "r"\nseed = {seed}\n[sync]\nrounds = 1\n[data]\nsequence_length = 64\n'
+    return parse_spec(head + model)
+
+
+TINY = '[model]\npreset = "tiny"'
+
+
+def test_tiny() -> None:
+    model = build_model(spec(TINY), CPU)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 139_584
+    assert logits_of(model, torch.zeros(2, 10, dtype=torch.int64)).shape == (2, 10, 256)
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_the_seed_makes_the_model_and_leaves_the_generator_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    one, same, other = (build_model(spec(TINY, seed), CPU) for seed in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    weights = [model.state_dict()["lm_head.weight"] for model in (one, same, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize(("preset", "millions"), [("llama-150m", (150, 220)), ("llama-1b", (1000, 1200))])
+def test_large_presets_have_their_size(preset: str, millions: tuple[int, int]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**PRESETS[preset]))
+    count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    assert millions[0] <= count <= millions[1]
+
+
+def test_any_configuration_of_transformers() -> None:
+    config = (
+        '[model.config]\nmodel_type = "gpt2"\nvocab_size = 300\nn_embd = 16\nn_layer = 1\nn_head = 2\nn_positions = 64'
+    )
+    model = build_model(spec(config), CPU)
+    assert logits_of(model, torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 300)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ('[model.config]\nmodel_type = "gpt2"\nvocab_size = 100', "vocab_size = 100: text is read as bytes"),
+        ('[model.config]\nmodel_type = "no-such-model"', "transformers refuses model.config"),
+        ('[model]\nfactory = "no_such_module:make"', "No module named 'no_such_module'"),
+        ('[model]\nfactory = "json:make"', "has no attribute 'make'"),
+        ('[model]\nfactory = "platform:node"', "returned str, not a torch.nn.Module"),
+    ],
+)
+def test_models_that_cannot_be_built(model: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        build_model(spec(model), CPU)
+
+
+def test_a_function_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_own_model.py").write_text(
+        "import torch\ndef make():\n    return torch.nn.Sequential(torch.nn.Embedding(256, 8), torch.nn.Linear(8, 256))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    model = build_model(spec('[model]\nfactory = "my_own_model:make"'), CPU)
+    assert isinstance(model, nn.Sequential)
+    assert logits_of(model, torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 256)
+
+
+def test_sampling_is_repeatable() -> None:
+    model = build_model(spec(TINY), CPU).eval()
+    written = [sample(model, b"def ", 80, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert len(written[0]) == 80
+    assert written[0] == written[1] != written[2]

@@ -1,0 +1,131 @@
+"""The state directory and the snapshot in it."""
+
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.fragments import Layout, TensorSpec, plan_fragments
+from protocol.spec import OuterSpec
+from worker import snapshot
+from worker.errors import StateDirBusy
+from worker.outer_state import OuterState
+from worker.snapshot import Snapshot
+from worker.state_dir import SNAPSHOT, StateDir
+from worker.work import Work
+
+LAYOUT: Layout = plan_fragments([TensorSpec(name="w", shape=[500])], 256)
+OUTER = OuterSpec(learning_rate=0.7, momentum=0.9)
+
+
+def make_state() -> OuterState:
+    state = OuterState(LAYOUT, OUTER, pin_memory=False)
+    for p, n in enumerate(LAYOUT.elements):
+        state.set(p, torch.randn(n), torch.randn(n))
+    return state
+
+
+def take(state: OuterState) -> Snapshot:
+    parameter = torch.nn.Parameter(torch.randn(5))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.randn(5)
+    optimizer.step()
+    work = Work(7, [[3, 9]], 6, 0.25, [0.1, 0.2], [torch.randn(n) for n in LAYOUT.elements])
+    return Snapshot(state.theta, state.momentum, state.digests, work, optimizer.state_dict())
+
+
+@pytest.fixture
+def files(tmp_path: Path):
+    with StateDir(tmp_path / "state") as directory:
+        yield directory
+
+
+def test_round_trip(files: StateDir) -> None:
+    state = make_state()
+    taken = take(state)
+    snapshot.save(files, "me", taken)
+    loaded = snapshot.load(files, "me")
+    assert loaded is not None
+    assert loaded.work.units == taken.work.units
+    assert (loaded.work.round, loaded.work.inner_steps, loaded.work.loss) == (7, 6, 0.25)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.work.deltas, taken.work.deltas, strict=True))
+    moment = loaded.inner_optimizer["state"][0]["exp_avg"]
+    assert torch.equal(moment, taken.inner_optimizer["state"][0]["exp_avg"])
+    fresh = OuterState(LAYOUT, OUTER, pin_memory=False)
+    assert snapshot.restore(fresh, loaded)
+    assert (fresh.round, fresh.digest()) == (7, state.digest())
+
+
+def test_none_yet(files: StateDir) -> None:
+    assert snapshot.load(files, "me") is None
+
+
+def test_a_foreign_one_is_ignored_and_says_so(files: StateDir, caplog: pytest.LogCaptureFixture) -> None:
+    snapshot.save(files, "somebody", take(make_state()))
+    assert snapshot.load(files, "me") is None
+    assert "belongs to another run" in caplog.text
+
+
+def test_a_damaged_one_is_ignored_and_says_so(files: StateDir, caplog: pytest.LogCaptureFixture) -> None:
+    snapshot.save(files, "me", take(make_state()))
+    path = files.path / SNAPSHOT
+    whole = path.read_bytes()
+    for length in range(0, len(whole), max(len(whole) // 50, 1)):
+        path.write_bytes(whole[:length])
+        assert snapshot.load(files, "me") is None
+    assert "is damaged" in caplog.text
+
+
+def test_flipped_bytes_never_pass_for_the_state(files: StateDir) -> None:
+    """Bytes that changed on the disk are ignored: nothing is raised, and no other outer state is accepted."""
+    state = make_state()
+    snapshot.save(files, "me", take(state))
+    path = files.path / SNAPSHOT
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 101):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
+        loaded = snapshot.load(files, "me")
+        fresh = OuterState(LAYOUT, OUTER, pin_memory=False)
+        if loaded is not None and snapshot.restore(fresh, loaded):
+            assert fresh.digests == state.digests
+
+
+def test_unpickling_runs_no_code(files: StateDir, tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "boom",))
+
+    torch.save({"version": 1, "identity": "me", "theta": Bomb()}, files.path / SNAPSHOT)
+    assert snapshot.load(files, "me") is None
+    assert not (tmp_path / "boom").exists()
+
+
+def test_a_failed_write_leaves_the_old_file(files: StateDir) -> None:
+    snapshot.save(files, "me", take(make_state()))
+    before = (files.path / SNAPSHOT).read_bytes()
+
+    def fail(file: object) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        files.replace(SNAPSHOT, fail)
+    assert (files.path / SNAPSHOT).read_bytes() == before
+
+
+def test_one_process_per_directory(files: StateDir) -> None:
+    with pytest.raises(StateDirBusy, match="another process works in"), StateDir(files.path):
+        pass
+
+
+def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:
+    for _ in range(2):
+        with StateDir(tmp_path):
+            pass
+
+
+def test_the_member_token_is_private(files: StateDir) -> None:
+    assert files.member_token() is None
+    files.keep_member_token("secret")
+    assert files.member_token() == "secret"
+    assert stat.S_IMODE((files.path / "member.json").stat().st_mode) == 0o600

@@ -1,0 +1,165 @@
+"""A toy run for tests of DiLoCo: a regression of 673 parameters in 3 fragments, 4 inner steps a round; one round
+takes milliseconds.
+
+Every worker is a real DiLoCo with a real client on a real coordinator; only the model is small.
+"""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from protocol.messages import RunDetail, Scope
+from tests.support.coordinator import InThread, coordinator_thread
+from tests.support.waiting import wait_until
+from worker.client import Client, open_http
+from worker.diloco import DiLoCo
+
+__all__ = ["Killed", "Toy", "coordinator_thread", "make_model", "spec"]
+
+STEPS = 4
+
+
+def spec(
+    *, rounds: int = 3, min_workers: int = 1, codec: str = "int8", members: str = "", checkpoints: str = ""
+) -> str:
+    return f"""
+name = "toy"
+[model]
+factory = "tests.worker.toy:make_model"
+[data]
+source = "custom"
+[sync]
+rounds = {rounds}
+inner_steps = {STEPS}
+upload_codec = "{codec}"
+download_codec = "{codec}"
+fragment_elements = 256
+[members]
+min_workers = {min_workers}
+{members}
+[checkpoints]
+{checkpoints}
+"""
+
+
+def make_model() -> nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 1, bias=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+class Killed(BaseException):
+    """Stands for kill −9 in a process that must live on: nothing of ours catches it."""
+
+
+class MortalClient(Client):
+    """A client that dies with Killed where `dies(what, round)` says so, and then says no goodbye."""
+
+    dead = False
+
+    def __init__(self, *arguments: Any, dies: Callable[[str, int], bool], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._dies = dies
+
+    def reach(self, what: str, round_number: int) -> None:
+        if self.dead or self._dies(what, round_number):
+            self.dead = True
+            raise Killed(what)
+
+    def contribute(self, member_token, header, frames):
+        self.reach("before upload", header.round)
+        super().contribute(member_token, header, frames)
+        self.reach("after upload", header.round)
+
+    def delta(self, round_number, p, limit_bytes):
+        self.reach("before download", round_number)
+        payload = super().delta(round_number, p, limit_bytes)
+        self.reach("after download", round_number)
+        return payload
+
+    def leave(self, *arguments):
+        if not self.dead:
+            super().leave(*arguments)
+
+
+class Toy:
+    """The toy run on a coordinator: starts workers on it, in this thread or in others."""
+
+    def __init__(self, coordinator: InThread, text: str, state_dirs: Path) -> None:
+        coordinator.create_run(text)
+        self.coordinator = coordinator
+        self.token = coordinator.token(Scope.WORKER)
+        self.state_dirs = state_dirs
+
+    def info(self) -> RunDetail:
+        with self.coordinator.client() as http:
+            return RunDetail.model_validate(http.get("/v1/runs/toy").json())
+
+    def final(self) -> RunDetail:
+        """The run once it is finished and the coordinator has taken the last outer step itself."""
+        wait_until(lambda: self.info().state_digest is not None)
+        return self.info()
+
+    def worker(
+        self,
+        name: str,
+        *,
+        client_class: Callable[..., Client] = Client,
+        state_dir: Path | None = None,
+        on_step: Callable[[DiLoCo], None] = lambda diloco: None,
+        lr: float = 0.01,
+    ) -> DiLoCo:
+        """Train until the run is over or `on_step` raises; the DiLoCo as it is then."""
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        with open_http(self.coordinator.url) as http:
+            client = client_class(http, "toy", self.token)
+            detail = client.run_detail()
+            with DiLoCo(model, optimizer, client=client, run=detail, name=name, state_dir=state_dir) as diloco:
+                for unit in diloco.units():
+                    step(diloco, model, optimizer, unit)
+                    on_step(diloco)
+        return diloco
+
+    def workers(self, names: list[str], **options: dict[str, Any]) -> dict[str, DiLoCo]:
+        """Several at once; options by name. Raises what a worker raised."""
+        done: dict[str, DiLoCo] = {}
+        failures: list[BaseException] = []
+
+        def work(name: str) -> None:
+            try:
+                done[name] = self.worker(name, **options.get(name, {}))
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not failures, failures
+        assert set(done) == set(names), "a worker did not end"
+        return done
+
+
+def batch(unit: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(unit)
+    x = torch.randn(16, 20, generator=generator)
+    return x, x.sum(dim=1, keepdim=True).sin()
+
+
+def step(diloco: DiLoCo, model: nn.Module, optimizer: torch.optim.Optimizer, unit: int) -> None:
+    x, y = batch(unit)
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    diloco.report_loss(loss)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,5 @@
+"""The worker: trains the model with the inner optimizer and owns its side of the sync. torch and httpx; no web server.
+
+agent.py      the `outerstep worker` process      diloco.py    the class DiLoCo, for any training loop
+train.py      the plain training loop             sync.py      one round's uploads, downloads, outer steps
+"""

@@ -1,0 +1,166 @@
+"""The `outerstep worker` process: signals, exit codes, and the pieces put together around the training loop."""
+
+import logging
+import platform
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+
+import httpx
+import torch
+
+from protocol.errors import CodecError, OuterstepError, Problem
+from protocol.messages import RunDetail, RunState
+from worker.client import Client, open_http
+from worker.data import TextData
+from worker.diloco import DiLoCo
+from worker.errors import DataError, ModelError, StateDirBusy, Stopped
+from worker.models import build_model
+from worker.settings import WorkerSettings
+from worker.train import build_inner_optimizer, evaluate, train
+
+DONE, USAGE, REFUSED, RETRY = 0, 2, 3, 75
+
+# Refusals that the same command would meet again.
+_FINAL = {
+    "unauthorized",
+    "forbidden",
+    "not-found",
+    "method-not-allowed",
+    "worker-name-taken",
+    "model-mismatch",
+    "data-mismatch",
+    "invalid-message",
+    "invalid-payload",
+    "payload-too-large",
+}
+
+log = logging.getLogger(__name__)
+
+
+def run_worker(settings: WorkerSettings) -> int:
+    """Join the run, train until it ends; the exit code: 0 done, 2 usage, 3 refused (do not retry), 75 worth
+    retrying."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        device = choose_device(settings.device)
+    except ValueError as error:
+        log.error("%s", error)
+        return USAGE
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    try:
+        with stop_on_signals() as stop:
+            _work(settings, device, stop)
+    except Stopped:
+        log.info("stopped")
+    except Problem as problem:
+        return _code_of(problem)
+    except (CodecError, DataError, ModelError, StateDirBusy) as error:
+        log.error("%s", error)
+        return REFUSED
+    except (OuterstepError, OSError, httpx.HTTPError) as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return RETRY
+    except Exception:
+        log.exception("an unexpected fault; starting this worker again resumes its work")
+        return RETRY
+    return DONE
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is CUDA, MPS or the CPU, whichever is there first. ValueError where it is not
+    there."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {name!r} cannot be used: {reason}; use auto, cpu, cuda, cuda:1 or mps") from error
+    return device
+
+
+def _work(settings: WorkerSettings, device: torch.device, stop: threading.Event) -> None:
+    with open_http(settings.url) as http:
+        client = Client(http, settings.run, settings.token, stop=stop)
+        run = client.run_detail()
+        if run.state in (RunState.FINISHED, RunState.STOPPED):
+            log.info("the run %s is %s: nothing to do", run.name, run.state)
+            return
+        _train(settings, client, run, device)
+
+
+def _train(settings: WorkerSettings, client: Client, run: RunDetail, device: torch.device) -> None:
+    spec = run.spec
+    if spec.data.source == "custom":
+        raise DataError(
+            f"the run {run.name} has data.source = 'custom': its workers are scripts of their own, with DiLoCo"
+        )
+    data = TextData(spec)
+    model = build_model(spec, device)
+    optimizer = build_inner_optimizer(model, spec.inner)
+    measure = partial(evaluate, model, data, spec.evaluation.max_tokens, device) if len(data.held_out) else None
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    log.info("run %s as %s: %d parameters on %s", run.name, settings.name, parameters, device)
+    diloco = DiLoCo(
+        model,
+        optimizer,
+        client=client,
+        run=run,
+        name=settings.name,
+        state_dir=settings.directory,
+        data=data.summary,
+        evaluate=measure,
+        host=host_facts(device),
+    )
+    with diloco:
+        train(diloco, model, optimizer, data, device)
+
+
+def host_facts(device: torch.device) -> dict[str, str | int | float]:
+    """What the coordinator shows about this machine."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "host": platform.node(),
+        "device": f"{device}: {name}",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set: finish the inner step and leave. A second signal ends the process."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # whoever runs a worker in a thread has the signals
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _code_of(problem: Problem) -> int:
+    if problem.slug == "run-ended":
+        log.info("%s", problem.detail)
+        return DONE
+    log.error("the coordinator refuses: %s", problem)
+    return REFUSED if problem.slug in _FINAL else RETRY

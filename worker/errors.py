@@ -1,0 +1,45 @@
+"""What can go wrong on a worker, beyond the protocol's own errors.
+
+OuterstepError (protocol)
+├── ModelError          a model that cannot be built or trained in this run
+├── DataError           a training set that cannot be read, or is too small
+├── StateDirBusy        another process works in the same state directory
+├── UnexpectedAnswer    an answer that no coordinator gives: a proxy, a wrong address, another version
+├── Resync              the worker's outer state is not the run's: take a checkpoint, drop the round's work
+├── RunEnded            the run ended while something of it was waited for
+└── Stopped             the worker was asked to stop while it waited
+"""
+
+from protocol.errors import OuterstepError
+
+
+class ModelError(OuterstepError):
+    """A model that cannot be built or trained in this run."""
+
+
+class DataError(OuterstepError):
+    """A training set that cannot be read, or is too small."""
+
+
+class StateDirBusy(OuterstepError):
+    """Another process works in the same state directory."""
+
+
+class UnexpectedAnswer(OuterstepError):
+    """An answer that no coordinator gives."""
+
+
+class Resync(OuterstepError):
+    """The worker's outer state is not the run's."""
+
+
+class WorkLost(OuterstepError):
+    """The work units of a contribution belong to somebody else by now."""
+
+
+class RunEnded(OuterstepError):
+    """The run ended while something of it was waited for."""
+
+
+class Stopped(OuterstepError):
+    """The worker was asked to stop while it waited."""

@@ -1,0 +1,87 @@
+"""A model's trainable parameters as fragments: gather them into fp32 vectors, scatter vectors back.
+
+Parameters are taken in `named_parameters` order, tied ones once, those with requires_grad only. Buffers are not
+averaged.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from protocol.fragments import Layout, TensorSpec
+from worker.errors import ModelError
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def tensor_specs(model: nn.Module) -> list[TensorSpec]:
+    """What the coordinator is told about the model. Raises ModelError for parameters that are not real floats."""
+    parameters = trainable_parameters(model)
+    if not parameters:
+        raise ModelError("the model has no trainable parameters")
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise ModelError(f"parameter {name} is {parameter.dtype}; only floating-point parameters can be averaged")
+    return [TensorSpec(name=name, shape=list(parameter.shape)) for name, parameter in parameters.items()]
+
+
+class Fragments:
+    """The fragments of one model, in the run's layout. Vectors are float32[n], n the fragment's elements."""
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self._parameters = list(trainable_parameters(model).values())
+        self._slices = layout.fragments
+        self.device = self._parameters[0].device
+
+    def __len__(self) -> int:
+        return len(self._slices)
+
+    @torch.no_grad()
+    def gather(self, p: int) -> Tensor:
+        """Fragment p of the model as it is now, on the model's device; a copy."""
+        return torch.cat([parameter.reshape(-1)[piece].float() for parameter, piece, _ in self._pieces(p)])
+
+    @torch.no_grad()
+    def scatter(self, p: int, vector: Tensor) -> None:
+        """Write fragment p into the model, cast to each parameter's dtype."""
+        for parameter, piece, part in self._pieces(p):
+            flat = parameter.detach().reshape(-1)  # a view, or a copy where the parameter's memory has gaps
+            flat[piece].copy_(vector[part])
+            if not parameter.is_contiguous():
+                parameter.copy_(flat.view_as(parameter))
+
+    @torch.no_grad()
+    def pseudo_gradient(self, p: int, theta: Tensor) -> Tensor:
+        """Δ = θ_global − θ_local of fragment p, on the model's device; so defined, the outer optimizer descends.
+
+        θ_global is taken as the model started from it, cast to its own dtype, so that the rounding of a bf16 model is
+        never mistaken for a gradient.
+        """
+        delta = torch.empty(len(theta), dtype=torch.float32, device=self.device)
+        for parameter, piece, part in self._pieces(p):
+            start = theta[part].to(self.device).to(parameter.dtype)
+            torch.sub(start.float(), parameter.reshape(-1)[piece].float(), out=delta[part])
+        return delta
+
+    @torch.no_grad()
+    def rebase(self, p: int, theta: Tensor, carry: Tensor | None) -> None:
+        """Start from `theta`, plus the progress −`carry` that has not been averaged yet."""
+        if carry is None:
+            self.scatter(p, theta)
+            return
+        start = torch.empty(len(theta), dtype=torch.float32, device=self.device)
+        for parameter, _, part in self._pieces(p):
+            cast = theta[part].to(self.device).to(parameter.dtype)
+            torch.sub(cast.float(), carry[part].to(self.device), out=start[part])
+        self.scatter(p, start)
+
+    def _pieces(self, p: int) -> Iterator[tuple[nn.Parameter, slice, slice]]:
+        """Of each slice of fragment p: its parameter, where it lies in there (flattened), and where in the vector."""
+        position = 0
+        for piece in self._slices[p]:
+            length = piece.stop - piece.start
+            yield self._parameters[piece.tensor], slice(piece.start, piece.stop), slice(position, position + length)
+            position += length

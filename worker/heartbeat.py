@@ -1,0 +1,61 @@
+"""The heartbeat: a thread that renews the lease three times per term and learns whether the run still wants this
+worker."""
+
+import logging
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from protocol.errors import OuterstepError
+from protocol.messages import Directive, Metrics
+from worker.client import Client
+from worker.errors import Stopped
+from worker.membership import Membership
+
+log = logging.getLogger(__name__)
+
+
+class Heartbeat:
+    """Runs from `with` to its end. `run_ended` is set once the coordinator says `stop`; `failure` is what ended it
+    early."""
+
+    def __init__(self, client: Client, membership: Membership, lease_s: float, metrics: Callable[[], Metrics]) -> None:
+        self._done = threading.Event()
+        # It goes on while the worker that was asked to stop finishes its step: the lease must last until it leaves.
+        self._client = client.until(self._done)
+        self._membership, self._metrics = membership, metrics
+        self._interval_s = lease_s / 3
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self.run_ended = threading.Event()
+        self.failure: OuterstepError | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        # A request may still be under way; nothing depends on it any more, and the thread is a daemon.
+        self._thread.join(timeout=1)
+
+    def _run(self) -> None:
+        while not self._done.wait(self._interval_s):
+            try:
+                self._beat()
+            except Stopped:
+                return
+            except OuterstepError as error:
+                # A refusal for good, of the rejoin for example. The training loop raises it at its next step.
+                self.failure = error
+                return
+
+    def _beat(self) -> None:
+        worker, metrics = self._membership.worker, self._metrics()
+        reply = self._membership.act(lambda token: self._client.renew_lease(token, worker, metrics))
+        self._interval_s = reply.lease_s / 3
+        if reply.directive is Directive.STOP and not self.run_ended.is_set():
+            log.info("the coordinator says stop: %s", reply.reason)
+            self.run_ended.set()

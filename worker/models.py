@@ -1,0 +1,110 @@
+"""Models: the presets, any configuration of transformers, or the user's own function.
+
+Every worker builds the same model from the run spec: its shape must agree everywhere, and the seed makes the first
+worker's initial parameters those that any other would have made.
+"""
+
+import importlib
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+
+from protocol.spec import ModelSpec, RunSpec
+from worker.errors import ModelError
+
+_SEEDING = threading.Lock()
+BYTES = 256  # token ids that text has
+
+# tiny: 139,584 parameters. The others have the shapes of OpenDiLoCo (arXiv 2407.07852, table 1).
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": BYTES,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "initializer_range": 0.035,  # the default, 0.02, suits widths of thousands; this narrow, it learns more slowly
+    },
+    "llama-150m": {
+        "vocab_size": 32_000,
+        "hidden_size": 1024,
+        "intermediate_size": 2688,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+    },
+    "llama-1b": {
+        "vocab_size": 32_000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    },
+}
+
+
+def build_model(spec: RunSpec, device: torch.device) -> nn.Module:
+    """The run's model with its initial parameters, float32, on `device`. Raises ModelError where it cannot be built."""
+    # The lock: torch's default generator belongs to the whole process.
+    with _SEEDING, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        model = _factory_model(spec.model) if spec.model.factory else _transformers_model(spec, device)
+    return model.to(device)
+
+
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The model's logits, [batch, length, vocabulary], for token ids int64[batch, length]."""
+    output = model(tokens)
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits
+
+
+def _transformers_model(spec: RunSpec, device: torch.device) -> nn.Module:
+    config = _config(spec)
+    vocabulary = getattr(config, "vocab_size", None)
+    if vocabulary is None or vocabulary < BYTES:
+        raise ModelError(f"model.config.vocab_size = {vocabulary}: text is read as bytes, which needs at least {BYTES}")
+    config.use_cache = False
+    # On CPUs scaled_dot_product_attention costs twice the step time of plain matrix products.
+    attention = "eager" if device.type == "cpu" else "sdpa"
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    except ValueError as error:
+        raise ModelError(f"transformers cannot build model.config: {error}") from error
+    return model.float()
+
+
+def _config(spec: RunSpec) -> PreTrainedConfig:
+    if spec.model.preset is not None:
+        shape = PRESETS[spec.model.preset]
+        return LlamaConfig(
+            **shape, max_position_embeddings=spec.data.sequence_length, bos_token_id=None, eos_token_id=None
+        )
+    given = dict(spec.model.config or {})
+    try:
+        return AutoConfig.for_model(given.pop("model_type"), **given)
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"transformers refuses model.config: {error}") from error
+
+
+def _factory_model(spec: ModelSpec) -> nn.Module:
+    assert spec.factory is not None
+    module_name, _, function_name = spec.factory.partition(":")
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    try:
+        factory = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"model.factory = {spec.factory!r}: {error} (looked in {directory} and the installed packages)"
+        ) from error
+    model = factory()
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model.factory = {spec.factory!r} returned {type(model).__name__}, not a torch.nn.Module")
+    return model

@@ -1,0 +1,104 @@
+"""The snapshot: what a killed worker needs to go on as if nothing had happened. One per round.
+
+It is taken after the H inner steps and is durable before the last upload, so before the round can close with this
+work in it. Whoever is killed after that resumes the sync: uploads are idempotent. Whoever is killed during the inner
+steps that follow resumes there as well, finds its contribution accepted and the deltas published, and so comes to the
+next round's exact start: state r + 1 from the deltas, the inner optimizer as it was at the end of round r; then it
+trains on the same units again. Whoever is killed before it is durable does so from the snapshot of the round before;
+and before the first one, the start is state 0 or a checkpoint, and a cold inner optimizer, which needs no snapshot.
+"""
+
+import logging
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protocol.digest import digest
+from protocol.fragments import Layout
+from protocol.messages import RunDetail
+from worker.outer_state import OuterState
+from worker.state_dir import SNAPSHOT, StateDir
+from worker.work import Work
+
+_VERSION = 1
+
+# What torch.load and the look-ups after it raise for a file whose bytes are wrong: it seeks to nonsense, for example.
+_DAMAGE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State `work.round` of the run, the work done on it, and the inner optimizer after it."""
+
+    theta: list[Tensor]
+    momentum: list[Tensor]
+    digests: list[bytes]
+    work: Work
+    inner_optimizer: dict[str, Any]
+
+
+def identity(run: RunDetail, layout: Layout, worker: str) -> str:
+    """What a snapshot belongs to: this very run (not another one of the same name), its layout, this worker."""
+    parts = (run.spec_digest, repr(run.created_at), layout.digest().hex(), worker)
+    return digest("\n".join(parts).encode()).hex()
+
+
+def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
+    """Write the snapshot. Nothing in it may change before this returns. Raises OSError."""
+    work = snapshot.work
+    document = {
+        "version": _VERSION,
+        "identity": owner,
+        "theta": snapshot.theta,
+        "momentum": snapshot.momentum,
+        "digests": snapshot.digests,
+        "round": work.round,
+        "units": work.units,
+        "inner_steps": work.inner_steps,
+        "loss": work.loss,
+        "norms": work.norms,
+        "deltas": work.deltas,
+        "inner_optimizer": snapshot.inner_optimizer,
+    }
+    files.replace(SNAPSHOT, lambda file: torch.save(document, file))
+
+
+def load(files: StateDir, owner: str) -> Snapshot | None:
+    """The snapshot, on the CPU; None where there is none, and with a warning where it is not ours or damaged."""
+    path = files.path / SNAPSHOT
+    if not path.exists():
+        return None
+    try:
+        document = torch.load(path, map_location="cpu", weights_only=True)
+        if document["version"] != _VERSION or document["identity"] != owner:
+            log.warning("%s belongs to another run, model or worker: ignored; recovering from the coordinator", path)
+            return None
+        work = Work(
+            round=document["round"],
+            units=document["units"],
+            inner_steps=document["inner_steps"],
+            loss=document["loss"],
+            norms=document["norms"],
+            deltas=document["deltas"],
+        )
+        return Snapshot(document["theta"], document["momentum"], document["digests"], work, document["inner_optimizer"])
+    except _DAMAGE as error:
+        reason = f"{type(error).__name__}: {error}".split(". ")[0]
+        log.warning("%s is damaged (%s): ignored; recovering from the coordinator", path, reason)
+        return None
+
+
+def restore(state: OuterState, snapshot: Snapshot) -> bool:
+    """Load the snapshot's outer state; False, with a warning, where its bytes are not those that were saved."""
+    for p in range(len(state)):
+        state.set(p, snapshot.theta[p], snapshot.momentum[p])
+    if state.digests != snapshot.digests:
+        log.warning("the snapshot's outer state is damaged: ignored; recovering from the coordinator")
+        return False
+    state.round = snapshot.work.round
+    return True

@@ -1,0 +1,70 @@
+"""The worker's own directory: its lock, its member token, its snapshot. Every file is replaced atomically and
+durably."""
+
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from worker.errors import StateDirBusy
+
+SNAPSHOT = "snapshot.pt"
+_MEMBER = "member.json"
+_LOCK = "lock"
+
+
+class StateDir:
+    """A directory that one process at a time works in. Use as a context manager; raises StateDirBusy and OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> Self:
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise StateDirBusy(
+                f"another process works in {self.path}: one worker per state directory; "
+                "give this one another name or another state_dir"
+            ) from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._lock)  # and with it the lock
+
+    def replace(self, name: str, write: Callable[[IO[bytes]], None]) -> None:
+        """Give file `name` the content that `write` writes: after a crash there is the old file or the new one,
+        whole."""
+        temporary = self.path / f"{name}.new"
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self.path / name)
+        directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def member_token(self) -> str | None:
+        """The member token that was kept last; None where there is none."""
+        try:
+            return str(json.loads((self.path / _MEMBER).read_text())["member_token"])
+        except FileNotFoundError:
+            return None
+
+    def keep_member_token(self, token: str) -> None:
+        self.replace(_MEMBER, lambda file: _write(file, json.dumps({"member_token": token}).encode()))
+
+
+def _write(file: IO[bytes], data: bytes) -> None:
+    file.write(data)

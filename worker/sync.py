@@ -1,0 +1,158 @@
+"""One round's sync: every fragment is encoded, uploaded, waited for, decoded and stepped, all of them concurrently.
+
+While fragment 3 uploads, fragment 2 is being averaged and fragment 1 comes down, so that a sync costs about the
+larger of upload and download, not their sum. A worker never steps on its own un-averaged pseudo-gradient: only
+published deltas are.
+"""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+
+import torch
+
+from protocol import wire
+from protocol.errors import Problem
+from protocol.spec import RunSpec
+from worker.client import Client
+from worker.codecs import pack_fragment
+from worker.errors import Resync, RunEnded, WorkLost
+from worker.membership import Membership
+from worker.outer_state import OuterState
+from worker.work import Outcome, Work
+
+# Two uploads hide each other's encoding; more would only delay the first fragment that everybody waits for.
+_UPLOADS = 2
+_DOWNLOADS = 4
+_PAUSE_S = 0.2  # between long polls
+
+# Refusals of a contribution that are no fault: what they mean for the fragment.
+_OUTCOMES = {
+    "round-closed": Outcome.LATE,
+    "run-ended": Outcome.LATE,
+    "contribution-conflict": Outcome.ACCEPTED,  # an earlier upload of ours stands
+}
+
+
+class _Abandoned(Exception):
+    """This fragment was given up because another one failed."""
+
+
+@contextmanager
+def _abandon_others(failed: threading.Event) -> Iterator[None]:
+    """Do nothing once another fragment has failed; let the others know of a failure in here."""
+    if failed.is_set():
+        raise _Abandoned
+    try:
+        yield
+    except BaseException:
+        failed.set()
+        raise
+
+
+class Sync:
+    """The sync of one worker with one run. `device` is where fragments are encoded."""
+
+    def __init__(
+        self,
+        client: Client,
+        membership: Membership,
+        spec: RunSpec,
+        state: OuterState,
+        device: torch.device,
+        run_ended: threading.Event,
+    ) -> None:
+        self._client, self._membership, self._spec = client, membership, spec
+        self._state, self._device = state, device
+        self._run_ended = run_ended
+
+    def run(self, work: Work, saved: Future[None] | None) -> list[Outcome]:
+        """Contribute `work` and step the outer state by the round's deltas.
+
+        `saved` is the writing of the snapshot of just this. No step changes the state before it is done, and the last
+        upload waits for it as well: so the round cannot close with this work in it, and only this process know what
+        came of it.
+
+        Returns each fragment's outcome. Raises Resync where our state is not the run's, WorkLost, RunEnded and Stopped;
+        then `state.round` is None if some fragments have been stepped and others have not.
+        """
+        self._state.round = None
+        failed = threading.Event()
+        with ThreadPoolExecutor(_UPLOADS, "upload") as uploads, ThreadPoolExecutor(_DOWNLOADS, "download") as downloads:
+
+            def contribute(p: int) -> tuple[Outcome, Future[None]]:
+                with _abandon_others(failed):
+                    if saved is not None and p == len(self._state) - 1:
+                        saved.result()
+                    outcome = self._contribute(work, p)
+                    return outcome, downloads.submit(step, p)
+
+            def step(p: int) -> None:
+                with _abandon_others(failed):
+                    payload = self._await_delta(work.round, p, failed)
+                    if saved is not None:
+                        saved.result()
+                    self._state.step(p, payload)
+
+            contributions = [uploads.submit(contribute, p) for p in range(len(self._state))]
+            wait(contributions)
+            steps = [future.result()[1] for future in contributions if future.exception() is None]
+            wait(steps)
+            if saved is not None:
+                wait([saved])  # whatever happened: it reads the state, which changes from here on
+        errors = [future.exception() for future in contributions] + [future.exception() for future in steps]
+        if all(future.exception() for future in steps):
+            self._state.round = work.round  # nothing was stepped, so that nothing is mixed
+        for error in sorted(filter(None, errors), key=lambda error: isinstance(error, _Abandoned)):
+            raise error
+        self._state.round = work.round + 1
+        return [future.result()[0] for future in contributions]
+
+    def _contribute(self, work: Work, p: int) -> Outcome:
+        sync = self._spec.sync
+        vector = work.deltas[p].to(self._device)
+        frames = pack_fragment(vector, sync.upload_codec, zstd=sync.zstd)
+        header = wire.ContributionHeader(
+            run=self._client.run,
+            round=work.round,
+            fragment=p,
+            codec=sync.upload_codec,
+            elements=len(vector),
+            chunk_elements=wire.CHUNK_ELEMENTS,
+            frame_bytes=[len(frame) for frame in frames],
+            worker=self._membership.worker,
+            base=self._state.digests[p],
+            tokens=sum(stop - start for start, stop in work.units) * self._spec.unit_tokens,
+            inner_steps=work.inner_steps,
+            loss=work.loss,
+            norm=work.norms[p],
+            units=work.units,
+        )
+        try:
+            self._membership.act(lambda token: self._client.contribute(token, header, frames))
+        except Problem as problem:
+            if problem.slug in ("stale-base", "round-not-open"):
+                raise Resync(problem.detail) from problem
+            if problem.slug == "units-not-held":
+                raise WorkLost(problem.detail) from problem
+            if problem.slug not in _OUTCOMES:
+                raise
+            return _OUTCOMES[problem.slug]
+        return Outcome.ACCEPTED
+
+    def _await_delta(self, round_number: int, p: int, failed: threading.Event) -> wire.Payload:
+        limit_bytes = wire.max_payload_bytes(self._spec.sync.download_codec, len(self._state.theta[p]))
+        while True:
+            try:
+                return self._client.delta(round_number, p, limit_bytes)
+            except Problem as problem:
+                if problem.slug == "gone":
+                    raise Resync(problem.detail) from problem
+                if problem.slug != "not-published":
+                    raise
+            if failed.is_set():
+                raise _Abandoned
+            if self._run_ended.is_set():
+                raise RunEnded(f"the run ended before the delta of round {round_number}, fragment {p} was published")
+            self._client.pause(_PAUSE_S)

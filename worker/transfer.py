@@ -1,0 +1,136 @@
+"""Bytes over HTTP: uploads in pieces, downloads that resume, and how an answer becomes a problem.
+
+Why pieces: httpcore's cost for one big `bytes` body grows with the square of its size; a generator of 1 MiB pieces
+costs a quarter of it at 100 MB. Downloads read the socket's own chunks into memory that was allocated once.
+"""
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+
+import httpx
+from blake3 import blake3
+
+from protocol.digest import Buffer
+from protocol.errors import Problem
+from worker.errors import UnexpectedAnswer
+from worker.retry import Transient
+
+PIECE_BYTES = 1 << 20
+
+
+class Traffic:
+    """Payload bytes moved since the worker started, repeated attempts included. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.upload_bytes = 0
+        self.download_bytes = 0
+
+    def add(self, *, up: int = 0, down: int = 0) -> None:
+        with self._lock:
+            self.upload_bytes += up
+            self.download_bytes += down
+
+
+def pieces(buffers: Sequence[Buffer], traffic: Traffic) -> Iterator[bytes]:
+    """The buffers in pieces of at most 1 MiB, counted as they go."""
+    for buffer in buffers:
+        view = memoryview(buffer).cast("B")
+        for start in range(0, len(view), PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            traffic.add(up=len(piece))
+            yield bytes(piece)
+
+
+def raise_for_problem(response: httpx.Response) -> None:
+    """Raise what an answer of status 400 or more means: Problem, Transient (5xx, 429, 408 of a proxy) or
+    UnexpectedAnswer."""
+    if response.status_code < 400:
+        return
+    response.read()
+    retry_after_s = _retry_after_s(response)
+    try:
+        document = json.loads(response.content)
+        problem = Problem.from_document(document, retry_after_s=retry_after_s)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # Not ours: a proxy's page, or nothing at all.
+        start = response.text[:200].strip()
+        where = f"{response.request.method} {response.request.url} answered {response.status_code}"
+        if response.status_code >= 500 or response.status_code in (408, 429):
+            raise Transient(f"{where}: {start!r}", retry_after_s=retry_after_s) from None
+        raise UnexpectedAnswer(
+            f"{where}, which is not a coordinator's answer: {start!r}; check the URL and what lies between"
+        ) from None
+    raise problem
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isdigit() else None
+
+
+class Download:
+    """One immutable blob, fetched in as many attempts as it takes; each goes on where the last one broke off.
+
+    `attempt` is called until it returns. `limit_bytes` is compared before memory is taken.
+    """
+
+    def __init__(
+        self, http: httpx.Client, path: str, headers: dict[str, str], limit_bytes: int, traffic: Traffic
+    ) -> None:
+        self._http, self._path, self._headers = http, path, headers
+        self._limit_bytes, self._traffic = limit_bytes, traffic
+        self._restart()
+
+    def _restart(self) -> None:
+        self._etag = ""
+        self._data = bytearray()
+        self._received = 0
+
+    def attempt(self) -> bytearray:
+        """The whole blob, its BLAKE3 equal to its ETag. Raises Problem, Transient, httpx.TransportError or
+        UnexpectedAnswer."""
+        headers = {**self._headers, "Accept-Encoding": "identity"}
+        if self._received:
+            headers |= {"Range": f"bytes={self._received}-", "If-Range": self._etag}
+        with self._http.stream("GET", self._path, headers=headers) as response:
+            if response.status_code == 416:
+                self._restart()
+                raise Transient(f"{self._path} changed while it was fetched")
+            raise_for_problem(response)
+            self._start(response)
+            for chunk in response.iter_raw():
+                end = self._received + len(chunk)
+                if end > len(self._data):
+                    self._restart()
+                    raise Transient(f"{self._path} sends more bytes than it announced")
+                self._data[self._received : end] = chunk
+                self._received = end
+                self._traffic.add(down=len(chunk))
+        if self._received < len(self._data):
+            raise Transient(f"{self._path} broke off after {self._received} of {len(self._data)} bytes")
+        data, etag = self._data, self._etag.strip('"')
+        if blake3(data).hexdigest() != etag:
+            self._restart()
+            raise Transient(f"{self._path}: the bytes that arrived are not those of its ETag")
+        return data
+
+    def _start(self, response: httpx.Response) -> None:
+        """Keep what is there where the server goes on with it; begin anew otherwise."""
+        etag, length = response.headers.get("ETag", ""), response.headers.get("Content-Length", "")
+        if not etag or not length.isdigit():
+            raise UnexpectedAnswer(
+                f"{self._path} answered without ETag or Content-Length: not a coordinator, or a proxy that alters it"
+            )
+        if response.status_code == 206 and self._received and etag == self._etag:
+            if int(length) == len(self._data) - self._received:
+                return
+            self._restart()
+            raise Transient(f"{self._path} answered another range than the one asked for")
+        self._restart()
+        if response.status_code != 200:
+            raise Transient(f"{self._path} answered {response.status_code} to a request for the whole")
+        if int(length) > self._limit_bytes:
+            raise UnexpectedAnswer(f"{self._path} announces {length} bytes, at most {self._limit_bytes} can be right")
+        self._etag, self._data = etag, bytearray(int(length))
