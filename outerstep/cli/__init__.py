@@ -1,0 +1,65 @@
+"""The command line. Each command imports what it needs when it runs, so that --help is quick and needs no extra."""
+
+from typing import Annotated
+
+import typer
+
+from outerstep import __version__
+from outerstep.cli import coordinator, demo, run, token, worker
+from outerstep.cli.faults import CommandGroup
+
+app = typer.Typer(
+    name="outerstep",
+    cls=CommandGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def outerstep(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train one model with DiLoCo on GPU boxes that are far apart.
+
+    A coordinator holds the run; workers join it by outbound requests alone, train, and average every few hundred steps.
+
+    \b
+    See it work on this machine:
+      outerstep demo
+
+    \b
+    The way of a run:
+      outerstep coordinator --data ./data
+      export OUTERSTEP_TOKEN=$(cat ./data/admin.token)
+      outerstep run create run.toml
+      outerstep token create --scope worker > worker.token
+      outerstep worker http://127.0.0.1:8470 --run my-run --token-file worker.token
+      outerstep run watch my-run
+      outerstep run export my-run --out ./model
+
+    Exit codes: 0 done, 2 usage, 3 refused (do not retry), 75 worth retrying.
+    """
+
+
+app.command()(coordinator.coordinator)
+app.command()(coordinator.migrate)
+app.command()(worker.worker)
+app.add_typer(run.app, name="run")
+app.add_typer(token.app, name="token")
+app.command()(demo.demo)
+
+
+def main() -> None:
+    """The command `outerstep`."""
+    app(prog_name="outerstep")

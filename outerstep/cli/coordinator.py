@@ -1,0 +1,93 @@
+"""`outerstep coordinator` and `outerstep migrate`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outerstep.cli.faults import UsageError, import_extra, validated
+
+FLAGS = {
+    "data_dir": "--data",
+    "host": "--host",
+    "port": "--port",
+    "tls_certificate": "--tls-certificate",
+    "tls_key": "--tls-key",
+    "log_level": "--log-level",
+}
+
+DataOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--data", help="The data directory: database, contributions, deltas, checkpoints. Made where missing."
+    ),
+]
+
+
+def coordinator(
+    data: DataOption = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for any that is free.")] = None,
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="PEM certificate chain, to serve HTTPS without a proxy."),
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="PEM private key of the certificate.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error; logs go to stderr.")] = None,
+) -> None:
+    """Run a coordinator until SIGTERM or Ctrl-C.
+
+    It applies the database migrations, goes on where it stopped, and prints one line when it is ready. Its first start
+    makes an admin token and writes it to admin.token in the data directory. Each option can also be set by an
+    environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _HOST, _PORT, _TLS_CERTIFICATE, _TLS_KEY, _LOG_LEVEL.
+
+    \b
+    Example:
+      outerstep coordinator --data ./data
+      outerstep run create run.toml --token-file ./data/admin.token
+    """
+    server = import_extra("coordinator.server", extra="coordinator", command="outerstep coordinator")
+    settings = _settings(
+        {
+            "data_dir": data,
+            "host": host,
+            "port": port,
+            "tls_certificate": tls_certificate,
+            "tls_key": tls_key,
+            "log_level": log_level,
+        }
+    )
+    if settings.tls_key is not None and settings.tls_certificate is None:
+        raise UsageError("--tls-key needs --tls-certificate")
+    try:
+        server.serve(settings)
+    except OSError as error:  # a port that is taken, a certificate that is not there, a directory that is not ours
+        raise UsageError(
+            f"cannot serve at {settings.host}:{settings.port} from {settings.data_dir}: {error}"
+        ) from error
+
+
+def migrate(data: DataOption = None) -> None:
+    """Bring a data directory's database to the newest schema.
+
+    A coordinator does this whenever it starts; the command is for doing it beforehand, with the coordinator stopped.
+
+    \b
+    Example:
+      outerstep migrate --data ./data
+    """
+    database = import_extra("coordinator.database", extra="coordinator", command="outerstep migrate")
+    data_dir = _settings({"data_dir": data}).data_dir
+    try:
+        database.migrate(data_dir)
+    except OSError as error:
+        raise UsageError(f"--data {data_dir}: {error.strerror or error}") from error
+    typer.echo(f"the database in {data_dir} is at the newest schema")
+
+
+def _settings(given: dict[str, Any]) -> Any:
+    """coordinator.settings.Settings of the options that were given, the environment, and the defaults."""
+    settings = import_extra("coordinator.settings", extra="coordinator", command="outerstep coordinator")
+    return validated(settings.Settings, given, FLAGS)

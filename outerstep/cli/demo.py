@@ -1,0 +1,112 @@
+"""`outerstep demo`."""
+
+import importlib.util
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from outerstep.cli.faults import UsageError
+from outerstep.cli.printing import console
+from outerstep.demo import Plan, run_demo
+from outerstep.demo.processes import ChildError
+from outerstep.demo.spec import ROUNDS
+from outerstep.display import display_for
+from protocol.spec import CodecName
+
+FAILED = 1
+NEEDED = {"torch": "worker", "transformers": "worker", "fastapi": "coordinator", "sqlalchemy": "coordinator"}
+
+
+def demo(
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.")] = 4,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Rounds; 24 take about a minute on two cores.")
+    ] = ROUNDS,
+    codec: Annotated[CodecName, typer.Option(help="What pseudo-gradients and deltas travel as.")] = "int8",
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="An empty or new directory to keep data, logs and the trained model in.", show_default=False),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the summary there, as JSON.")
+    ] = None,
+) -> None:
+    """See it work: a coordinator and several workers on this machine train a small model on real text.
+
+    They are separate processes that talk over HTTP, as they would from far apart. The text is Python's own standard
+    library. The end is a summary: losses, whether all replicas are bit-identical, bytes, and what the model writes.
+    Ctrl-C ends everything.
+
+    \b
+    Exit codes: 0 the run finished and the replicas are identical, 1 not so, 2 usage.
+
+    \b
+    Example:
+      outerstep demo --workers 2 --rounds 10 --keep ./demo-data --json summary.json
+    """
+    _check_installed()
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise UsageError(f"--json {json_file}: there is no directory {json_file.absolute().parent}")
+    out = console()
+    _turn_signals_into_exits()
+    with _directory(keep) as directory:
+        try:
+            summary, text = run_demo(Plan(workers, rounds, codec, directory), display_for(out))
+        except ChildError as error:
+            typer.echo(f"outerstep: {error}", err=True)
+            raise typer.Exit(FAILED) from error
+    typer.echo(f"\n{text}")
+    if json_file is not None:
+        try:
+            json_file.write_text(summary.json(), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--json {json_file}: {error.strerror}") from error
+    if keep is not None:
+        typer.echo(
+            f"\nKept in {keep}: the model (model/), the logs (logs/) and the coordinator's data. Look at the run with\n"
+            f"  outerstep coordinator --data {keep / 'coordinator'}\n"
+            f"  outerstep run show demo --token-file {keep / 'coordinator' / 'admin.token'}"
+        )
+    if not summary.replicas_identical:
+        raise typer.Exit(FAILED)
+
+
+def _check_installed() -> None:
+    missing = sorted({extra for module, extra in NEEDED.items() if importlib.util.find_spec(module) is None})
+    if missing:
+        raise UsageError(
+            f"`outerstep demo` needs what is not installed; run: pip install 'outerstep[{','.join(missing)}]'"
+        )
+
+
+def _turn_signals_into_exits() -> None:
+    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that processes are ended and files removed."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    for name in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, leave)
+
+
+@contextmanager
+def _directory(keep: Path | None) -> Iterator[Path]:
+    """The directory to work in: `keep`, or one that is removed afterwards."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="outerstep-demo-") as temporary:
+            yield Path(temporary)
+        return
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+        occupied = any(keep.iterdir())
+    except OSError as error:
+        raise UsageError(f"--keep {keep}: {error.strerror}") from error
+    if occupied:
+        raise UsageError(f"--keep {keep}: not empty; name a new directory, so that nothing there is lost")
+    yield keep.absolute()

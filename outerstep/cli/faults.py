@@ -1,0 +1,88 @@
+"""How a command ends when something is wrong: one line on stderr, and an exit code that a script can act upon.
+
+0   done
+2   usage: a flag, a file or a spec is wrong
+3   refused: trying again does not help
+75  worth trying again: the coordinator cannot be reached or has a fault (EX_TEMPFAIL of sysexits.h)
+"""
+
+import importlib
+from http import HTTPStatus
+from types import ModuleType
+from typing import Any, TypeVar
+
+import typer
+from pydantic import BaseModel, ValidationError
+from typer.core import TyperGroup
+
+from outerstep.rest import UnreachableError
+from protocol.errors import OuterstepError, Problem, SpecError
+from protocol.spec import explain
+
+Model = TypeVar("Model", bound=BaseModel)
+
+DONE, USAGE, REFUSED, RETRY = 0, 2, 3, 75
+
+OUR_PACKAGES = frozenset({"coordinator", "migrations", "outerstep", "protocol", "worker"})
+
+
+class UsageError(OuterstepError):
+    """A flag or a file that cannot be what was meant."""
+
+
+class CommandGroup(TyperGroup):
+    """The top of the command line: turns the errors that are expected into a line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OuterstepError as error:
+            typer.echo(f"outerstep: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(exit_code(error)) from error
+
+
+def exit_code(error: OuterstepError) -> int:
+    match error:
+        case UsageError() | SpecError():
+            return USAGE
+        case UnreachableError():
+            return RETRY
+        case Problem() if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            return RETRY
+        case _:
+            return REFUSED
+
+
+def validated(model: type[Model], given: dict[str, Any], flags: dict[str, str]) -> Model:
+    """`model` of what was given on the command line; `flags` names the flag of each key.
+
+    A key that was not given (None) takes its value from the environment, where `model` has settings, or its default.
+    Raises UsageError naming flag or variable, value, and what is allowed.
+    """
+    try:
+        return model(**{key: value for key, value in given.items() if value is not None})
+    except ValidationError as error:
+        raise UsageError("; ".join(_explain(fault, model, given, flags) for fault in error.errors())) from error
+
+
+def _explain(fault: Any, model: type[BaseModel], given: dict[str, Any], flags: dict[str, str]) -> str:
+    text = explain(fault)
+    key = str(fault["loc"][0]) if fault["loc"] else ""
+    if given.get(key) is not None:
+        return flags[key] + text.removeprefix(key)
+    if key in model.model_fields:
+        return str(model.model_config.get("env_prefix", "")).upper() + key.upper() + text.removeprefix(key)
+    return text
+
+
+def import_extra(module: str, *, extra: str, command: str) -> ModuleType:
+    """`module`, which needs the libraries of pip's `outerstep[extra]`. UsageError where they are not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in OUR_PACKAGES:
+            raise
+        raise UsageError(
+            f"`{command}` needs {missing}, which is not installed; run: pip install 'outerstep[{extra}]'"
+        ) from error

@@ -1,0 +1,263 @@
+"""`outerstep run create|ls|show|watch|pause|resume|stop|export`."""
+
+import os
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from outerstep.cli.connection import DEFAULT_URL, TokenFileOption, TokenOption, UrlOption, find_token, operator_client
+from outerstep.cli.faults import UsageError, import_extra
+from outerstep.cli.printing import Format, FormatOption, console, print_json, time_text
+from outerstep.display import display_for, round_table, table, worker_table
+from outerstep.follow import FIRST_ROUNDS, follow
+from outerstep.units import UNKNOWN, bytes_text, count_text, loss_text
+from protocol.errors import SpecError
+from protocol.messages import RunChange, RunDetail, RunInfo
+from protocol.spec import parse_spec
+
+WATCH_PATIENCE_S = 5.0  # the workers' own figures change without an event
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
+
+app = typer.Typer(help="Create, follow, steer and export runs.", no_args_is_help=True)
+
+
+@app.command()
+def create(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec; - reads it from stdin.")],
+    output: FormatOption = Format.TABLE,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """Create a run from a spec. It never changes afterwards; docs/settings.md lists its keys.
+
+    The spec is checked here first. Creating the same run again does nothing.
+
+    \b
+    Example:
+      outerstep run create run.toml --token-file ./data/admin.token
+    with this run.toml:
+      name = "my-run"
+      model.preset = "tiny"
+      sync.rounds = 50
+    """
+    text = _read_spec(spec)
+    with operator_client(url, token, token_file) as client:
+        run, new = client.create_run(text)
+    if output is Format.JSON:
+        print_json(run)
+    else:
+        typer.echo(f"run {run.name} {'is created' if new else 'was there already, with this same spec'}: {run.reason}")
+
+
+@app.command("ls")
+def list_runs(
+    output: FormatOption = Format.TABLE,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """List the runs.
+
+    \b
+    Example:
+      outerstep run ls --format json
+    """
+    with operator_client(url, token, token_file) as client:
+        runs = list(client.runs())
+    if output is Format.JSON:
+        print_json(runs)
+        return
+    columns = ["run", "state", ">round", ">workers", ">tokens", ">held-out loss", "reason"]
+    rows = [
+        (
+            run.name,
+            run.state.value,
+            f"{run.round}/{run.rounds}",
+            str(run.live_workers),
+            count_text(run.tokens),
+            loss_text(run.held_out_loss),
+            run.reason,
+        )
+        for run in runs
+    ]
+    console().print(table(columns, rows))
+
+
+@app.command()
+def show(
+    run: RunArgument,
+    output: FormatOption = Format.TABLE,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """Show a run, its workers and its last rounds.
+
+    As JSON: an object with the keys run, workers and rounds (newest first, at most 20).
+
+    \b
+    Example:
+      outerstep run show my-run
+    """
+    with operator_client(url, token, token_file) as client:
+        detail = client.run(run)
+        workers = list(client.workers(run))
+        rounds = list(islice(client.rounds(run), FIRST_ROUNDS))
+    if output is Format.JSON:
+        print_json({"run": detail, "workers": workers, "rounds": rounds})
+        return
+    out = console()
+    out.print(_facts(detail))
+    out.print()
+    out.print(worker_table(workers))
+    out.print()
+    out.print(round_table(reversed(rounds)))
+
+
+@app.command()
+def watch(
+    run: RunArgument,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """Follow a run's rounds and events until it ends; a restart of the coordinator is waited for.
+
+    On a terminal it is a picture that changes; otherwise a line for each round and event. Ctrl-C ends the watching,
+    not the run.
+
+    \b
+    Example:
+      outerstep run watch my-run
+    """
+    with operator_client(url, token, token_file) as client, display_for(console()) as display:
+        for look in follow(client, run, patience_s=WATCH_PATIENCE_S, sleep=time.sleep):
+            display.show(look)
+
+
+@app.command()
+def pause(
+    run: RunArgument, url: UrlOption = DEFAULT_URL, token: TokenOption = None, token_file: TokenFileOption = None
+) -> None:
+    """Pause a run: the open round is closed, and no other is opened. Workers stay and wait.
+
+    \b
+    Example:
+      outerstep run pause my-run
+    """
+    _change(run, "paused", url, token, token_file)
+
+
+@app.command()
+def resume(
+    run: RunArgument, url: UrlOption = DEFAULT_URL, token: TokenOption = None, token_file: TokenFileOption = None
+) -> None:
+    """Let a paused run go on.
+
+    \b
+    Example:
+      outerstep run resume my-run
+    """
+    _change(run, "running", url, token, token_file)
+
+
+@app.command()
+def stop(
+    run: RunArgument, url: UrlOption = DEFAULT_URL, token: TokenOption = None, token_file: TokenFileOption = None
+) -> None:
+    """End a run for good: its workers leave. What it has reached can still be exported.
+
+    \b
+    Example:
+      outerstep run stop my-run
+    """
+    _change(run, "stopped", url, token, token_file)
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    out: Annotated[Path, typer.Option(help="A new or empty directory to write.", show_default=False)],
+    state: Annotated[
+        int | None,
+        typer.Option(
+            "--round", min=0, help="The checkpoint to export: the model before this round. Default: the latest."
+        ),
+    ] = None,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """Write a run's model as a Hugging Face directory, which `AutoModelForCausalLM.from_pretrained` loads.
+
+    Needs the worker's libraries (torch, transformers), but no GPU. The model of a user's own function is written as
+    model.safetensors beside the spec.
+
+    \b
+    Example:
+      outerstep run export my-run --out ./model
+    """
+    exporting = import_extra("outerstep.exporting", extra="worker", command="outerstep run export")
+    secret = find_token(token, token_file, os.environ)
+    with operator_client(url, secret, None) as client:
+        client.run(run)  # the export, below, would wait for ever for a coordinator that is not there
+        try:
+            exporting.export_model(client.http, run, secret, out, state)
+        except OSError as error:
+            raise UsageError(f"--out: {error}") from error
+    typer.echo(f"the model of the run {run} is in {out}")
+
+
+def _change(
+    run: str,
+    state: Literal["running", "paused", "stopped"],
+    url: str,
+    token: str | None,
+    token_file: Path | None,
+) -> None:
+    with operator_client(url, token, token_file) as client:
+        info: RunInfo = client.change_run(run, RunChange(state=state))
+    typer.echo(f"run {info.name} is {info.state}: {info.reason}")
+
+
+def _read_spec(path: Path) -> str:
+    """The spec's text, checked. UsageError for an unreadable file; SpecError, naming the file, for a wrong spec."""
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 text") from error
+    try:
+        parse_spec(text)
+    except SpecError as error:
+        raise SpecError(f"{path}: {error}") from error
+    return text
+
+
+def _facts(run: RunDetail) -> object:
+    spec = run.spec
+    model = spec.model.preset or spec.model.factory or (spec.model.config or {}).get("model_type")
+    rows = [
+        ("run", run.name),
+        ("state", f"{run.state}: {run.reason}"),
+        ("round", f"{run.round} of {run.rounds}, {spec.sync.inner_steps} inner steps each"),
+        ("model", f"{model}, {count_text(run.elements)} parameters in {run.fragments or UNKNOWN} fragments"),
+        ("codec", f"{spec.sync.upload_codec} up, {spec.sync.download_codec} down"),
+        ("workers", f"{run.live_workers} live, at least {spec.members.min_workers} needed"),
+        ("tokens", count_text(run.tokens)),
+        ("uploaded", bytes_text(run.upload_bytes)),
+        ("held-out loss", loss_text(run.held_out_loss)),
+        ("created", time_text(run.created_at)),
+        ("spec digest", run.spec_digest),
+        ("state digest", run.state_digest or UNKNOWN),
+    ]
+    facts = table(["", ""], rows)
+    facts.show_header = False
+    return facts

@@ -1,0 +1,116 @@
+"""The demo: a coordinator and several workers on this machine, as the separate processes that they are in real life."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from outerstep import rest
+from outerstep.demo.processes import Child, Processes, unreachable, wait_until_ended, wait_until_ready
+from outerstep.demo.spec import PROMPT, RUN, demo_spec
+from outerstep.demo.summary import Summary, summarise, summary_text
+from outerstep.display import Display
+from outerstep.follow import ENDED, follow
+from protocol.messages import RunDetail, Scope, TokenRequest
+from protocol.spec import CodecName
+
+PATIENCE_S = 0.5  # between two looks at the run and at the processes
+LEAVE_WITHIN_S = 60.0
+DIGEST_WITHIN_S = 10.0
+SAMPLE_BYTES = 400
+NO_PROXY = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run. `directory` exists and is empty: data, logs and the trained model go there."""
+
+    workers: int
+    rounds: int
+    codec: CodecName
+    directory: Path
+
+
+def run_demo(plan: Plan, display: Display) -> tuple[Summary, str]:
+    """Run the demo to its end; its summary, as figures and as text. ChildError where a process dies."""
+    started = time.monotonic()
+    for name in ("logs", "coordinator", "workers"):
+        (plan.directory / name).mkdir()
+    with Processes(plan.directory / "logs") as processes:
+        data = plan.directory / "coordinator"
+        coordinator = processes.start("coordinator", ["coordinator", "--data", str(data), "--port", "0"], {})
+        url = wait_until_ready(coordinator)
+        admin_token = (data / "admin.token").read_text().strip()
+        try:
+            with rest.connect(url, admin_token, trust_env=False) as client:
+                run = _train(client, url, processes, plan, display)
+                sample = _sample(client, admin_token, plan.directory / "model")
+                rounds, workers = list(client.rounds(RUN)), list(client.workers(RUN))
+        except rest.UnreachableError as error:
+            raise unreachable(coordinator) from error
+    summary = summarise(run, rounds, workers, seconds=time.monotonic() - started, sample=sample)
+    return summary, summary_text(summary, run, PROMPT)
+
+
+def _train(client: rest.Client, url: str, processes: Processes, plan: Plan, display: Display) -> RunDetail:
+    """Create the run, start the workers, show the run until it ends and the workers have left; the run as it ended."""
+    client.create_run(demo_spec(workers=plan.workers, rounds=plan.rounds, codec=plan.codec))
+    token = client.create_token(TokenRequest(scope=Scope.WORKER, note="the demo's workers")).token
+    workers = [_start_worker(processes, index, url, token, plan.directory) for index in range(plan.workers)]
+    _watch(client, processes, workers, display)
+    for worker in workers:
+        wait_until_ended(worker, LEAVE_WITHIN_S)  # then it has told the state that it holds
+    return _final_run(client)
+
+
+def _start_worker(processes: Processes, index: int, url: str, token: str, directory: Path) -> Child:
+    name = f"worker-{index}"
+    state = directory / "workers" / name
+    arguments = [
+        "worker",
+        url,
+        "--run",
+        RUN,
+        "--name",
+        name,
+        "--state",
+        str(state),
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+    ]
+    return processes.start(name, arguments, {"OUTERSTEP_TOKEN": token, **NO_PROXY})
+
+
+def _watch(client: rest.Client, processes: Processes, workers: list[Child], display: Display) -> None:
+    """Show the run until it has ended. ChildError where a process ended before it."""
+    with display:
+        for look in follow(client, RUN, patience_s=PATIENCE_S, sleep=time.sleep):
+            display.show(look)
+            processes.check()
+            left = [worker for worker in workers if worker.process.poll() is not None]
+            # Asked after the process was seen to have ended: a worker that left by itself left a run that is over.
+            if left and client.run(RUN).state not in ENDED:
+                raise left[0].failure("left before the run had ended")
+
+
+def _final_run(client: rest.Client) -> RunDetail:
+    """The run, with the digest of its final state: the coordinator takes its own last outer step after publishing."""
+    deadline = time.monotonic() + DIGEST_WITHIN_S
+    while (run := client.run(RUN)).state_digest is None and time.monotonic() < deadline:
+        time.sleep(PATIENCE_S)
+    return run
+
+
+def _sample(client: rest.Client, token: str, directory: Path) -> str:
+    """Export the trained model into `directory`, and let it write."""
+    # Here and not above: torch takes seconds to import, and `outerstep --help` needs none of it.
+    import torch
+
+    from outerstep.exporting import export_model
+    from worker.export import sample
+
+    torch.set_num_threads(1)  # so small a model is slower with several, and much slower on a busy machine
+    model = export_model(client.http, RUN, token, directory)
+    written = sample(model, PROMPT.encode(), SAMPLE_BYTES, torch.Generator().manual_seed(0))
+    return PROMPT + written.decode(errors="replace")

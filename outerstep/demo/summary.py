@@ -1,0 +1,102 @@
+"""What a demo run came to: the figures, from what coordinator and workers told, and their text."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean
+
+from outerstep.units import bytes_text, duration_text
+from protocol.messages import RoundInfo, RunDetail, WorkerInfo
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Losses are held out, in nats per byte. Bytes are per worker, the mean over the workers: `upload_bytes` and
+    `download_bytes` are the payloads that the workers counted (contributions and deltas, the initial state, and what
+    was sent again), `allreduce_bytes` what per-step fp32 all-reduce sends, and receives as well."""
+
+    workers: int
+    rounds: int
+    seconds: float
+    first_loss: float | None
+    final_loss: float | None
+    replicas_identical: bool
+    upload_bytes: int
+    download_bytes: int
+    allreduce_bytes: int
+    codec: str
+    sample: str
+
+    def json(self) -> str:
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+
+def summarise(
+    run: RunDetail, rounds: Sequence[RoundInfo], workers: Sequence[WorkerInfo], *, seconds: float, sample: str
+) -> Summary:
+    """The summary of a run that has ended; `rounds` are all of its rounds, in any order."""
+    first_losses = [item.held_out_loss for item in rounds if item.round == 0]
+    return Summary(
+        workers=len(workers),
+        rounds=run.round,
+        seconds=round(seconds, 1),
+        first_loss=first_losses[0] if first_losses else None,
+        final_loss=run.held_out_loss,
+        replicas_identical=replicas_identical(run, workers),
+        upload_bytes=round(mean(worker.metrics.upload_bytes for worker in workers)),
+        download_bytes=round(mean(worker.metrics.download_bytes for worker in workers)),
+        allreduce_bytes=allreduce_bytes(len(workers), run.elements or 0, run.round * run.spec.sync.inner_steps),
+        codec=run.spec.sync.upload_codec,
+        sample=sample,
+    )
+
+
+def replicas_identical(run: RunDetail, workers: Sequence[WorkerInfo]) -> bool:
+    """Whether the coordinator and every worker, as it left, held the final state with the same digest.
+
+    A worker that told no digest counts as different.
+    """
+    return run.state_digest is not None and all(
+        worker.state_digest == run.state_digest and worker.state_round == run.rounds for worker in workers
+    )
+
+
+def allreduce_bytes(workers: int, parameters: int, steps: int) -> int:
+    """Bytes that each worker sends, and receives, in `steps` ring all-reduces of fp32 gradients: 2·(n−1)/n of the
+    vector each (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
+    return 2 * (workers - 1) * FP32_BYTES * parameters * steps // workers
+
+
+def summary_text(summary: Summary, run: RunDetail, prompt: str) -> str:
+    """The summary in plain lines."""
+    steps = run.round * run.spec.sync.inner_steps
+    first = "not measured" if summary.first_loss is None else f"{summary.first_loss:.3f}"
+    final = "not measured" if summary.final_loss is None else f"{summary.final_loss:.3f}"
+    if summary.replicas_identical:
+        replicas = f"{summary.workers} workers and the coordinator are bit-identical (BLAKE3 {run.state_digest})"
+    else:
+        replicas = "NOT identical: see the workers' logs"
+    lines = [
+        f"Held-out loss     {first} → {final} nats per byte",
+        f"Replicas          {replicas}",
+        f"Bytes per worker  {bytes_text(summary.upload_bytes)} up, {bytes_text(summary.download_bytes)} down "
+        f"({summary.codec}, {summary.rounds} rounds of {run.spec.sync.inner_steps} inner steps)",
+    ]
+    if summary.allreduce_bytes and summary.upload_bytes and summary.download_bytes:
+        less_up = summary.allreduce_bytes / summary.upload_bytes
+        less_down = summary.allreduce_bytes / summary.download_bytes
+        lines += [
+            f"                  per-step fp32 all-reduce: {bytes_text(summary.allreduce_bytes)} up and as much down, "
+            f"{less_up:.0f} and {less_down:.0f} times as much",
+            f"                  (ring: 2·(n−1)/n · {FP32_BYTES} bytes · {run.elements:,} parameters · {steps} steps, "
+            f"n = {summary.workers})",
+        ]
+    lines += [
+        f"Time              {duration_text(summary.seconds)}",
+        f"The model, given {prompt!r}, writes:",
+        "",
+        *(f"    {line}".rstrip() for line in summary.sample.splitlines()),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,197 @@
+"""Showing a run that is being followed: a live picture on a terminal, plain lines anywhere else."""
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from outerstep.follow import Look
+from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, loss_text
+from protocol.messages import Event, FragmentState, RoundInfo, RunInfo, WorkerInfo
+
+SHOWN_ROUNDS = 8
+SHOWN_EVENTS = 4
+TOLD_BY_ROUNDS = frozenset({"round-opened", "round-published", "evaluated"})
+
+
+class Display(Protocol):
+    """Something that looks are shown on, from `with` to its end."""
+
+    def __enter__(self) -> "Display": ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def show(self, look: Look) -> None: ...
+
+
+def display_for(console: Console) -> Display:
+    return LiveDisplay(console) if console.is_terminal else LineDisplay(console)
+
+
+class LineDisplay:
+    """One line for each published round and each event."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.next_round = 0
+        self.in_trouble = False
+
+    def __enter__(self) -> "LineDisplay":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def show(self, look: Look) -> None:
+        for event in told_by_no_round(look.events):
+            self._line(event_line(event))
+        for item in look.rounds:
+            if item.state is FragmentState.PUBLISHED and item.round >= self.next_round:
+                self._line(round_line(item))
+                self.next_round = item.round + 1
+        if look.trouble and not self.in_trouble:
+            self._line(f"{look.trouble}; asking again")
+        elif self.in_trouble and not look.trouble:
+            self._line("the coordinator is back")
+        self.in_trouble = look.trouble is not None
+        if look.ended:
+            self._line(end_line(look.run))
+
+    def _line(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveDisplay:
+    """A picture that is drawn anew in place: progress, workers, the last rounds, the last events."""
+
+    def __init__(self, console: Console) -> None:
+        self.live = Live(console=console, refresh_per_second=4)
+        self.rounds: dict[int, RoundInfo] = {}
+        self.events: list[Event] = []
+
+    def __enter__(self) -> "LiveDisplay":
+        self.live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.live.__exit__(kind, error, trace)
+
+    def show(self, look: Look) -> None:
+        self.rounds |= {item.round: item for item in look.rounds}
+        for old in sorted(self.rounds)[:-SHOWN_ROUNDS]:
+            del self.rounds[old]
+        self.events = [*self.events, *told_by_no_round(look.events)][-SHOWN_EVENTS:]
+        self.live.update(self._picture(look))
+
+    def _picture(self, look: Look) -> RenderableType:
+        run = look.run
+        title = Table.grid(padding=(0, 2))
+        title.add_row(
+            Text(f"run {run.name}", style="bold"),
+            ProgressBar(total=run.rounds, completed=run.round, width=30),
+            Text(f"{run.round} of {run.rounds} rounds"),
+            Text(f"held-out loss {loss_text(run.held_out_loss)}", style="bold"),
+        )
+        reason = Text(look.trouble, style="red") if look.trouble else Text(f"{run.state}: {run.reason}", style="dim")
+        events = [Text(event_line(event), style="dim") for event in self.events]
+        gap = Text("")
+        return Group(
+            title, reason, gap, worker_table(look.workers), gap, round_table(self.rounds.values()), gap, *events
+        )
+
+
+def round_line(item: RoundInfo) -> str:
+    return (
+        f"round {item.round:<4d} loss {loss_text(item.loss)}  held-out at start {loss_text(item.held_out_loss)}  "
+        f"{count_text(tokens_per_second(item))} tokens/s  up {bytes_text(item.upload_bytes)}  "
+        f"delta {bytes_text(item.delta_bytes)}  {duration_text(round_seconds(item))}"
+    )
+
+
+def told_by_no_round(events: Iterable[Event]) -> list[Event]:
+    """The events that say something which the rounds themselves do not."""
+    return [event for event in events if event.kind not in TOLD_BY_ROUNDS]
+
+
+def event_line(event: Event) -> str:
+    return f"{datetime.fromtimestamp(event.at).astimezone():%H:%M:%S}  {event.message}"
+
+
+def end_line(run: RunInfo) -> str:
+    return f"run {run.name}: {run.reason}; last held-out loss {loss_text(run.held_out_loss)}"
+
+
+def round_seconds(item: RoundInfo) -> float | None:
+    return None if item.closed_at is None else item.closed_at - item.opened_at
+
+
+def tokens_per_second(item: RoundInfo) -> float | None:
+    """Of all workers together, over the whole round: training, synchronisation and waiting."""
+    seconds = round_seconds(item)
+    return item.tokens / seconds if seconds else None
+
+
+def worker_table(workers: Sequence[WorkerInfo]) -> Table:
+    columns = ["worker", "state", "doing", ">round", ">step", ">loss", ">tokens/s", ">up", ">down", ">tokens"]
+    return table(
+        columns,
+        (
+            (
+                item.name,
+                item.state.value,
+                item.metrics.phase or UNKNOWN,
+                _number(item.metrics.round),
+                _number(item.metrics.inner_step),
+                loss_text(item.metrics.loss),
+                count_text(item.metrics.tokens_per_second),
+                bytes_text(item.metrics.upload_bytes),
+                bytes_text(item.metrics.download_bytes),
+                count_text(item.tokens),
+            )
+            for item in workers
+        ),
+    )
+
+
+def round_table(rounds: Iterable[RoundInfo]) -> Table:
+    columns = [">round", "state", ">loss", ">held-out at start", ">tokens/s", ">up", ">delta", ">time"]
+    return table(
+        columns,
+        (
+            (
+                str(item.round),
+                item.state.value,
+                loss_text(item.loss),
+                loss_text(item.held_out_loss),
+                count_text(tokens_per_second(item)),
+                bytes_text(item.upload_bytes),
+                bytes_text(item.delta_bytes),
+                duration_text(round_seconds(item)),
+            )
+            for item in rounds
+        ),
+    )
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table; a column whose name begins with '>' is aligned to the right."""
+    result = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        result.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
+    for row in rows:
+        result.add_row(*(Text(cell) for cell in row))  # Text: what others wrote is not read as markup
+    return result
+
+
+def _number(value: int | None) -> str:
+    return UNKNOWN if value is None else str(value)

@@ -1,0 +1,188 @@
+"""The operators' REST client (docs/rest.md): small, synchronous, one method per request.
+
+What goes wrong is raised as one of three things, and each says what to do:
+
+    Problem                 the coordinator refused (protocol.errors.Problem), or has a fault of its own (status 5xx)
+    UnreachableError        nobody answered, or a proxy did in the coordinator's place: worth trying again
+    UnexpectedAnswerError   somebody answered who is not a coordinator: the URL is wrong
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from protocol.errors import OuterstepError, Problem
+from protocol.messages import (
+    Event,
+    NewToken,
+    Page,
+    RoundInfo,
+    RunChange,
+    RunDetail,
+    RunInfo,
+    TokenInfo,
+    TokenRequest,
+    WorkerInfo,
+)
+
+Message = TypeVar("Message", bound=BaseModel)
+
+PAGE_ITEMS = 100
+TIMEOUT = httpx.Timeout(30.0, connect=10.0)  # seconds
+PASSING = frozenset({httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS})  # a proxy's, and soon over
+
+
+class UnreachableError(OuterstepError):
+    """No answer from the coordinator; it may be down, or the line is."""
+
+
+class UnexpectedAnswerError(OuterstepError):
+    """An answer that no coordinator gives."""
+
+
+class Client:
+    """The requests of operators, on an `httpx.Client` whose base_url and Authorization are set (see `connect`)."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self.http = http
+
+    def close(self) -> None:
+        self.http.close()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- runs -----------------------------------------------------------------------------------------------------
+
+    def runs(self) -> Iterator[RunInfo]:
+        """All runs, by name."""
+        return self._pages("/v1/runs", RunInfo)
+
+    def run(self, run: str) -> RunDetail:
+        return self._ask("GET", _path(run), RunDetail)
+
+    def create_run(self, spec: str) -> tuple[RunInfo, bool]:
+        """Create a run from a TOML spec; the run, and whether it is new (False: the same spec was there already)."""
+        headers = {"content-type": "application/toml"}
+        response = self._send("POST", "/v1/runs", content=spec.encode(), headers=headers)
+        return self._parse(response, RunInfo), response.status_code == httpx.codes.CREATED
+
+    def change_run(self, run: str, change: RunChange) -> RunInfo:
+        return self._ask("PATCH", _path(run), RunInfo, json=change.model_dump())
+
+    def workers(self, run: str) -> Iterator[WorkerInfo]:
+        """The run's workers, by name."""
+        return self._pages(_path(run, "workers"), WorkerInfo)
+
+    def rounds(self, run: str) -> Iterator[RoundInfo]:
+        """The run's rounds, newest first."""
+        return self._pages(_path(run, "rounds"), RoundInfo)
+
+    def events(self, run: str, after: int = 0) -> Iterator[Event]:
+        """What happened after event number `after`, oldest first, up to now."""
+        return self._pages(_path(run, "events"), Event, after=str(after))
+
+    def wait_for_event(self, run: str, after: int, *, patience_s: float) -> None:
+        """Return when an event with a number larger than `after` is there, or after `patience_s` of silence.
+
+        One long request (server-sent events); `events` then says what it was.
+        """
+        headers = {"accept": "text/event-stream", "last-event-id": str(after)}
+        timeout = httpx.Timeout(TIMEOUT.connect, read=patience_s)
+        try:
+            with self.http.stream("GET", _path(run, "events"), headers=headers, timeout=timeout) as response:
+                if not response.is_success:
+                    response.read()
+                    raise self._refusal(response)
+                for line in response.iter_lines():
+                    if line.startswith("data:"):  # comments, which keep the connection alive, begin with a colon
+                        return
+        except httpx.ReadTimeout:
+            return
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+
+    # --- tokens ---------------------------------------------------------------------------------------------------
+
+    def create_token(self, request: TokenRequest) -> NewToken:
+        """Make a token. Its secret is in this answer only."""
+        return self._ask("POST", "/v1/tokens", NewToken, json=request.model_dump(mode="json"))
+
+    def tokens(self) -> Iterator[TokenInfo]:
+        return self._pages("/v1/tokens", TokenInfo)
+
+    def revoke_token(self, token_id: str) -> None:
+        self._send("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
+
+    # --- the one way out ------------------------------------------------------------------------------------------
+
+    def _pages(self, path: str, item: type[Message], after: str | None = None) -> Iterator[Message]:
+        while True:
+            cursor = {} if after is None else {"after": after}
+            page = self._ask("GET", path, Page[item], params={"limit": str(PAGE_ITEMS), **cursor})  # type: ignore[valid-type]
+            yield from page.items
+            after = page.next
+            if after is None:
+                return
+
+    def _ask(self, method: str, path: str, reply: type[Message], **request: Any) -> Message:
+        return self._parse(self._send(method, path, **request), reply)
+
+    def _send(self, method: str, path: str, **request: Any) -> httpx.Response:
+        try:
+            response = self.http.request(method, path, **request)
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+        if not response.is_success:
+            raise self._refusal(response)
+        return response
+
+    def _parse(self, response: httpx.Response, reply: type[Message]) -> Message:
+        return self._validate(reply, response.content)
+
+    def _validate(self, reply: type[Message], body: str | bytes) -> Message:
+        try:
+            return reply.model_validate_json(body)
+        except ValidationError as error:
+            raise UnexpectedAnswerError(
+                f"{self.http.base_url} does not answer as a coordinator does; check the URL"
+            ) from error
+
+    def _refusal(self, response: httpx.Response) -> OuterstepError:
+        try:
+            retry_after = response.headers.get("retry-after", "")
+            return Problem.from_document(
+                response.json(), retry_after_s=float(retry_after) if retry_after.isdecimal() else None
+            )
+        except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
+            pass  # not a problem document of ours: some other server or a proxy speaks
+        status = f"{response.status_code} {response.reason_phrase}".strip()
+        if response.is_server_error or response.status_code in PASSING:
+            return UnreachableError(f"{self.http.base_url} answered {status}, and not in the coordinator's own words")
+        if response.is_redirect:
+            return UnexpectedAnswerError(
+                f"{self.http.base_url} points to {response.headers.get('location')}; use that URL"
+            )
+        return UnexpectedAnswerError(f"{self.http.base_url} answered {status} and is no coordinator; check the URL")
+
+    def _unreachable(self, error: httpx.TransportError) -> UnreachableError:
+        return UnreachableError(
+            f"cannot reach the coordinator at {self.http.base_url}: {error or type(error).__name__}"
+        )
+
+
+def connect(url: str, token: str, *, trust_env: bool = True) -> Client:
+    """A client of the coordinator at `url`. `trust_env`: heed HTTP_PROXY and its like."""
+    headers = {"authorization": f"Bearer {token}"}
+    return Client(httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=trust_env))
+
+
+def _path(run: str, *rest: str) -> str:
+    return "/".join(("/v1/runs", quote(run, safe=""), *rest))

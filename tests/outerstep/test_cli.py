@@ -1,0 +1,237 @@
+"""The command line where no coordinator is needed: help, usage, exit codes, missing extras."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from outerstep.cli import app
+from outerstep.cli.connection import checked_url, find_token
+from outerstep.cli.faults import CommandGroup, UsageError, exit_code, import_extra
+from outerstep.rest import UnexpectedAnswerError, UnreachableError
+from protocol.errors import OuterstepError, Problem, SpecError
+from tests.outerstep.examples import SPEC
+
+RUN_COMMANDS = ["create", "ls", "show", "watch", "pause", "resume", "stop", "export"]
+COMMANDS = [
+    ["coordinator"],
+    ["migrate"],
+    ["worker"],
+    ["demo"],
+    *(["run", name] for name in RUN_COMMANDS),
+    *(["token", name] for name in ("create", "ls", "revoke")),
+]
+
+
+def invoke(*arguments: str, **options) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments), prog_name="outerstep", **options)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_says_what_a_command_does_and_shows_an_example(command: list[str]):
+    code, out, _ = invoke(*command, "--help")
+    assert code == 0
+    assert "Example:\n" in out
+    assert f"outerstep {' '.join(command)}" in out
+
+
+def test_the_tests_know_every_command():
+    top = get_command(app)
+    assert isinstance(top, TyperGroup)
+    names: list[list[str]] = []
+    for name, command in top.commands.items():
+        inner = command.commands if isinstance(command, TyperGroup) else None
+        names += [[name]] if inner is None else [[name, each] for each in inner]
+    assert sorted(names) == sorted(COMMANDS)
+
+
+def test_help_and_the_package_import_no_heavy_library():
+    program = (
+        "import sys, outerstep, outerstep.cli\n"
+        "try: outerstep.cli.app(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'sqlalchemy', 'uvicorn', 'alembic'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    for command in (["--help"], ["worker", "--help"], ["coordinator", "--help"], ["demo", "--help"]):
+        subprocess.run([sys.executable, "-c", program, *command], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_python_m_outerstep_is_the_command():
+    import outerstep
+
+    done = subprocess.run([sys.executable, "-m", "outerstep", "--version"], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == outerstep.__version__
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("x"), 2),
+        (SpecError("x"), 2),
+        (Problem("not-found", "x"), 3),
+        (Problem("run-exists", "x"), 3),
+        (UnexpectedAnswerError("x"), 3),
+        (UnreachableError("x"), 75),
+        (Problem("not-ready", "x"), 75),
+        (Problem("internal", "x"), 75),
+    ],
+)
+def test_exit_codes(error: OuterstepError, code: int):
+    assert exit_code(error) == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "Usage: outerstep"),
+        (["no-such-command"], "No such command 'no-such-command'"),
+        (["run", "ls", "--format", "xml"], "'xml' is not one of 'table', 'json'"),
+        (["run", "ls"], "a token is needed: --token-file FILE, OUTERSTEP_TOKEN in the environment"),
+        (["run", "ls", "--token", "a", "--token-file", "b"], "--token or --token-file, not both"),
+        (["run", "ls", "--token-file", "no/such/file"], "--token-file no/such/file: No such file or directory"),
+        (["run", "ls", "--token", "two words"], "--token: this is not a token"),
+        (["run", "ls", "--token", ""], "--token: this is not a token"),
+        (
+            ["run", "ls", "--token", "t", "--url", "coordinator:8470"],
+            "outerstep: coordinator:8470: not an address such as",
+        ),
+        (["run", "ls", "--token", "t", "--url", "http://[::1"], "outerstep: http://[::1: "),
+        (["run", "create", "no/such.toml", "--token", "t"], "no/such.toml: No such file or directory"),
+        (["token", "create", "--token", "t"], "Missing option '--scope'"),
+        (["token", "create", "--token", "t", "--scope", "root"], "'root' is not one of 'admin', 'worker', 'viewer'"),
+        (["token", "create", "--token", "t", "--scope", "worker", "--note", "n" * 201], "--note"),
+        (["worker", "http://c", "--token", "t"], "Missing option '--run'"),
+        (["worker", "c:8470", "--run", "r", "--token", "t"], "outerstep: c:8470: not an address such as"),
+        (["worker", "http://c", "--run", "Not A Run", "--token", "t"], "--run = 'Not A Run': string should match"),
+        (["worker", "http://c", "--run", "r", "--token", "t", "--name", "-"], "--name = '-': string should match"),
+        (["worker", "http://c", "--run", "r", "--token", "t", "--threads", "0"], "'--threads'"),
+        (["demo", "--workers", "0"], "'--workers'"),
+        (["demo", "--codec", "int3"], "'int3' is not one of 'fp32', 'bf16', 'int8'"),
+        (["demo", "--json", "no/such/dir/summary.json"], "there is no directory"),
+    ],
+)
+def test_bad_usage_is_one_clear_message_and_exit_code_2(arguments: list[str], said: str):
+    code, out, err = invoke(*arguments)
+    assert code == 2
+    assert said in out + err
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("name = ", "not valid TOML"),
+        (SPEC + "sync.codec = 'int8'\n", "sync.codec: there is no such key"),
+        (SPEC.replace("demo", "Not A Name"), "name = 'Not A Name'"),
+        ("name = 'x'\nmodel.preset = 'tiny'\n", "sync: this key is missing"),
+        (SPEC.replace("tiny", "huge"), "model.preset = 'huge'"),
+    ],
+)
+def test_a_wrong_spec_is_refused_before_any_request(tmp_path: Path, spec: str, said: str):
+    path = tmp_path / "run.toml"
+    path.write_text(spec)
+    code, _, err = invoke("run", "create", str(path), "--token", "t")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"outerstep: {path}: ")
+    assert said in err
+
+
+def test_a_spec_is_read_from_stdin():
+    code, _, err = invoke("run", "create", "-", "--token", "t", input="name = 1\n")
+    assert code == 2
+    assert err.startswith("outerstep: -: name = 1: ")
+
+
+def test_a_spec_that_is_not_text(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xff\xfe")
+    assert invoke("run", "create", str(path), "--token", "t")[::2] == (2, f"outerstep: {path}: not UTF-8 text\n")
+
+
+def test_no_coordinator_is_worth_retrying():
+    with socket.socket() as reserved:  # bound but not listening: connections are refused
+        reserved.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{reserved.getsockname()[1]}"
+        code, out, err = invoke("run", "ls", "--token", "t", "--url", url)
+    assert (code, out, err.count("\n")) == (75, "", 1)
+    assert err.startswith(f"outerstep: cannot reach the coordinator at {url}")
+
+
+def test_a_directory_that_holds_something_is_not_written_to(tmp_path: Path):
+    (tmp_path / "thesis.tex").touch()
+    code, _, err = invoke("demo", "--keep", str(tmp_path))
+    assert code == 2
+    assert "not empty" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_the_token_is_the_flags_then_the_files_then_the_environments(tmp_path: Path):
+    path = tmp_path / "token"
+    path.write_text("from-file\n")
+    environment = {"OUTERSTEP_TOKEN": "from-environment"}
+    assert find_token("from-flag", None, environment) == "from-flag"
+    assert find_token(None, path, environment) == "from-file"
+    assert find_token(None, None, environment) == "from-environment"
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8470", "https://coordinator.example.org/prefix", "http://[::1]:80"])
+def test_addresses(url: str):
+    assert checked_url(url) == url
+
+
+@pytest.mark.parametrize("command", ["coordinator", "migrate", "worker"])
+def test_a_missing_extra_is_named_with_its_cure(command: str):
+    extra, library = ("worker", "torch") if command == "worker" else ("coordinator", "sqlalchemy")
+    # None in sys.modules makes `import` raise ModuleNotFoundError.
+    program = f"import sys; sys.modules[{library!r}] = None; from outerstep.cli import main; main()"
+    arguments = ["worker", "http://c", "--run", "r", "--token", "t"] if command == "worker" else [command]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"outerstep: `outerstep {command}` needs {library}, which is not installed; "
+        f"run: pip install 'outerstep[{extra}]'\n",
+    )
+
+
+@pytest.mark.parametrize(("library", "extra"), [("torch", "worker"), ("fastapi", "coordinator")])
+def test_the_demo_needs_both_extras(library: str, extra: str):
+    program = f"import sys; sys.modules[{library!r}] = None; from outerstep.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program, "demo"], check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"run: pip install 'outerstep[{extra}]'\n")
+
+
+def test_a_missing_module_of_ours_is_a_bug_and_not_a_missing_extra():
+    with pytest.raises(ModuleNotFoundError):
+        import_extra("worker.no_such_module", extra="worker", command="outerstep worker")
+
+
+def test_what_nobody_expected_keeps_its_traceback():
+    group = typer.Typer(cls=CommandGroup, pretty_exceptions_enable=False)
+
+    @group.command()
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    @group.command()
+    def other() -> None:
+        pass
+
+    assert isinstance(CliRunner().invoke(group, ["broken"]).exception, ZeroDivisionError)
+
+
+def test_diloco_is_imported_on_first_use():
+    import outerstep
+    from worker.diloco import DiLoCo
+
+    assert outerstep.DiLoCo is DiLoCo
+    with pytest.raises(AttributeError, match="no attribute 'Diloco'"):
+        outerstep.Diloco  # noqa: B018

@@ -1,0 +1,88 @@
+"""What people see of a run that is followed."""
+
+import io
+from dataclasses import replace
+
+from rich.console import Console
+
+from outerstep.display import LineDisplay, LiveDisplay, display_for
+from outerstep.follow import Look
+from protocol.messages import Event, RoundInfo, RunInfo, WorkerInfo
+from tests.outerstep.examples import event_document, round_document, run_document, worker_document
+
+
+def look(*rounds: dict, events: tuple[dict, ...] = (), trouble: str | None = None, **run: object) -> Look:
+    return Look(
+        run=RunInfo.model_validate(run_document(**run)),
+        rounds=tuple(RoundInfo.model_validate(item) for item in rounds),
+        workers=(WorkerInfo.model_validate(worker_document("worker-0")),),
+        events=tuple(Event.model_validate(item) for item in events),
+        last_event=0,
+        trouble=trouble,
+    )
+
+
+def lines_of(*looks: Look) -> list[str]:
+    out = io.StringIO()
+    with LineDisplay(Console(file=out, width=40)) as display:
+        for item in looks:
+            display.show(item)
+    return out.getvalue().splitlines()
+
+
+def test_each_round_is_one_line_once_when_it_is_published():
+    still_open = round_document(1, state="collecting", closed_at=None)
+    printed = lines_of(
+        look(round_document(0), still_open), look(round_document(1)), look(round_document(1), round_document(2))
+    )
+    assert printed == [
+        f"round {number}    loss 3.2500  held-out at start 3.5000  5 k tokens/s  up 2 MB  delta 1 MB  2.0 s"
+        for number in range(3)
+    ]
+
+
+def test_events_are_printed_as_they_were_written():
+    [line] = lines_of(look(events=(event_document(1, "[red]worker[/red] joined"),)))
+    assert line.endswith("  [red]worker[/red] joined")
+
+
+def test_events_that_repeat_what_a_round_says_are_left_out():
+    assert lines_of(look(events=({**event_document(1), "kind": "round-opened"},))) == []
+
+
+def test_an_outage_is_told_once_and_so_is_its_end():
+    gone = look(trouble="cannot reach the coordinator at http://c")
+    back = replace(gone, trouble=None)
+    assert lines_of(back, gone, gone, back, back) == [
+        "cannot reach the coordinator at http://c; asking again",
+        "the coordinator is back",
+    ]
+
+
+def test_the_end_is_told():
+    [line] = lines_of(look(state="finished", reason="all 4 rounds are done", held_out_loss=1.5))
+    assert line == "run demo: all 4 rounds are done; last held-out loss 1.5000"
+
+
+def test_a_terminal_gets_a_picture_and_anything_else_lines():
+    assert isinstance(display_for(Console(file=io.StringIO())), LineDisplay)
+    assert isinstance(display_for(Console(file=io.StringIO(), force_terminal=True)), LiveDisplay)
+
+
+def test_the_picture_holds_progress_workers_the_last_rounds_and_events():
+    out = io.StringIO()
+    with LiveDisplay(Console(file=out, width=120, height=40, force_terminal=True, color_system=None)) as display:
+        display.show(look(*(round_document(number, loss=number / 10) for number in range(9))))
+        display.show(look(round_document(9, loss=9.9, held_out_loss=None), events=(event_document(1),), round=3))
+    picture = out.getvalue().rpartition("run demo")[2]
+    for expected in (
+        "3 of 4 rounds",
+        "held-out loss 5.5000",
+        "worker-0",
+        "4 kB",
+        "9.9000",
+        "0.3000",
+        "worker-0 joined",
+    ):
+        assert expected in picture, picture
+    assert "0.1000" not in picture, "only the last 8 rounds are shown"

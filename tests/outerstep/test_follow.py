@@ -1,0 +1,105 @@
+"""Following a run, against a coordinator whose history is written out here."""
+
+import httpx
+import pytest
+
+from outerstep.follow import follow
+from outerstep.rest import Client, UnreachableError
+from protocol.errors import Problem
+from tests.outerstep.examples import event_document, page, round_document, run_document
+
+
+class History:
+    """Answers requests from `moments`; waiting for an event goes on to the next one. A moment that is an exception is
+    what every request meets until the next wait."""
+
+    def __init__(self, *moments: dict[str, list] | Exception) -> None:
+        self.moments = list(moments)
+        self.waited_after: list[str] = []
+        self.listed_after: list[str | None] = []
+
+    def client(self) -> Client:
+        return Client(httpx.Client(base_url="http://coordinator.test", transport=httpx.MockTransport(self.answer)))
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path.removeprefix("/v1/runs/demo")
+        if "last-event-id" in request.headers:
+            self.waited_after.append(request.headers["last-event-id"])
+            self.moments.pop(0)
+        now = self.moments[0]
+        if isinstance(now, Problem):
+            return httpx.Response(now.status, json=now.document())
+        if isinstance(now, Exception):
+            raise now
+        if "last-event-id" in request.headers:
+            return httpx.Response(200, text="data: {}\n\n")
+        if path == "/rounds":
+            return httpx.Response(200, json=page(now["rounds"], None))
+        if path == "/events":
+            after = int(request.url.params["after"])
+            return httpx.Response(200, json=page([item for item in now["events"] if item["id"] > after], None))
+        return httpx.Response(200, json=now["run"] if path == "" else page([], None))
+
+
+def moment(round_number: int, events: int, state: str = "running") -> dict:
+    open_rounds = [round_document(round_number, state="collecting", closed_at=None)] if state == "running" else []
+    return {
+        "run": run_document(state=state, round=round_number),
+        "rounds": open_rounds + [round_document(number) for number in reversed(range(round_number))],
+        "events": [event_document(number + 1) for number in range(events)],
+    }
+
+
+def no_sleep(_: float) -> None:
+    raise AssertionError("there was nothing to sleep for")
+
+
+def test_looks_tell_what_is_new_until_the_end():
+    history = History(moment(1, 2), moment(2, 2), moment(4, 5, "finished"))
+    looks = list(follow(history.client(), "demo", patience_s=1, sleep=no_sleep))
+    assert [[item.round for item in look.rounds] for look in looks] == [[0, 1], [1, 2], [2, 3]]
+    assert [[event.id for event in look.events] for look in looks] == [[1, 2], [], [3, 4, 5]]
+    assert [look.ended for look in looks] == [False, False, True]
+    assert history.waited_after == ["2", "2"]
+
+
+def test_a_run_that_has_ended_is_looked_at_once():
+    assert len(list(follow(History(moment(4, 5, "stopped")).client(), "demo", patience_s=1, sleep=no_sleep))) == 1
+
+
+def test_only_the_last_rounds_of_a_long_history_are_read():
+    [look] = follow(History(moment(30, 0, "finished")).client(), "demo", patience_s=1, sleep=no_sleep)
+    assert [item.round for item in look.rounds] == list(range(10, 30))
+
+
+def test_an_outage_is_waited_for_ever_longer_and_nothing_is_missed():
+    outage = [httpx.ConnectError("refused")] * 6
+    history = History(moment(1, 2), *outage, moment(3, 4), moment(4, 5, "finished"))
+    slept: list[float] = []
+    looks = list(follow(history.client(), "demo", patience_s=1, sleep=slept.append))
+    assert slept == [1, 2, 4, 8, 10, 10]
+    assert [look.trouble is not None for look in looks] == [False, *[True] * 6, False, False]
+    assert all("cannot reach the coordinator" in str(look.trouble) for look in looks[1:7])
+    assert [[item.round for item in look.rounds] for look in looks[-2:]] == [[1, 2, 3], [3]]
+    assert [[event.id for event in look.events] for look in looks[-2:]] == [[3, 4], [5]]
+
+
+def test_the_first_look_must_succeed():
+    with pytest.raises(UnreachableError):
+        next(follow(History(httpx.ConnectError("refused")).client(), "demo", patience_s=1, sleep=no_sleep))
+
+
+def test_a_fault_of_the_coordinator_is_waited_for():
+    history = History(moment(1, 0), Problem("not-ready", "the disk is slow"), moment(4, 0, "finished"))
+    slept: list[float] = []
+    looks = list(follow(history.client(), "demo", patience_s=1, sleep=slept.append))
+    assert [look.trouble for look in looks] == [None, "not-ready: the disk is slow", None]
+    assert slept == [1]
+
+
+def test_a_refusal_ends_it():
+    history = History(moment(1, 0), Problem("unauthorized", "this token was revoked"))
+    looks = follow(history.client(), "demo", patience_s=1, sleep=no_sleep)
+    assert next(looks).trouble is None
+    with pytest.raises(Problem, match="this token was revoked"):
+        next(looks)

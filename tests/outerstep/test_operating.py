@@ -1,0 +1,215 @@
+"""The operators' commands against a real coordinator."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.outerstep.conftest import Served, serving
+from tests.outerstep.examples import SPEC
+
+
+def create(served: Served, name: str) -> None:
+    code, out, err = served.outerstep("run", "create", "-", stdin=SPEC.replace("demo", name))
+    assert (code, err) == (0, ""), err
+    assert out.startswith(f"run {name} is created: ")
+
+
+def read_run(served: Served, name: str) -> dict:
+    code, out, _ = served.outerstep("run", "show", name, "--format", "json")
+    assert code == 0
+    return json.loads(out)["run"]
+
+
+def test_a_run_is_created_once(served: Served, tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text(SPEC.replace("demo", "once"))
+    assert "is created" in served.outerstep("run", "create", str(path))[1]
+    code, out, _ = served.outerstep("run", "create", str(path))
+    assert (code, "was there already" in out) == (0, True)
+    code, out, err = served.outerstep(
+        "run", "create", "-", stdin=SPEC.replace("demo", "once") + "outer.momentum = 0.5\n"
+    )
+    assert (code, out, err.startswith("outerstep: run-exists: ")) == (3, "", True)
+    code, out, _ = served.outerstep("run", "create", str(path), "--format", "json")
+    assert (code, json.loads(out)["name"]) == (0, "once")
+
+
+def test_runs_are_listed_and_shown_as_table_and_json(served: Served):
+    create(served, "listed")
+    code, table, _ = served.outerstep("run", "ls")
+    assert (code, table.split()[:3]) == (0, ["run", "state", "round"])
+    assert re.search(r"^listed +seeding +0/4 ", table, re.MULTILINE)
+    runs = json.loads(served.outerstep("run", "ls", "--format", "json")[1])
+    assert "listed" in [run["name"] for run in runs]
+
+    code, facts, _ = served.outerstep("run", "show", "listed")
+    assert code == 0
+    for expected in ("seeding: waiting for the first worker", "0 of 4, 10 inner steps each", "int8 up, int8 down"):
+        assert expected in facts
+    shown = json.loads(served.outerstep("run", "show", "listed", "--format", "json")[1])
+    assert sorted(shown) == ["rounds", "run", "workers"]
+    assert (shown["rounds"], shown["workers"]) == ([], [])
+    assert shown["run"]["spec"]["sync"]["inner_steps"] == 10
+
+
+def test_more_runs_than_a_page_holds_are_all_listed(served: Served):
+    names = [f"many-{number:03d}" for number in range(105)]
+    for name in names:
+        create(served, name)
+    listed = [run["name"] for run in json.loads(served.outerstep("run", "ls", "--format", "json")[1])]
+    assert [name for name in listed if name.startswith("many-")] == names
+
+
+def test_pause_resume_and_stop(served: Served):
+    create(served, "steered")
+    for command, state in (("pause", "paused"), ("resume", "seeding"), ("stop", "stopped")):
+        code, out, _ = served.outerstep("run", command, "steered")
+        assert (code, out.startswith(f"run steered is {state}: ")) == (0, True)
+        assert read_run(served, "steered")["state"] == state
+    code, _, err = served.outerstep("run", "resume", "steered")
+    assert (code, err.startswith("outerstep: run-ended: ")) == (3, True)
+
+
+def test_what_is_not_there_is_refused(served: Served):
+    for command in (["run", "show", "nothing"], ["run", "watch", "nothing"], ["run", "stop", "nothing"]):
+        code, out, err = served.outerstep(*command)
+        assert (code, out, err.startswith("outerstep: not-found: ")) == (3, "", True)
+    assert served.outerstep("token", "revoke", "nothing")[0] == 3
+
+
+def test_a_token_is_made_used_listed_and_revoked(served: Served):
+    code, secret, said = served.outerstep("token", "create", "--scope", "viewer", "--note", "Ann's [box]")
+    assert code == 0
+    token_id = said.split()[1]
+    secret = secret.strip()
+    assert served.outerstep("run", "ls", token=secret)[0] == 0
+    code, _, err = served.outerstep("run", "create", "-", token=secret, stdin=SPEC)
+    assert (code, err.startswith("outerstep: forbidden: ")) == (3, True)
+
+    assert re.search(rf"^{token_id} +viewer .*Ann's \[box\]", served.outerstep("token", "ls")[1], re.MULTILINE)
+    listed = served.outerstep("token", "ls", "--format", "json")[1]
+    assert secret not in listed
+    assert token_id in [token["id"] for token in json.loads(listed)]
+
+    assert served.outerstep("token", "revoke", token_id)[:2] == (0, f"token {token_id} is revoked\n")
+    code, _, err = served.outerstep("run", "ls", token=secret)
+    assert (code, err.startswith("outerstep: unauthorized: ")) == (3, True)
+
+
+def test_a_tokens_secret_is_in_its_json(served: Served):
+    made = json.loads(served.outerstep("token", "create", "--scope", "worker", "--format", "json")[1])
+    assert made["scope"] == "worker"
+    assert served.outerstep("run", "ls", token=made["token"])[0] == 0
+
+
+def test_a_token_from_a_file(served: Served):
+    arguments = ["run", "ls", "--token-file", str(served.data / "admin.token"), "--url", served.url]
+    done = subprocess.run([sys.executable, "-m", "outerstep", *arguments], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def coordinator_command(*arguments: str) -> tuple[int, str]:
+    """Exit code and stderr of `outerstep coordinator`, which here ends by itself."""
+    command = [sys.executable, "-m", "outerstep", "coordinator", *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    return done.returncode, done.stderr
+
+
+def test_a_taken_port_and_a_taken_directory_are_told(served: Served, tmp_path: Path):
+    code, err = coordinator_command("--data", str(tmp_path), "--port", served.port)
+    assert (code, f"cannot serve at 127.0.0.1:{served.port}" in err) == (2, True)
+    code, err = coordinator_command("--data", str(served.data), "--port", "0")
+    assert (code, "in use by another coordinator" in err) == (3, True)
+
+
+def test_settings_of_the_coordinator_are_checked_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OUTERSTEP_COORDINATOR_PORT", "eight")
+    code, err = coordinator_command("--data", str(tmp_path / "data"), "--log-level", "loud")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "OUTERSTEP_COORDINATOR_PORT = 'eight': " in err
+    assert "--log-level = 'loud': " in err
+    monkeypatch.delenv("OUTERSTEP_COORDINATOR_PORT")
+    key = tmp_path / "key.pem"
+    key.touch()
+    code, err = coordinator_command("--data", str(tmp_path / "data"), "--tls-key", str(key))
+    assert (code, err) == (2, "outerstep: --tls-key needs --tls-certificate\n")
+    assert not (tmp_path / "data").exists()
+
+
+def test_migrate_makes_and_keeps_a_database(served: Served, tmp_path: Path):
+    for _ in range(2):
+        assert served.outerstep("migrate", "--data", str(tmp_path / "data"))[0] == 0
+    assert (tmp_path / "data" / "outerstep.db").is_file()
+    (tmp_path / "file").touch()
+    code, _, err = served.outerstep("migrate", "--data", str(tmp_path / "file" / "data"))
+    assert (code, "Not a directory" in err) == (2, True)
+
+
+def worker_command(served: Served, run: str, token: str, state: Path) -> tuple[int, str]:
+    """Exit code and stderr of `outerstep worker`, where it ends by itself."""
+    command = [sys.executable, "-m", "outerstep", "worker", served.url, "--run", run, "--state", str(state)]
+    environment = {**os.environ, "OUTERSTEP_TOKEN": token}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, env=environment)
+    return done.returncode, done.stderr
+
+
+def test_a_worker_that_is_refused_and_one_that_has_nothing_to_do(served: Served, tmp_path: Path):
+    create(served, "ended")
+    assert served.outerstep("run", "stop", "ended")[0] == 0
+    code, err = worker_command(served, "ended", "not-a-token", tmp_path / "state")
+    assert (code, "unauthorized" in err) == (3, True), err
+    code, err = worker_command(served, "ended", served.admin_token, tmp_path / "state")
+    assert (code, "nothing to do" in err) == (0, True), err
+
+
+def read_until(stream, text: str) -> list[str]:
+    lines = []
+    for line in stream:
+        lines.append(line)
+        if text in line:
+            return lines
+    raise AssertionError(f"{text!r} was never said: {lines}")
+
+
+def test_watching_survives_a_restart_of_the_coordinator(tmp_path: Path):
+    with serving(tmp_path / "data") as first:
+        create(first, "watched")
+        port = first.port
+        environment = {"OUTERSTEP_URL": first.url, "OUTERSTEP_TOKEN": first.admin_token, "PYTHONUNBUFFERED": "1"}
+        watching = subprocess.Popen(
+            [sys.executable, "-m", "outerstep", "run", "watch", "watched"],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        read_until(watching.stdout, "the run watched was created")
+        first.child.process.send_signal(signal.SIGKILL)
+        read_until(watching.stdout, "asking again")
+    with serving(tmp_path / "data", port) as second:
+        read_until(watching.stdout, "the coordinator is back")
+        assert second.outerstep("run", "stop", "watched")[0] == 0
+        read_until(watching.stdout, "run watched: the run is stopped")
+        assert watching.wait(10) == 0
+
+
+def test_interrupting_the_watching_is_quiet_and_leaves_the_run_alone(served: Served):
+    create(served, "left-alone")
+    environment = {"OUTERSTEP_URL": served.url, "OUTERSTEP_TOKEN": served.admin_token, "PYTHONUNBUFFERED": "1"}
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "outerstep", "run", "watch", "left-alone"],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    read_until(watching.stdout, "was created")
+    watching.send_signal(signal.SIGINT)
+    _, err = watching.communicate(timeout=10)
+    assert (watching.returncode, err) == (130, "")
+    assert read_run(served, "left-alone")["state"] == "seeding"
