@@ -1,7 +1,6 @@
 """The FastAPI application: routes, problem+json, request ids, limits, and the ticking of the clock."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -13,8 +12,6 @@ from fastapi_offline import FastAPIOffline
 from coordinator.api import checkpoints, events, health, problems, rounds, runs, tokens, workers
 from coordinator.api.limits import LimitBody, RequestId
 from coordinator.service import Coordinator
-
-logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
 
@@ -48,8 +45,5 @@ def create_app(coordinator: Coordinator) -> FastAPI:
 
 async def _tick(coordinator: Coordinator) -> None:
     while True:
-        try:
-            await run_in_threadpool(coordinator.tick)
-        except Exception:  # a fault of one tick must not end the ticking
-            logger.exception("tick failed")
+        await run_in_threadpool(coordinator.tick)
         await asyncio.sleep(TICK_S)

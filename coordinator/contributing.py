@@ -7,7 +7,7 @@ before the answer goes out; a refused upload leaves neither.
 from pathlib import Path
 
 from coordinator import publishing
-from coordinator.files import PayloadFile, make_durable
+from coordinator.files import PayloadFile, fsync, place
 from coordinator.live_run import Contributed, LiveRun
 from coordinator.tables import ContributionRow
 from coordinator.units import consume_units
@@ -30,18 +30,17 @@ def accept(
         payload.check()
     with run.lock:
         created = _is_new(run, worker, round_, fragment, digest)  # refuse before it costs an fsync
-    final = run.files.contribution(round_, fragment, worker, digest)
     if created:
-        make_durable(upload, final)
-        try:
-            with run.lock:
-                created = _is_new(run, worker, round_, fragment, digest)
-                if created:
-                    _check_base(run, round_, fragment, header)
-                    _commit(run, header, digest, size)
-        except BaseException:
-            final.unlink(missing_ok=True)
-            raise
+        fsync(upload)
+        with run.lock:
+            _await_step(run, round_, fragment)
+            # Again, for much may have happened meanwhile. From here to the commit the lock is never let go: two
+            # uploads of one contribution share a file name, so the one must not delete what the other committed.
+            created = _is_new(run, worker, round_, fragment, digest)
+            if created:
+                _check_base(run, round_, fragment, header)
+                _keep(run, header, upload, digest, size)
+                publishing.close_due(run)
         run.ring()
     return ContributionReply(round=round_, fragment=fragment, digest=digest.hex(), created=created)
 
@@ -63,7 +62,7 @@ def _check_header(run: LiveRun, worker: str, round_: int, fragment: int, header:
     units = sum(stop - start for start, stop in header.units)
     if any(start >= stop for start, stop in header.units) or units == 0:
         raise Problem(
-            "invalid-payload", f"header field units is {header.units}: give at least one range, none of them empty"
+            "invalid-payload", f"header field units is {header.units[:3]}…: give at least one range, none of them empty"
         )
     if header.tokens != units * run.spec.unit_tokens:
         raise Problem(
@@ -100,10 +99,14 @@ def _is_new(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes
     return True
 
 
-def _check_base(run: LiveRun, round_: int, fragment: int, header: ContributionHeader) -> None:
-    """It was computed against the run's outer state. Holds the lock; waits while the coordinator steps."""
-    if not run.stepped.wait_for(lambda: run.outer[fragment][0] == round_, timeout=STEP_WAIT_S):
+def _await_step(run: LiveRun, round_: int, fragment: int) -> None:
+    """Wait while the coordinator steps to the state `round_`. Holds the lock, but lets it go while it waits."""
+    if not run.stepped.wait_for(lambda: run.outer[fragment][0] >= round_, timeout=STEP_WAIT_S):
         raise Problem("not-ready", f"the coordinator is still stepping fragment {fragment}", retry_after_s=1)
+
+
+def _check_base(run: LiveRun, round_: int, fragment: int, header: ContributionHeader) -> None:
+    """It was computed against the run's outer state. Holds the lock."""
     base = run.outer[fragment][1]
     if header.base != base:
         with run.world.database.write() as session:
@@ -116,25 +119,30 @@ def _check_base(run: LiveRun, round_: int, fragment: int, header: ContributionHe
         )
 
 
-def _commit(run: LiveRun, header: ContributionHeader, digest: bytes, size: int) -> None:
-    """The row, and the consumption of the units in the same transaction. Then the round may be due. Holds the lock."""
-    with run.world.database.write() as session:
-        consume_units(session, run.id, header.worker, header.round, header.units)
-        session.add(
-            ContributionRow(
-                run_id=run.id,
-                round=header.round,
-                fragment=header.fragment,
-                worker=header.worker,
-                digest=digest,
-                size=size,
-                tokens=header.tokens,
-                inner_steps=header.inner_steps,
-                loss=header.loss,
-                norm=header.norm,
-                accepted_at=run.world.now(),
+def _keep(run: LiveRun, header: ContributionHeader, upload: Path, digest: bytes, size: int) -> None:
+    """The file's final name, then the row together with the consumption of the units. Holds the lock."""
+    final = run.files.contribution(header.round, header.fragment, header.worker, digest)
+    try:
+        place(upload, final)
+        with run.world.database.write() as session:
+            consume_units(session, run.id, header.worker, header.round, header.units)
+            session.add(
+                ContributionRow(
+                    run_id=run.id,
+                    round=header.round,
+                    fragment=header.fragment,
+                    worker=header.worker,
+                    digest=digest,
+                    size=size,
+                    tokens=header.tokens,
+                    inner_steps=header.inner_steps,
+                    loss=header.loss,
+                    norm=header.norm,
+                    accepted_at=run.world.now(),
+                )
             )
-        )
+    except BaseException:
+        final.unlink(missing_ok=True)
+        raise
     assert run.open is not None
     run.open.fragments[header.fragment].contributed[header.worker] = Contributed(header.tokens, digest)
-    publishing.close_due(run)

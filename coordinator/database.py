@@ -4,6 +4,8 @@ One process writes. `read()` and `write()` are the only ways in: a write begins 
 late that it may not write, and commits when its block ends without an exception.
 """
 
+import errno
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import ConnectionPoolEntry
 
@@ -46,6 +49,13 @@ def migrate(data_dir: Path) -> None:
     """Bring the database of `data_dir` to the newest schema; make it where there is none."""
     data_dir.mkdir(parents=True, exist_ok=True)
     Database(data_dir).close()
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Whether a write failed for want of room, in a file or in the database."""
+    if isinstance(error, OperationalError):
+        return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _engine(path: Path) -> Engine:

@@ -15,6 +15,7 @@ import fcntl
 import itertools
 import os
 import shutil
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
@@ -26,6 +27,8 @@ from protocol.errors import OuterstepError
 from protocol.wire import Payload
 
 READ_BYTES = 1 << 20
+
+_making_folder = threading.Lock()  # who finds a folder may rely on its being durable
 
 
 class DataDirectory:
@@ -65,6 +68,8 @@ class RunFiles:
         self.root = root
         for folder in ("contributions", "deltas", "checkpoints", "state"):
             (root / folder).mkdir(parents=True, exist_ok=True)
+        for path in (root, root.parent, root.parent.parent):
+            fsync(path)
 
     def contribution(self, round_: int, fragment: int, worker: str, digest: bytes) -> Path:
         return self.root / "contributions" / str(round_) / f"{fragment}.{worker}.{digest.hex()[:16]}"
@@ -99,12 +104,18 @@ def write_pieces(path: Path, pieces: Iterable[Buffer]) -> tuple[int, bytes]:
 
 def make_durable(temporary: Path, final: Path) -> None:
     """Give `temporary` its final name, safe from a crash at any instant: fsync, rename, fsync the directory."""
-    _fsync(temporary)
-    if not final.parent.is_dir():
-        final.parent.mkdir(parents=True, exist_ok=True)
-        _fsync(final.parent.parent)
+    fsync(temporary)
+    place(temporary, final)
+
+
+def place(temporary: Path, final: Path) -> None:
+    """Give `temporary`, which was fsynced, its final name durably."""
+    with _making_folder:
+        if not final.parent.is_dir():
+            final.parent.mkdir(parents=True)
+            fsync(final.parent.parent)
     temporary.replace(final)
-    _fsync(final.parent)
+    fsync(final.parent)
 
 
 def file_digest(path: Path) -> bytes:
@@ -136,7 +147,8 @@ class PayloadFile(Payload):
         self.close()
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Make a file's content, or a folder's entries, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -17,9 +17,6 @@ class Leases:
     def end(self, worker: str) -> None:
         self._seen_at.pop(worker, None)
 
-    def end_all(self) -> None:
-        self._seen_at.clear()
-
     def expired(self, now: float) -> list[str]:
         """Workers whose lease has run out and has not been ended yet, in worker-id order."""
         return sorted(worker for worker, seen_at in self._seen_at.items() if now - seen_at > self.term_s)

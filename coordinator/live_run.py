@@ -99,7 +99,7 @@ class LiveRun:
         self.seeder: str | None = None
         self.evaluator: str | None = None  # of the final state
         self.outer: list[tuple[int, bytes]] = []  # per fragment: round and digest of the coordinator's own state
-        self.jobs: set[tuple[int, int]] = set()  # (round, fragment) with a publishing job at work
+        self.jobs: set[int] = set()  # fragments with a publishing job at work
         self.retry_at: float | None = None  # take up again what a fault, such as a full disk, interrupted
 
     @property
@@ -109,8 +109,9 @@ class LiveRun:
 
     def published_rounds(self, fragment: int) -> int:
         """How many deltas of `fragment` are published: the state that they lead to."""
-        published = self.open is not None and self.open.fragments[fragment].state is FragmentState.PUBLISHED
-        return self.round + published
+        with self.lock:
+            published = self.open is not None and self.open.fragments[fragment].state is FragmentState.PUBLISHED
+            return self.round + published
 
     @property
     def ended(self) -> bool:

@@ -11,7 +11,7 @@ from coordinator.live_run import LiveRun
 from coordinator.tables import WorkerRow
 from coordinator.units import return_units
 from protocol.errors import LayoutError, Problem
-from protocol.fragments import first_difference, plan_fragments
+from protocol.fragments import Layout, first_difference, plan_fragments
 from protocol.messages import (
     Directive,
     JoinReply,
@@ -42,7 +42,7 @@ def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
         if run.ended:
             raise Problem("run-ended", f"the run {run.name} is {run.state}")
         with run.world.database.write() as session:
-            _fix_model(run, session, request)
+            layout = _model(run, session, request)
             row = session.scalars(
                 select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)
             ).one_or_none()
@@ -72,17 +72,19 @@ def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
             run.record(
                 session, "joined", f"{worker} joined ({epoch}.)" if epoch > 1 else f"{worker} joined", worker=worker
             )
+        if run.layout is None:
+            run.layout, run.data = layout, request.data
         if old_hash is not None:
             run.member_tokens.pop(old_hash, None)
         run.member_tokens[hashed] = worker
         run.metrics[worker] = Metrics()
         run.leases.renew(worker, run.world.clock())
-        assert run.layout is not None
         run.ring()
-        return JoinReply(worker=worker, member_token=secret, epoch=epoch, lease_s=run.leases.term_s, layout=run.layout)
+        return JoinReply(worker=worker, member_token=secret, epoch=epoch, lease_s=run.leases.term_s, layout=layout)
 
 
-def _fix_model(run: LiveRun, session: Session, request: JoinRequest) -> None:
+def _model(run: LiveRun, session: Session, request: JoinRequest) -> Layout:
+    """The run's layout: fixed by the first worker; Problem where this worker's model or training set is another."""
     if run.layout is None:
         try:
             layout = plan_fragments(request.tensors, run.spec.sync.fragment_elements)
@@ -91,9 +93,7 @@ def _fix_model(run: LiveRun, session: Session, request: JoinRequest) -> None:
         row = run.row(session)
         row.layout = layout.model_dump()
         row.data = None if request.data is None else request.data.model_dump()
-        session.flush()
-        run.layout, run.data = layout, request.data
-        return
+        return layout
     if difference := first_difference(run.layout.tensors, request.tensors):
         raise Problem("model-mismatch", f"this worker's model is not the model of the run {run.name}: {difference}")
     if request.data != run.data:
@@ -102,6 +102,7 @@ def _fix_model(run: LiveRun, session: Session, request: JoinRequest) -> None:
             f"this worker's training set ({_data(request.data)}) is not the run's ({_data(run.data)}); "
             f"make data.source = {run.spec.data.source!r} hold the same files everywhere",
         )
+    return run.layout
 
 
 def _data(data: object) -> str:
@@ -109,8 +110,9 @@ def _data(data: object) -> str:
 
 
 def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:
-    """A heartbeat. The caller has checked that the member token is that of the worker's present lease."""
+    """A heartbeat. It renews a lease that lives; it does not revive one that ended while the request was on its way."""
     with run.lock:
+        check_lease(run, worker)
         run.leases.renew(worker, run.world.clock())
         run.metrics[worker] = metrics
         directive = Directive.STOP if run.state is RunState.STOPPED else Directive.CONTINUE
@@ -118,10 +120,19 @@ def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:
         return LeaseReply(directive=directive, reason=reason, lease_s=run.leases.term_s)
 
 
+def check_lease(run: LiveRun, worker: str) -> None:
+    """Problem `unauthorized` unless `worker` is live. Holds the lock."""
+    if worker not in run.leases:
+        raise Problem("unauthorized", f"the lease of {worker} has ended; join again")
+
+
 def leave(run: LiveRun, worker: str, request: LeaveRequest) -> None:
     """The worker goes in peace: its unused units return to the pool."""
     with run.lock:
-        run.metrics[worker] = request.metrics
+        if worker not in run.leases:
+            raise Problem("not-found", f"the run {run.name} has no live worker {worker}")
+        if "metrics" in request.model_fields_set:
+            run.metrics[worker] = request.metrics
         _end_lease(run, worker, WorkerState.LEFT, "left", request)
 
 

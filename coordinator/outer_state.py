@@ -49,11 +49,12 @@ def _step(run: LiveRun, fragment: int) -> None:
         with run.world.database.write() as session:
             row = session.get_one(OuterStateRow, (run.id, fragment))
             row.round, row.state_digest = after, digest
+            completed = checkpointed and _complete_checkpoint(run, session, after)
         run.outer[fragment] = (after, digest)
-        run.files.state(fragment, before).unlink()
-        if checkpointed:
-            complete_checkpoint(run, after)
         run.stepped.notify_all()
+        run.files.state(fragment, before).unlink()
+        if completed:
+            retention.clean(run)
     run.ring()
 
 
@@ -86,21 +87,23 @@ def keep_checkpoint_fragment(
         )
 
 
-def complete_checkpoint(run: LiveRun, round_: int) -> None:
-    """The checkpoint exists once all of its fragments do. Then older ones may go."""
+def _complete_checkpoint(run: LiveRun, session: Session, round_: int) -> bool:
+    """The checkpoint exists once all of its fragments do; whether that is now. Then older ones may go.
+
+    In the transaction of the step, or a crash between the two would leave the last checkpoint incomplete for ever.
+    """
     assert run.layout is not None
-    with run.world.database.write() as session:
-        rows = session.scalars(
-            select(CheckpointFragmentRow)
-            .where(CheckpointFragmentRow.run_id == run.id, CheckpointFragmentRow.round == round_)
-            .order_by(CheckpointFragmentRow.fragment)
-        ).all()
-        if len(rows) < len(run.layout.fragments) or session.get(CheckpointRow, (run.id, round_)) is not None:
-            return
-        digest = model_digest(row.state_digest for row in rows)
-        session.add(CheckpointRow(run_id=run.id, round=round_, created_at=run.world.now(), state_digest=digest))
-        run.record(session, "checkpoint", f"checkpoint {round_} is complete", round=round_)
-    retention.clean(run)
+    rows = session.scalars(
+        select(CheckpointFragmentRow)
+        .where(CheckpointFragmentRow.run_id == run.id, CheckpointFragmentRow.round == round_)
+        .order_by(CheckpointFragmentRow.fragment)
+    ).all()
+    if len(rows) < len(run.layout.fragments) or session.get(CheckpointRow, (run.id, round_)) is not None:
+        return False
+    digest = model_digest(row.state_digest for row in rows)
+    session.add(CheckpointRow(run_id=run.id, round=round_, created_at=run.world.now(), state_digest=digest))
+    run.record(session, "checkpoint", f"checkpoint {round_} is complete", round=round_)
+    return True
 
 
 def describe(run: LiveRun, row: CheckpointFragmentRow) -> CheckpointFragment:

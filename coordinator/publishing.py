@@ -1,11 +1,11 @@
 """From collecting to published: close what is due, aggregate it, publish the delta, then step the outer state."""
 
-import errno
 import logging
 from contextlib import ExitStack
 
 from coordinator import assigning, outer_state
 from coordinator.aggregating import aggregate
+from coordinator.database import disk_is_full
 from coordinator.files import PayloadFile, make_durable, write_pieces
 from coordinator.live_run import LiveRun, OpenFragment, OpenRound
 from coordinator.rounds import Close, advance, decide, has_quorum
@@ -50,7 +50,7 @@ def _close(run: LiveRun, index: int, decision: Close) -> None:
     assert run.open is not None
     fragment = run.open.fragments[index]
     contributors = {worker: fragment.contributed[worker].tokens for worker in decision.contributors}
-    late = sorted(run.open.assigned - contributors.keys())
+    late = sorted((run.open.assigned & run.leases.live()) - contributors.keys())
     with run.world.database.write() as session:
         row = session.get_one(FragmentRow, (run.id, run.open.number, index))
         row.state, row.reason, row.contributors = advance(fragment.state), decision.reason, contributors
@@ -63,10 +63,9 @@ def _close(run: LiveRun, index: int, decision: Close) -> None:
 
 def start_job(run: LiveRun, index: int) -> None:
     """On another thread: publish fragment `index` if it is due, and step the outer state. Holds the lock."""
-    job = (run.round, index)
-    if job not in run.jobs:
-        run.jobs.add(job)
-        run.world.submit(_job, run, job)
+    if index not in run.jobs:
+        run.jobs.add(index)
+        run.world.submit(_job, run, index)
 
 
 def retry_jobs(run: LiveRun) -> None:
@@ -76,34 +75,41 @@ def retry_jobs(run: LiveRun) -> None:
             return
         run.retry_at = None
         for index in range(len(run.outer)):
-            aggregating = run.open is not None and run.open.fragments[index].state is FragmentState.AGGREGATING
-            if aggregating or run.outer[index][0] < run.published_rounds(index):
-                start_job(run, index)
+            start_job(run, index)
 
 
-def _job(run: LiveRun, job: tuple[int, int]) -> None:
-    """Everything in it is deterministic and leaves nothing half-done, so after any fault it is simply done again."""
-    _, index = job
+def _job(run: LiveRun, index: int) -> None:
+    """Step and publish until nothing is left to do. At most one job works on a fragment at a time.
+
+    Everything in it is deterministic and leaves nothing half-done, so after any fault it is simply done again.
+    """
     try:
-        outer_state.catch_up(run, index)
-        opening = run.open
-        if opening is not None and opening.fragments[index].state is FragmentState.AGGREGATING:
-            size, digest = _make_delta(run, opening.number, index, opening.fragments[index])
-            with run.lock:
-                _record_delta(run, opening, index, size, digest)
-            run.ring()
+        while True:
             outer_state.catch_up(run, index)
+            with run.lock:
+                opening = _due(run, index)
+                if opening is None and run.outer[index][0] == run.published_rounds(index):
+                    run.jobs.discard(index)  # under the same lock as the look, so that no later work is missed
+                    return
+            if opening is not None:
+                size, digest = _make_delta(run, opening.number, index, opening.fragments[index])
+                with run.lock:
+                    _record_delta(run, opening, index, size, digest)
+                run.ring()
     except Exception as error:  # the job's thread has nobody to tell but the log and the events
         logger.exception("%s: fragment %d could not be published", run.name, index)
         with run.lock:
+            run.jobs.discard(index)
             run.retry_at = run.world.clock() + RETRY_S
-            full = isinstance(error, OSError) and error.errno == errno.ENOSPC
             with run.world.database.write() as session:
                 message = f"fragment {index} could not be published: {error}; trying again in {RETRY_S:.0f} s"
-                run.record(session, "storage-full" if full else "fault", message, fragment=index)
-    finally:
-        with run.lock:
-            run.jobs.discard(job)
+                run.record(session, "storage-full" if disk_is_full(error) else "fault", message, fragment=index)
+
+
+def _due(run: LiveRun, index: int) -> OpenRound | None:
+    """The open round if its fragment `index` is to be aggregated. Holds the lock."""
+    aggregating = run.open is not None and run.open.fragments[index].state is FragmentState.AGGREGATING
+    return run.open if aggregating and run.state is not RunState.STOPPED else None
 
 
 def _make_delta(run: LiveRun, round_: int, index: int, fragment: OpenFragment) -> tuple[int, bytes]:
@@ -141,6 +147,8 @@ def _make_delta(run: LiveRun, round_: int, index: int, fragment: OpenFragment) -
 
 def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, digest: bytes) -> None:
     """Publish: from here on the delta never changes. The last fragment ends the round. Holds the lock."""
+    if run.state is RunState.STOPPED:  # while the delta was made
+        return
     round_, fragment = opening.number, opening.fragments[index]
     last = all(other.state is FragmentState.PUBLISHED for other in opening.fragments if other is not fragment)
     finished = last and round_ + 1 == run.spec.sync.rounds

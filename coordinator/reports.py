@@ -47,7 +47,7 @@ def run_detail(run: LiveRun) -> RunDetail:
 
 
 def _run_fields(run: LiveRun) -> dict[str, Any]:
-    with run.lock, run.world.database.read() as session:
+    with run.world.database.read() as session:  # without the lock: it goes through the whole history
         per_worker_round = (  # the fragments of one contribution tell the same tokens
             select(func.max(ContributionRow.tokens).label("tokens"))
             .where(ContributionRow.run_id == run.id)
@@ -62,6 +62,7 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
             .order_by(EvaluationRow.round.desc())
             .limit(1)
         )
+    with run.lock:
         seeding = run.state is RunState.RUNNING and not run.seeded
         final = run.final_digest
         return {

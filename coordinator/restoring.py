@@ -79,7 +79,10 @@ def _restore_open_round(run: LiveRun) -> None:
 def _sweep_contributions(run: LiveRun) -> None:
     """Delete uploads that became durable but were never acknowledged: the crash came before their row."""
     with run.world.database.read() as session:
-        rows = session.scalars(select(ContributionRow).where(ContributionRow.run_id == run.id)).all()
+        oldest = min(run.files.rounds("contributions"), default=0)  # older ones are history: rows without files
+        rows = session.scalars(
+            select(ContributionRow).where(ContributionRow.run_id == run.id, ContributionRow.round >= oldest)
+        ).all()
     known = {run.files.contribution(row.round, row.fragment, row.worker, row.digest) for row in rows}
     for folder in (run.files.root / "contributions").iterdir():
         for path in folder.iterdir():

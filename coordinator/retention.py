@@ -1,7 +1,8 @@
 """What is deleted, and when: nothing that a checkpoint does not cover.
 
 The newest `checkpoints.keep` checkpoints stay, and every delta from the oldest of them on, so a worker can always come
-from there to the present. Contributions go once the newest checkpoint covers them. Rows stay: they are the history.
+from there to the present; the delta that led to the newest one stays in any case, for workers are just fetching it.
+Contributions go once the newest checkpoint covers them. Rows stay: they are the history.
 """
 
 from sqlalchemy import delete, select
@@ -28,7 +29,8 @@ def clean(run: LiveRun) -> None:
         with run.world.database.write() as session:
             for table in (CheckpointRow, CheckpointFragmentRow):
                 session.execute(delete(table).where(table.run_id == run.id, table.round.in_(dropped)))
-    for folder, before in (("checkpoints", kept[-1]), ("deltas", kept[-1]), ("contributions", kept[0])):
+    first_delta = min(kept[-1], kept[0] - 1)
+    for folder, before in (("checkpoints", kept[-1]), ("deltas", first_delta), ("contributions", kept[0])):
         for round_ in run.files.rounds(folder):
             if round_ < before:
                 run.files.remove_round(folder, round_)

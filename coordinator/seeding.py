@@ -39,12 +39,12 @@ def accept_state(run: LiveRun, worker: str, fragment: int, upload: Path) -> tupl
             raise Problem("invalid-payload", f"the payload is {got}, expected {expected}")
         payload.check()
         canonical = run.world.data.incoming()
-        state_digest = write_state(canonical, run.name, 0, fragment, elements, _halves(payload, elements))
-    try:
-        with run.lock:
-            return _keep(run, worker, fragment, canonical, state_digest)
-    finally:
-        canonical.unlink(missing_ok=True)
+        try:
+            state_digest = write_state(canonical, run.name, 0, fragment, elements, _halves(payload, elements))
+            with run.lock:
+                return _keep(run, worker, fragment, canonical, state_digest)
+        finally:
+            canonical.unlink(missing_ok=True)
 
 
 def _keep(
@@ -53,14 +53,24 @@ def _keep(
     assert run.layout is not None
     with run.world.database.read() as session:
         row = session.get(CheckpointFragmentRow, (run.id, 0, fragment))
-    if row is not None and row.state_digest == state_digest:
-        return outer_state.describe(run, row), False
-    if run.seeded or run.seeder != worker:
-        raise Problem("state-conflict", f"state 0 of the run {run.name} is not for {worker} to seed")
-    row = outer_state.keep_checkpoint_fragment(run, 0, fragment, canonical, state_digest)
+    created = row is None or row.state_digest != state_digest
+    if created:
+        if run.seeded or run.seeder != worker:
+            raise Problem("state-conflict", f"state 0 of the run {run.name} is not for {worker} to seed")
+        row = outer_state.keep_checkpoint_fragment(run, 0, fragment, canonical, state_digest)
+    if not run.seeded:
+        _complete(run)
+    assert row is not None
+    return outer_state.describe(run, row), created
+
+
+def _complete(run: LiveRun) -> None:
+    """State 0 is there once all of its fragments are. Holds the lock."""
+    assert run.layout is not None
     with run.world.database.read() as session:
         rows = session.query(CheckpointFragmentRow).filter_by(run_id=run.id, round=0).order_by("fragment").all()
     if len(rows) == len(run.layout.fragments):
+        outer_state.copy_checkpoint(run, 0)
         with run.world.database.write() as session:
             digest = model_digest(other.state_digest for other in rows)
             session.add(CheckpointRow(run_id=run.id, round=0, created_at=run.world.now(), state_digest=digest))
@@ -69,10 +79,8 @@ def _keep(
             )
             outer_state.set_rows(run, session, 0, [other.state_digest for other in rows])
         run.outer = [(0, other.state_digest) for other in rows]
-        outer_state.copy_checkpoint(run, 0)
         assigning.try_open(run)
         run.ring()
-    return outer_state.describe(run, row), True
 
 
 def _halves(payload: PayloadFile, elements: int) -> Iterator[tuple[F32, F32]]:

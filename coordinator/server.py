@@ -1,7 +1,10 @@
 """Serving: uvicorn around the application, until SIGTERM or SIGINT."""
 
 import logging
+import signal
 import socket
+import time
+from collections.abc import Callable
 
 import uvicorn
 
@@ -30,10 +33,14 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def make_server(settings: Settings) -> tuple[Server, socket.socket]:
+def make_server(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> tuple[Server, socket.socket]:
     """A server and its bound socket. OSError where the address is taken, OuterstepError where the directory is."""
     listening = socket.create_server((settings.host, settings.port), backlog=2048)
-    coordinator = Coordinator(settings)
+    try:
+        coordinator = Coordinator(settings, clock=clock)
+    except BaseException:
+        listening.close()
+        raise
     config = uvicorn.Config(
         create_app(coordinator),
         log_config=None,
@@ -54,4 +61,7 @@ def serve(settings: Settings) -> None:
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
     server, listening = make_server(settings)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn raises the signal again when it is done; being asked to stop and having stopped is no failure.
+        signal.signal(number, lambda *_: None)
     server.run(sockets=[listening])

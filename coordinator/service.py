@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from coordinator.tokens import Identity, Tokens
 from protocol.digest import digest
 from protocol.errors import Problem, SpecError
 from protocol.messages import EvaluationReport, NewToken, RunState, TokenRequest
-from protocol.spec import parse_spec
+from protocol.spec import RunSpec, parse_spec
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Coordinator:
         self._jobs = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="publish")
         self._world = World(self.database, self.data, self._jobs.submit, self.bell.ring, clock, now)
         self._runs: dict[str, LiveRun] = {}
+        self._creating = threading.Lock()
         with self.database.read() as session:
             rows = session.scalars(select(RunRow)).all()
         for row in rows:
@@ -70,11 +72,13 @@ class Coordinator:
     def tick(self) -> None:
         """What only the passing of time brings about. Called a few times a second."""
         for run in list(self._runs.values()):
-            if not run.ended or len(run.leases):
+            try:
                 membership.expire(run)
-            with run.lock:
-                publishing.close_due(run)
-            publishing.retry_jobs(run)
+                with run.lock:
+                    publishing.close_due(run)
+                publishing.retry_jobs(run)
+            except Exception:  # a fault of one run must not stop the others; the next tick tries again
+                logger.exception("%s: tick failed", run.name)
 
     def new_token(self, request: TokenRequest) -> NewToken:
         return self.tokens.create(request.scope, request.note, self._world.now())
@@ -85,11 +89,12 @@ class Coordinator:
         try:
             with self.database.read() as session:
                 session.execute(select(RunRow.id).limit(1))
-            probe.write_bytes(b"ready?")
+            try:
+                probe.write_bytes(b"ready?")
+            finally:
+                probe.unlink(missing_ok=True)  # fails like the write where the file system is read-only
         except (OSError, SQLAlchemyError) as error:
             raise Problem("not-ready", f"{self.settings.data_dir}: {error}", retry_after_s=5) from error
-        finally:
-            probe.unlink(missing_ok=True)
 
     def identify(self, secret: str) -> Identity | None:
         """Whose bearer token this is; None for nobody's."""
@@ -119,6 +124,10 @@ class Coordinator:
             spec = parse_spec(spec_toml)
         except SpecError as error:
             raise Problem("invalid-spec", str(error)) from error
+        with self._creating:
+            return self._create_run(spec, spec_toml)
+
+    def _create_run(self, spec: RunSpec, spec_toml: str) -> tuple[LiveRun, bool]:
         spec_digest = digest(spec_toml.encode())
         existing = self._runs.get(spec.name)
         if existing is not None:
@@ -153,8 +162,7 @@ class Coordinator:
                 run.row(session).state = state
                 run.record(session, str(state), f"the operator set the run to {state}")
             run.state = state
-            if state is RunState.RUNNING:
-                assigning.try_open(run)
+            assigning.try_open(run)  # or say why not
         run.ring()
 
     def evaluated(self, run: LiveRun, worker: str, round_: int, report: EvaluationReport) -> None:

@@ -3,6 +3,8 @@
 import hmac
 import os
 import secrets
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +37,7 @@ class Tokens:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._changing = threading.Lock()
         with database.read() as session:
             rows = session.scalars(select(TokenRow)).all()
         self._by_hash = {row.secret_hash: (row.id, Scope(row.scope)) for row in rows}
@@ -46,24 +49,30 @@ class Tokens:
                 return Identity(scope)
         return None
 
-    def create(self, scope: Scope, note: str, now: float) -> NewToken:
+    def create(
+        self, scope: Scope, note: str, now: float, deliver: Callable[[str], None] = lambda secret: None
+    ) -> NewToken:
+        """Make a token. `deliver` gets the secret before the token is committed: if it fails, there is no token."""
         secret, hashed = new_secret()
         info = TokenInfo(id=secrets.token_hex(4), scope=scope, note=note, created_at=now)
-        with self._database.write() as session:
-            session.add(TokenRow(**info.model_dump(), secret_hash=hashed))
-        self._by_hash = {**self._by_hash, hashed: (info.id, scope)}
+        with self._changing:
+            with self._database.write() as session:
+                session.add(TokenRow(**info.model_dump(), secret_hash=hashed))
+                deliver(secret)
+            self._by_hash = {**self._by_hash, hashed: (info.id, scope)}
         return NewToken(**info.model_dump(), token=secret)
 
     def revoke(self, token_id: str) -> None:
-        with self._database.write() as session:
-            row = session.get(TokenRow, token_id)
-            if row is None:
-                raise Problem("not-found", f"there is no token {token_id}")
-            last = row.scope == Scope.ADMIN and sum(scope is Scope.ADMIN for _, scope in self._by_hash.values()) == 1
-            if last:
-                raise Problem("forbidden", "this is the last admin token; make another before you revoke it")
-            session.delete(row)
-        self._by_hash = {hashed: entry for hashed, entry in self._by_hash.items() if entry[0] != token_id}
+        with self._changing:
+            admins = sum(scope is Scope.ADMIN for _, scope in self._by_hash.values())
+            with self._database.write() as session:
+                row = session.get(TokenRow, token_id)
+                if row is None:
+                    raise Problem("not-found", f"there is no token {token_id}")
+                if row.scope == Scope.ADMIN and admins == 1:
+                    raise Problem("forbidden", "this is the last admin token; make another before you revoke it")
+                session.delete(row)
+            self._by_hash = {hashed: entry for hashed, entry in self._by_hash.items() if entry[0] != token_id}
 
     def listed(self, limit: int, after: str | None) -> list[TokenInfo]:
         with self._database.read() as session:
@@ -79,8 +88,14 @@ class Tokens:
         """At the very first start, make an admin token and write it to `path`, readable by its owner alone."""
         if any(scope is Scope.ADMIN for _, scope in self._by_hash.values()):
             return False
-        created = self.create(Scope.ADMIN, "made at the first start", now)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(created.token + "\n")
+        self.create(Scope.ADMIN, "made at the first start", now, lambda secret: _write_secret(path, secret))
         return True
+
+
+def _write_secret(path: Path, secret: str) -> None:
+    path.unlink(missing_ok=True)  # whoever may read an old file of this name, may not read this one
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secret + "\n")
+        file.flush()
+        os.fsync(file.fileno())

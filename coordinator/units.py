@@ -4,7 +4,7 @@ A unit is one inner step's batch. Units are numbered without end through the epo
 to epoch g // units_per_epoch); each is consumed by exactly one accepted contribution. Ranges are half-open.
 """
 
-from sqlalchemy import select, update
+from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
 
 from coordinator.tables import RunRow, UnitRangeRow
@@ -67,23 +67,22 @@ def consume_units(session: Session, run_id: int, worker: str, round_: int, units
     They must be ranges as they were assigned, each listed once. The fragments of one contribution name the same units,
     so units that this very round consumed are accepted again. Raises Problem `units-not-held` otherwise.
     """
-    if len({start for start, _ in units}) != len(units):
-        raise Problem("units-not-held", f"a range of work units is listed twice in {units}")
-    rows = {
+    held = {
         row.start: row
         for row in session.scalars(
             select(UnitRangeRow).where(
                 UnitRangeRow.run_id == run_id,
                 UnitRangeRow.worker == worker,
-                UnitRangeRow.start.in_([start for start, _ in units]),
+                or_(UnitRangeRow.state == "assigned", UnitRangeRow.consumed_round == round_),
             )
         )
     }
     for start, stop in units:
-        row = rows.get(start)
-        if row is None or row.stop != stop or row.consumed_round not in (None, round_):
+        row = held.pop(start, None)
+        if row is None or row.stop != stop:
             raise Problem(
-                "units-not-held", f"work units [{start}, {stop}) are not assigned to {worker}, or were used before"
+                "units-not-held",
+                f"work units [{start}, {stop}) are not assigned to {worker}, were used before, or are listed twice",
             )
         row.state, row.consumed_round = "consumed", round_
     return sum(stop - start for start, stop in units)

@@ -37,7 +37,7 @@ async def seed(
 
 @router.get("")
 def list_checkpoints(
-    run: ReadableRun, limit: Limit = 100, after: Annotated[int | None, Query(ge=0)] = None
+    run: ReadableRun, limit: Limit = 100, after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None
 ) -> Page[CheckpointInfo]:
     """The checkpoints, newest first."""
     return reports.checkpoints(run, limit, after)

@@ -1,6 +1,5 @@
 """Events: JSON pages, or a live stream of server-sent events."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -25,8 +24,8 @@ async def get_events(
     run: ReadableRun,
     service: Service,
     limit: Limit = 100,
-    after: Annotated[int, Query(ge=0)] = 0,
-    last_event_id: Annotated[int, Header(ge=0)] = 0,
+    after: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
+    last_event_id: Annotated[int, Header(ge=0, lt=1 << 63)] = 0,
 ) -> Any:
     """What happened, oldest first. With `Accept: text/event-stream`: from `Last-Event-ID` on, and on as it happens."""
     if "text/event-stream" in http.headers.get("accept", ""):
@@ -42,4 +41,4 @@ async def _stream(run: LiveRun, bell: Bell, after: int) -> AsyncIterator[ServerS
             yield ServerSentEvent(id=str(event.id), event=event.kind, data=event.model_dump_json())
             after = event.id
         if not page.items:
-            await asyncio.shield(ring.wait())
+            await ring.wait()

@@ -2,19 +2,26 @@
 
 import re
 import uuid
+from http import HTTPStatus
 
+from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.api.problems import problem_response
+from coordinator.api.problems import fault_response, problem_response
 from protocol.errors import Problem
 
 MAX_MESSAGE_BYTES = 16 << 20  # a join lists every tensor of the model
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# Exactly these: a worker or a run may be called "fragments".
+_UPLOAD = re.compile(r"/v1/runs/[^/]+/(rounds/[^/]+/fragments/[^/]+/contributions/[^/]+|checkpoints/0/fragments/[^/]+)")
 
 
 class RequestId:
-    """Takes the client's X-Request-Id, or makes one; answers with it."""
+    """Takes the client's X-Request-Id, or makes one; answers with it, also where the application failed.
+
+    Not left to starlette, whose own last resort answers without the id and then drops the connection.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -25,14 +32,21 @@ class RequestId:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
 
         async def send_with_id(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:  # whatever it is, the client hears of it as a problem
+            if started:
+                raise
+            await fault_response(scope, request_id, error)(scope, receive, send_with_id)
 
 
 class LimitBody:
@@ -45,7 +59,7 @@ class LimitBody:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or "/fragments/" in scope["path"]:
+        if scope["type"] != "http" or _UPLOAD.fullmatch(scope["path"]):
             await self._app(scope, receive, send)
             return
         too_large = Problem("payload-too-large", f"a message has at most {MAX_MESSAGE_BYTES} bytes")
@@ -60,7 +74,8 @@ class LimitBody:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > MAX_MESSAGE_BYTES:
-                raise too_large
+                # FastAPI makes a 400 of every other exception that reading a body raises.
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, too_large.detail)
             return message
 
         await self._app(scope, receive_limited, send)

@@ -1,6 +1,5 @@
 """Every error as problem+json (RFC 9457)."""
 
-import errno
 import logging
 import math
 from typing import Any
@@ -10,7 +9,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
+from coordinator.database import disk_is_full
 from protocol.errors import Problem, WireError
 from protocol.spec import explain
 
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def install(app: FastAPI) -> None:
-    """Answer every exception that can leave a handler."""
+    """Answer every exception that a handler raises on purpose; `fault_response` answers the others."""
 
     @app.exception_handler(Problem)
     async def _problem(_: Request, error: Problem) -> Response:
@@ -31,7 +32,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> Response:
         faults: list[Any] = list(error.errors())
-        return problem_response(Problem("invalid-message", "; ".join(explain(fault) for fault in faults[:5])))
+        return problem_response(Problem("invalid-message", "; ".join(_explain(fault) for fault in faults[:5])))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
@@ -42,6 +43,8 @@ def install(app: FastAPI) -> None:
             )
         if error.status_code == 404:
             return problem_response(Problem("not-found", f"{where}: there is nothing here; see /docs"))
+        if error.status_code == 413:
+            return problem_response(Problem("payload-too-large", f"{where}: {error.detail}"))
         return problem_response(Problem("invalid-message", f"{where}: {error.detail}"))
 
     @app.exception_handler(ClientDisconnect)
@@ -49,20 +52,18 @@ def install(app: FastAPI) -> None:
         logger.info("%s %s: the client went away", request.method, request.url.path)
         return Response(status_code=499)  # nobody reads it
 
-    @app.exception_handler(OSError)
-    async def _os(request: Request, error: OSError) -> Response:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return problem_response(Problem("storage-full", f"{error}; nothing was kept", retry_after_s=10))
-        return _fault(request, error)
 
-    @app.exception_handler(Exception)
-    async def _any(request: Request, error: Exception) -> Response:
-        return _fault(request, error)
+def _explain(fault: Any) -> str:
+    if fault["type"] == "json_invalid":
+        return f"the body is not JSON: {fault['ctx']['error']} (at character {fault['loc'][-1]})"
+    return explain(fault)
 
 
-def _fault(request: Request, error: Exception) -> Response:
-    request_id = getattr(request.state, "request_id", "?")
-    logger.error("request %s: %s %s failed", request_id, request.method, request.url.path, exc_info=error)
+def fault_response(scope: Scope, request_id: str, error: Exception) -> Response:
+    """The answer to what no handler foresaw: the disk is full, or it is our own fault."""
+    if disk_is_full(error):
+        return problem_response(Problem("storage-full", "the coordinator's disk is full", retry_after_s=10))
+    logger.error("request %s: %s %s failed", request_id, scope["method"], scope["path"], exc_info=error)
     return problem_response(Problem("internal", f"{type(error).__name__}; the log has request {request_id}"))
 
 

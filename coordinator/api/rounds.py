@@ -25,7 +25,7 @@ _PAYLOAD_BODY = {
 
 @router.get("")
 def list_rounds(
-    run: ReadableRun, limit: Limit = 100, after: Annotated[int | None, Query(ge=0)] = None
+    run: ReadableRun, limit: Limit = 100, after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None
 ) -> Page[RoundInfo]:
     """The rounds, newest first."""
     return reports.rounds(run, limit, after)

@@ -38,10 +38,7 @@ def leave(
     """Leave, or (an admin) make a worker leave."""
     if not (caller.is_member(run, worker) or caller.allows(Scope.ADMIN)):
         raise Problem("forbidden", f"only the member {worker} itself or an admin may do this")
-    live_run = service.run(run)
-    if worker not in live_run.leases:
-        raise Problem("not-found", f"the run {run} has no live worker {worker}")
-    membership.leave(live_run, worker, request or LeaveRequest())
+    membership.leave(service.run(run), worker, request or LeaveRequest())
     return Response(status_code=204)
 
 
@@ -58,9 +55,9 @@ async def get_assignment(
     """What to do next. Long-polls with `Prefer: wait=SECONDS` while there is nothing to do."""
 
     def look() -> tuple[bool, Assignment]:
-        if worker not in run.leases:
-            raise Problem("unauthorized", f"the lease of {worker} has ended; join again")
-        assignment = assigning.assign(run, worker, request.state_round)
+        with run.lock:
+            membership.check_lease(run, worker)  # it may have ended during the wait, and no units go to the dead
+            assignment = assigning.assign(run, worker, request.state_round)
         return assignment.action is not Action.WAIT, assignment
 
     return await poll(service.bell, run.name, preferred_wait_s(http), look)

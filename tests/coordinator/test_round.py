@@ -45,8 +45,9 @@ def test_two_workers_and_the_coordinator_hold_the_same_state_after_three_rounds(
             member.take_part(round_)
         for member in members:
             member.step(round_)
+    running.await_state("r", 3)
     info = running.client().get("/v1/runs/r").json()
-    assert info["state"] == "finished" and info["round"] == 3
+    assert (info["state"], info["round"]) == ("finished", 3)
     checkpoint = running.client().get("/v1/runs/r/checkpoints/3").json()
     for p in range(len(members[0].theta)):
         assert members[0].base(p) == members[1].base(p)

@@ -1,0 +1,311 @@
+"""What holds at every address: problems, request ids, limits, paging, OpenAPI with local assets, health."""
+
+import http.client
+import json
+import re
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from coordinator.api.limits import MAX_MESSAGE_BYTES
+from protocol.errors import PROBLEM_PREFIX, PROBLEMS
+from protocol.messages import JoinRequest, Scope
+from protocol.spec import MAX_SPEC_BYTES
+from tests.coordinator.crew import crew, info, play_round, problem
+from tests.support.coordinator import InThread, coordinator_thread
+from tests.support.member import DATA, TENSORS, Member, spec_toml
+
+
+@pytest.fixture(scope="module")
+def admin(shared: InThread) -> Iterator[httpx.Client]:
+    with shared.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def member(shared: InThread) -> Member:
+    (member,) = crew(shared, "r", ["w"], rounds=9)
+    member.assignment(0)
+    return member
+
+
+# --- problems -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "slug"),
+    [
+        ("GET", "/nowhere", "not-found"),
+        ("GET", "/v1/nowhere", "not-found"),
+        ("GET", "/v1/runs/none", "not-found"),
+        ("GET", "/v1/runs/UPPER", "invalid-message"),
+        ("GET", "/v1/runs/r/workers/none", "not-found"),
+        ("GET", "/v1/runs/r/rounds/7", "not-found"),
+        ("GET", "/v1/runs/r/rounds/x", "invalid-message"),
+        ("GET", "/v1/runs/r/rounds/-1/fragments/0/delta", "invalid-message"),
+        ("GET", f"/v1/runs/r/rounds/{1 << 63}/fragments/0/delta", "invalid-message"),
+        ("GET", f"/v1/runs/r/rounds/{(1 << 63) - 1}/fragments/0/delta", "not-published"),
+        ("GET", f"/v1/runs/r/rounds/0/fragments/{(1 << 63) - 1}/delta", "not-found"),
+        ("GET", "/v1/runs/r/checkpoints/7", "not-found"),
+        ("GET", "/v1/runs/r/checkpoints/7/fragments/0", "not-found"),
+        ("GET", "/v1/runs/r/checkpoints/latest/fragments/0", "invalid-message"),
+        ("GET", f"/v1/runs/r/rounds?after={10**30}", "invalid-message"),
+        ("GET", f"/v1/runs/r/checkpoints?after={10**30}", "invalid-message"),
+        ("GET", "/v1/runs?limit=0", "invalid-message"),
+        ("GET", "/v1/runs?limit=1001", "invalid-message"),
+        ("POST", "/v1/runs/r", "method-not-allowed"),
+        ("DELETE", "/v1/runs", "method-not-allowed"),
+        ("HEAD", "/v1/runs/r/rounds/0/fragments/0/delta", "method-not-allowed"),
+        ("DELETE", "/v1/tokens/none", "not-found"),
+    ],
+)
+def test_errors_are_problems(admin: httpx.Client, member: Member, method: str, path: str, slug: str) -> None:
+    reply = admin.request(method, path)
+    if method == "HEAD":
+        assert reply.status_code == PROBLEMS[slug][0]
+    else:
+        assert problem(reply, slug)["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{", "the body is not JSON: Expecting property name"),
+        (b"[]", "dict"),
+        (b'{"scope": "king"}', "'king'"),
+        (b'{"note": "x"}', "scope: this key is missing"),
+        (b'{"scope": "admin", "colour": "red"}', "colour: there is no such key"),
+        (b'{"scope": "admin", "note": "' + b"x" * 201 + b'"}', "note"),
+        (b"\xff\xfe", "the body is not JSON"),
+    ],
+)
+def test_a_malformed_message_is_refused_with_the_key_and_what_is_wrong(
+    admin: httpx.Client, body: bytes, said: str
+) -> None:
+    reply = admin.post("/v1/tokens", content=body, headers={"Content-Type": "application/json"})
+    assert said in problem(reply, "invalid-message")["detail"]
+
+
+def test_every_json_request_refuses_unknown_keys(admin: httpx.Client, member: Member) -> None:
+    bodies: dict[tuple[str, str], dict[str, Any]] = {
+        ("PUT", member.path()): JoinRequest(tensors=TENSORS, data=DATA).model_dump(mode="json"),
+        ("DELETE", member.path()): {},
+        ("PUT", member.path("/lease")): {},
+        ("PUT", member.path("/assignment")): {"state_round": 0},
+        ("PUT", "/v1/runs/r/rounds/0/evaluation"): {"loss": 1.0, "tokens": 1},
+        ("PATCH", "/v1/runs/r"): {"state": "paused"},
+        ("POST", "/v1/tokens"): {"scope": "viewer"},
+    }
+    schema = admin.get("/openapi.json").json()["paths"]
+    takes_json = {
+        (method.upper(), path)
+        for path, methods in schema.items()
+        for method, operation in methods.items()
+        if "application/json" in operation.get("requestBody", {}).get("content", {})
+    }
+    assert len(takes_json) == len(bodies), "a request is missing in this test"
+    for (method, path), body in bodies.items():
+        joins = (method, path) == ("PUT", member.path())
+        by_member = ("workers" in path and not joins) or "evaluation" in path
+        client = member.http if by_member else admin
+        reply = client.request(method, path, json={**body, "surprise": 1})
+        assert "surprise: there is no such key" in problem(reply, "invalid-message")["detail"]
+
+
+def test_numbers_that_json_has_not_are_refused(member: Member) -> None:
+    for loss in ("NaN", "Infinity", "1e999"):
+        body = f'{{"loss": {loss}, "tokens": 1}}'.encode()
+        reply = member.http.put(
+            "/v1/runs/r/rounds/0/evaluation", content=body, headers={"Content-Type": "application/json"}
+        )
+        problem(reply, "invalid-message")
+
+
+def test_an_evaluation_of_a_state_that_does_not_exist_yet_is_refused(member: Member) -> None:
+    reply = member.http.put("/v1/runs/r/rounds/5/evaluation", json={"loss": 1.0, "tokens": 1})
+    problem(reply, "round-not-open")
+
+
+@pytest.mark.parametrize(
+    ("spec", "slug", "said"),
+    [
+        (b"\xff", "invalid-spec", "UTF-8"),
+        (b"name = ", "invalid-spec", "TOML"),
+        (b'name = "x"', "invalid-spec", "sync"),
+        (spec_toml("x", rounds=-1).encode(), "invalid-spec", "sync.rounds = -1"),
+        (spec_toml("x", sync='upload_codec = "zip"').encode(), "invalid-spec", "sync.upload_codec = 'zip'"),
+        (spec_toml("x", sync="speed = 3").encode(), "invalid-spec", "sync.speed: there is no such key"),
+        (spec_toml("../x").encode(), "invalid-spec", "name"),
+        (b"#" * (MAX_SPEC_BYTES + 1), "payload-too-large", "65536"),
+        (spec_toml("r", rounds=5).encode(), "run-exists", "choose a new name"),
+    ],
+)
+def test_a_spec_that_cannot_be_run_is_refused_with_key_and_value(
+    admin: httpx.Client, member: Member, spec: bytes, slug: str, said: str
+) -> None:
+    assert said in problem(admin.post("/v1/runs", content=spec), slug)["detail"]
+    assert admin.get("/v1/runs/x").status_code == 404
+
+
+def test_the_same_spec_again_is_the_same_run_and_it_is_kept_byte_for_byte(admin: httpx.Client, run: str) -> None:
+    spec = spec_toml(run) + "\n# grüße\r\n"
+    assert admin.post("/v1/runs", content=spec.encode()).status_code == 201
+    again = admin.post("/v1/runs", content=spec.encode())
+    assert (again.status_code, again.json()["name"]) == (200, run)
+    assert admin.get(f"/v1/runs/{run}/spec").content == spec.encode()
+
+
+def test_an_unforeseen_fault_is_a_problem_with_the_request_id_that_the_log_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with coordinator_thread(tmp_path / "data") as running, running.client() as client:
+        running.create_run(spec_toml("r"))
+        with sqlite3.connect(tmp_path / "data" / "outerstep.db") as database:
+            database.execute("DROP TABLE rounds")
+        reply = client.get("/v1/runs/r/rounds", headers={"X-Request-Id": "find-me"})
+        detail = problem(reply, "internal")["detail"]
+        assert "find-me" in detail
+        assert "rounds" not in detail, "innards are for the log"
+        assert reply.headers["x-request-id"] == "find-me"
+    assert "request find-me: GET /v1/runs/r/rounds failed" in caplog.text
+
+
+# --- request ids and limits ---------------------------------------------------------------------------------------
+
+
+def test_every_answer_carries_a_request_id_the_clients_own_where_it_is_decent(admin: httpx.Client) -> None:
+    for path in ("/healthz", "/v1/runs", "/docs", "/nowhere"):
+        assert admin.get(path, headers={"X-Request-Id": "abc-1"}).headers["x-request-id"] == "abc-1"
+        for indecent in ("x" * 65, "a b", 'a"'):
+            made = admin.get(path, headers={"X-Request-Id": indecent}).headers["x-request-id"]
+            assert re.fullmatch("[0-9a-f]{32}", made)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/tokens", "/v1/runs/fragments/workers/fragments", "/v1/runs/a/workers/fragments/lease"]
+)
+@pytest.mark.parametrize("token", ["admin", "none"])
+@pytest.mark.parametrize("announced", [True, False], ids=["with Content-Length", "chunked"])
+def test_a_message_over_the_limit_is_refused_whoever_sends_it(
+    shared: InThread, path: str, token: str, announced: bool
+) -> None:
+    piece = b" " * (1 << 20)
+    count = MAX_MESSAGE_BYTES // len(piece) + 1
+    headers = {"Content-Type": "application/json"}
+    if announced:
+        headers["Content-Length"] = str(count * len(piece))
+    with shared.client("" if token == "none" else None) as client:
+        method = "POST" if path == "/v1/tokens" else "PUT"
+        reply = client.request(method, path, content=(piece for _ in range(count)), headers=headers)
+    problem(reply, "payload-too-large")
+
+
+def test_an_upload_must_say_its_length_and_digest_and_stay_within_what_a_fragment_can_be(member: Member) -> None:
+    path = member.contribution_path(0, 0)
+    problem(member.http.put(path, content=(b"x" for _ in range(2))), "length-required")
+    assert "Content-Digest" in problem(member.http.put(path, content=b"xx"), "invalid-message")["detail"]
+    problem(member.http.put(path, content=b"xx", headers={"Content-Digest": "blake3=:AAAA:"}), "invalid-message")
+    problem(member.http.put(path, content=b"xx", headers={"Content-Digest": "sha-256=:AAAA:"}), "invalid-message")
+    connection = http.client.HTTPConnection(member.http.base_url.host, member.http.base_url.port, timeout=20)
+    connection.putrequest("PUT", path)
+    connection.putheader("Authorization", member.http.headers["authorization"])
+    connection.putheader("Content-Length", str(1 << 40))
+    connection.endheaders()
+    refused = connection.getresponse()  # before a byte of the body
+    assert refused.status == 413
+    assert json.loads(refused.read())["type"] == PROBLEM_PREFIX + "payload-too-large"
+    connection.close()
+    good = member.payload(member.assignment(0), 0, member.pseudo_gradients(0)[0])
+    other = member.put(path, good).request.headers["content-digest"]
+    problem(member.http.put(path, content=good[:-1] + b"?", headers={"Content-Digest": other}), "digest-mismatch")
+
+
+# --- paging -------------------------------------------------------------------------------------------------------
+
+
+def test_listings_go_page_by_page_through_everything_once(shared: InThread, run: str) -> None:
+    members = crew(shared, run, ["a", "b", "c"], rounds=5, min_workers=3, checkpoints="every_rounds = 1\nkeep = 9")
+    for round_ in range(5):
+        play_round(members, round_)
+    shared.await_state(run, 5)
+    for what, key, expected in [
+        ("rounds", "round", [4, 3, 2, 1, 0]),
+        ("checkpoints", "round", [5, 4, 3, 2, 1, 0]),
+        ("workers", "name", ["a", "b", "c"]),
+    ]:
+        found, address = [], f"/{what}?limit=2"
+        while address:
+            page = info(shared, run, address)
+            assert len(page["items"]) <= 2
+            found += [item[key] for item in page["items"]]
+            address = f"/{what}?limit=2&after={page['next']}" if page["next"] else ""
+        assert found == expected
+    rounds = info(shared, run, "/rounds")["items"]
+    assert all(each["state"] == "published" and each["closed_at"] >= each["opened_at"] for each in rounds)
+    assert all(each["tokens"] == 3 * 5 * 32 and each["loss"] == 1.5 for each in rounds)
+
+
+def test_runs_are_listed_by_name_page_by_page(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "data") as running, running.client() as client:
+        for name in ("c", "a", "b"):
+            running.create_run(spec_toml(name))
+        first = client.get("/v1/runs?limit=2").json()
+        assert [each["name"] for each in first["items"]] == ["a", "b"]
+        second = client.get(f"/v1/runs?limit=2&after={first['next']}").json()
+        assert ([each["name"] for each in second["items"]], second["next"]) == (["c"], None)
+
+
+# --- OpenAPI and health -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", ["/docs", "/redoc"])
+def test_the_documentation_loads_nothing_from_elsewhere(shared: InThread, page: str) -> None:
+    html = httpx.get(shared.url + page, verify=False).text
+    assets = re.findall(r"""(?:src|href)=["']([^"']+)["']""", html)
+    assert assets
+    for asset in assets:
+        assert re.match("/[^/]", asset), asset
+        assert httpx.get(shared.url + asset, verify=False).status_code == 200, asset
+    elsewhere = [url for url in re.findall(r"https?://[^\s\"'<]+", html) if not url.startswith(shared.url)]
+    assert elsewhere == []
+
+
+def test_openapi_tells_the_token_scheme_and_a_sentence_for_every_address(admin: httpx.Client) -> None:
+    schema = admin.get("/openapi.json").json()
+    assert schema["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"
+    for path, methods in schema["paths"].items():
+        for method, operation in methods.items():
+            assert operation.get("description"), (method, path)
+
+
+def test_health_needs_no_token(shared: InThread) -> None:
+    for path, status in (("/healthz", "ok"), ("/readyz", "ready")):
+        reply = httpx.get(shared.url + path, verify=False)
+        assert (reply.status_code, reply.json()["status"]) == (200, status)
+
+
+def test_ready_means_that_the_data_directory_takes_writes(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "data") as running, running.client() as client:
+        incoming = tmp_path / "data" / "incoming"
+        incoming.rmdir()
+        incoming.write_bytes(b"")
+        refused = client.get("/readyz")
+        assert str(tmp_path) in problem(refused, "not-ready")["detail"]
+        assert refused.headers["retry-after"] == "5"
+        assert client.get("/healthz").status_code == 200
+        incoming.unlink()
+        problem(client.get("/readyz"), "not-ready")
+        incoming.mkdir()
+        assert client.get("/readyz").status_code == 200
+        assert list(incoming.iterdir()) == []
+
+
+def test_a_viewer_may_read_but_the_problem_prefix_is_the_same_for_all(shared: InThread, member: Member) -> None:
+    with shared.client(shared.token(Scope.VIEWER)) as viewer:
+        assert viewer.get("/v1/runs/r").status_code == 200
+        refused = viewer.patch("/v1/runs/r", json={"state": "paused"})
+    assert refused.json()["type"] == PROBLEM_PREFIX + "forbidden"

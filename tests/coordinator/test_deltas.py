@@ -1,0 +1,157 @@
+"""Fetching deltas and checkpoints: immutable bytes with ETag, Range and long-polling."""
+
+import threading
+
+import httpx
+import pytest
+
+from protocol.digest import digest
+from protocol.wire import DeltaHeader, Payload, StateHeader
+from tests.coordinator.crew import crew, info, play_round, problem
+from tests.support.coordinator import InThread
+from tests.support.member import Member
+
+
+@pytest.fixture(scope="module")
+def member(shared: InThread) -> Member:
+    """The only member of a run of one round, which is finished."""
+    (member,) = crew(shared, "blobs", ["w"], rounds=1)
+    play_round([member], 0)
+    shared.await_state("blobs", 1)
+    return member
+
+
+@pytest.fixture(params=["rounds/0/fragments/1/delta", "checkpoints/1/fragments/1"], ids=["delta", "checkpoint"])
+def address(request: pytest.FixtureRequest) -> str:
+    return f"/v1/runs/blobs/{request.param}"
+
+
+def test_the_bytes_are_a_payload_of_their_kind_and_their_digest_is_the_etag(member: Member, address: str) -> None:
+    reply = member.http.get(address)
+    assert reply.status_code == 200
+    assert reply.headers["content-type"] == "application/vnd.outerstep.payload"
+    assert reply.headers["cache-control"] == "public, max-age=31536000, immutable"
+    assert reply.headers["accept-ranges"] == "bytes"
+    assert reply.headers["etag"] == f'"{digest(reply.content).hex()}"'
+    header = Payload.from_bytes(reply.content).header
+    assert isinstance(header, DeltaHeader if address.endswith("delta") else StateHeader)
+    assert header.fragment == 1
+
+
+def test_the_listings_tell_the_same_digests(shared: InThread, member: Member) -> None:
+    delta = member.http.get("/v1/runs/blobs/rounds/0/fragments/1/delta")
+    fragment = info(shared, "blobs", "/rounds/0")["fragments"][1]
+    assert (fragment["delta_digest"], fragment["delta_bytes"]) == (digest(delta.content).hex(), len(delta.content))
+    state = member.http.get("/v1/runs/blobs/checkpoints/1/fragments/1")
+    described = info(shared, "blobs", "/checkpoints/latest")["fragments"][1]
+    assert (described["digest"], described["bytes"]) == (digest(state.content).hex(), len(state.content))
+    assert described["state_digest"] == member.base(1).hex()
+
+
+@pytest.mark.parametrize("wanted", ["{etag}", "W/{etag}", '"other", {etag}', "*"])
+def test_what_the_client_has_already_is_not_sent_again(member: Member, address: str, wanted: str) -> None:
+    etag = member.http.get(address).headers["etag"]
+    reply = member.http.get(address, headers={"If-None-Match": wanted.format(etag=etag)})
+    assert (reply.status_code, reply.content, reply.headers["etag"]) == (304, b"", etag)
+
+
+def test_another_etag_gets_the_bytes(member: Member, address: str) -> None:
+    assert member.http.get(address, headers={"If-None-Match": '"other"'}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("wanted", "start", "stop"),
+    [("bytes=0-0", 0, 1), ("bytes=10-19", 10, 20), ("bytes=100-", 100, None), ("bytes=-7", -7, None), ("bytes=5-999999999", 5, None)],
+)  # fmt: skip
+def test_a_range_gets_just_that(member: Member, address: str, wanted: str, start: int, stop: int | None) -> None:
+    whole = member.http.get(address)
+    reply = member.http.get(address, headers={"Range": wanted})
+    assert reply.status_code == 206
+    assert reply.content == whole.content[start:stop]
+    assert reply.headers["etag"] == whole.headers["etag"]
+    first = start % len(whole.content)
+    assert reply.headers["content-range"] == f"bytes {first}-{first + len(reply.content) - 1}/{len(whole.content)}"
+
+
+def test_a_download_that_broke_off_goes_on_only_on_the_same_bytes(member: Member, address: str) -> None:
+    whole = member.http.get(address)
+    half = len(whole.content) // 2
+    wanted = {"Range": f"bytes={half}-"}
+    same = member.http.get(address, headers={**wanted, "If-Range": whole.headers["etag"]})
+    assert (same.status_code, same.content) == (206, whole.content[half:])
+    other = member.http.get(address, headers={**wanted, "If-Range": '"other"'})
+    assert (other.status_code, other.content) == (200, whole.content)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    ["bytes=99999999-", "bytes=5-2", "bytes=-0", "bytes=", "bytes=-", "bytes=a-b", "bytes", "lines=0-1", "bytes=0-1,99999999-", "bytes=" + ",".join(["0-1"] * 101)],
+)  # fmt: skip
+def test_a_range_that_cannot_be_had_is_a_problem(member: Member, address: str, wanted: str) -> None:
+    assert "bytes" in problem(member.http.get(address, headers={"Range": wanted}), "range-not-satisfiable")["detail"]
+
+
+def test_a_delta_that_is_not_there_yet_says_what_is_waited_for(shared: InThread, run: str) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=2, min_workers=2)
+    assert "not open: round 0 waits for workers" in problem(a.delta(0, 0, wait_s=0), "not-published")["detail"]
+    for each in (a, b):
+        each.assignment(0)
+    a.take_part(0)
+    refused = a.delta(0, 0, wait_s=0)
+    assert "waiting for 1 of 2 workers (b)" in problem(refused, "not-published")["detail"]
+    assert refused.headers["retry-after"] == "1"
+    problem(a.delta(0, 2, wait_s=0), "not-found")
+    problem(a.delta(1, 0, wait_s=0), "not-published")
+
+
+def test_a_long_poll_answers_when_the_delta_is_published(shared: InThread, run: str) -> None:
+    (a,) = crew(shared, run, ["a"], rounds=1)
+    replies: list[httpx.Response] = []
+    with shared.client() as waiting:
+
+        def wait() -> None:
+            replies.append(
+                waiting.get(f"/v1/runs/{run}/rounds/0/fragments/0/delta", headers={"Prefer": "wait=60"}, timeout=90)
+            )
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        a.take_part(0)
+        thread.join(timeout=30)
+        assert not thread.is_alive(), "it was published, and still the poll waits"
+    assert replies[0].status_code == 200
+
+
+def test_a_long_poll_for_work_answers_when_the_round_opens(shared: InThread, run: str) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
+    assignments = []
+    thread = threading.Thread(target=lambda: assignments.append(a.assignment(0, wait_s=25)))
+    thread.start()
+    assert b.assignment(0, wait_s=25).action == "train"
+    thread.join(timeout=20)
+    assert assignments[0].action == "train"
+
+
+def test_long_polls_of_a_run_that_is_stopped_end(shared: InThread, run: str) -> None:
+    (a,) = crew(shared, run, ["a"], rounds=1)
+    a.assignment(0)
+    replies = []
+    thread = threading.Thread(target=lambda: replies.append(a.delta(0, 0, wait_s=25)))
+    thread.start()
+    with shared.client() as admin:
+        admin.patch(f"/v1/runs/{run}", json={"state": "stopped"})
+    thread.join(timeout=20)
+    problem(replies[0], "run-ended")
+
+
+def test_deltas_and_checkpoints_that_the_retention_rule_deleted(shared: InThread, run: str) -> None:
+    (a,) = crew(shared, run, ["a"], rounds=3, checkpoints="every_rounds = 1\nkeep = 1")
+    for round_ in range(3):
+        play_round([a], round_)
+        shared.await_state(run, round_ + 1)
+    problem(a.delta(0, 0), "gone")
+    problem(a.delta(1, 0), "gone")
+    assert a.delta(2, 0).status_code == 200, "the newest delta stays, for workers are just fetching it"
+    problem(a.http.get(f"/v1/runs/{run}/checkpoints/1/fragments/0"), "not-found")
+    problem(a.http.get(f"/v1/runs/{run}/checkpoints/1"), "not-found")
+    assert [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == [3]

@@ -1,0 +1,114 @@
+"""Events: pages by cursor, and the live stream that resumes where it broke off."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.coordinator.crew import crew, info, play_round, problem
+from tests.support.coordinator import InThread, Running, coordinator_thread
+from tests.support.member import spec_toml
+
+
+@contextmanager
+def stream(running: Running, run: str, **headers: str) -> Iterator[Iterator[dict[str, Any]]]:
+    """The server-sent events of a run, each as {id, event, data}."""
+    accept = {"Accept": "text/event-stream", **headers}
+    with running.client() as client, client.stream("GET", f"/v1/runs/{run}/events", headers=accept) as reply:
+        assert reply.status_code == 200
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        yield parsed(reply)
+
+
+def parsed(reply: httpx.Response) -> Iterator[dict[str, Any]]:
+    event: dict[str, Any] = {}
+    for line in reply.iter_lines():
+        if line.startswith(":"):
+            continue  # a ping
+        if line:
+            key, _, value = line.partition(": ")
+            event[key] = value
+        elif event:
+            yield {**event, "id": int(event["id"]), "data": json.loads(event["data"])}
+            event = {}
+
+
+def test_pages_go_through_all_events_in_order_once(shared: InThread, run: str) -> None:
+    (member,) = crew(shared, run, ["w"], rounds=3)
+    for round_ in range(3):
+        play_round([member], round_)
+    shared.await_state(run, 3)
+    everything = info(shared, run, "/events?limit=1000")
+    assert everything["next"] is None
+    kinds = [event["kind"] for event in everything["items"]]
+    assert kinds[:5] == ["created", "joined", "seeding", "seeded", "round-opened"]
+    assert {"round-published", "finished", "checkpoint"} <= set(kinds)
+    pages, after = [], "0"
+    while after is not None:
+        page = info(shared, run, f"/events?limit=4&after={after}")
+        assert len(page["items"]) <= 4
+        pages += page["items"]
+        after = page["next"]
+    assert pages == everything["items"]
+    assert all(event["message"] and event["at"] > 0 for event in pages)
+
+
+def test_the_stream_tells_the_past_and_then_what_happens(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run))
+    with stream(shared, run) as events:
+        assert next(events)["event"] == "created"
+        with shared.client() as admin:
+            admin.patch(f"/v1/runs/{run}", json={"state": "paused"})
+        event = next(events)
+        assert (event["event"], event["data"]["kind"]) == ("paused", "paused")
+        assert event["id"] == event["data"]["id"]
+
+
+def test_a_stream_that_broke_off_resumes_exactly_after_the_last_event(shared: InThread, run: str) -> None:
+    (member,) = crew(shared, run, ["w"], rounds=2)
+    with stream(shared, run) as events:
+        first = [next(events) for _ in range(3)]
+    play_round([member], 0)
+    everything = info(shared, run, "/events?limit=1000")["items"]
+    with stream(shared, run, **{"Last-Event-ID": str(first[-1]["id"])}) as events:
+        rest = [next(events) for _ in range(len(everything) - 3)]
+    assert [event["data"] for event in first + rest] == everything
+
+
+def test_events_of_other_runs_are_not_told(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run))
+    shared.create_run(spec_toml(run + "-other"))
+    assert [event["message"] for event in info(shared, run, "/events")["items"]] == [f"the run {run} was created"]
+
+
+def test_cursors_that_are_no_numbers_of_events_are_refused(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run))
+    with shared.client() as client:
+        for cursor in ("-1", "x", str(10**30)):
+            problem(client.get(f"/v1/runs/{run}/events?after={cursor}"), "invalid-message")
+            problem(client.get(f"/v1/runs/{run}/events", headers={"Last-Event-ID": cursor}), "invalid-message")
+
+
+def test_streams_end_when_the_server_stops(tmp_path: Path) -> None:
+    seen, ended = threading.Event(), threading.Event()
+
+    def follow(running: Running) -> None:
+        with stream(running, "r") as events:
+            for _ in events:
+                seen.set()
+        ended.set()
+
+    with coordinator_thread(tmp_path / "data") as running:
+        running.create_run(spec_toml("r"))
+        follower = threading.Thread(target=follow, args=(running,))
+        follower.start()
+        assert seen.wait(timeout=20)
+        began = time.monotonic()
+    follower.join(timeout=20)
+    assert ended.is_set(), "the stream did not end in good order"
+    assert time.monotonic() - began < 5

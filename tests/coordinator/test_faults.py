@@ -1,0 +1,178 @@
+"""Faults between two steps, and two requests at once: what was kept stays kept, and trying again succeeds.
+
+The database is made to fail at a chosen statement by a trigger, as it fails on a full disk.
+"""
+
+import re
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.coordinator.crew import (
+    GRACE_OF_A_SECOND,
+    crew,
+    enlist,
+    events,
+    info,
+    play_one_round_of_two,
+    play_round,
+    problem,
+    unblocked,
+    until,
+)
+from tests.support.coordinator import InThread, SettableClock, coordinator_thread
+from tests.support.member import Member, spec_toml
+
+
+@contextmanager
+def refusing(running: InThread, statement: str) -> Iterator[None]:
+    """Every `statement`, for example "INSERT ON workers", fails within."""
+    name = re.sub(r"\W", "_", statement)
+    with sqlite3.connect(running.data_dir / "outerstep.db", timeout=20) as database:
+        database.execute(f"CREATE TRIGGER {name} BEFORE {statement} BEGIN SELECT RAISE(ABORT, 'disk full'); END")
+    try:
+        yield
+    finally:
+        with sqlite3.connect(running.data_dir / "outerstep.db", timeout=20) as database:
+            database.execute(f"DROP TRIGGER {name}")
+
+
+def at_once(count: int, request: Member, path: str, body: bytes) -> list[httpx.Response]:
+    """The same PUT `count` times at once."""
+    replies: list[httpx.Response] = []
+    threads = [threading.Thread(target=lambda: replies.append(request.put(path, body))) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    return replies
+
+
+def test_a_contribution_that_arrives_several_times_at_once_is_accepted_once_and_kept(
+    shared: InThread, run: str
+) -> None:
+    (member,) = crew(shared, run, ["w"], rounds=6)
+    for round_ in range(6):
+        assignment = member.assignment(round_)
+        for p, values in enumerate(member.pseudo_gradients(round_)):
+            body = member.payload(assignment, p, values)
+            replies = at_once(4, member, member.contribution_path(round_, p), body)
+            assert sorted(reply.status_code for reply in replies) == [200, 200, 200, 201]
+        member.step(round_)
+    assert events(shared, run, "fault") == []
+
+
+def test_a_contribution_that_cannot_be_recorded_leaves_no_file_and_may_be_sent_again(
+    shared: InThread, run: str
+) -> None:
+    (member,) = crew(shared, run, ["w"], rounds=1)
+    assignment = member.assignment(0)
+    folder = shared.live(run).files.root / "contributions"
+    with refusing(shared, "INSERT ON contributions"):
+        problem(member.contribute(assignment, 0, member.pseudo_gradients(0)[0]), "internal")
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
+    play_round([member], 0)
+
+
+def test_a_contribution_that_was_recorded_keeps_its_file_though_the_round_cannot_be_closed(
+    shared: InThread, run: str
+) -> None:
+    (member,) = crew(shared, run, ["w"], rounds=1)
+    assignment = member.assignment(0)
+    with refusing(shared, "UPDATE ON fragments"):
+        for p, values in enumerate(member.pseudo_gradients(0)):
+            problem(member.contribute(assignment, p, values), "internal")
+        folder = shared.live(run).files.root / "contributions" / "0"
+        assert len(list(folder.iterdir())) == 2
+        assert member.contribute(assignment, 0, member.pseudo_gradients(0)[0]).status_code == 200
+    shared.coordinator.tick()
+    member.step(0)
+
+
+def test_the_first_worker_does_not_fix_the_model_when_its_joining_fails(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run))
+    with refusing(shared, "INSERT ON workers"), shared.client() as client:
+        broken = Member(client, run, "w")
+        request = {"tensors": [{"name": "other", "shape": [7]}]}
+        problem(client.put(broken.path(), json=request), "internal")
+    assert info(shared, run)["fragments"] is None
+    enlist(shared, run, "w")
+    assert info(shared, run)["elements"] == 977
+
+
+def test_a_seeding_that_failed_at_the_very_end_is_finished_by_sending_the_fragment_again(
+    shared: InThread, run: str
+) -> None:
+    shared.create_run(spec_toml(run))
+    member = enlist(shared, run, "w")
+    assert member.assignment(None).action == "seed"
+    assert member.seed_fragment(0, 0.5).status_code == 201
+    with refusing(shared, "INSERT ON checkpoints"):
+        problem(member.seed_fragment(1, 0.5), "internal")
+        assert member.assignment(None).action == "seed"
+    assert member.seed_fragment(1, 0.5).status_code == 200
+    play_round([member], 0)
+
+
+def test_a_checkpoint_that_could_not_be_completed_is_completed_later(tmp_path: Path) -> None:
+    clock = SettableClock()
+    with coordinator_thread(tmp_path / "data", clock=clock) as running:
+        (member,) = crew(running, "r", ["w"], rounds=1)
+        with refusing(running, "INSERT ON checkpoints"):
+            play_round([member], 0)
+            until(lambda: len(events(running, "r", "fault")) == 1)
+        assert info(running, "r", "/checkpoints/latest")["round"] == 0
+        clock.advance(5)
+        running.coordinator.tick()
+        running.await_state("r", 1)
+        assert info(running, "r", "/checkpoints/latest")["round"] == 1
+
+
+def test_the_same_run_created_several_times_at_once_is_created_once(shared: InThread, run: str) -> None:
+    statuses: list[int] = []
+
+    def create() -> None:
+        with shared.client() as client:
+            statuses.append(client.post("/v1/runs", content=spec_toml(run)).status_code)
+
+    threads = [threading.Thread(target=create) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert sorted(statuses) == [200] * 5 + [201]
+
+
+def test_a_run_whose_tick_fails_does_not_hold_up_the_others(shared: InThread, run: str, clock: SettableClock) -> None:
+    crew(shared, run, ["silent"], members="lease_s = 1")
+    members = a, b, c = crew(shared, run + "-other", ["a", "b", "c"], min_workers=2, members=GRACE_OF_A_SECOND)
+    for member in members:
+        member.assignment(0)
+    a.take_part(0)
+    b.take_part(0)
+    with refusing(shared, "UPDATE ON workers"):  # so the silent one's lease cannot be ended
+        clock.advance(2)
+        shared.coordinator.tick()
+        assert c.delta(0, 0).status_code == c.delta(0, 1).status_code == 200
+        assert "silent" in shared.live(run).leases
+    shared.coordinator.tick()
+    assert "silent" not in shared.live(run).leases
+
+
+def test_a_run_that_was_stopped_stays_so_though_its_last_delta_could_be_made_afterwards(tmp_path: Path) -> None:
+    clock = SettableClock()
+    with coordinator_thread(tmp_path / "data", clock=clock) as running:
+        member, _ = play_one_round_of_two(running, deltas_blocked=True)
+        until(lambda: len(events(running, "r", "fault")) == 2)
+        with running.client() as admin:
+            admin.patch("/v1/runs/r", json={"state": "stopped"})
+        unblocked(running.live("r").files.root / "deltas")
+        clock.advance(5)
+        running.coordinator.tick()
+        until(lambda: not running.live("r").jobs)
+        assert info(running, "r")["state"] == "stopped"
+        problem(member.delta(0, 0), "run-ended")

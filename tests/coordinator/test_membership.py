@@ -1,0 +1,374 @@
+"""Joining, leases, leaving and being lost; who gets which work; who seeds; what the operator may do to a run."""
+
+import threading
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from coordinator import membership
+from coordinator.tables import UnitRangeRow, WorkerRow
+from protocol.errors import Problem
+from protocol.fragments import TensorSpec
+from protocol.messages import DataSummary, JoinRequest, Metrics
+from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, recovered
+from tests.support.coordinator import InThread, SettableClock, coordinator_thread
+from tests.support.member import DATA, TENSORS, Member, spec_toml
+
+MINUTE = "lease_s = 60"
+
+
+def heartbeat(member: Member) -> int:
+    return member.http.put(member.path("/lease"), json={}).status_code
+
+
+def units_of(running: InThread, run: str, state: str) -> list[tuple[int, int]]:
+    with running.coordinator.database.read() as session:
+        rows = session.scalars(
+            select(UnitRangeRow)
+            .where(UnitRangeRow.run_id == running.live(run).id, UnitRangeRow.state == state)
+            .order_by(UnitRangeRow.start)
+        )
+        return [(row.start, row.stop) for row in rows]
+
+
+# --- joining ------------------------------------------------------------------------------------------------------
+
+
+def test_joining_gives_a_member_token_a_lease_and_the_layout(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run, members=MINUTE))
+    member = enlist(shared, run, "w")
+    assert member.joined.worker == "w"
+    assert member.joined.epoch == 1
+    assert member.joined.lease_s == 60
+    assert member.joined.layout.elements == [488, 489]
+    assert heartbeat(member) == 200
+    shown = info(shared, run, "/workers/w")
+    assert shown["state"] == "live"
+    assert shown["last_seen_s"] == 0
+
+
+def test_a_live_workers_name_is_taken_and_the_refusal_says_until_when(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    shared.create_run(spec_toml(run, members=MINUTE))
+    first = enlist(shared, run, "w")
+    clock.advance(15.5)
+    second = Member(shared.client(), run, "w")
+    refused = second.http.put(second.path(), json=JoinRequest(tensors=TENSORS, data=DATA).model_dump(mode="json"))
+    assert "its lease ends in 44 s" in problem(refused, "worker-name-taken")["detail"]
+    assert refused.headers["retry-after"] == "45"
+    assert heartbeat(first) == 200
+
+
+def test_a_wrong_previous_token_does_not_take_a_name_over(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run, members=MINUTE))
+    enlist(shared, run, "w")
+    thief = Member(shared.client(), run, "w")
+    request = JoinRequest(tensors=TENSORS, data=DATA, previous=shared.admin_token)
+    problem(thief.http.put(thief.path(), json=request.model_dump(mode="json")), "worker-name-taken")
+
+
+def test_the_same_worker_restarted_rejoins_at_once_keeps_its_units_and_its_old_token_ends(
+    shared: InThread, run: str
+) -> None:
+    (member,) = crew(shared, run, ["w"], members=MINUTE)
+    units = member.assignment(0).units
+    again = Member(shared.client(), run, "w")
+    again.join(shared.admin_token, previous=member.joined.member_token)
+    assert again.joined.epoch == 2
+    problem(member.http.put(member.path("/lease"), json={}), "unauthorized")
+    assert heartbeat(again) == 200
+    assert recovered(again).assignment(0).units == units
+
+
+def test_another_model_is_refused_and_the_tensor_named(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run))
+    enlist(shared, run, "w")
+    other = [TENSORS[0], TensorSpec(name="b", shape=[78])]
+    joined = Member(shared.client(), run, "v")
+    refused = joined.http.put(joined.path(), json=JoinRequest(tensors=other, data=DATA).model_dump(mode="json"))
+    assert "tensor 1 is b [78], the run has b [77]" in problem(refused, "model-mismatch")["detail"]
+    assert [worker["name"] for worker in info(shared, run, "/workers")["items"]] == ["w"]
+
+
+@pytest.mark.parametrize("data", [None, DATA.model_copy(update={"digest": "cd" * 32})], ids=["none", "other files"])
+def test_another_training_set_is_refused_and_both_are_named(
+    shared: InThread, run: str, data: DataSummary | None
+) -> None:
+    shared.create_run(spec_toml(run))
+    enlist(shared, run, "w")
+    joined = Member(shared.client(), run, "v")
+    refused = joined.http.put(joined.path(), json=JoinRequest(tensors=TENSORS, data=data).model_dump(mode="json"))
+    detail = problem(refused, "data-mismatch")["detail"]
+    assert "abab" in detail
+    assert "python-stdlib" in detail
+    assert ("cdcd" in detail) == (data is not None)
+
+
+def test_a_model_that_cannot_be_cut_is_refused_and_does_not_fix_the_run(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run))
+    joined = Member(shared.client(), run, "v")
+    twice = [TENSORS[0], TENSORS[0]]
+    refused = joined.http.put(joined.path(), json=JoinRequest(tensors=twice, data=DATA).model_dump(mode="json"))
+    assert "'a' is listed twice" in problem(refused, "model-mismatch")["detail"]
+    assert info(shared, run)["fragments"] is None
+    enlist(shared, run, "w")
+
+
+# --- the lease ----------------------------------------------------------------------------------------------------
+
+
+def test_a_silent_worker_is_lost_its_token_ends_and_its_units_go_to_others(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    silent, other = crew(shared, run, ["a", "b"], min_workers=2, members=MINUTE)
+    silent.assignment(0)
+    other.assignment(0)
+    units = silent.assignment(0).units
+    clock.advance(50)
+    assert heartbeat(other) == 200
+    clock.advance(11)
+    shared.coordinator.tick()
+    problem(silent.http.put(silent.path("/lease"), json={}), "unauthorized")
+    assert silent.http.get(f"/v1/runs/{run}").status_code == 401
+    assert info(shared, run, "/workers/a")["state"] == "lost"
+    assert [event["data"]["worker"] for event in events(shared, run, "lost")] == ["a"]
+    assert units_of(shared, run, "free") == [tuple(each) for each in units]
+    third = recovered(enlist(shared, run, "c"))
+    assert third.assignment(0).units == units
+    assert units_of(shared, run, "free") == []
+
+
+def test_a_lost_worker_joins_again_in_a_new_epoch(shared: InThread, run: str, clock: SettableClock) -> None:
+    (member,) = crew(shared, run, ["w"], members=MINUTE)
+    clock.advance(61)
+    shared.coordinator.tick()
+    again = recovered(enlist(shared, run, "w"))
+    assert again.joined.epoch == 2
+    problem(member.http.put(member.path("/lease"), json={}), "unauthorized")
+    play_round([again], 0)
+
+
+def test_a_heartbeat_on_its_way_does_not_revive_a_lease_that_has_ended(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    crew(shared, run, ["w"], members=MINUTE)
+    live = shared.live(run)
+    clock.advance(61)
+    shared.coordinator.tick()
+    with pytest.raises(Problem) as refused:  # as the handler calls it, having checked the token before
+        membership.renew(live, "w", Metrics())
+    assert refused.value.slug == "unauthorized"
+    assert live.leases.live() == set()
+
+
+def test_a_long_poll_ends_in_401_when_the_lease_ends_meanwhile(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    (member,) = crew(shared, run, ["w"], min_workers=2, members=MINUTE)
+    live, replies = shared.live(run), []
+    with live.lock:  # so the lease ends before the poll's first look, wherever the request is now
+        poll = threading.Thread(
+            target=lambda: replies.append(
+                member.http.put(member.path("/assignment"), json={"state_round": 0}, headers={"Prefer": "wait=30"})
+            )
+        )
+        poll.start()
+        clock.advance(61)
+        shared.coordinator.tick()
+    poll.join(timeout=20)
+    problem(replies[0], "unauthorized")
+    assert live.ready == set()
+
+
+def test_heartbeats_show_the_workers_metrics(shared: InThread, run: str) -> None:
+    (member,) = crew(shared, run, ["w"])
+    metrics = {"round": 0, "inner_step": 3, "loss": 2.5, "tokens_per_second": 10.0, "phase": "train"}
+    reply = member.http.put(member.path("/lease"), json=metrics)
+    assert reply.json()["directive"] == "continue"
+    shown = info(shared, run, "/workers/w")["metrics"]
+    assert {key: shown[key] for key in metrics} == metrics
+
+
+# --- leaving ------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_leaves_gives_its_units_back_and_its_last_state_is_shown(shared: InThread, run: str) -> None:
+    (member,) = crew(shared, run, ["w"])
+    units = member.assignment(0).units
+    reply = member.http.request(
+        "DELETE", member.path(), json={"state_round": 0, "state_digest": "12" * 32, "metrics": {"upload_bytes": 7}}
+    )
+    assert reply.status_code == 204
+    shown = info(shared, run, "/workers/w")
+    assert (shown["state"], shown["state_round"], shown["state_digest"]) == ("left", 0, "12" * 32)
+    assert shown["metrics"]["upload_bytes"] == 7
+    assert units_of(shared, run, "free") == [tuple(each) for each in units]
+    assert heartbeat(member) == 401
+    assert events(shared, run, "left")
+
+
+def test_an_admin_can_make_a_worker_leave_and_its_metrics_stay(shared: InThread, run: str) -> None:
+    (member,) = crew(shared, run, ["w"])
+    member.http.put(member.path("/lease"), json={"upload_bytes": 7})
+    with shared.client() as admin:
+        assert admin.delete(member.path()).status_code == 204
+        problem(admin.delete(member.path()), "not-found")
+        problem(admin.delete(f"/v1/runs/{run}/workers/nobody"), "not-found")
+    assert heartbeat(member) == 401
+    assert info(shared, run, "/workers/w")["metrics"]["upload_bytes"] == 7
+
+
+def test_a_member_cannot_make_another_leave(shared: InThread, run: str) -> None:
+    a, b = crew(shared, run, ["a", "b"])
+    problem(a.http.delete(b.path()), "forbidden")
+    assert heartbeat(b) == 200
+
+
+# --- assignments --------------------------------------------------------------------------------------------------
+
+
+def test_units_are_assigned_in_worker_id_order_whoever_asks_first(shared: InThread, run: str) -> None:
+    members = crew(shared, run, ["w2", "w0", "w1"], min_workers=3)
+    for member in members:
+        member.assignment(0)
+    units = {member.name: member.assignment(0).units for member in members}
+    assert units == {"w0": [[0, 5]], "w1": [[5, 10]], "w2": [[10, 15]]}
+    assert [member.assignment(0).units for member in members] == list(units.values()), "asking again changes it"
+    assert {member.name for member in members if member.assignment(0).evaluate} == {"w0"}
+
+
+def test_a_joiner_in_the_middle_of_a_round_takes_part_in_it(shared: InThread, run: str) -> None:
+    first, second = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
+    for member in (first, second):
+        member.assignment(0)
+    first.take_part(0)
+    joiner = enlist(shared, run, "c")
+    assert joiner.assignment(None).action == "recover"
+    recovered(joiner)
+    assert joiner.take_part(0).units == [[10, 15]]
+    second.take_part(0)
+    assert info(shared, run, "/rounds/0")["fragments"][0]["contributors"] == ["a", "b", "c"]
+    assert events(shared, run, "entered")[0]["data"]["worker"] == "c"
+
+
+def test_a_joiner_that_is_not_ready_does_not_stall_the_others(shared: InThread, run: str) -> None:
+    members = crew(shared, run, ["a", "b"], rounds=2, min_workers=2)
+    enlist(shared, run, "c")  # it has a lease, and recovers
+    play_round(members, 0)
+    assert info(shared, run)["round"] == 1
+
+
+def test_a_run_waits_for_min_workers_and_says_so(shared: InThread, run: str) -> None:
+    (a,) = crew(shared, run, ["a"], min_workers=2)
+    waiting = a.assignment(0)
+    assert waiting.action == "wait"
+    assert waiting.reason == "round 0 waits for workers: 1 of at least 2 are ready"
+    assert info(shared, run)["reason"] == waiting.reason
+    b = enlist(shared, run, "b")
+    assert a.assignment(0).action == "wait", "b is there, but holds no state yet"
+    recovered(b)
+    assert b.assignment(0).action == "train"
+    assert a.assignment(0).action == "train"
+
+
+def test_an_open_round_waits_when_too_few_are_left_and_goes_on_with_a_newcomer(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
+    for member in (a, b):
+        member.assignment(0)
+    a.take_part(0)
+    b.http.delete(b.path())
+    clock.advance(5)
+    shared.coordinator.tick()
+    reason = info(shared, run, "/rounds/current")["reason"]
+    assert reason == "1 of at least 2 workers have contributed; waiting for more workers to join"
+    c = recovered(enlist(shared, run, "c"))
+    assert c.take_part(0).units == [[5, 10]], "the units that b gave back"
+    assert a.delta(0, 0).status_code == 200
+    a.step(0)
+
+
+def test_two_members_that_are_told_a_round_hear_of_its_end_by_the_same_state(shared: InThread, run: str) -> None:
+    members = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
+    play_round(members, 0)
+    shared.await_state(run, 1)
+    assert [member.assignment(1).action for member in members] == ["finish", "finish"]
+    assert {member.name for member in members if member.assignment(1).evaluate} == {"a"}
+    assert members[0].assignment(0).action == "recover"
+    evaluated = members[0].http.put(f"/v1/runs/{run}/rounds/1/evaluation", json={"loss": 1.25, "tokens": 10})
+    assert evaluated.status_code == 204
+    assert info(shared, run)["held_out_loss"] == 1.25
+    assert not any(member.assignment(1).evaluate for member in members)
+    problem(Member(shared.client(), run, "c").http.put(
+        f"/v1/runs/{run}/workers/c", json=JoinRequest(tensors=TENSORS, data=DATA).model_dump(mode="json")
+    ), "run-ended")  # fmt: skip
+
+
+def test_a_worker_that_left_with_another_final_state_is_recorded_as_diverged(shared: InThread, run: str) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
+    play_round([a, b], 0)
+    shared.await_state(run, 1)
+    final = info(shared, run)["state_digest"]
+    a.http.request("DELETE", a.path(), json={"state_round": 1, "state_digest": final})
+    assert events(shared, run, "diverged") == []
+    b.http.request("DELETE", b.path(), json={"state_round": 1, "state_digest": "12" * 32})
+    assert [event["data"]["worker"] for event in events(shared, run, "diverged")] == ["b"]
+
+
+# --- pause, resume, stop ------------------------------------------------------------------------------------------
+
+
+def test_a_paused_run_closes_its_open_round_and_opens_no_other_until_it_is_resumed(shared: InThread, run: str) -> None:
+    (member,) = crew(shared, run, ["w"], rounds=3)
+    assignment = member.assignment(0)
+    with shared.client() as admin:
+        assert admin.patch(f"/v1/runs/{run}", json={"state": "paused"}).json()["state"] == "paused"
+        for p, values in enumerate(member.pseudo_gradients(0)):
+            assert member.contribute(assignment, p, values).status_code == 201
+        member.step(0)
+        waiting = member.assignment(1)
+        assert (waiting.action, waiting.reason) == ("wait", "the run is paused")
+        assert admin.patch(f"/v1/runs/{run}", json={"state": "paused"}).status_code == 200, "again: nothing happens"
+        admin.patch(f"/v1/runs/{run}", json={"state": "running"})
+    play_round([member], 1)
+    assert [event["kind"] for event in events(shared, run, "paused") + events(shared, run, "running")] == [
+        "paused",
+        "running",
+    ]
+
+
+def test_a_stopped_run_is_over(shared: InThread, run: str) -> None:
+    (member,) = crew(shared, run, ["w"], rounds=3)
+    assignment = member.assignment(0)
+    with shared.client() as admin:
+        assert admin.patch(f"/v1/runs/{run}", json={"state": "stopped"}).json()["state"] == "stopped"
+        problem(admin.patch(f"/v1/runs/{run}", json={"state": "running"}), "run-ended")
+    assert member.assignment(0).action == "finish"
+    assert member.http.put(member.path("/lease"), json={}).json()["directive"] == "stop"
+    problem(member.contribute(assignment, 0, member.pseudo_gradients(0)[0]), "run-ended")
+    problem(member.delta(0, 0), "run-ended")
+
+
+# --- a restart ----------------------------------------------------------------------------------------------------
+
+
+def test_after_a_restart_every_lease_has_a_full_new_term(tmp_path: Path, clock: SettableClock) -> None:
+    with coordinator_thread(tmp_path / "data", clock=clock) as running:
+        (member,) = crew(running, "r", ["w"], members=MINUTE)
+        clock.advance(59)
+        running.coordinator.tick()
+        port = int(running.url.rsplit(":", 1)[1])
+    clock.advance(100)
+    with coordinator_thread(tmp_path / "data", port=port, clock=clock) as running:
+        running.coordinator.tick()
+        assert running.live("r").leases.remaining_s("w", clock()) == 60
+        assert heartbeat(member) == 200
+        play_round([member], 0)
+        clock.advance(61)
+        running.coordinator.tick()
+        assert heartbeat(member) == 401
+        with running.coordinator.database.read() as session:
+            assert session.scalars(select(WorkerRow)).one().token_hash is None

@@ -1,0 +1,150 @@
+"""The migrations make exactly the tables, and the tables keep their promises."""
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+
+import migrations
+from coordinator.database import Database, disk_is_full, migrate
+from coordinator.tables import Base
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[sa.Engine]:
+    migrate(tmp_path)
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'outerstep.db'}")
+    yield engine
+    engine.dispose()
+
+
+def config(connection: sa.Connection) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+    config.attributes["connection"] = connection
+    return config
+
+
+def definitions(connection: sa.Connection) -> dict[str, str]:
+    """Name -> SQL of every table and index, alembic's own excepted."""
+    rows = connection.execute(sa.text("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")).all()
+    return {name: " ".join(sql.split()) for name, sql in rows if not name.startswith("alembic")}
+
+
+def test_an_upgraded_database_equals_the_tables(engine: sa.Engine) -> None:
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        assert compare_metadata(context, Base.metadata) == []
+        checks = {  # which alembic does not compare
+            table: sorted(str(check["sqltext"]) for check in sa.inspect(connection).get_check_constraints(table))
+            for table in Base.metadata.tables
+        }
+    expected = {
+        name: sorted(str(each.sqltext) for each in table.constraints if isinstance(each, sa.CheckConstraint))
+        for name, table in Base.metadata.tables.items()
+    }
+    assert checks == expected
+    assert sum(map(len, checks.values())) == 6
+
+
+def test_down_to_nothing_and_up_again_gives_the_same_schema(engine: sa.Engine) -> None:
+    with engine.begin() as connection:
+        before = definitions(connection)
+        command.downgrade(config(connection), "base")
+        assert definitions(connection) == {}
+        command.upgrade(config(connection), "head")
+        assert definitions(connection) == before
+
+
+def test_migrating_again_changes_nothing_and_keeps_the_rows(tmp_path: Path) -> None:
+    migrate(tmp_path)
+    database = Database(tmp_path)
+    with database.write() as session:
+        session.execute(sa.text("INSERT INTO tokens VALUES ('a', 'admin', '', x'00', 0.0)"))
+    database.close()
+    migrate(tmp_path)
+    database = Database(tmp_path)
+    with database.read() as session:
+        assert session.scalar(sa.text("SELECT count(*) FROM tokens")) == 1
+    database.close()
+
+
+def test_the_database_is_as_durable_as_the_design_says(tmp_path: Path) -> None:
+    database = Database(tmp_path)
+    with database.read() as session:
+        assert session.scalar(sa.text("PRAGMA journal_mode")) == "wal"
+        assert session.scalar(sa.text("PRAGMA synchronous")) == 2  # FULL
+        assert session.scalar(sa.text("PRAGMA foreign_keys")) == 1
+    database.close()
+
+
+def test_what_fails_within_a_write_leaves_nothing(tmp_path: Path) -> None:
+    database = Database(tmp_path)
+
+    def fail_halfway() -> None:
+        with database.write() as session:
+            session.execute(sa.text("INSERT INTO tokens VALUES ('a', 'admin', '', x'00', 0.0)"))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_halfway()
+    with database.read() as session:
+        assert session.scalar(sa.text("SELECT count(*) FROM tokens")) == 0
+    database.close()
+
+
+def test_a_full_disk_is_told_from_other_faults() -> None:
+    engine = sa.create_engine("sqlite://")
+    with engine.connect() as connection:
+        connection.execute(sa.text("CREATE TABLE t (x)"))
+        connection.execute(sa.text("PRAGMA max_page_count = 2"))
+        with pytest.raises(sa.exc.OperationalError) as full:
+            connection.execute(sa.text("INSERT INTO t VALUES (zeroblob(100000))"))
+        with pytest.raises(sa.exc.OperationalError) as other:
+            connection.execute(sa.text("INSERT INTO u VALUES (1)"))
+    assert disk_is_full(full.value)
+    assert not disk_is_full(other.value)
+    assert disk_is_full(OSError(errno.ENOSPC, "no room"))
+    assert not disk_is_full(FileNotFoundError(errno.ENOENT, "no file"))
+
+
+RUN = "INSERT INTO runs (id, name, spec_toml, spec_digest, state, created_at, round, next_unit) VALUES ({}, '{}', '', x'00', 'running', 0, 0, 0)"
+UNITS = "INSERT INTO unit_ranges (run_id, start, stop, state, worker, round, consumed_round) VALUES (1, {}, {}, {}, {}, 0, {})"
+FRAGMENT = "INSERT INTO fragments (run_id, round, fragment, state, reason, delta_digest) VALUES (1, 0, {}, {}, '', {})"
+CONTRIBUTION = "INSERT INTO contributions VALUES ({}, 0, 0, 'w', x'00', 1, 1, 1, 1.0, 1.0, 0.0)"
+
+
+@pytest.mark.parametrize(
+    ("statements", "constraint"),
+    [
+        pytest.param([RUN.format(2, "r")], "UNIQUE.*runs.name", id="a run's name is its own"),
+        pytest.param([UNITS.format(5, 5, "'free'", "NULL", "NULL")], "ck_unit_ranges_not_empty", id="no empty range"),
+        pytest.param([UNITS.format(0, 5, "'lost'", "'w'", "NULL")], "ck_unit_ranges_state", id="no other state of units"),
+        pytest.param([UNITS.format(0, 5, "'free'", "'w'", "NULL")], "ck_unit_ranges_free_has_no_worker", id="free units have no worker"),
+        pytest.param([UNITS.format(0, 5, "'assigned'", "NULL", "NULL")], "ck_unit_ranges_free_has_no_worker", id="assigned units have a worker"),
+        pytest.param([UNITS.format(0, 5, "'consumed'", "'w'", "NULL")], "ck_unit_ranges_consumed_once", id="consumed units have a round"),
+        pytest.param([UNITS.format(0, 5, "'assigned'", "'w'", "3")], "ck_unit_ranges_consumed_once", id="only consumed units have"),
+        pytest.param([UNITS.format(0, 5, "'assigned'", "'w'", "NULL")] * 2, "UNIQUE.*unit_ranges.run_id, unit_ranges.start", id="units are assigned once"),
+        pytest.param([FRAGMENT.format(0, "'open'", "NULL")], "ck_fragments_state", id="no other state of a fragment"),
+        pytest.param([FRAGMENT.format(0, "'published'", "NULL")], "ck_fragments_published_has_delta", id="what is published has a delta"),
+        pytest.param([FRAGMENT.format(0, "'aggregating'", "x'00'")], "ck_fragments_published_has_delta", id="what has a delta is published"),
+        pytest.param([CONTRIBUTION.format(1)] * 2, "UNIQUE.*contributions", id="one contribution per fragment and worker"),
+        pytest.param([CONTRIBUTION.format(7)], "FOREIGN KEY", id="no contribution without its run"),
+    ],
+)  # fmt: skip
+def test_the_database_itself_refuses(tmp_path: Path, statements: list[str], constraint: str) -> None:
+    database = Database(tmp_path)
+    with database.write() as session:
+        session.execute(sa.text(RUN.format(1, "r")))
+    with database.read() as session:
+        for statement in statements[:-1]:
+            session.execute(sa.text(statement))
+        with pytest.raises(sa.exc.IntegrityError, match=constraint):
+            session.execute(sa.text(statements[-1]))
+    database.close()

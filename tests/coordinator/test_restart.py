@@ -1,0 +1,276 @@
+"""The coordinator stops and starts again on the same directory, sometimes with a part of it missing or damaged.
+
+The state in which a crash would have left the directory is made by hand, between the two lives: a stop is a crash whose
+last transaction was finished.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from sqlalchemy import delete
+
+from coordinator.database import Database
+from coordinator.files import RunFiles
+from coordinator.server import make_server
+from coordinator.settings import Settings
+from coordinator.tables import (
+    CheckpointFragmentRow,
+    CheckpointRow,
+    FragmentRow,
+    OuterStateRow,
+)
+from protocol.errors import OuterstepError
+from tests.coordinator.crew import (
+    crew,
+    enlist,
+    events,
+    info,
+    play_one_round_of_two,
+    play_round,
+    problem,
+    unblocked,
+    until,
+)
+from tests.support.coordinator import InThread, SettableClock, coordinator_thread
+from tests.support.member import spec_toml
+
+
+class Lives:
+    """One data directory and one address, served again and again."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir
+        self.port = 0
+
+    @contextmanager
+    def life(self) -> Iterator[InThread]:
+        with coordinator_thread(self.data_dir, self.port) as running:
+            self.port = int(running.url.rsplit(":", 1)[1])
+            yield running
+
+    @property
+    def files(self) -> RunFiles:
+        return RunFiles(self.data_dir / "runs" / "r")
+
+    @contextmanager
+    def database(self) -> Iterator[Database]:
+        """The database while no coordinator lives."""
+        database = Database(self.data_dir)
+        yield database
+        database.close()
+
+
+@pytest.fixture
+def lives(tmp_path: Path) -> Lives:
+    return Lives(tmp_path / "data")
+
+
+def test_an_open_round_goes_on_with_what_was_acknowledged(lives: Lives) -> None:
+    with lives.life() as running:
+        a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2)
+        for member in (a, b):
+            member.assignment(0)
+        a.take_part(0)
+        units = b.assignment(0).units
+    with lives.life() as running:
+        assert info(running, "r", "/rounds/current")["fragments"][0]["contributors"] == ["a"]
+        assert b.take_part(0).units == units
+        for member in (a, b):
+            member.step(0)
+        running.await_state("r", 1)
+        digests = [each["state_digest"] for each in info(running, "r", "/checkpoints/1")["fragments"]]
+        assert digests == [a.base(p).hex() for p in (0, 1)] == [b.base(p).hex() for p in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """The deltas of the round that the tests below disturb."""
+    with coordinator_thread(tmp_path_factory.mktemp("undisturbed") / "data") as running:
+        a, _ = play_one_round_of_two(running)
+        return [a.delta(0, p).content for p in (0, 1)]
+
+
+def test_an_aggregation_that_was_interrupted_is_done_again_to_the_same_bytes(
+    lives: Lives, undisturbed: list[bytes]
+) -> None:
+    with lives.life() as running:
+        a, _ = play_one_round_of_two(running, deltas_blocked=True)  # so it ends before the publication
+    with lives.database() as database, database.read() as session:
+        assert [row.state for row in session.query(FragmentRow)] == ["aggregating", "aggregating"]
+    unblocked(lives.data_dir / "runs" / "r" / "deltas")
+    with lives.life() as running:
+        assert [a.delta(0, p).content for p in (0, 1)] == undisturbed
+        running.await_state("r", 1)
+        assert info(running, "r")["state"] == "finished"
+
+
+def test_a_fault_of_the_disk_is_recorded_and_the_aggregation_tried_again_until_it_succeeds(
+    tmp_path: Path, undisturbed: list[bytes]
+) -> None:
+    clock = SettableClock()
+    with coordinator_thread(tmp_path / "data", clock=clock) as running:
+        a, _ = play_one_round_of_two(running, deltas_blocked=True)
+        until(lambda: len(events(running, "r", "fault")) == 2)
+        assert "could not be published" in events(running, "r", "fault")[0]["message"]
+        problem(a.delta(0, 0, wait_s=0), "not-published")
+        unblocked(running.live("r").files.root / "deltas")
+        clock.advance(5)
+        running.coordinator.tick()
+        assert [a.delta(0, p).content for p in (0, 1)] == undisturbed
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(Path.unlink, id="missing"),
+        pytest.param(truncate, id="truncated"),
+        pytest.param(flip, id="one bit flipped"),
+        pytest.param(lambda path: path.write_bytes(b""), id="empty"),
+        pytest.param(lambda path: path.write_bytes(b"OSTP" + bytes(range(200))), id="something else"),
+    ],
+)
+def test_the_outer_state_is_derived_again_from_checkpoint_and_deltas(
+    lives: Lives, damage: Callable[[Path], None]
+) -> None:
+    with lives.life() as running:
+        (member,) = crew(running, "r", ["w"], rounds=4)
+        for round_ in range(2):
+            play_round([member], round_)
+        running.await_state("r", 2)
+    damage(lives.files.state(1, 2))
+    with lives.life() as running:
+        assert [event["message"] for event in events(running, "r", "rederived")] == [
+            "fragment 1 of the outer state is derived again from checkpoint 0"
+        ]
+        assert running.live("r").outer == [(2, member.base(0)), (2, member.base(1))]
+        for round_ in (2, 3):
+            play_round([member], round_)
+        running.await_state("r", 4)
+        digests = [each["state_digest"] for each in info(running, "r", "/checkpoints/4")["fragments"]]
+        assert digests == [member.base(p).hex() for p in (0, 1)]
+
+
+def test_a_step_that_a_crash_interrupted_is_taken_at_the_start(lives: Lives) -> None:
+    with lives.life() as running:
+        (member,) = crew(running, "r", ["w"], rounds=1)
+        play_round([member], 0)
+        running.await_state("r", 1)
+    with lives.database() as database, database.write() as session:  # published, but not stepped
+        session.execute(delete(CheckpointRow).where(CheckpointRow.round == 1))
+        outer = session.get_one(OuterStateRow, (1, 1))
+        outer.round, outer.state_digest = 0, session.get_one(CheckpointFragmentRow, (1, 0, 1)).state_digest
+        session.execute(
+            delete(CheckpointFragmentRow).where(CheckpointFragmentRow.round == 1, CheckpointFragmentRow.fragment == 1)
+        )
+    lives.files.checkpoint(1, 1).unlink()
+    lives.files.state(1, 1).unlink()
+    with lives.life() as running:
+        assert running.live("r").outer == [(1, member.base(0)), (1, member.base(1))]
+        assert info(running, "r", "/checkpoints/latest")["round"] == 1
+        assert info(running, "r")["state_digest"] == info(running, "r", "/checkpoints/1")["state_digest"]
+
+
+def test_uploads_that_were_never_acknowledged_are_swept_and_acknowledged_ones_stay(lives: Lives) -> None:
+    with lives.life() as running:
+        a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2)
+        for member in (a, b):
+            member.assignment(0)
+        a.take_part(0)
+        acknowledged = sorted((lives.files.root / "contributions" / "0").iterdir())
+        assert len(acknowledged) == 2
+    (lives.files.root / "contributions" / "0" / f"0.b.{'ab' * 8}").write_bytes(b"durable, but its row never came")
+    (lives.data_dir / "incoming" / "17").write_bytes(b"half an upl")
+    with lives.life() as running:
+        assert sorted((lives.files.root / "contributions" / "0").iterdir()) == acknowledged
+        assert list((lives.data_dir / "incoming").iterdir()) == []
+        b.take_part(0)
+        assert b.delta(0, 0).status_code == 200
+
+
+def test_a_seeding_that_was_interrupted_begins_afresh(lives: Lives) -> None:
+    with lives.life() as running:
+        running.create_run(spec_toml("r"))
+        a = enlist(running, "r", "a")
+        assert a.assignment(None).action == "seed"
+        assert a.seed_fragment(0, 0.25).status_code == 201
+    with lives.life() as running:
+        b = enlist(running, "r", "b")
+        assert b.assignment(None).action == "seed"
+        assert a.assignment(None).action == "wait"
+        b.seed(0.5)
+        play_round([b], 0)
+
+
+def test_all_runs_tokens_and_history_are_there_again(lives: Lives) -> None:
+    with lives.life() as running:
+        (member,) = crew(running, "r", ["w"], rounds=2)
+        play_round([member], 0)
+        running.await_state("r", 1)
+        running.create_run(spec_toml("another"))
+        with running.client() as admin:
+            admin.patch("/v1/runs/another", json={"state": "paused"})
+        running.coordinator.tick()  # a round that has just opened tells so until the first tick
+        before = (
+            info(running, "r"),
+            info(running, "another"),
+            info(running, "r", "/rounds"),
+            info(running, "r", "/workers"),
+        )
+    with lives.life() as running:
+        after = (
+            info(running, "r"),
+            info(running, "another"),
+            info(running, "r", "/rounds"),
+            info(running, "r", "/workers"),
+        )
+        for old, new in zip(before[3]["items"], after[3]["items"], strict=True):
+            assert old.pop("last_seen_s") >= 0
+            assert new.pop("last_seen_s") >= 0
+        assert after == before
+        play_round([member], 1)
+
+
+def test_a_stopped_run_stays_stopped(lives: Lives) -> None:
+    with lives.life() as running:
+        (member,) = crew(running, "r", ["w"], rounds=2)
+        member.assignment(0)
+        with running.client() as admin:
+            admin.patch("/v1/runs/r", json={"state": "stopped"})
+    with lives.life() as running:
+        assert info(running, "r")["state"] == "stopped"
+        assert member.assignment(0).action == "finish"
+
+
+def test_a_second_coordinator_on_the_same_directory_is_refused_and_the_first_is_not_harmed(lives: Lives) -> None:
+    with lives.life() as running:
+        with pytest.raises(OuterstepError, match="is in use by another coordinator; stop it or choose another --data"):
+            make_server(Settings(data_dir=lives.data_dir, port=0))
+        (member,) = crew(running, "r", ["w"], rounds=1)
+        play_round([member], 0)
+
+
+def test_stopping_answers_those_who_wait_and_takes_no_time(lives: Lives) -> None:
+    with lives.life() as running:
+        (member,) = crew(running, "r", ["w"], min_workers=2)
+        answers: list[str] = []
+        poll = threading.Thread(target=lambda: answers.append(member.assignment(0, wait_s=60).action))
+        poll.start()
+        until(lambda: "w" in running.live("r").ready)  # the poll has looked once, and waits
+        began = time.monotonic()
+    poll.join(timeout=5)
+    assert answers == ["wait"]
+    assert time.monotonic() - began < 5

@@ -1,0 +1,156 @@
+"""When a round closes: `decide` and its parts, by table and by property. No I/O, no clock."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from coordinator.rounds import TRANSITIONS, Close, Policy, Wait, advance, decide, grace_s, has_quorum
+from protocol.messages import FragmentState
+
+POLICY = Policy(min_workers=2, grace_factor=0.5, grace_min_s=5, grace_max_s=60)
+ALL = {"w0", "w1", "w2", "w3", "w4"}
+
+workers = st.sets(st.sampled_from([f"w{i}" for i in range(8)]))
+seconds = st.floats(0, 1e6)
+policies = st.builds(
+    lambda minimum, factor, shortest, more: Policy(minimum, factor, shortest, shortest + more),
+    st.integers(1, 8),
+    st.floats(0, 100),
+    st.floats(0, 1e4),
+    st.floats(0, 1e4),
+)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> dict:
+    """Arguments of `decide` as they can come: `quorum_at` is set exactly once a quorum had been there."""
+    expected, contributed, policy = draw(workers), draw(workers), draw(policies)
+    opened_at = draw(seconds)
+    now = opened_at + draw(seconds)
+    quorum_at = None
+    if has_quorum(expected, contributed, policy):
+        quorum_at = draw(st.floats(opened_at, now))
+    return {
+        "expected": expected,
+        "contributed": contributed,
+        "policy": policy,
+        "opened_at": opened_at,
+        "quorum_at": quorum_at,
+        "now": now,
+    }
+
+
+@pytest.mark.parametrize(
+    ("expected", "contributed", "quorum_at", "now", "decision"),
+    [
+        pytest.param(
+            ALL, set(), None, 0, Wait(None, "waiting for 5 of 5 workers (w0, w1, w2 and 2 more); no deadline before a quorum has contributed"), id="nobody yet"
+        ),
+        pytest.param(
+            ALL, {"w0", "w1"}, None, 1e9, Wait(None, "waiting for 3 of 5 workers (w2, w3, w4); no deadline before a quorum has contributed"), id="no quorum, however long"
+        ),
+        pytest.param(
+            ALL, {"w0", "w1", "w4"}, 20, 21, Wait(30, "waiting for 2 of 5 workers (w2, w3); closes in 9 s"), id="quorum, grace runs"
+        ),
+        pytest.param(
+            ALL, {"w4", "w0", "w1"}, 20, 30, Close(("w0", "w1", "w4"), "closed without w2, w3 after 10 s of grace; 3 of 5 workers have contributed"), id="grace is over"
+        ),
+        pytest.param(ALL, ALL, 20, 20, Close(("w0", "w1", "w2", "w3", "w4"), "all 5 workers have contributed"), id="all"),
+        pytest.param(
+            {"w0"}, {"w0"}, None, 0, Wait(None, "1 of at least 2 workers have contributed; waiting for more workers to join"), id="all, but too few"
+        ),
+        pytest.param(set(), {"w0", "w1"}, 1, 1, Close(("w0", "w1"), "all 2 workers have contributed"), id="contributed and then died"),
+        pytest.param(
+            set(), set(), None, 0, Wait(None, "0 of at least 2 workers have contributed; waiting for more workers to join"), id="everybody died"
+        ),
+    ],
+)  # fmt: skip
+def test_the_table_of_decisions(
+    expected: set, contributed: set, quorum_at: float | None, now: float, decision: Wait | Close
+) -> None:
+    assert decide(expected, contributed, POLICY, opened_at=0, quorum_at=quorum_at, now=now) == decision
+
+
+@given(situations())
+def test_a_round_never_closes_below_min_workers_and_sums_in_worker_id_order(situation: dict) -> None:
+    decision = decide(**situation)
+    if isinstance(decision, Close):
+        assert list(decision.contributors) == sorted(situation["contributed"])
+        assert len(decision.contributors) >= situation["policy"].min_workers
+
+
+@given(situations())
+def test_a_round_closes_at_once_when_nobody_is_waited_for(situation: dict) -> None:
+    assume(situation["expected"] <= situation["contributed"])
+    assume(len(situation["contributed"]) >= situation["policy"].min_workers)
+    assert isinstance(decide(**situation), Close)
+
+
+@given(situations(), seconds)
+def test_the_deadline_stands_still_while_time_passes_and_a_closed_round_stays_closed(
+    situation: dict, later_s: float
+) -> None:
+    now, later = decide(**situation), decide(**{**situation, "now": situation["now"] + later_s})
+    if isinstance(now, Close):
+        assert isinstance(later, Close)
+        assert later.contributors == now.contributors
+    elif isinstance(later, Wait):
+        assert now.until == later.until
+    elif now.until is not None:
+        assert situation["now"] < now.until <= situation["now"] + later_s
+
+
+@given(situations(), workers)
+def test_a_further_contribution_never_puts_the_deadline_off(situation: dict, more: set) -> None:
+    before = decide(**situation)
+    contributed = situation["contributed"] | more
+    quorum_at = situation["quorum_at"]
+    if quorum_at is None and has_quorum(situation["expected"], contributed, situation["policy"]):
+        quorum_at = situation["now"]
+    after = decide(**{**situation, "contributed": contributed, "quorum_at": quorum_at})
+    if isinstance(before, Close):
+        assert isinstance(after, Close)
+    elif before.until is not None and isinstance(after, Wait):
+        assert after.until == before.until
+
+
+@given(situations())
+def test_the_reason_is_one_sentence_that_names_who_is_waited_for(situation: dict) -> None:
+    decision = decide(**situation)
+    assert decision.reason
+    assert decision.reason.isprintable()
+    assert ". " not in decision.reason
+    missing = sorted(situation["expected"] - situation["contributed"])
+    for worker in missing[:3]:
+        assert worker in decision.reason
+    if len(missing) > 3:
+        assert f"and {len(missing) - 3} more" in decision.reason
+
+
+@given(workers, workers, policies)
+def test_a_quorum_is_more_than_half_and_at_least_min_workers(expected: set, contributed: set, policy: Policy) -> None:
+    quorum = has_quorum(expected, contributed, policy)
+    assert quorum == (len(contributed) > len(expected | contributed) / 2 and len(contributed) >= policy.min_workers)
+    if quorum:
+        assert not has_quorum(expected, contributed, replace(policy, min_workers=len(contributed) + 1))
+
+
+@given(policies, seconds, seconds)
+def test_the_grace_is_in_proportion_to_the_time_to_the_quorum_within_its_bounds(
+    policy: Policy, opened_at: float, took_s: float
+) -> None:
+    grace = grace_s(policy, opened_at, opened_at + took_s)
+    assert policy.grace_min_s <= grace <= policy.grace_max_s
+    assert grace <= grace_s(policy, opened_at, opened_at + 2 * took_s)
+
+
+def test_a_fragment_goes_from_collecting_to_published_and_stays_there() -> None:
+    assert set(TRANSITIONS) == set(FragmentState)
+    path = [FragmentState.COLLECTING]
+    while TRANSITIONS[path[-1]] is not None:
+        path.append(advance(path[-1]))
+    assert path == [FragmentState.COLLECTING, FragmentState.AGGREGATING, FragmentState.PUBLISHED]
+    with pytest.raises(ValueError, match="published stays published"):
+        advance(FragmentState.PUBLISHED)

@@ -1,0 +1,73 @@
+"""The coordinator's settings, by argument and by environment."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from coordinator.server import make_server
+from coordinator.settings import Settings
+
+PREFIX = "OUTERSTEP_COORDINATOR_"
+
+
+def test_defaults_listen_on_this_host_alone() -> None:
+    settings = Settings()
+    assert (settings.data_dir, settings.host, settings.port) == (Path("outerstep-data"), "127.0.0.1", 8470)
+
+
+def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {
+        "data_dir": "/data",
+        "host": "0.0.0.0",
+        "port": "80",
+        "tls_certificate": "/c.pem",
+        "tls_key": "/k.pem",
+        "log_level": "debug",
+        "upload_idle_s": "5",
+    }
+    assert set(wanted) == set(Settings.model_fields)
+    for key, value in wanted.items():
+        monkeypatch.setenv(PREFIX + key.upper(), value)
+    assert Settings().model_dump() == {
+        "data_dir": Path("/data"),
+        "host": "0.0.0.0",
+        "port": 80,
+        "tls_certificate": Path("/c.pem"),
+        "tls_key": Path("/k.pem"),
+        "log_level": "debug",
+        "upload_idle_s": 5.0,
+    }
+
+
+def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PREFIX + "PORT", "80")
+    assert Settings(port=81).port == 81
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("port", "65536"), ("port", "-1"), ("port", "http"), ("log_level", "loud"), ("upload_idle_s", "0")],
+)
+def test_wrong_values_are_refused_and_named(monkeypatch: pytest.MonkeyPatch, key: str, value: str) -> None:
+    monkeypatch.setenv(PREFIX + key.upper(), value)
+    with pytest.raises(ValidationError, match=f"(?s){key}.*{value}"):
+        Settings()
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(ValidationError, match="colour"):
+        Settings(colour="red")  # type: ignore[call-arg]
+
+
+def test_an_address_that_is_taken_is_an_error_and_leaves_the_directory_free(tmp_path: Path) -> None:
+    server, listening = make_server(Settings(data_dir=tmp_path / "a", port=0))
+    try:
+        with pytest.raises(OSError, match="in use"):
+            make_server(Settings(data_dir=tmp_path / "b", port=listening.getsockname()[1]))
+    finally:
+        server.coordinator.close()
+        listening.close()
+    other, listening = make_server(Settings(data_dir=tmp_path / "b", port=0))
+    other.coordinator.close()
+    listening.close()

@@ -1,0 +1,148 @@
+"""Work units in a real database: whatever is assigned, returned and consumed, in whatever order."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from coordinator.database import Database
+from coordinator.tables import RunRow, UnitRangeRow
+from coordinator.units import assign_units, assigned_units, consume_units, return_units
+from protocol.errors import Problem
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
+    database = Database(tmp_path_factory.mktemp("units"))
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def session(database: Database) -> Iterator[Session]:
+    """A session that is never committed: every test begins with an empty database."""
+    with database.read() as session:
+        yield session
+
+
+def new_run(session: Session) -> RunRow:
+    run = RunRow(
+        name="r", spec_toml="", spec_digest=b"", state="running", created_at=0.0, round=0, next_unit=0
+    )  # fmt: skip
+    session.add(run)
+    session.flush()
+    return run
+
+
+def states(session: Session) -> dict[int, tuple[str, str | None]]:
+    """Unit -> (state, worker). Fails where two ranges overlap."""
+    found: dict[int, tuple[str, str | None]] = {}
+    for row in session.scalars(select(UnitRangeRow)):
+        for unit in range(row.start, row.stop):
+            assert unit not in found, f"unit {unit} is in two ranges"
+            found[unit] = (row.state, row.worker)
+    return found
+
+
+def as_lists(ranges: list[tuple[int, int]]) -> list[list[int]]:
+    return [list(each) for each in ranges]
+
+
+workers = st.sampled_from(["a", "b", "c"])
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("assign"), workers, st.integers(1, 7)),
+        st.tuples(st.just("return"), workers, st.just(0)),
+        st.tuples(st.just("consume"), workers, st.integers(0, 3)),
+        st.tuples(st.just("next round"), st.just(""), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(operations)
+def test_every_unit_is_in_exactly_one_state_whatever_happens(database: Database, operations: list) -> None:
+    with database.read() as session:
+        run = new_run(session)
+        expected: dict[int, tuple[str, str | None]] = {}
+        held: dict[str, list[tuple[int, int]]] = {"a": [], "b": [], "c": []}
+        round_ = 0
+        for what, worker, n in operations:
+            if what == "assign":
+                units = assign_units(session, run, worker, round_, n)
+                given_units = [unit for start, stop in units for unit in range(start, stop)]
+                assert len(given_units) == n
+                assert all(expected.get(unit, ("new",))[0] in ("new", "free") for unit in given_units)
+                free = {unit for unit, (state, _) in expected.items() if state == "free"}
+                assert not free - set(given_units) or free > set(given_units), "new units before returned ones"
+                expected.update(dict.fromkeys(given_units, ("assigned", worker)))
+                held[worker] += units
+            elif what == "return":
+                return_units(session, run.id, worker)
+                expected.update({unit: ("free", None) for unit, at in expected.items() if at == ("assigned", worker)})
+                held[worker] = []
+            elif what == "consume":
+                chosen, held[worker] = held[worker][:n], held[worker][n:]
+                count = consume_units(session, run.id, worker, round_, as_lists(chosen))
+                units_of = [unit for start, stop in chosen for unit in range(start, stop)]
+                assert count == len(units_of)
+                expected.update(dict.fromkeys(units_of, ("consumed", worker)))
+            else:
+                round_ += 1
+            session.flush()
+            assert states(session) == expected
+            assert sorted(expected) == list(range(run.next_unit)), "a unit was skipped"
+
+
+def test_units_that_came_back_go_out_first_and_a_range_is_cut_where_only_a_part_is_wanted(session: Session) -> None:
+    run = new_run(session)
+    assert assign_units(session, run, "a", 0, 5) == [(0, 5)]
+    assert assign_units(session, run, "b", 0, 5) == [(5, 10)]
+    return_units(session, run.id, "a")
+    assert assign_units(session, run, "c", 0, 3) == [(0, 3)]
+    assert assign_units(session, run, "b", 1, 4) == [(3, 5), (10, 12)]
+    assert assigned_units(session, run.id, "b", 1) == [(3, 5), (10, 12)]
+    assert run.next_unit == 12
+
+
+def test_all_fragments_of_one_contribution_may_name_the_same_units_but_no_later_one_may(session: Session) -> None:
+    run = new_run(session)
+    assign_units(session, run, "a", 0, 5)
+    assert consume_units(session, run.id, "a", 0, [[0, 5]]) == 5
+    assert consume_units(session, run.id, "a", 0, [[0, 5]]) == 5
+    with pytest.raises(Problem, match="used before"):
+        consume_units(session, run.id, "a", 1, [[0, 5]])
+
+
+def test_consumed_units_never_go_back_to_the_pool(session: Session) -> None:
+    run = new_run(session)
+    assign_units(session, run, "a", 0, 5)
+    consume_units(session, run.id, "a", 0, [[0, 5]])
+    return_units(session, run.id, "a")
+    assert assigned_units(session, run.id, "a", 0) == [(0, 5)]
+    assert assign_units(session, run, "b", 0, 5) == [(5, 10)]
+
+
+@pytest.mark.parametrize(
+    ("worker", "units"),
+    [
+        pytest.param("b", [[0, 5]], id="of another worker"),
+        pytest.param("a", [[0, 4]], id="a part of a range"),
+        pytest.param("a", [[1, 5]], id="from within a range"),
+        pytest.param("a", [[0, 5], [0, 5]], id="listed twice"),
+        pytest.param("a", [[0, 5], [5, 10]], id="one that was never assigned"),
+        pytest.param("a", [[(1 << 63) - 2, (1 << 63) - 1]], id="absurd numbers"),
+        pytest.param("a", [[2 * i, 2 * i + 1] for i in range(1 << 16)], id="more ranges than SQLite has parameters"),
+    ],
+)
+def test_units_that_a_worker_does_not_hold_are_refused(session: Session, worker: str, units: list) -> None:
+    run = new_run(session)
+    assign_units(session, run, "a", 0, 5)
+    with pytest.raises(Problem) as refused:
+        consume_units(session, run.id, worker, 0, units)
+    assert refused.value.slug == "units-not-held"
+    assert len(refused.value.detail) < 200
