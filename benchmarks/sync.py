@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import torch
 import torch.distributed
 from rich.console import Console
@@ -81,6 +82,7 @@ class Plan:
     elements: int
     rounds: int
     gloo_port: int | None
+    coordinator_pid: int
 
 
 @dataclass
@@ -190,7 +192,7 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
             sync.run(work, None)
             report["sync"].append((started, time.monotonic()))
             barrier.wait()
-            time.sleep(0.5)  # let the coordinator finish its own outer step, as it does while workers train
+            _await_idle(plan.coordinator_pid)
             if plan.gloo_port is not None:
                 values = delta.clone()
                 barrier.wait()
@@ -207,6 +209,13 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
     if plan.gloo_port is not None:
         torch.distributed.destroy_process_group()
     results.put(report)
+
+
+def _await_idle(pid: int) -> None:
+    """Until the coordinator has finished its own outer step, which it does while workers train."""
+    process = psutil.Process(pid)
+    while process.cpu_percent(interval=0.25) > 10:
+        pass
 
 
 def _seed(client: Client, membership: Membership, state: OuterState) -> None:
@@ -250,13 +259,23 @@ def main() -> None:
                 int(elements),
                 rounds,
                 _free_port(),
+                coordinator.process.pid,
             )
             reports.append(measure(coordinator, plan))
     memory = []
     for workers in (2, 8 if arguments.quick else 16):
         with Coordinator.started() as coordinator:
             elements = 8_000_000 if arguments.quick else 25_000_000
-            plan = Plan(coordinator.url, coordinator.token, f"rss-{workers}", workers, elements, 2, None)
+            plan = Plan(
+                coordinator.url,
+                coordinator.token,
+                f"rss-{workers}",
+                workers,
+                elements,
+                2,
+                None,
+                coordinator.process.pid,
+            )
             memory.append(measure(coordinator, plan))
     _print(reports, memory)
     if arguments.json:

@@ -5,7 +5,7 @@
     runs/{run}/contributions/{round}/{p}.{worker}.{digest}   acknowledged contributions
     runs/{run}/deltas/{round}/{p}                            published deltas
     runs/{run}/checkpoints/{round}/{p}                       checkpoints
-    runs/{run}/state/{p}.{round}                             the current outer state; derived, so not fsynced
+    runs/{run}/state/{p}.{0 or 1}                            the current outer state; derived, so not fsynced
 
 Contributions, deltas and checkpoints are immutable payloads: written under `incoming/`, fsynced, renamed, and their
 directory fsynced. They exist only together with a row in the database; what has no row is swept at start.
@@ -81,7 +81,8 @@ class RunFiles:
         return self.root / "checkpoints" / str(round_) / str(fragment)
 
     def state(self, fragment: int, round_: int) -> Path:
-        return self.root / "state" / f"{fragment}.{round_}"
+        """Two files take turns: state r + 1 is written over state r − 1, whose pages are in memory already."""
+        return self.root / "state" / f"{fragment}.{round_ % 2}"
 
     def rounds(self, folder: str) -> list[int]:
         """The rounds that have files in `folder`."""

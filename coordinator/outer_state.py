@@ -21,8 +21,11 @@ from protocol.messages import CheckpointFragment
 
 
 def catch_up(run: LiveRun, fragment: int) -> None:
-    """Take the outer steps of `fragment` whose deltas are published and that the coordinator has not taken yet."""
-    while run.outer[fragment][0] < run.published_rounds(fragment):
+    """Take the outer steps of `fragment` by the rounds that are over and that the coordinator has not taken yet.
+
+    Not before the round is over: until then, aggregating its other fragments is what workers wait for.
+    """
+    while run.outer[fragment][0] < run.round:
         _step(run, fragment)
 
 
@@ -30,21 +33,15 @@ def _step(run: LiveRun, fragment: int) -> None:
     """One outer step, by the delta of the round that the state belongs to."""
     before = run.outer[fragment][0]
     after = before + 1
-    temporary = run.world.data.incoming()
-    try:
-        with (
-            StateReader(run.files.state(fragment, before)) as state,
-            PayloadFile(run.files.delta(before, fragment)) as delta,
-        ):
-            digest = write_state(
-                temporary, run.name, after, fragment, state.elements, stepped(state, delta, run.spec.outer)
-            )
-        temporary.replace(run.files.state(fragment, after))
-    finally:
-        temporary.unlink(missing_ok=True)
+    target = run.files.state(fragment, after)
+    with (
+        StateReader(run.files.state(fragment, before)) as state,
+        PayloadFile(run.files.delta(before, fragment)) as delta,
+    ):
+        digest = write_state(target, run.name, after, fragment, state.elements, stepped(state, delta, run.spec.outer))
     checkpointed = after % run.spec.checkpoints.every_rounds == 0 or after == run.spec.sync.rounds
     if checkpointed:
-        keep_checkpoint_fragment(run, after, fragment, run.files.state(fragment, after), digest)
+        keep_checkpoint_fragment(run, after, fragment, target, digest)
     with run.lock:
         with run.world.database.write() as session:
             row = session.get_one(OuterStateRow, (run.id, fragment))
@@ -52,7 +49,6 @@ def _step(run: LiveRun, fragment: int) -> None:
             completed = checkpointed and _complete_checkpoint(run, session, after)
         run.outer[fragment] = (after, digest)
         run.stepped.notify_all()
-        run.files.state(fragment, before).unlink()
         if completed:
             retention.clean(run)
     run.ring()

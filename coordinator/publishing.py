@@ -88,7 +88,7 @@ def _job(run: LiveRun, index: int) -> None:
             outer_state.catch_up(run, index)
             with run.lock:
                 opening = _due(run, index)
-                if opening is None and run.outer[index][0] == run.published_rounds(index):
+                if opening is None and run.outer[index][0] == run.round:
                     run.jobs.discard(index)  # under the same lock as the look, so that no later work is missed
                     return
             if opening is not None:
@@ -168,4 +168,6 @@ def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, diges
         run.open, run.previous, run.round = None, opening.assigned, round_ + 1
         if finished:
             run.state = RunState.FINISHED
+        for each in range(len(opening.fragments)):
+            start_job(run, each)  # the outer steps
         assigning.try_open(run)

@@ -57,7 +57,10 @@ class StateReader(PayloadFile):
 def write_state(
     path: Path, run: str, round_: int, fragment: int, elements: int, chunks: Iterator[tuple[F32, F32]]
 ) -> bytes:
-    """Write a new state file from its chunks (θ, u); the state digest."""
+    """Write a state file from its chunks (θ, u), over an older one if there is one; the state digest.
+
+    A file that has a second name is a checkpoint too: it is left alone and another one takes its place.
+    """
     frame_bytes = [4 * n for n in chunk_sizes(2 * elements, CHUNK_ELEMENTS)]
     head = pack_header(
         StateHeader(
@@ -71,7 +74,9 @@ def write_state(
         )
     )
     state_hash = StateHash()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    if path.exists() and path.stat().st_nlink > 1:
+        path.unlink()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
         _write_all(descriptor, memoryview(head), 0)
         theta_at = len(head)
@@ -80,6 +85,7 @@ def write_state(
             _write_all(descriptor, theta.data.cast("B"), theta_at)
             _write_all(descriptor, momentum.data.cast("B"), theta_at + 4 * elements)
             theta_at += theta.nbytes
+        os.ftruncate(descriptor, theta_at + 4 * elements)
     finally:
         os.close(descriptor)
     return state_hash.digest()

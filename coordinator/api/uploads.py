@@ -15,7 +15,7 @@ from coordinator.service import Coordinator
 from protocol.digest import parse_content_digest
 from protocol.errors import Problem
 
-PIECE_BYTES = 1 << 20  # handed to a thread at a time
+PIECE_BYTES = 1 << 17  # handed to a thread at a time; there is one per connection, so it bounds the memory
 
 
 @dataclass(frozen=True)
