@@ -36,6 +36,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "intermediate_size": 2688,
         "num_hidden_layers": 12,
         "num_attention_heads": 16,
+        "rms_norm_eps": 1e-5,
     },
     "llama-1b": {
         "vocab_size": 32_000,
@@ -44,6 +45,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 22,
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
     },
 }
 
