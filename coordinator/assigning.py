@@ -4,20 +4,31 @@ When a round opens, its workers get their units in worker-id order, so that who 
 asked first. A worker that comes later takes part in the open round with the next units.
 """
 
+from collections.abc import Sequence
+
 from sqlalchemy.orm import Session
 
-from coordinator import seeding
+from coordinator import pacing, seeding, steering
 from coordinator.live_run import LiveRun, OpenFragment, OpenRound
 from coordinator.tables import AssignmentRow, EvaluationRow, FragmentRow, RoundRow
-from coordinator.units import assign_units, assigned_units
+from coordinator.units import assign_units, assigned_units, return_forgotten_units
 from protocol.messages import Action, Assignment, FragmentState, RunState
 
 
-def assign(run: LiveRun, worker: str, state_round: int | None) -> Assignment:
-    """What `worker`, which holds the state `state_round` (None: no state), does next. Asking again changes nothing."""
+def assign(
+    run: LiveRun, worker: str, state_round: int | None, carried: Sequence[Sequence[int]] | None = None
+) -> Assignment:
+    """What `worker`, which holds the state `state_round` (None: no state), does next. Asking again changes nothing.
+
+    `carried`: the units of earlier rounds that it still has the work of; None where it does not say.
+    """
     with run.lock:
         if run.state is RunState.STOPPED:
             return Assignment(action=Action.FINISH, reason="the run was stopped", round=run.round)
+        if steering.leaves(run, worker):
+            return Assignment(action=Action.FINISH, reason="the run is draining", round=run.round)
+        if run.damage is not None:
+            return Assignment(action=Action.WAIT, reason=run.damage, round=run.round)
         if not run.seeded:
             if seeding.appoint(run, worker):
                 return Assignment(action=Action.SEED, reason="nobody has state 0 yet", round=0)
@@ -35,10 +46,13 @@ def assign(run: LiveRun, worker: str, state_round: int | None) -> Assignment:
             return Assignment(action=Action.WAIT, reason=run.why_not_open, round=run.round)
         with run.world.database.write() as session:
             row = _take_part(run, session, worker, late=True)
+            if carried is not None:
+                return_forgotten_units(session, run.id, worker, run.round, carried)
             units = assigned_units(session, run.id, worker, run.round)
             if not units:  # its lease had ended, and they went back to the pool
                 units = assign_units(session, run.row(session), worker, run.round, row.inner_steps)
-            inner_steps, evaluate = row.inner_steps, row.evaluate
+            # A restarted worker has lost time: of its units it trains on those that it still manages.
+            inner_steps, evaluate = min(row.inner_steps, _inner_steps(run, worker)), row.evaluate
         run.open.assigned.add(worker)
         return Assignment(
             action=Action.TRAIN,
@@ -56,6 +70,9 @@ def try_open(run: LiveRun) -> None:
         return
     if run.state is not RunState.RUNNING:
         run.why_not_open = f"the run is {run.state}"
+        return
+    if run.damage is not None:
+        run.why_not_open = run.damage
         return
     if not run.seeded:
         run.why_not_open = "waiting for state 0" if run.seeder is None else f"{run.seeder} uploads state 0"
@@ -106,13 +123,18 @@ def _take_part(run: LiveRun, session: Session, worker: str, *, late: bool) -> As
             run_id=run.id,
             round=run.round,
             worker=worker,
-            inner_steps=run.spec.sync.inner_steps,
+            inner_steps=_inner_steps(run, worker),
             evaluate=evaluated_round and first,
         )
         session.add(row)
         if late:
             run.record(session, "entered", f"{worker} entered round {run.round} while it was open", worker=worker)
     return row
+
+
+def _inner_steps(run: LiveRun, worker: str) -> int:
+    elapsed_s = 0.0 if run.open is None else run.world.clock() - run.open.opened_at
+    return pacing.inner_steps(run.spec.sync, run.metrics[worker].inner_steps_per_second, elapsed_s)
 
 
 def _evaluates_final(run: LiveRun, worker: str) -> bool:

@@ -6,10 +6,13 @@ before the answer goes out; a refused upload leaves neither.
 
 from pathlib import Path
 
-from coordinator import publishing
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from coordinator import diverging, publishing
 from coordinator.files import PayloadFile, fsync, place
-from coordinator.live_run import Contributed, LiveRun
-from coordinator.tables import ContributionRow
+from coordinator.live_run import Contributed, LiveRun, worker_row
+from coordinator.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow
 from coordinator.units import consume_units
 from protocol.errors import Problem
 from protocol.messages import ContributionReply, FragmentState
@@ -87,6 +90,7 @@ def _is_new(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes
     if run.open is not None and round_ == run.round:
         closed = run.open.fragments[fragment].state is not FragmentState.COLLECTING
     if closed:
+        _note_late(run, worker, round_, fragment)
         raise Problem(
             "round-closed",
             f"round {round_} closed for fragment {fragment} without {worker}; carry the work into round {run.round}",
@@ -99,6 +103,20 @@ def _is_new(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes
     return True
 
 
+def _note_late(run: LiveRun, worker: str, round_: int, fragment: int) -> None:
+    """The round's record says who was late, and by how much. Holds the lock."""
+    key = (run.id, round_, fragment, worker)
+    with run.world.database.read() as session:
+        row = session.get(FragmentRow, key[:3])
+        took_part = session.get(AssignmentRow, (run.id, round_, worker)) is not None
+        noted = session.get(LateContributionRow, key) is not None
+    if row is None or row.closed_at is None or not took_part or noted:
+        return
+    late_s = max(0.0, run.world.now() - row.closed_at)
+    with run.world.database.write() as session:
+        session.add(LateContributionRow(run_id=run.id, round=round_, fragment=fragment, worker=worker, late_s=late_s))
+
+
 def _await_step(run: LiveRun, round_: int, fragment: int) -> None:
     """Wait while the coordinator steps to the state `round_`. Holds the lock, but lets it go while it waits."""
     if not run.stepped.wait_for(lambda: run.outer[fragment][0] >= round_, timeout=STEP_WAIT_S):
@@ -109,9 +127,7 @@ def _check_base(run: LiveRun, round_: int, fragment: int, header: ContributionHe
     """It was computed against the run's outer state. Holds the lock."""
     base = run.outer[fragment][1]
     if header.base != base:
-        with run.world.database.write() as session:
-            message = f"{header.worker} holds another state {round_} of fragment {fragment} than the run; it resyncs"
-            run.record(session, "diverged", message, worker=header.worker, round=round_, fragment=fragment)
+        diverging.note(run, header.worker, round_, fragment)
         raise Problem(
             "stale-base",
             f"computed against the state {header.base.hex()} of fragment {fragment}; state {round_} is {base.hex()}",
@@ -125,7 +141,7 @@ def _keep(run: LiveRun, header: ContributionHeader, upload: Path, digest: bytes,
     try:
         place(upload, final)
         with run.world.database.write() as session:
-            consume_units(session, run.id, header.worker, header.round, header.units)
+            _count(run, session, header, size)
             session.add(
                 ContributionRow(
                     run_id=run.id,
@@ -146,3 +162,20 @@ def _keep(run: LiveRun, header: ContributionHeader, upload: Path, digest: bytes,
         raise
     assert run.open is not None
     run.open.fragments[header.fragment].contributed[header.worker] = Contributed(header.tokens, digest)
+
+
+def _count(run: LiveRun, session: Session, header: ContributionHeader, size: int) -> None:
+    """Consume the units, and add up what the run and its worker have brought."""
+    units = consume_units(session, run.id, header.worker, header.round, header.units)
+    row, worker = run.row(session), worker_row(run, session, header.worker)
+    row.tokens += units * run.spec.unit_tokens
+    row.upload_bytes += size
+    worker.upload_bytes += size
+    fragments = select(ContributionRow.fragment).where(
+        ContributionRow.run_id == run.id,
+        ContributionRow.round == header.round,
+        ContributionRow.worker == header.worker,
+    )
+    if session.scalars(fragments.limit(1)).first() is None:  # its other fragments tell of the same units
+        worker.contributions += 1
+        worker.tokens += header.tokens

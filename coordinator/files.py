@@ -6,6 +6,7 @@
     runs/{run}/deltas/{round}/{p}                            published deltas
     runs/{run}/checkpoints/{round}/{p}                       checkpoints
     runs/{run}/state/{p}.{0 or 1}                            the current outer state; derived, so not fsynced
+    runs/{run}/set-aside/{n}/                                files newer than a database restored from a backup
 
 Contributions, deltas and checkpoints are immutable payloads: written under `incoming/`, fsynced, renamed, and their
 directory fsynced. They exist only together with a row in the database; what has no row is swept at start.
@@ -24,6 +25,7 @@ from blake3 import blake3
 
 from protocol.digest import Buffer
 from protocol.errors import OuterstepError
+from protocol.messages import DiskBytes
 from protocol.wire import Payload
 
 READ_BYTES = 1 << 20
@@ -68,6 +70,8 @@ class RunFiles:
         self.root = root
         for folder in ("contributions", "deltas", "checkpoints", "state"):
             (root / folder).mkdir(parents=True, exist_ok=True)
+            # What is found in it, an earlier process may have made just before it died: there, but not yet durable.
+            fsync(root / folder)
         for path in (root, root.parent, root.parent.parent):
             fsync(path)
 
@@ -125,6 +129,34 @@ def file_digest(path: Path) -> bytes:
         while piece := file.read(READ_BYTES):
             hasher.update(piece)
     return hasher.digest()
+
+
+def intact(path: Path, digest: bytes) -> bool:
+    """Whether the file is there and is what `digest` says."""
+    try:
+        return file_digest(path) == digest
+    except OSError:  # gone, or the disk cannot read it
+        return False
+
+
+def disk_bytes(files: RunFiles) -> DiskBytes:
+    """What a run's files weigh, by kind. The second name of a file that is a checkpoint counts nothing."""
+    seen: set[int] = set()
+
+    def weigh(folder: Path) -> int:
+        total = 0
+        for path in folder.rglob("*"):
+            try:
+                found = path.stat()
+            except FileNotFoundError:  # deleted meanwhile
+                continue
+            if path.is_file() and found.st_ino not in seen:
+                seen.add(found.st_ino)
+                total += found.st_size
+        return total
+
+    kinds = ("contributions", "deltas", "checkpoints", "state", "set-aside")  # in this order: a checkpoint is no state
+    return DiskBytes(**{kind.replace("-", "_"): weigh(files.root / kind) for kind in kinds})
 
 
 class PayloadFile(Payload):

@@ -12,13 +12,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from coordinator.database import Database
 from coordinator.files import DataDirectory
 from coordinator.leases import Leases
 from coordinator.rounds import Policy
-from coordinator.tables import EventRow, RunRow
+from coordinator.tables import EventRow, RunRow, WorkerRow
 from protocol.digest import model_digest
 from protocol.fragments import Layout
 from protocol.messages import DataSummary, FragmentState, Metrics, RunState
@@ -35,6 +36,7 @@ class World:
     data: DataDirectory
     submit: Callable[..., Future[None]]
     ring: Callable[[str], None]  # something changed in this run: whoever long-polls looks again
+    storage_full: Callable[[], None]  # a write has failed for want of room
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
 
@@ -88,7 +90,9 @@ class LiveRun:
         self.lock = threading.RLock()
         self.stepped = threading.Condition(self.lock)  # notified when a fragment of the outer state was stepped
         members = self.spec.members
-        self.policy = Policy(members.min_workers, members.grace_factor, members.grace_min_s, members.grace_max_s)
+        self.policy = Policy(
+            members.min_workers, members.grace_factor, members.grace_min_s, members.grace_max_s, members.round_max_s
+        )
         self.leases = Leases(members.lease_s)
         self.member_tokens: dict[bytes, str] = {}  # token hash -> worker
         self.metrics: dict[str, Metrics] = {}
@@ -101,6 +105,13 @@ class LiveRun:
         self.outer: list[tuple[int, bytes]] = []  # per fragment: round and digest of the coordinator's own state
         self.jobs: set[int] = set()  # fragments with a publishing job at work
         self.retry_at: float | None = None  # take up again what a fault, such as a full disk, interrupted
+        self.faults: dict[int, str] = {}  # per fragment: what its job last failed of, so that it is told once
+        self.spoilt: set[tuple[int, int]] = set()  # (round, fragment) of deltas that the disk has lost for good
+        self.damage: str | None = None  # why the run cannot go on until its files are restored
+        self.diverged: dict[str, int] = {}  # per worker: the last round in which it held another state
+        self.verify_at: float | None = world.clock()  # when to look at the files again; None while that is done
+        self.closing = False  # the coordinator stops; long work on other threads ends early
+        self.events_recorded = 0  # since the last trimming
 
     @property
     def seeded(self) -> bool:
@@ -132,6 +143,12 @@ class LiveRun:
         """An event, in the transaction of what it tells of."""
         logger.info("%s: %s", self.name, message)
         session.add(EventRow(run_id=self.id, at=self.world.now(), kind=kind, message=message, data=data))
+        self.events_recorded += 1
 
     def ring(self) -> None:
         self.world.ring(self.name)
+
+
+def worker_row(run: LiveRun, session: Session, worker: str) -> WorkerRow:
+    """The row of a worker that has joined."""
+    return session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)).one()

@@ -6,8 +6,8 @@ import secrets
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import assigning, publishing
-from coordinator.live_run import LiveRun
+from coordinator import assigning, publishing, steering
+from coordinator.live_run import LiveRun, worker_row
 from coordinator.tables import WorkerRow
 from coordinator.units import return_units
 from protocol.errors import LayoutError, Problem
@@ -20,10 +20,12 @@ from protocol.messages import (
     LeaveRequest,
     Metrics,
     RunState,
+    WorkerChange,
     WorkerState,
 )
 
 TOKEN_PREFIX = "ost_"
+DIRECTIVES = {RunState.STOPPED: Directive.STOP, RunState.DRAINING: Directive.DRAIN}
 
 
 def new_secret() -> tuple[str, bytes]:
@@ -46,12 +48,11 @@ def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
             row = session.scalars(
                 select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)
             ).one_or_none()
-            same_worker = (
-                row is not None
-                and row.token_hash is not None
-                and request.previous is not None
-                and secrets.compare_digest(secret_hash(request.previous), row.token_hash)
-            )
+            if row is not None and row.state == WorkerState.BANNED:
+                raise Problem("banned", f"the operator has banned {worker} from the run {run.name}")
+            old_hash = None if row is None else row.token_hash
+            repeated = _is_secret_of(request.member_token, old_hash)  # the answer was lost, so it asks again
+            same_worker = repeated or _is_secret_of(request.previous, old_hash)
             remaining_s = run.leases.remaining_s(worker, run.world.clock())
             if remaining_s is not None and not same_worker:
                 raise Problem(
@@ -63,15 +64,15 @@ def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
             if row is None:
                 row = WorkerRow(run_id=run.id, name=worker, epoch=0, metrics={})
                 session.add(row)
-            secret, hashed = new_secret()
-            old_hash = row.token_hash
-            row.epoch += 1
+            secret = request.member_token or new_secret()[0]
+            hashed = secret_hash(secret)
+            row.epoch += not repeated
             row.state, row.token_hash, row.joined_at = WorkerState.LIVE, hashed, run.world.now()
             row.host, row.state_round, row.state_digest = request.host, None, None
             epoch = row.epoch
-            run.record(
-                session, "joined", f"{worker} joined ({epoch}.)" if epoch > 1 else f"{worker} joined", worker=worker
-            )
+            if not repeated:
+                message = f"{worker} joined ({epoch}.)" if epoch > 1 else f"{worker} joined"
+                run.record(session, "joined", message, worker=worker)
         if run.layout is None:
             run.layout, run.data = layout, request.data
         if old_hash is not None:
@@ -81,6 +82,10 @@ def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
         run.leases.renew(worker, run.world.clock())
         run.ring()
         return JoinReply(worker=worker, member_token=secret, epoch=epoch, lease_s=run.leases.term_s, layout=layout)
+
+
+def _is_secret_of(secret: str | None, hashed: bytes | None) -> bool:
+    return secret is not None and hashed is not None and secrets.compare_digest(secret_hash(secret), hashed)
 
 
 def _model(run: LiveRun, session: Session, request: JoinRequest) -> Layout:
@@ -115,7 +120,7 @@ def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:
         check_lease(run, worker)
         run.leases.renew(worker, run.world.clock())
         run.metrics[worker] = metrics
-        directive = Directive.STOP if run.state is RunState.STOPPED else Directive.CONTINUE
+        directive = DIRECTIVES.get(run.state, Directive.CONTINUE)
         reason = f"the run is {run.state}" if run.open is None else f"round {run.open.number} is open"
         return LeaseReply(directive=directive, reason=reason, lease_s=run.leases.term_s)
 
@@ -143,6 +148,31 @@ def expire(run: LiveRun) -> None:
             _end_lease(run, worker, WorkerState.LOST, f"was silent for {run.leases.term_s:.0f} s and is taken for dead")
 
 
+def change(run: LiveRun, worker: str, request: WorkerChange) -> None:
+    """What the operator does to a worker: evict it, ban it, or let a banned one join again."""
+    with run.lock:
+        with run.world.database.read() as session:
+            row = session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)).first()
+        if row is None:
+            raise Problem("not-found", f"the run {run.name} never had a worker {worker}")
+        if request.state == "readmitted":
+            if row.state == WorkerState.BANNED:
+                _set_state(run, worker, WorkerState.EVICTED, "readmitted", f"{worker} may join again")
+        elif worker in run.leases:
+            _end_lease(run, worker, WorkerState(request.state), f"was {request.state} by the operator")
+        elif request.state == "banned" and row.state != WorkerState.BANNED:
+            _set_state(run, worker, WorkerState.BANNED, "banned", f"{worker} was banned by the operator")
+        elif request.state == "evicted":
+            raise Problem("not-found", f"the run {run.name} has no live worker {worker}")
+
+
+def _set_state(run: LiveRun, worker: str, state: WorkerState, kind: str, message: str) -> None:
+    with run.world.database.write() as session:
+        worker_row(run, session, worker).state = state
+        run.record(session, kind, message, worker=worker)
+    run.ring()
+
+
 def _end_lease(run: LiveRun, worker: str, state: WorkerState, what: str, told: LeaveRequest | None = None) -> None:
     with run.world.database.write() as session:
         row = session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)).one()
@@ -154,6 +184,8 @@ def _end_lease(run: LiveRun, worker: str, state: WorkerState, what: str, told: L
         run.record(session, str(state), f"{worker} {what}", worker=worker)
         finished = run.final_digest is not None and told is not None and told.state_round == run.round
         if finished and row.state_digest != run.final_digest:
+            row.divergences += 1
+            run.row(session).divergences += 1
             run.record(session, "diverged", f"{worker} left with another state than the run's", worker=worker)
     if old_hash is not None:
         run.member_tokens.pop(old_hash, None)
@@ -164,6 +196,8 @@ def _end_lease(run: LiveRun, worker: str, state: WorkerState, what: str, told: L
         run.seeder = None
     if run.evaluator == worker:
         run.evaluator = None
+    run.diverged.pop(worker, None)
     publishing.close_due(run)
     assigning.try_open(run)
+    steering.note_drained(run)
     run.ring()

@@ -1,17 +1,18 @@
 """From collecting to published: close what is due, aggregate it, publish the delta, then step the outer state."""
 
 import logging
-from contextlib import ExitStack
 
-from coordinator import assigning, outer_state
-from coordinator.aggregating import aggregate
+from coordinator import assigning, checkpointing, outer_state, steering
 from coordinator.database import disk_is_full
-from coordinator.files import PayloadFile, make_durable, write_pieces
-from coordinator.live_run import LiveRun, OpenFragment, OpenRound
+from coordinator.delta_file import lost_contributions, write_delta
+from coordinator.epochs import check_epochs
+from coordinator.files import make_durable
+from coordinator.live_run import LiveRun, OpenRound
+from coordinator.losing import lose_contributions
 from coordinator.rounds import Close, advance, decide, has_quorum
 from coordinator.tables import FragmentRow, RoundRow
+from coordinator.units import tidy
 from protocol.messages import FragmentState, RunState
-from protocol.wire import CHUNK_ELEMENTS, Contributor, DeltaHeader, pack_header
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +54,12 @@ def _close(run: LiveRun, index: int, decision: Close) -> None:
     late = sorted((run.open.assigned & run.leases.live()) - contributors.keys())
     with run.world.database.write() as session:
         row = session.get_one(FragmentRow, (run.id, run.open.number, index))
-        row.state, row.reason, row.contributors = advance(fragment.state), decision.reason, contributors
+        row.state, row.reason, row.contributors = advance(fragment.state, "closed"), decision.reason, contributors
+        row.closed_at = run.world.now()
         if late:
             message = f"round {run.open.number}, fragment {index} {decision.reason}"
             run.record(session, "late", message, round=run.open.number, fragment=index, workers=late)
-    fragment.state, fragment.closes_at = advance(fragment.state), None
+    fragment.state, fragment.closes_at = advance(fragment.state, "closed"), None
     start_job(run, index)
 
 
@@ -86,24 +88,30 @@ def _job(run: LiveRun, index: int) -> None:
     try:
         while True:
             outer_state.catch_up(run, index)
+            checkpointing.keep_at_rest(run, index)
             with run.lock:
                 opening = _due(run, index)
                 if opening is None and run.outer[index][0] == run.round:
+                    run.faults.pop(index, None)
                     run.jobs.discard(index)  # under the same lock as the look, so that no later work is missed
                     return
             if opening is not None:
-                size, digest = _make_delta(run, opening.number, index, opening.fragments[index])
-                with run.lock:
-                    _record_delta(run, opening, index, size, digest)
+                _publish(run, opening, index)
                 run.ring()
     except Exception as error:  # the job's thread has nobody to tell but the log and the events
-        logger.exception("%s: fragment %d could not be published", run.name, index)
         with run.lock:
             run.jobs.discard(index)
             run.retry_at = run.world.clock() + RETRY_S
+            if disk_is_full(error):
+                run.world.storage_full()
+                return
+            logger.exception("%s: fragment %d could not be published", run.name, index)
+            if run.faults.get(index) == str(error):
+                return
             with run.world.database.write() as session:
-                message = f"fragment {index} could not be published: {error}; trying again in {RETRY_S:.0f} s"
-                run.record(session, "storage-full" if disk_is_full(error) else "fault", message, fragment=index)
+                message = f"fragment {index} could not be published: {error}; trying again every {RETRY_S:.0f} s"
+                run.record(session, "fault", message, fragment=index)
+            run.faults[index] = str(error)
 
 
 def _due(run: LiveRun, index: int) -> OpenRound | None:
@@ -112,37 +120,24 @@ def _due(run: LiveRun, index: int) -> OpenRound | None:
     return run.open if aggregating and run.state is not RunState.STOPPED else None
 
 
-def _make_delta(run: LiveRun, round_: int, index: int, fragment: OpenFragment) -> tuple[int, bytes]:
-    """Aggregate the contributions into the durable delta file; its size and digest."""
-    assert run.layout is not None
-    contributed = sorted(fragment.contributed.items())
-    contributors = [Contributor(worker=worker, tokens=each.tokens) for worker, each in contributed]
-    with ExitStack() as stack:
-        payloads = [
-            (stack.enter_context(PayloadFile(run.files.contribution(round_, index, worker, each.digest))), each.tokens)
-            for worker, each in contributed
-        ]
-        frames = aggregate(payloads, run.spec.sync.download_codec, zstd=run.spec.sync.zstd)
-    head = pack_header(
-        DeltaHeader(
-            run=run.name,
-            round=round_,
-            fragment=index,
-            codec=run.spec.sync.download_codec,
-            elements=run.layout.elements[index],
-            chunk_elements=CHUNK_ELEMENTS,
-            frame_bytes=[len(frame) for frame in frames],
-            base=run.outer[index][1],
-            contributors=contributors,
-        )
-    )
-    temporary = run.world.data.incoming()
+def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
+    """Aggregate fragment `index` into its durable delta; or collect again what the disk has lost of it."""
+    fragment = opening.fragments[index]
+    with run.lock:
+        contributed, base = dict(fragment.contributed), run.outer[index][1]
+    lost = lost_contributions(run, opening.number, index, contributed)
+    if lost:
+        with run.lock:
+            lose_contributions(run, opening, index, lost)
+            close_due(run)
+        return
+    temporary, size, digest = write_delta(run, opening.number, index, contributed, base)
     try:
-        size, digest = write_pieces(temporary, [head, *frames])
-        make_durable(temporary, run.files.delta(round_, index))
+        make_durable(temporary, run.files.delta(opening.number, index))
     finally:
         temporary.unlink(missing_ok=True)
-    return size, digest
+    with run.lock:
+        _record_delta(run, opening, index, size, digest)
 
 
 def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, digest: bytes) -> None:
@@ -154,16 +149,18 @@ def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, diges
     finished = last and round_ + 1 == run.spec.sync.rounds
     with run.world.database.write() as session:
         row = session.get_one(FragmentRow, (run.id, round_, index))
-        row.state, row.delta_bytes, row.delta_digest = advance(fragment.state), size, digest
+        row.state, row.delta_bytes, row.delta_digest = advance(fragment.state, "published"), size, digest
         if last:
             session.get_one(RoundRow, (run.id, round_)).closed_at = run.world.now()
             run_row = run.row(session)
             run_row.round = round_ + 1
+            tidy(session, run.id, round_ + 1)
             run.record(session, "round-published", f"round {round_} is published: {fragment.reason}", round=round_)
+            check_epochs(run, session)
             if finished:
                 run_row.state = RunState.FINISHED
                 run.record(session, "finished", f"the run is finished after {run_row.round} rounds")
-    fragment.state = advance(fragment.state)
+    fragment.state = advance(fragment.state, "published")
     if last:
         run.open, run.previous, run.round = None, opening.assigned, round_ + 1
         if finished:
@@ -171,3 +168,4 @@ def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, diges
         for each in range(len(opening.fragments)):
             start_job(run, each)  # the outer steps
         assigning.try_open(run)
+        steering.note_drained(run)

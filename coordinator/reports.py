@@ -5,15 +5,16 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator import outer_state
+from coordinator import checkpointing, retention
+from coordinator.files import disk_bytes
 from coordinator.live_run import LiveRun
 from coordinator.tables import (
     CheckpointFragmentRow,
     CheckpointRow,
-    ContributionRow,
     EvaluationRow,
     EventRow,
     FragmentRow,
+    LateContributionRow,
     RoundRow,
     WorkerRow,
 )
@@ -24,6 +25,7 @@ from protocol.messages import (
     Event,
     FragmentInfo,
     FragmentState,
+    LateContribution,
     Metrics,
     Page,
     RoundDetail,
@@ -43,19 +45,13 @@ def run_info(run: LiveRun) -> RunInfo:
 
 
 def run_detail(run: LiveRun) -> RunDetail:
-    return RunDetail(**_run_fields(run), spec=run.spec)
+    return RunDetail(**_run_fields(run), spec=run.spec, disk_bytes=disk_bytes(run.files))
 
 
 def _run_fields(run: LiveRun) -> dict[str, Any]:
-    with run.world.database.read() as session:  # without the lock: it goes through the whole history
-        per_worker_round = (  # the fragments of one contribution tell the same tokens
-            select(func.max(ContributionRow.tokens).label("tokens"))
-            .where(ContributionRow.run_id == run.id)
-            .group_by(ContributionRow.round, ContributionRow.worker)
-            .subquery()
-        )
-        tokens = session.scalar(select(func.sum(per_worker_round.c.tokens))) or 0
-        uploaded = session.scalar(select(func.sum(ContributionRow.size)).where(ContributionRow.run_id == run.id))
+    with run.world.database.read() as session:
+        row = run.row(session)
+        totals = {"tokens": row.tokens, "upload_bytes": row.upload_bytes, "divergences": row.divergences}
         held_out_loss = session.scalar(
             select(EvaluationRow.loss)
             .where(EvaluationRow.run_id == run.id)
@@ -76,8 +72,7 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
             "live_workers": len(run.leases),
             "fragments": None if run.layout is None else len(run.layout.fragments),
             "elements": None if run.layout is None else run.layout.total_elements,
-            "tokens": tokens,
-            "upload_bytes": uploaded or 0,
+            **totals,
             "held_out_loss": held_out_loss,
             "state_digest": None if final is None else final.hex(),
         }
@@ -122,20 +117,24 @@ def round_detail(run: LiveRun, number: int) -> RoundDetail:
                 .order_by(FragmentRow.fragment)
             )
         ]
-        return RoundDetail(**_round_fields(run, session, row), fragments=fragments)
+        late = session.scalars(
+            select(LateContributionRow)
+            .where(LateContributionRow.run_id == run.id, LateContributionRow.round == number)
+            .order_by(LateContributionRow.worker, LateContributionRow.fragment)
+        )
+        return RoundDetail(
+            **_round_fields(run, session, row),
+            fragments=fragments,
+            late=[LateContribution(worker=each.worker, fragment=each.fragment, late_s=each.late_s) for each in late],
+        )
 
 
 def _round_fields(run: LiveRun, session: Session, row: RoundRow) -> dict[str, Any]:
-    key = (ContributionRow.run_id == run.id, ContributionRow.round == row.round)
-    per_worker = (
-        select(func.max(ContributionRow.tokens).label("tokens"), func.max(ContributionRow.loss).label("loss"))
-        .where(*key)
-        .group_by(ContributionRow.worker)
-        .subquery()
+    tokens, loss, upload_bytes, delta_bytes = (
+        retention.sums(session, run.id, row.round)
+        if row.tokens is None
+        else (row.tokens, row.loss, row.upload_bytes, row.delta_bytes)
     )
-    tokens, weighted = session.execute(
-        select(func.sum(per_worker.c.tokens), func.sum(per_worker.c.tokens * per_worker.c.loss))
-    ).one()
     evaluation = session.get(EvaluationRow, (run.id, row.round))
     is_open = run.open is not None and run.open.number == row.round
     state, reason = _least_advanced(run) if is_open else (FragmentState.PUBLISHED, "published")
@@ -145,16 +144,11 @@ def _round_fields(run: LiveRun, session: Session, row: RoundRow) -> dict[str, An
         "reason": reason,
         "opened_at": row.opened_at,
         "closed_at": row.closed_at,
-        "tokens": tokens or 0,
-        "loss": weighted / tokens if tokens else None,
+        "tokens": tokens,
+        "loss": loss,
         "held_out_loss": None if evaluation is None else evaluation.loss,
-        "upload_bytes": session.scalar(select(func.sum(ContributionRow.size)).where(*key)) or 0,
-        "delta_bytes": session.scalar(
-            select(func.sum(FragmentRow.delta_bytes)).where(
-                FragmentRow.run_id == run.id, FragmentRow.round == row.round
-            )
-        )
-        or 0,
+        "upload_bytes": upload_bytes,
+        "delta_bytes": delta_bytes,
     }
 
 
@@ -183,7 +177,7 @@ def workers(run: LiveRun, limit: int, after: str | None) -> Page[WorkerInfo]:
         if after is not None:
             query = query.where(WorkerRow.name > after)
         rows = session.scalars(query).all()
-        items = [_worker(run, session, row) for row in rows[:limit]]
+        items = [_worker(run, row) for row in rows[:limit]]
     return Page(items=items, next=items[-1].name if len(rows) > limit else None)
 
 
@@ -192,19 +186,10 @@ def worker(run: LiveRun, name: str) -> WorkerInfo:
         row = session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == name)).one_or_none()
         if row is None:
             raise Problem("not-found", f"the run {run.name} never had a worker {name}")
-        return _worker(run, session, row)
+        return _worker(run, row)
 
 
-def _worker(run: LiveRun, session: Session, row: WorkerRow) -> WorkerInfo:
-    contributed = (
-        select(func.max(ContributionRow.tokens).label("tokens"), func.sum(ContributionRow.size).label("bytes"))
-        .where(ContributionRow.run_id == run.id, ContributionRow.worker == row.name)
-        .group_by(ContributionRow.round)
-        .subquery()
-    )
-    count, tokens, uploaded = session.execute(
-        select(func.count(), func.sum(contributed.c.tokens), func.sum(contributed.c.bytes)).select_from(contributed)
-    ).one()
+def _worker(run: LiveRun, row: WorkerRow) -> WorkerInfo:
     live = row.name in run.leases
     return WorkerInfo(
         name=row.name,
@@ -214,9 +199,10 @@ def _worker(run: LiveRun, session: Session, row: WorkerRow) -> WorkerInfo:
         last_seen_s=run.leases.last_seen_s(row.name, run.world.clock()),
         host=row.host,
         metrics=run.metrics[row.name] if live else Metrics.model_validate(row.metrics),
-        contributions=count,
-        tokens=tokens or 0,
-        upload_bytes=uploaded or 0,
+        contributions=row.contributions,
+        tokens=row.tokens,
+        upload_bytes=row.upload_bytes,
+        divergences=row.divergences,
         state_round=row.state_round,
         state_digest=None if row.state_digest is None else row.state_digest.hex(),
     )
@@ -253,7 +239,7 @@ def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
         return CheckpointDetail(
             **_checkpoint_fields(session, row),
             layout=run.layout,
-            fragments=[outer_state.describe(run, each) for each in fragments],
+            fragments=[checkpointing.describe(run, each) for each in fragments],
         )
 
 

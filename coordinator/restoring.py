@@ -8,29 +8,30 @@ import logging
 
 from sqlalchemy import select
 
-from coordinator import assigning, outer_state, publishing
+from coordinator import assigning, checkpointing, outer_state, publishing, setting_aside, steering
 from coordinator.live_run import Contributed, LiveRun, OpenFragment, OpenRound
 from coordinator.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow, WorkerRow
-from protocol.messages import FragmentState, Metrics, RunState, WorkerState
+from protocol.messages import FragmentState, Metrics, WorkerState
 
 logger = logging.getLogger(__name__)
 
 
 def restore(run: LiveRun) -> None:
     with run.lock:
+        setting_aside.set_aside_newer(run)
         _restore_workers(run)
         _restore_open_round(run)
         _sweep_contributions(run)
         if run.layout is not None:
             outer_state.restore(run)
-        if run.state is RunState.STOPPED:
-            return
-        if run.open is not None:
-            for index, fragment in enumerate(run.open.fragments):
-                if fragment.state is FragmentState.AGGREGATING:
-                    publishing.start_job(run, index)
+        resting = checkpointing.at_rest(run)  # it may have come to rest without having kept its checkpoint
+        for index in range(len(run.outer)):
+            aggregating = run.open is not None and run.open.fragments[index].state is FragmentState.AGGREGATING
+            if resting or aggregating:
+                publishing.start_job(run, index)
         publishing.close_due(run)
         assigning.try_open(run)
+        steering.note_drained(run)
 
 
 def _restore_workers(run: LiveRun) -> None:

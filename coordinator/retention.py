@@ -1,14 +1,29 @@
 """What is deleted, and when: nothing that a checkpoint does not cover.
 
-The newest `checkpoints.keep` checkpoints stay, and every delta from the oldest of them on, so a worker can always come
-from there to the present; the delta that led to the newest one stays in any case, for workers are just fetching it.
-Contributions go once the newest checkpoint covers them. Rows stay: they are the history.
+Files. The newest `checkpoints.keep` checkpoints stay, and every delta from the oldest of them on, so a worker can
+always come from there to the present; the delta that led to the newest one stays in any case, for workers are just
+fetching it. Contributions go once the newest checkpoint covers them.
+
+Rows. Of the last `retention.rounds` rounds, and of every round that has a delta, each contribution and assignment is
+kept; of older rounds their sums. `retention.events` events are kept.
 """
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, select
+from sqlalchemy.orm import Session
 
 from coordinator.live_run import LiveRun
-from coordinator.tables import CheckpointFragmentRow, CheckpointRow
+from coordinator.tables import (
+    AssignmentRow,
+    CheckpointFragmentRow,
+    CheckpointRow,
+    ContributionRow,
+    EventRow,
+    FragmentRow,
+    LateContributionRow,
+    RoundRow,
+)
+
+EVENTS_SLACK = 500  # events above the limit that cost no deletion yet
 
 
 def kept_checkpoints(run: LiveRun) -> list[int]:
@@ -21,16 +36,77 @@ def kept_checkpoints(run: LiveRun) -> list[int]:
         )
 
 
+def first_delta(kept: list[int]) -> int:
+    """The oldest round whose delta is kept. `kept`: the checkpoints that are, newest first."""
+    return min(kept[-1], kept[0] - 1)
+
+
+def keeps_delta(run: LiveRun, round_: int) -> bool:
+    kept = kept_checkpoints(run)[: run.spec.checkpoints.keep]
+    return not kept or round_ >= first_delta(kept)
+
+
 def clean(run: LiveRun) -> None:
-    """Delete what the rule no longer keeps; rows of checkpoints first, so that no row names a missing file."""
-    rounds = kept_checkpoints(run)
-    kept, dropped = rounds[: run.spec.checkpoints.keep], rounds[run.spec.checkpoints.keep :]
-    if dropped:
-        with run.world.database.write() as session:
-            for table in (CheckpointRow, CheckpointFragmentRow):
-                session.execute(delete(table).where(table.run_id == run.id, table.round.in_(dropped)))
-    first_delta = min(kept[-1], kept[0] - 1)
-    for folder, before in (("checkpoints", kept[-1]), ("deltas", first_delta), ("contributions", kept[0])):
+    """Delete what the rule no longer keeps; rows first, so that no row names a missing file. Holds the lock."""
+    kept = kept_checkpoints(run)[: run.spec.checkpoints.keep]
+    delta = first_delta(kept)
+    with run.world.database.write() as session:
+        for table in (CheckpointRow, CheckpointFragmentRow):
+            session.execute(
+                delete(table).where(table.run_id == run.id, table.round < kept[0], table.round.not_in(kept))
+            )
+        _forget_history(run, session, min(delta, run.round - run.spec.retention.rounds))
+    for folder, before in (("checkpoints", kept[-1]), ("deltas", delta), ("contributions", kept[0])):
         for round_ in run.files.rounds(folder):
             if round_ < before:
                 run.files.remove_round(folder, round_)
+
+
+def _forget_history(run: LiveRun, session: Session, before: int) -> None:
+    """Of rounds before `before`, keep the sums only."""
+    rows = session.scalars(
+        select(RoundRow).where(RoundRow.run_id == run.id, RoundRow.round < before, RoundRow.tokens.is_(None))
+    ).all()
+    for row in rows:
+        row.tokens, row.loss, row.upload_bytes, row.delta_bytes = sums(session, run.id, row.round)
+    if rows:
+        session.flush()
+        for table in (ContributionRow, LateContributionRow, FragmentRow, AssignmentRow):
+            session.execute(delete(table).where(table.run_id == run.id, table.round < before))
+
+
+def sums(session: Session, run_id: int, round_: int) -> tuple[int, float | None, int, int]:
+    """Of one round's rows: tokens, mean training loss weighted by them, bytes of contributions, bytes of deltas."""
+    key = (ContributionRow.run_id == run_id, ContributionRow.round == round_)
+    per_worker = (  # the fragments of one contribution tell the same
+        select(func.max(ContributionRow.tokens).label("tokens"), func.max(ContributionRow.loss).label("loss"))
+        .where(*key)
+        .group_by(ContributionRow.worker)
+        .subquery()
+    )
+    tokens, weighted = session.execute(
+        select(func.sum(per_worker.c.tokens), func.sum(per_worker.c.tokens * per_worker.c.loss))
+    ).one()
+    uploaded = session.scalar(select(func.sum(ContributionRow.size)).where(*key))
+    delta = session.scalar(
+        select(func.sum(FragmentRow.delta_bytes)).where(FragmentRow.run_id == run_id, FragmentRow.round == round_)
+    )
+    return tokens or 0, weighted / tokens if tokens else None, uploaded or 0, delta or 0
+
+
+def trim_events(run: LiveRun) -> None:
+    """Delete the oldest events above the limit, once a few hundred are."""
+    with run.lock:
+        if run.events_recorded < EVENTS_SLACK:
+            return
+        with run.world.database.write() as session:
+            newest_to_go = session.scalars(
+                select(EventRow.id)
+                .where(EventRow.run_id == run.id)
+                .order_by(EventRow.id.desc())
+                .offset(run.spec.retention.events)
+                .limit(1)
+            ).one_or_none()
+            if newest_to_go is not None:
+                session.execute(delete(EventRow).where(EventRow.run_id == run.id, EventRow.id <= newest_to_go))
+        run.events_recorded = 0

@@ -4,34 +4,42 @@ Everything that decides about a fragment's state is in this file; it does no I/O
 quorum and leases are inputs to `decide`, not states. Times are seconds of one monotonic clock, given by the caller.
 """
 
+import math
 from collections.abc import Set
 from dataclasses import dataclass
 
 from protocol.messages import FragmentState
 
-TRANSITIONS: dict[FragmentState, FragmentState | None] = {
-    FragmentState.COLLECTING: FragmentState.AGGREGATING,  # decide() said Close; the contributors are now fixed
-    FragmentState.AGGREGATING: FragmentState.PUBLISHED,  # the delta is durable
-    FragmentState.PUBLISHED: None,
+# state -> what happens -> the state after it. docs/rounds.md is drawn from this.
+TRANSITIONS: dict[FragmentState, dict[str, FragmentState]] = {
+    FragmentState.COLLECTING: {
+        "closed": FragmentState.AGGREGATING,  # decide() said Close; the contributors are now fixed
+    },
+    FragmentState.AGGREGATING: {
+        "published": FragmentState.PUBLISHED,  # the delta is durable
+        "contribution lost": FragmentState.COLLECTING,  # a file is not what was acknowledged; its worker sends it again
+    },
+    FragmentState.PUBLISHED: {},
 }
 
 
-def advance(state: FragmentState) -> FragmentState:
-    """The state after `state`. ValueError after the last one."""
-    following = TRANSITIONS[state]
+def advance(state: FragmentState, what: str) -> FragmentState:
+    """The state after `what` happened in `state`. ValueError where it cannot happen."""
+    following = TRANSITIONS[state].get(what)
     if following is None:
-        raise ValueError(f"a fragment that is {state} stays {state}")
+        raise ValueError(f"{what!r} cannot happen to a fragment that is {state}")
     return following
 
 
 @dataclass(frozen=True)
 class Policy:
-    """When to stop waiting. `grace_factor` has no unit, the rest are workers and seconds."""
+    """When to stop waiting. `grace_factor` has no unit, the rest are workers and seconds (None: no cap)."""
 
     min_workers: int
     grace_factor: float
     grace_min_s: float
     grace_max_s: float
+    round_max_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,15 +93,22 @@ def decide(
             "waiting for more workers to join",
         )
     waiting = f"waiting for {len(missing)} of {everybody} workers ({_names(missing)})"
-    if quorum_at is None:
+    capped_at = math.inf
+    if policy.round_max_s is not None and len(contributed) >= policy.min_workers:
+        capped_at = opened_at + policy.round_max_s
+    graced_at = math.inf if quorum_at is None else quorum_at + grace_s(policy, opened_at, quorum_at)
+    closes_at = min(capped_at, graced_at)
+    if closes_at == math.inf:
         return Wait(None, f"{waiting}; no deadline before a quorum has contributed")
-    closes_at = quorum_at + grace_s(policy, opened_at, quorum_at)
     if now < closes_at:
         return Wait(closes_at, f"{waiting}; closes in {closes_at - now:.0f} s")
+    if quorum_at is not None and graced_at <= capped_at:
+        why = f"after {graced_at - quorum_at:.0f} s of grace"
+    else:
+        why = f"by the cap of {policy.round_max_s:.0f} s per round"
     return Close(
         tuple(sorted(contributed)),
-        f"closed without {_names(missing)} after {closes_at - quorum_at:.0f} s of grace; "
-        f"{len(contributed)} of {everybody} workers have contributed",
+        f"closed without {_names(missing)} {why}; {len(contributed)} of {everybody} workers have contributed",
     )
 
 

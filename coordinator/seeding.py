@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from sqlalchemy import delete
 
-from coordinator import assigning, outer_state
+from coordinator import assigning, checkpointing, outer_state
 from coordinator.files import PayloadFile
 from coordinator.live_run import LiveRun
 from coordinator.state_file import F32, write_state
@@ -57,11 +57,11 @@ def _keep(
     if created:
         if run.seeded or run.seeder != worker:
             raise Problem("state-conflict", f"state 0 of the run {run.name} is not for {worker} to seed")
-        row = outer_state.keep_checkpoint_fragment(run, 0, fragment, canonical, state_digest)
+        row = checkpointing.keep_fragment(run, 0, fragment, canonical, state_digest)
     if not run.seeded:
         _complete(run)
     assert row is not None
-    return outer_state.describe(run, row), created
+    return checkpointing.describe(run, row), created
 
 
 def _complete(run: LiveRun) -> None:

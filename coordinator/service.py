@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator import assigning, membership, publishing, restoring
+from coordinator import membership, publishing, restoring, retention, verifying
 from coordinator.bell import Bell
-from coordinator.database import Database
+from coordinator.database import Database, disk_is_full
 from coordinator.files import DataDirectory
 from coordinator.live_run import LiveRun, World
 from coordinator.settings import Settings
+from coordinator.storage import Storage
 from coordinator.tables import EvaluationRow, RunRow
 from coordinator.tokens import Identity, Tokens
 from protocol.digest import digest
@@ -24,14 +25,6 @@ from protocol.messages import EvaluationReport, NewToken, RunState, TokenRequest
 from protocol.spec import RunSpec, parse_spec
 
 logger = logging.getLogger(__name__)
-
-# What the operator may do to a run that is in a given state.
-CHANGES: dict[RunState, set[RunState]] = {
-    RunState.RUNNING: {RunState.PAUSED, RunState.STOPPED},
-    RunState.PAUSED: {RunState.RUNNING, RunState.STOPPED},
-    RunState.FINISHED: set(),
-    RunState.STOPPED: set(),
-}
 
 
 class Coordinator:
@@ -53,7 +46,11 @@ class Coordinator:
         if self.tokens.ensure_admin(admin_token, now()):
             logger.info("made an admin token: %s", admin_token)
         self._jobs = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="publish")
-        self._world = World(self.database, self.data, self._jobs.submit, self.bell.ring, clock, now)
+        self._verifying = ThreadPoolExecutor(1, thread_name_prefix="verify")
+        self.storage = Storage(self.data, clock)
+        self._world = World(
+            self.database, self.data, self._jobs.submit, self.bell.ring, self.storage.note_full, clock, now
+        )
         self._runs: dict[str, LiveRun] = {}
         self._creating = threading.Lock()
         with self.database.read() as session:
@@ -65,20 +62,30 @@ class Coordinator:
 
     def close(self) -> None:
         """End the work on other threads and let go of the files. What is interrupted is taken up at the next start."""
-        self._jobs.shutdown(wait=True, cancel_futures=True)
+        for run in self.runs():
+            run.closing = True
+        for threads in (self._jobs, self._verifying):
+            threads.shutdown(wait=True, cancel_futures=True)
         self.database.close()
         self.data.close()
 
     def tick(self) -> None:
         """What only the passing of time brings about. Called a few times a second."""
+        self.storage.look()
         for run in list(self._runs.values()):
             try:
                 membership.expire(run)
                 with run.lock:
                     publishing.close_due(run)
                 publishing.retry_jobs(run)
-            except Exception:  # a fault of one run must not stop the others; the next tick tries again
-                logger.exception("%s: tick failed", run.name)
+                verifying.start_when_due(run, self._verifying.submit)
+                retention.trim_events(run)
+                self.storage.tick(run)
+            except Exception as error:  # a fault of one run must not stop the others; the next tick tries again
+                if disk_is_full(error):
+                    self.storage.note_full()
+                else:
+                    logger.exception("%s: tick failed", run.name)
 
     def new_token(self, request: TokenRequest) -> NewToken:
         return self.tokens.create(request.scope, request.note, self._world.now())
@@ -150,20 +157,6 @@ class Coordinator:
             run.record(session, "created", f"the run {spec.name} was created")
         self._runs[spec.name] = run
         return run, True
-
-    def change_state(self, run: LiveRun, state: RunState) -> None:
-        """Pause, resume or stop."""
-        with run.lock:
-            if state is run.state:
-                return
-            if state not in CHANGES[run.state]:
-                raise Problem("run-ended", f"the run {run.name} is {run.state} and cannot become {state}")
-            with self.database.write() as session:
-                run.row(session).state = state
-                run.record(session, str(state), f"the operator set the run to {state}")
-            run.state = state
-            assigning.try_open(run)  # or say why not
-        run.ring()
 
     def evaluated(self, run: LiveRun, worker: str, round_: int, report: EvaluationReport) -> None:
         """Keep the held-out loss of state `round_`; a later report of the same state replaces an earlier one."""

@@ -22,6 +22,10 @@ class Base(DeclarativeBase):
     type_annotation_map: ClassVar[dict[Any, Any]] = {dict[str, Any]: JSON, list[Any]: JSON, bytes: LargeBinary}
 
 
+def _counter() -> Any:
+    return mapped_column(default=0, server_default="0")
+
+
 class TokenRow(Base):
     """A bearer token of an operator, a worker or a viewer; only the hash of its secret is stored."""
 
@@ -35,7 +39,11 @@ class TokenRow(Base):
 
 
 class RunRow(Base):
-    """A run. `round` is the open or next round; `next_unit` the first work unit that was never assigned."""
+    """A run. `round` is the open or next round; `next_unit` the first work unit that was never assigned.
+
+    `tokens` counts, unit by unit, what accepted contributions were trained on, so that the consumed units can be
+    checked against it; `checked_epochs` is the number of epochs for which that was done.
+    """
 
     __tablename__ = "runs"
 
@@ -49,10 +57,17 @@ class RunRow(Base):
     next_unit: Mapped[int] = mapped_column(default=0)
     layout: Mapped[dict[str, Any] | None]
     data: Mapped[dict[str, Any] | None]
+    tokens: Mapped[int] = _counter()
+    upload_bytes: Mapped[int] = _counter()
+    divergences: Mapped[int] = _counter()
+    checked_epochs: Mapped[int] = _counter()
 
 
 class WorkerRow(Base):
-    """A member of a run. `epoch` counts its joins; `token_hash` is null while it holds no lease."""
+    """A member of a run. `epoch` counts its joins; `token_hash` is null while it holds no lease.
+
+    `contributions` counts the rounds that it contributed to.
+    """
 
     __tablename__ = "workers"
     __table_args__ = (UniqueConstraint("run_id", "name"),)
@@ -68,12 +83,17 @@ class WorkerRow(Base):
     metrics: Mapped[dict[str, Any]]
     state_round: Mapped[int | None]
     state_digest: Mapped[bytes | None]
+    contributions: Mapped[int] = _counter()
+    tokens: Mapped[int] = _counter()
+    upload_bytes: Mapped[int] = _counter()
+    divergences: Mapped[int] = _counter()
 
 
 class UnitRangeRow(Base):
     """Work units [start, stop): assigned to a worker, consumed by an accepted contribution, or back in the pool.
 
-    Units from `runs.next_unit` on have no row yet. Units are numbered through all epochs of the training set.
+    Units from `runs.next_unit` on have no row yet. Units are numbered through all epochs of the training set. Once a
+    round is over, adjacent consumed ranges become one, without a worker.
     """
 
     __tablename__ = "unit_ranges"
@@ -81,7 +101,7 @@ class UnitRangeRow(Base):
         UniqueConstraint("run_id", "start"),
         CheckConstraint("start < stop", name="not_empty"),
         CheckConstraint("state IN ('free', 'assigned', 'consumed')", name="state"),
-        CheckConstraint("(state = 'free') = (worker IS NULL)", name="free_has_no_worker"),
+        CheckConstraint("state = 'consumed' OR (state = 'free') = (worker IS NULL)", name="free_has_no_worker"),
         CheckConstraint("(state = 'consumed') = (consumed_round IS NOT NULL)", name="consumed_once"),
     )
 
@@ -108,7 +128,7 @@ class AssignmentRow(Base):
 
 
 class RoundRow(Base):
-    """A round that was opened."""
+    """A round that was opened. Its sums are null until the rows that they are of are deleted."""
 
     __tablename__ = "rounds"
 
@@ -116,6 +136,10 @@ class RoundRow(Base):
     round: Mapped[int] = mapped_column(primary_key=True)
     opened_at: Mapped[float]
     closed_at: Mapped[float | None]  # when its last delta was published
+    tokens: Mapped[int | None]
+    loss: Mapped[float | None]
+    upload_bytes: Mapped[int | None]
+    delta_bytes: Mapped[int | None]
 
 
 class FragmentRow(Base):
@@ -135,10 +159,23 @@ class FragmentRow(Base):
     contributors: Mapped[dict[str, Any] | None]
     delta_bytes: Mapped[int | None]
     delta_digest: Mapped[bytes | None]
+    closed_at: Mapped[float | None]  # when collecting ended
+
+
+class LateContributionRow(Base):
+    """A contribution that came `late_s` after its fragment had closed, and was refused."""
+
+    __tablename__ = "late_contributions"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    round: Mapped[int] = mapped_column(primary_key=True)
+    fragment: Mapped[int] = mapped_column(primary_key=True)
+    worker: Mapped[str] = mapped_column(String(64), primary_key=True)
+    late_s: Mapped[float]
 
 
 class ContributionRow(Base):
-    """An acknowledged contribution: one per (run, round, fragment, worker), for ever."""
+    """An acknowledged contribution: one per (run, round, fragment, worker)."""
 
     __tablename__ = "contributions"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from sqlalchemy import select
 
 from coordinator.database import Database
+from coordinator.files import fsync
 from coordinator.membership import new_secret, secret_hash
 from coordinator.tables import TokenRow
 from protocol.errors import Problem
@@ -99,3 +100,4 @@ def _write_secret(path: Path, secret: str) -> None:
         file.write(secret + "\n")
         file.flush()
         os.fsync(file.fileno())
+    fsync(path.parent)

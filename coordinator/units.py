@@ -1,8 +1,12 @@
 """Work units: which were assigned to whom, which were consumed, which are back in the pool.
 
 A unit is one inner step's batch. Units are numbered without end through the epochs of the training set (unit g belongs
-to epoch g // units_per_epoch); each is consumed by exactly one accepted contribution. Ranges are half-open.
+to epoch g // units_per_epoch); each is consumed by exactly one accepted contribution. Ranges are half-open. `epochs.py`
+counts and checks them.
 """
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 
 from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
@@ -20,7 +24,7 @@ def assigned_units(session: Session, run_id: int, worker: str, round_: int) -> l
         .where(UnitRangeRow.run_id == run_id, UnitRangeRow.worker == worker, UnitRangeRow.round == round_)
         .order_by(UnitRangeRow.start)
     )
-    return [(row.start, row.stop) for row in rows]
+    return joined([(row.start, row.stop) for row in rows])
 
 
 def assign_units(session: Session, run: RunRow, worker: str, round_: int, count: int) -> list[Range]:
@@ -34,14 +38,10 @@ def assign_units(session: Session, run: RunRow, worker: str, round_: int, count:
     for row in free:
         if count == 0:
             break
-        stop = min(row.stop, row.start + count)
-        if stop < row.stop:
-            rest = UnitRangeRow(run_id=run.id, start=stop, stop=row.stop, state="free")
-            row.stop = stop
-            session.add(rest)
+        _cut(session, row, min(row.stop, row.start + count))
         row.state, row.worker, row.round = "assigned", worker, round_
-        taken.append((row.start, stop))
-        count -= stop - row.start
+        taken.append((row.start, row.stop))
+        count -= row.stop - row.start
     if count:
         new = (run.next_unit, run.next_unit + count)
         session.add(
@@ -49,7 +49,7 @@ def assign_units(session: Session, run: RunRow, worker: str, round_: int, count:
         )
         run.next_unit = new[1]
         taken.append(new)
-    return taken
+    return joined(taken)
 
 
 def return_units(session: Session, run_id: int, worker: str) -> None:
@@ -61,28 +61,123 @@ def return_units(session: Session, run_id: int, worker: str) -> None:
     )
 
 
-def consume_units(session: Session, run_id: int, worker: str, round_: int, units: list[list[int]]) -> int:
-    """Mark `units` as trained on by this worker's contribution to `round_`; how many they are.
+def return_forgotten_units(
+    session: Session, run_id: int, worker: str, round_: int, carried: Sequence[Sequence[int]]
+) -> None:
+    """Units that `worker` was given for rounds before `round_`, and whose work it does not have, go back to the pool.
 
-    They must be ranges as they were assigned, each listed once. The fragments of one contribution name the same units,
-    so units that this very round consumed are accepted again. Raises Problem `units-not-held` otherwise.
+    A worker that is slow or away is given units of rounds that it never takes part in: while it lives, nobody else
+    would train on them.
     """
-    held = {
-        row.start: row
-        for row in session.scalars(
-            select(UnitRangeRow).where(
-                UnitRangeRow.run_id == run_id,
-                UnitRangeRow.worker == worker,
-                or_(UnitRangeRow.state == "assigned", UnitRangeRow.consumed_round == round_),
+    earlier = (
+        select(UnitRangeRow)
+        .where(UnitRangeRow.run_id == run_id, UnitRangeRow.worker == worker, UnitRangeRow.state == "assigned")
+        .where(UnitRangeRow.round < round_)
+    )
+    kept = joined(sorted((start, stop) for start, stop in carried))
+    starts, ends = [start for start, _ in kept], sorted({end for unit_range in kept for end in unit_range})
+    for row in session.scalars(earlier).all():
+        for end in reversed(ends[bisect_right(ends, row.start) : bisect_left(ends, row.stop)]):
+            _cut(session, row, end)
+    for row in session.scalars(earlier):
+        at = bisect_right(starts, row.start) - 1
+        if at < 0 or row.stop > kept[at][1]:
+            row.state, row.worker, row.round = "free", None, None
+
+
+def consume_units(session: Session, run_id: int, worker: str, round_: int, units: Sequence[Sequence[int]]) -> int:
+    """Mark `units` as trained on by this worker's contribution to `round_`; how many of them are so for the first time.
+
+    Each is listed once and is assigned to the worker. Of a range, the first units may be handed in alone, by a worker
+    that leaves in the middle of a round; the others stay assigned. The fragments of one contribution name the same
+    units, so units that this very round consumed are accepted again. Raises Problem `units-not-held` otherwise.
+    """
+    rows = session.scalars(
+        select(UnitRangeRow)
+        .where(
+            UnitRangeRow.run_id == run_id,
+            UnitRangeRow.worker == worker,
+            or_(UnitRangeRow.state == "assigned", UnitRangeRow.consumed_round == round_),
+        )
+        .order_by(UnitRangeRow.start)
+    ).all()
+    held = {row.start: row for row in rows}
+    consumed = 0
+    for start, stop in joined(sorted((start, stop) for start, stop in units)):
+        at = start
+        while at < stop:
+            row = held.pop(at, None)
+            if row is None:
+                raise Problem(
+                    "units-not-held",
+                    f"work units [{start}, {stop}) are not assigned to {worker}, were used before, or are listed twice",
+                )
+            at = row.stop
+            if row.state == "assigned":
+                _cut(session, row, min(row.stop, stop))
+                row.state, row.consumed_round = "consumed", round_
+                consumed += row.stop - row.start
+    return consumed
+
+
+def lose_units(session: Session, run_id: int, worker: str, round_: int, *, live: bool) -> int:
+    """The contribution that was trained on them is lost: they are assigned to `worker` again, or back in the pool; how
+    many they are."""
+    rows = session.scalars(
+        select(UnitRangeRow).where(
+            UnitRangeRow.run_id == run_id, UnitRangeRow.worker == worker, UnitRangeRow.consumed_round == round_
+        )
+    ).all()
+    for row in rows:
+        row.state, row.consumed_round = "assigned", None
+        if not live:
+            row.state, row.worker, row.round = "free", None, None
+    return sum(row.stop - row.start for row in rows)
+
+
+def tidy(session: Session, run_id: int, round_: int) -> None:
+    """Make one row of adjacent free ranges, and of adjacent ranges that were consumed before `round_`.
+
+    So the table grows neither with the rounds nor with the workers: a unit that a past round consumed will never be
+    asked for again, by whom it was is in the history.
+    """
+    rows = session.scalars(
+        select(UnitRangeRow)
+        .where(
+            UnitRangeRow.run_id == run_id,
+            or_(UnitRangeRow.state == "free", UnitRangeRow.consumed_round < round_),
+        )
+        .order_by(UnitRangeRow.start)
+    ).all()
+    last: UnitRangeRow | None = None
+    for row in rows:
+        if last is not None and (last.state, last.stop) == (row.state, row.start):
+            last.stop = row.stop
+            if row.consumed_round is not None and last.consumed_round is not None:
+                last.consumed_round = max(last.consumed_round, row.consumed_round)
+            session.delete(row)
+        else:
+            last = row
+            last.worker = last.round = None
+
+
+def joined(ranges: list[Range]) -> list[Range]:
+    """The same units in as few ranges as their order allows."""
+    result: list[Range] = []
+    for start, stop in ranges:
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], stop)
+        else:
+            result.append((start, stop))
+    return result
+
+
+def _cut(session: Session, row: UnitRangeRow, stop: int) -> None:
+    """Make `row` end at `stop`; the units after it get a row of the same kind."""
+    if stop < row.stop:
+        session.add(
+            UnitRangeRow(
+                run_id=row.run_id, start=stop, stop=row.stop, state=row.state, worker=row.worker, round=row.round
             )
         )
-    }
-    for start, stop in units:
-        row = held.pop(start, None)
-        if row is None or row.stop != stop:
-            raise Problem(
-                "units-not-held",
-                f"work units [{start}, {stop}) are not assigned to {worker}, were used before, or are listed twice",
-            )
-        row.state, row.consumed_round = "consumed", round_
-    return sum(stop - start for start, stop in units)
+        row.stop = stop

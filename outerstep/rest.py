@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from protocol.errors import OuterstepError, Problem
 from protocol.messages import (
+    EpochInfo,
     Event,
     NewToken,
     Page,
@@ -26,6 +27,7 @@ from protocol.messages import (
     RunInfo,
     TokenInfo,
     TokenRequest,
+    WorkerChange,
     WorkerInfo,
 )
 
@@ -80,6 +82,14 @@ class Client:
     def workers(self, run: str) -> Iterator[WorkerInfo]:
         """The run's workers, by name."""
         return self._pages(_path(run, "workers"), WorkerInfo)
+
+    def change_worker(self, run: str, worker: str, change: WorkerChange) -> WorkerInfo:
+        path = _path(run, "workers", quote(worker, safe=""))
+        return self._ask("PATCH", path, WorkerInfo, json=change.model_dump())
+
+    def epochs(self, run: str) -> Iterator[EpochInfo]:
+        """The work units of each epoch that was begun, newest first."""
+        return self._pages(_path(run, "units"), EpochInfo)
 
     def rounds(self, run: str) -> Iterator[RoundInfo]:
         """The run's rounds, newest first."""

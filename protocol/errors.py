@@ -29,6 +29,7 @@ PROBLEMS: dict[str, tuple[HTTPStatus, str]] = {
         "No token, an unknown or revoked one, or a member token of an ended lease.",
     ),
     "forbidden": (HTTPStatus.FORBIDDEN, "The token is valid but its scope does not allow this."),
+    "banned": (HTTPStatus.FORBIDDEN, "The operator has banned this worker from the run until it is readmitted."),
     "not-found": (HTTPStatus.NOT_FOUND, "There is nothing at this address."),
     "method-not-allowed": (HTTPStatus.METHOD_NOT_ALLOWED, "This address does not take this method."),
     "not-published": (HTTPStatus.NOT_FOUND, "Not there yet; ask again. The detail says what is waited for."),
@@ -45,6 +46,10 @@ PROBLEMS: dict[str, tuple[HTTPStatus, str]] = {
     "contribution-conflict": (
         HTTPStatus.CONFLICT,
         "Another contribution of this worker was already accepted; it stands.",
+    ),
+    "contribution-lost": (
+        HTTPStatus.CONFLICT,
+        "The coordinator has no such contribution of this worker, or has lost it; send it again.",
     ),
     "stale-base": (HTTPStatus.CONFLICT, "Computed against another outer state than the run's; resync, then go on."),
     "units-not-held": (HTTPStatus.CONFLICT, "The contribution names work units that are not assigned to this worker."),

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.fragments import Layout, TensorSpec
 from protocol.spec import RunSpec
+from protocol.wire import MAX_UNIT_RANGES, UnitRange
 
 Item = TypeVar("Item")
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -40,6 +41,7 @@ class RunState(StrEnum):
     SEEDING = "seeding"  # state 0 is not there yet
     RUNNING = "running"
     PAUSED = "paused"
+    DRAINING = "draining"  # the open round is finished, no other opens, the workers leave; then it is paused
     FINISHED = "finished"
     STOPPED = "stopped"
 
@@ -57,16 +59,28 @@ class RunInfo(_Reply):
     elements: int | None
     tokens: int  # trained on, in accepted contributions
     upload_bytes: int  # accepted contributions
+    divergences: int = 0  # times that a worker was found to hold another state than the run's, and had to resync
     held_out_loss: float | None  # the latest, nats per token
     state_digest: HexDigest | None  # of the finished run's outer state
 
 
+class DiskBytes(_Reply):
+    """What the files of a run weigh, by kind. A file with two names counts once."""
+
+    contributions: int
+    deltas: int
+    checkpoints: int
+    state: int
+    set_aside: int  # files that are newer than a database that was restored from a backup
+
+
 class RunDetail(RunInfo):
+    disk_bytes: DiskBytes
     spec: RunSpec
 
 
 class RunChange(_Request):
-    state: Literal["running", "paused", "stopped"]
+    state: Literal["running", "paused", "draining", "stopped"]
 
 
 # --- workers ------------------------------------------------------------------------------------------------------
@@ -81,11 +95,16 @@ class DataSummary(_Request):
 
 class JoinRequest(_Request):
     """`previous` is the member token of an earlier lease under this name: it proves that this is the same worker,
-    restarted, so that it need not wait for that lease to expire."""
+    restarted, so that it need not wait for that lease to expire.
+
+    `member_token` is the one that the worker would have for the new lease, from a source of secrets: a join whose
+    answer was lost can then be repeated, like any PUT. Without it the coordinator chooses one.
+    """
 
     tensors: Annotated[list[TensorSpec], Field(max_length=1_000_000)]
     data: DataSummary | None = None
     previous: Annotated[str, Field(max_length=128)] | None = None
+    member_token: Annotated[str, Field(pattern=r"^ost_[A-Za-z0-9_-]{43}$")] | None = None
     host: dict[str, str | int | float] = Field(default_factory=dict, max_length=32)
 
 
@@ -98,12 +117,14 @@ class JoinReply(_Reply):
 
 
 class Metrics(_Request):
-    """A worker's own measurements, since it started; shown, never acted upon."""
+    """A worker's own measurements, since it started. Shown; `inner_steps_per_second` alone is acted upon, where
+    `sync.inner_steps` is "auto"."""
 
     round: Count | None = None
     inner_step: Count | None = None
     loss: Finite | None = None
     tokens_per_second: Finite | None = None
+    inner_steps_per_second: Finite | None = None
     upload_bytes: Count = 0
     download_bytes: Count = 0
     phase: Annotated[str, Field(max_length=32)] | None = None
@@ -111,6 +132,7 @@ class Metrics(_Request):
 
 class Directive(StrEnum):
     CONTINUE = "continue"
+    DRAIN = "drain"  # finish the sync of the open round, then leave; the operator may resume the run later
     STOP = "stop"  # the run is finished or was stopped: leave
 
 
@@ -132,6 +154,14 @@ class WorkerState(StrEnum):
     LIVE = "live"
     LOST = "lost"  # its lease expired
     LEFT = "left"
+    EVICTED = "evicted"  # by the operator; it may join again
+    BANNED = "banned"  # by the operator; it may not join again until it is readmitted
+
+
+class WorkerChange(_Request):
+    """What the operator does to a worker. `readmitted` lets a banned one join again."""
+
+    state: Literal["evicted", "banned", "readmitted"]
 
 
 class WorkerInfo(_Reply):
@@ -145,6 +175,7 @@ class WorkerInfo(_Reply):
     contributions: int
     tokens: int
     upload_bytes: int  # accepted contributions
+    divergences: int = 0  # times that it was found to hold another state than the run's
     state_round: int | None  # told when it left
     state_digest: HexDigest | None
 
@@ -158,9 +189,12 @@ class Action(StrEnum):
 
 
 class AssignmentRequest(_Request):
-    """`state_round` is the state that the worker holds; null for none."""
+    """`state_round` is the state that the worker holds; null for none. `carried` are half-open ranges of work units of
+    earlier rounds whose work will be in its next contribution: what else it has of earlier rounds returns to the pool
+    when it is told to train. Without it nothing does."""
 
     state_round: Count | None = None
+    carried: Annotated[list[UnitRange], Field(max_length=MAX_UNIT_RANGES)] | None = None
 
 
 class Assignment(_Reply):
@@ -170,6 +204,16 @@ class Assignment(_Reply):
     inner_steps: int = 0
     units: list[list[int]] = Field(default_factory=list)  # half-open ranges of work units, this round's
     evaluate: bool = False  # measure the held-out loss of the state `round` and report it
+
+
+class EpochInfo(_Reply):
+    """One epoch's work units: units == consumed + free + the sum of `assigned`, of which `consumed` never goes down."""
+
+    epoch: int
+    units: int | None  # null where the training set's length is unknown: then there is one epoch, without an end
+    consumed: int  # trained on, in exactly one accepted contribution each
+    assigned: dict[str, int]  # by worker
+    free: int | None  # not assigned yet, or back in the pool; null like `units`
 
 
 # --- rounds -------------------------------------------------------------------------------------------------------
@@ -204,8 +248,17 @@ class RoundInfo(_Reply):
     delta_bytes: int
 
 
+class LateContribution(_Reply):
+    """A contribution that came after its fragment had closed, by the coordinator's clock. Its work is carried over."""
+
+    worker: str
+    fragment: int
+    late_s: float
+
+
 class RoundDetail(RoundInfo):
     fragments: list[FragmentInfo]
+    late: list[LateContribution] = Field(default_factory=list)
 
 
 class ContributionReply(_Reply):

@@ -70,6 +70,12 @@ class InnerSpec(_Section):
     weight_decay: float = Field(0.1, ge=0, description="AdamW's weight decay")
     clip_norm: float = Field(1.0, gt=0, description="gradients are clipped to this global L2 norm")
     warmup_steps: int = Field(100, ge=0, description="inner steps of linear warmup")
+    joiner_warmup_steps: int = Field(
+        10,
+        ge=0,
+        le=1_000_000,
+        description="inner steps of linear warmup, on top, of a worker that joins later: its optimizer starts cold",
+    )
     final_fraction: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a fraction of the peak")
 
 
@@ -84,13 +90,43 @@ class SyncSpec(_Section):
     """When and how the workers synchronise."""
 
     rounds: PositiveInt = Field(..., description="outer steps until the run is finished")
-    inner_steps: PositiveInt = Field(500, description="H, inner steps per round")
+    inner_steps: PositiveInt | Literal["auto"] = Field(
+        500, description='H, inner steps per round; "auto" gives each worker as many as it manages in round_s'
+    )
+    round_s: float | None = Field(
+        None, gt=0, description='with inner_steps = "auto", which needs it: seconds of inner steps per round'
+    )
+    nominal_inner_steps: PositiveInt = Field(
+        500,
+        description='with "auto": inner steps per round in the schedules, and of a worker whose speed is not known yet',
+    )
+    min_inner_steps: PositiveInt = Field(10, description='with "auto": fewest inner steps per round')
+    max_inner_steps: PositiveInt = Field(10_000, description='with "auto": most inner steps per round')
     upload_codec: CodecName = Field("int8", description="codec of contributions")
     download_codec: CodecName = Field("int8", description="codec of deltas")
     zstd: bool = Field(True, description="compress payloads by zstd; turn off where lines are faster than 1 Gbit/s")
     fragment_elements: Annotated[int, Field(ge=256, le=1 << 28)] = Field(
         1 << 23, description="elements per fragment, at most"
     )
+
+    @model_validator(mode="after")
+    def _auto_needs_a_budget(self) -> "SyncSpec":
+        if (self.inner_steps == "auto") != (self.round_s is not None):
+            raise ValueError(f'inner_steps = {self.inner_steps!r}: give round_s with "auto", and only with it')
+        if not self.min_inner_steps <= self.nominal_inner_steps <= self.max_inner_steps:
+            raise ValueError(
+                f"nominal_inner_steps = {self.nominal_inner_steps} lies outside min_inner_steps = "
+                f"{self.min_inner_steps} to max_inner_steps = {self.max_inner_steps}"
+            )
+        return self
+
+    @property
+    def schedule_steps(self) -> int:
+        """Inner steps per round as the schedules count them: H, or `nominal_inner_steps` where each worker has its own.
+
+        A worker that has done k of its own H inner steps of round r is at global inner step (r + k / H) · this.
+        """
+        return self.nominal_inner_steps if self.inner_steps == "auto" else self.inner_steps
 
 
 class MembersSpec(_Section):
@@ -105,6 +141,11 @@ class MembersSpec(_Section):
     )
     grace_min_s: float = Field(5.0, ge=0, description="shortest grace")
     grace_max_s: float = Field(600.0, ge=0, description="longest grace")
+    round_max_s: float | None = Field(
+        None,
+        gt=0,
+        description="after so long a round closes even without a quorum, if min_workers have contributed; none: never",
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> "MembersSpec":
@@ -129,6 +170,15 @@ class EvaluationSpec(_Section):
     max_tokens: PositiveInt = Field(65_536, description="held-out tokens per evaluation, at most")
 
 
+class RetentionSpec(_Section):
+    """History in the database. Files are kept as `checkpoints` says: what the newest checkpoint covers may go."""
+
+    rounds: PositiveInt = Field(
+        100, description="rounds of which each contribution is remembered; of older ones the sums and the loss are"
+    )
+    events: PositiveInt = Field(10_000, description="events kept; older ones are deleted")
+
+
 class RunSpec(_Section):
     """A run spec. `sync.rounds` and `model` have no default; all other keys do."""
 
@@ -142,6 +192,7 @@ class RunSpec(_Section):
     members: MembersSpec = Field(default_factory=MembersSpec)
     checkpoints: CheckpointSpec = Field(default_factory=CheckpointSpec)
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
+    retention: RetentionSpec = Field(default_factory=RetentionSpec)
 
     @property
     def unit_tokens(self) -> int:
@@ -150,7 +201,8 @@ class RunSpec(_Section):
 
     @property
     def total_inner_steps(self) -> int:
-        return self.sync.rounds * self.sync.inner_steps
+        """Of the schedules; see `SyncSpec.schedule_steps`."""
+        return self.sync.rounds * self.sync.schedule_steps
 
 
 def parse_spec(text: str) -> RunSpec:

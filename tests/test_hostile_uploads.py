@@ -158,7 +158,7 @@ HOSTILE: dict[str, tuple[Callable[[Target], bytes], str]] = {
     "empty units": (lambda t: with_header(t.payload(), units=[[3, 3]], tokens=0), "invalid-payload"),
     "units of nobody": (lambda t: t.payload(units=[[500, 505]]), "units-not-held"),
     "its units twice": (lambda t: t.payload(units=[[0, 5], [0, 5]], tokens=320), "units-not-held"),
-    "part of its units": (lambda t: t.payload(units=[[0, 4]], tokens=128), "units-not-held"),
+    "units beyond its own": (lambda t: t.payload(units=[[3, 7]], tokens=128), "units-not-held"),
     "another base state": (lambda t: t.payload(base=b"\7" * 32), "stale-base"),
     "scale NaN": (lambda t: with_scales(t, float("nan")), "invalid-payload"),
     "scale infinite": (lambda t: with_scales(t, float("inf")), "invalid-payload"),

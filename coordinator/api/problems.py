@@ -62,6 +62,7 @@ def _explain(fault: Any) -> str:
 def fault_response(scope: Scope, request_id: str, error: Exception) -> Response:
     """The answer to what no handler foresaw: the disk is full, or it is our own fault."""
     if disk_is_full(error):
+        scope["app"].state.coordinator.storage.note_full()
         return problem_response(Problem("storage-full", "the coordinator's disk is full", retry_after_s=10))
     logger.error("request %s: %s %s failed", request_id, scope["method"], scope["path"], exc_info=error)
     return problem_response(Problem("internal", f"{type(error).__name__}; the log has request {request_id}"))

@@ -13,7 +13,7 @@ from coordinator.api.waiting import poll, preferred_wait_s
 from coordinator.live_run import LiveRun
 from coordinator.tables import FragmentRow
 from protocol.errors import Problem
-from protocol.messages import ContributionReply, EvaluationReport, Page, RoundDetail, RoundInfo
+from protocol.messages import ContributionReply, EvaluationReport, FragmentState, Page, RoundDetail, RoundInfo
 from protocol.wire import max_payload_bytes
 
 router = APIRouter(prefix="/v1/runs/{run}/rounds", tags=["rounds"])
@@ -76,12 +76,14 @@ async def contribute(
     response_class=Response,
     responses={200: {"content": {PAYLOAD_TYPE: {}}}, 206: {}, 304: {}},
 )
-async def get_delta(http: Request, run: ReadableRun, number: Number, fragment: Number, service: Service) -> Response:
+async def get_delta(
+    http: Request, run: ReadableRun, number: Number, fragment: Number, caller: Caller, service: Service
+) -> Response:
     """The averaged pseudo-gradient. Long-polls with `Prefer: wait=SECONDS` until it is published."""
     check_fragment(run, fragment)
 
     def look() -> tuple[bool, bytes | str]:
-        return _delta_digest(run, number, fragment)
+        return _delta_digest(run, number, fragment, caller.worker)
 
     found = await poll(service.bell, run.name, preferred_wait_s(http), look)
     if isinstance(found, str):
@@ -89,16 +91,30 @@ async def get_delta(http: Request, run: ReadableRun, number: Number, fragment: N
     return await run_in_threadpool(blob, http, run.files.delta(number, fragment), found)
 
 
-def _delta_digest(run: LiveRun, number: int, fragment: int) -> tuple[bool, bytes | str]:
-    """Whether the delta is there, and its digest or what is waited for."""
+def _delta_digest(run: LiveRun, number: int, fragment: int, member: str | None) -> tuple[bool, bytes | str]:
+    """Whether the delta is there, and its digest or what is waited for.
+
+    A member asks for the delta of its own contribution, so it is told where the coordinator does not have that: the
+    disk has lost it, or the database was restored from a backup.
+    """
     with run.lock:
         if number >= run.published_rounds(fragment):
             if run.ended:
                 raise Problem("run-ended", f"the run {run.name} is {run.state} and never published round {number}")
+            if member is not None and number > run.round:
+                raise Problem("round-not-open", f"the run is at round {run.round}; recover its state", round=run.round)
             if run.open is None or number != run.open.number:
                 return False, f"round {number} is not open: {run.why_not_open}"
+            collecting = run.open.fragments[fragment].state is FragmentState.COLLECTING
+            if member is not None and collecting and member not in run.open.fragments[fragment].contributed:
+                raise Problem(
+                    "contribution-lost",
+                    f"there is no contribution of {member} to round {number}, fragment {fragment}; send it again",
+                )
             return False, f"round {number}, fragment {fragment}: {run.open.fragments[fragment].reason}"
         with run.world.database.read() as session:
-            digest = session.get_one(FragmentRow, (run.id, number, fragment)).delta_digest
-        assert digest is not None
-        return True, digest
+            row = session.get(FragmentRow, (run.id, number, fragment))
+        if row is None:
+            raise Problem("gone", f"round {number} is history; recover from the latest checkpoint")
+        assert row.delta_digest is not None
+        return True, row.delta_digest

@@ -1,14 +1,14 @@
-"""Runs: create, list, inspect, pause, resume, stop."""
+"""Runs: create, list, inspect, pause, resume, drain, stop; and the work units."""
 
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator import reports
+from coordinator import epochs, reports, steering
 from coordinator.api.access import Admin, Caller, Limit, ReadableRun, Service
 from protocol.errors import Problem
-from protocol.messages import Page, RunChange, RunDetail, RunInfo, RunState
+from protocol.messages import EpochInfo, Page, RunChange, RunDetail, RunInfo, RunState
 from protocol.spec import MAX_SPEC_BYTES
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
@@ -56,8 +56,16 @@ def get_spec(run: ReadableRun) -> Response:
     return Response(run.spec_toml, media_type="application/toml")
 
 
+@router.get("/{run}/units")
+def list_epochs(
+    run: ReadableRun, limit: Limit = 100, after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None
+) -> Page[EpochInfo]:
+    """The work units of each epoch that was begun, newest first."""
+    return epochs.epochs(run, limit, after)
+
+
 @router.patch("/{run}")
-def change_run(run: ReadableRun, change: RunChange, service: Service, _: Admin) -> RunDetail:
-    """Pause, resume or stop."""
-    service.change_state(run, RunState(change.state))
+def change_run(run: ReadableRun, change: RunChange, _: Admin) -> RunDetail:
+    """Pause, resume, drain or stop."""
+    steering.change_state(run, RunState(change.state))
     return reports.run_detail(run)

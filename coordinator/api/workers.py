@@ -1,11 +1,11 @@
-"""Workers: join, heartbeat, be told what to do, leave."""
+"""Workers: join, heartbeat, be told what to do, leave, be sent away."""
 
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
 from coordinator import assigning, membership, reports
-from coordinator.api.access import Caller, Joiner, Limit, MemberRun, PathName, ReadableRun, Service
+from coordinator.api.access import Admin, Caller, Joiner, Limit, MemberRun, PathName, ReadableRun, Service
 from coordinator.api.waiting import poll, preferred_wait_s
 from protocol.errors import Problem
 from protocol.messages import (
@@ -19,6 +19,7 @@ from protocol.messages import (
     Metrics,
     Page,
     Scope,
+    WorkerChange,
     WorkerInfo,
 )
 
@@ -42,6 +43,13 @@ def leave(
     return Response(status_code=204)
 
 
+@router.patch("/{worker}")
+def change_worker(run: ReadableRun, worker: PathName, change: WorkerChange, _: Admin) -> WorkerInfo:
+    """Evict a worker, ban it, or let a banned one join again."""
+    membership.change(run, worker, change)
+    return reports.worker(run, worker)
+
+
 @router.put("/{worker}/lease")
 def renew_lease(run: MemberRun, worker: PathName, metrics: Metrics) -> LeaseReply:
     """Heartbeat."""
@@ -57,7 +65,7 @@ async def get_assignment(
     def look() -> tuple[bool, Assignment]:
         with run.lock:
             membership.check_lease(run, worker)  # it may have ended during the wait, and no units go to the dead
-            assignment = assigning.assign(run, worker, request.state_round)
+            assignment = assigning.assign(run, worker, request.state_round, request.carried)
         return assignment.action is not Action.WAIT, assignment
 
     return await poll(service.bell, run.name, preferred_wait_s(http), look)

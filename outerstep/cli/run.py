@@ -1,4 +1,4 @@
-"""`outerstep run create|ls|show|watch|pause|resume|stop|export`."""
+"""`outerstep run create|ls|show|units|watch|pause|resume|drain|stop|evict|readmit|export`."""
 
 import os
 import sys
@@ -16,12 +16,13 @@ from outerstep.display import display_for, round_table, table, worker_table
 from outerstep.follow import FIRST_ROUNDS, follow
 from outerstep.units import UNKNOWN, bytes_text, count_text, loss_text
 from protocol.errors import SpecError
-from protocol.messages import RunChange, RunDetail, RunInfo
-from protocol.spec import parse_spec
+from protocol.messages import RunChange, RunDetail, RunInfo, WorkerChange
+from protocol.spec import RunSpec, parse_spec
 
 WATCH_PATIENCE_S = 5.0  # the workers' own figures change without an event
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
+WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's name.")]
 
 app = typer.Typer(help="Create, follow, steer and export runs.", no_args_is_help=True)
 
@@ -121,6 +122,40 @@ def show(
 
 
 @app.command()
+def units(
+    run: RunArgument,
+    output: FormatOption = Format.TABLE,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """Show how far each epoch of the training set is: its work units that were trained on, are assigned, or are free.
+
+    \b
+    Example:
+      outerstep run units my-run
+    """
+    with operator_client(url, token, token_file) as client:
+        epochs = list(client.epochs(run))
+    if output is Format.JSON:
+        print_json(epochs)
+        return
+    columns = [">epoch", ">units", ">trained on", ">assigned", ">free", "assigned to"]
+    rows = [
+        (
+            str(each.epoch),
+            count_text(each.units),
+            count_text(each.consumed),
+            count_text(sum(each.assigned.values())),
+            count_text(each.free),
+            ", ".join(each.assigned),
+        )
+        for each in epochs
+    ]
+    console().print(table(columns, rows))
+
+
+@app.command()
 def watch(
     run: RunArgument,
     url: UrlOption = DEFAULT_URL,
@@ -168,6 +203,21 @@ def resume(
 
 
 @app.command()
+def drain(
+    run: RunArgument, url: UrlOption = DEFAULT_URL, token: TokenOption = None, token_file: TokenFileOption = None
+) -> None:
+    """Send a run's workers home: the open round is finished, the workers leave, and then the run is paused.
+
+    Nothing is lost: a checkpoint of the last state is kept. `outerstep run resume` and new workers let it go on.
+
+    \b
+    Example:
+      outerstep run drain my-run
+    """
+    _change(run, "draining", url, token, token_file)
+
+
+@app.command()
 def stop(
     run: RunArgument, url: UrlOption = DEFAULT_URL, token: TokenOption = None, token_file: TokenFileOption = None
 ) -> None:
@@ -178,6 +228,44 @@ def stop(
       outerstep run stop my-run
     """
     _change(run, "stopped", url, token, token_file)
+
+
+@app.command()
+def evict(
+    run: RunArgument,
+    worker: WorkerArgument,
+    ban: Annotated[bool, typer.Option("--ban", help="It may not join again until it is readmitted.")] = False,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """End a worker's membership: nobody waits for it, and its work units return to the pool.
+
+    Its process joins again by itself, unless it is banned. A ban is of the worker's name: who has a worker token may
+    join under another one, so revoke the token too where you do not trust its holder.
+
+    \b
+    Example:
+      outerstep run evict my-run box-7 --ban
+    """
+    _change_worker(run, worker, "banned" if ban else "evicted", url, token, token_file)
+
+
+@app.command()
+def readmit(
+    run: RunArgument,
+    worker: WorkerArgument,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """Let a banned worker join again.
+
+    \b
+    Example:
+      outerstep run readmit my-run box-7
+    """
+    _change_worker(run, worker, "readmitted", url, token, token_file)
 
 
 @app.command()
@@ -216,7 +304,7 @@ def export(
 
 def _change(
     run: str,
-    state: Literal["running", "paused", "stopped"],
+    state: Literal["running", "paused", "draining", "stopped"],
     url: str,
     token: str | None,
     token_file: Path | None,
@@ -224,6 +312,19 @@ def _change(
     with operator_client(url, token, token_file) as client:
         info: RunInfo = client.change_run(run, RunChange(state=state))
     typer.echo(f"run {info.name} is {info.state}: {info.reason}")
+
+
+def _change_worker(
+    run: str,
+    worker: str,
+    state: Literal["evicted", "banned", "readmitted"],
+    url: str,
+    token: str | None,
+    token_file: Path | None,
+) -> None:
+    with operator_client(url, token, token_file) as client:
+        client.change_worker(run, worker, WorkerChange(state=state))
+    typer.echo(f"worker {worker} of the run {run} is {state}")
 
 
 def _read_spec(path: Path) -> str:
@@ -247,12 +348,14 @@ def _facts(run: RunDetail) -> object:
     rows = [
         ("run", run.name),
         ("state", f"{run.state}: {run.reason}"),
-        ("round", f"{run.round} of {run.rounds}, {spec.sync.inner_steps} inner steps each"),
+        ("round", f"{run.round} of {run.rounds}, {_inner_steps(spec)} inner steps each"),
         ("model", f"{model}, {count_text(run.elements)} parameters in {run.fragments or UNKNOWN} fragments"),
         ("codec", f"{spec.sync.upload_codec} up, {spec.sync.download_codec} down"),
         ("workers", f"{run.live_workers} live, at least {spec.members.min_workers} needed"),
         ("tokens", count_text(run.tokens)),
         ("uploaded", bytes_text(run.upload_bytes)),
+        ("on disk", bytes_text(sum(run.disk_bytes.model_dump().values()))),
+        ("divergences", str(run.divergences)),
         ("held-out loss", loss_text(run.held_out_loss)),
         ("created", time_text(run.created_at)),
         ("spec digest", run.spec_digest),
@@ -261,3 +364,8 @@ def _facts(run: RunDetail) -> object:
     facts = table(["", ""], rows)
     facts.show_header = False
     return facts
+
+
+def _inner_steps(spec: RunSpec) -> str:
+    sync = spec.sync
+    return f"{sync.round_s:g} s of" if sync.inner_steps == "auto" else str(sync.inner_steps)

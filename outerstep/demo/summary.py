@@ -47,7 +47,7 @@ def summarise(
         replicas_identical=replicas_identical(run, workers),
         upload_bytes=round(mean(worker.metrics.upload_bytes for worker in workers)),
         download_bytes=round(mean(worker.metrics.download_bytes for worker in workers)),
-        allreduce_bytes=allreduce_bytes(len(workers), run.elements or 0, run.round * run.spec.sync.inner_steps),
+        allreduce_bytes=allreduce_bytes(len(workers), run.elements or 0, run.round * run.spec.sync.schedule_steps),
         codec=run.spec.sync.upload_codec,
         sample=sample,
     )
@@ -71,7 +71,7 @@ def allreduce_bytes(workers: int, parameters: int, steps: int) -> int:
 
 def summary_text(summary: Summary, run: RunDetail, prompt: str) -> str:
     """The summary in plain lines."""
-    steps = run.round * run.spec.sync.inner_steps
+    steps = run.round * run.spec.sync.schedule_steps
     first = "not measured" if summary.first_loss is None else f"{summary.first_loss:.3f}"
     final = "not measured" if summary.final_loss is None else f"{summary.final_loss:.3f}"
     if summary.replicas_identical:
@@ -82,7 +82,7 @@ def summary_text(summary: Summary, run: RunDetail, prompt: str) -> str:
         f"Held-out loss     {first} → {final} nats per byte",
         f"Replicas          {replicas}",
         f"Bytes per worker  {bytes_text(summary.upload_bytes)} up, {bytes_text(summary.download_bytes)} down "
-        f"({summary.codec}, {summary.rounds} rounds of {run.spec.sync.inner_steps} inner steps)",
+        f"({summary.codec}, {summary.rounds} rounds of {run.spec.sync.schedule_steps} inner steps)",
     ]
     if summary.allreduce_bytes and summary.upload_bytes and summary.download_bytes:
         less_up = summary.allreduce_bytes / summary.upload_bytes

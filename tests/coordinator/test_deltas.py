@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from protocol.digest import digest
+from protocol.messages import Scope
 from protocol.wire import DeltaHeader, Payload, StateHeader
 from tests.coordinator.crew import crew, info, play_round, problem
 from tests.support.coordinator import InThread
@@ -96,12 +97,15 @@ def test_a_delta_that_is_not_there_yet_says_what_is_waited_for(shared: InThread,
     assert "not open: round 0 waits for workers" in problem(a.delta(0, 0, wait_s=0), "not-published")["detail"]
     for each in (a, b):
         each.assignment(0)
+    problem(a.delta(0, 0, wait_s=0), "contribution-lost")
     a.take_part(0)
     refused = a.delta(0, 0, wait_s=0)
     assert "waiting for 1 of 2 workers (b)" in problem(refused, "not-published")["detail"]
     assert refused.headers["retry-after"] == "1"
     problem(a.delta(0, 2, wait_s=0), "not-found")
-    problem(a.delta(1, 0, wait_s=0), "not-published")
+    problem(a.delta(1, 0, wait_s=0), "round-not-open")
+    with shared.client() as reader:
+        problem(reader.get(f"/v1/runs/{run}/rounds/1/fragments/0/delta"), "not-published")
 
 
 def test_a_long_poll_answers_when_the_delta_is_published(shared: InThread, run: str) -> None:
@@ -136,6 +140,7 @@ def test_long_polls_of_a_run_that_is_stopped_end(shared: InThread, run: str) -> 
     (a,) = crew(shared, run, ["a"], rounds=1)
     a.assignment(0)
     replies = []
+    a.http.headers["Authorization"] = f"Bearer {shared.token(Scope.VIEWER)}"  # who has not contributed may not wait
     thread = threading.Thread(target=lambda: replies.append(a.delta(0, 0, wait_s=25)))
     thread.start()
     with shared.client() as admin:

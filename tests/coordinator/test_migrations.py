@@ -148,3 +148,38 @@ def test_the_database_itself_refuses(tmp_path: Path, statements: list[str], cons
         with pytest.raises(sa.exc.IntegrityError, match=constraint):
             session.execute(sa.text(statements[-1]))
     database.close()
+
+
+def test_an_upgrade_from_the_first_schema_keeps_the_data_and_counts_it(tmp_path: Path) -> None:
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'outerstep.db'}")
+    contribution = "INSERT INTO contributions VALUES (1, {}, {}, '{}', x'00', {}, {}, 5, 1.0, 1.0, 0.0)"
+    worker = "INSERT INTO workers (run_id, name, state, epoch, joined_at, host, metrics) VALUES (1, '{}', 'left', 1, 0, '{{}}', '{{}}')"
+    statements = [
+        RUN.format(1, "r"),
+        worker.format("a"),
+        worker.format("b"),
+        *(contribution.format(round_, p, "a", 100, 64) for round_ in (0, 1) for p in (0, 1)),
+        contribution.format(0, 0, "b", 10, 32),
+        UNITS.format(0, 2, "'consumed'", "'a'", "0"),
+        UNITS.format(2, 3, "'consumed'", "'b'", "0"),
+        UNITS.format(3, 5, "'free'", "NULL", "NULL"),
+        "INSERT INTO rounds VALUES (1, 0, 5.0, NULL)",
+        "INSERT INTO events (run_id, at, kind, message, data) VALUES (1, 0, 'diverged', 'a diverged', '{}')",
+    ]
+    with engine.begin() as connection:
+        command.upgrade(config(connection), "0001")
+        for statement in statements:
+            connection.execute(sa.text(statement.replace(":", r"\:")))
+    migrate(tmp_path)
+    with engine.begin() as connection:
+        workers = connection.execute(sa.text("SELECT name, contributions, tokens, upload_bytes FROM workers")).all()
+        assert [tuple(row) for row in workers] == [("a", 2, 128, 400), ("b", 1, 32, 10)]
+        run = connection.execute(sa.text("SELECT tokens, upload_bytes, divergences, checked_epochs FROM runs")).one()
+        assert tuple(run) == (160, 410, 1, 0)
+        units = "SELECT start, stop, state, worker, consumed_round FROM unit_ranges ORDER BY start"
+        kept = [(0, 2, "consumed", "a", 0), (2, 3, "consumed", "b", 0), (3, 5, "free", None, None)]
+        assert [tuple(row) for row in connection.execute(sa.text(units))] == kept
+        assert connection.execute(sa.text("SELECT opened_at, tokens FROM rounds")).one() == (5.0, None)
+        command.downgrade(config(connection), "0001")
+        assert [tuple(row) for row in connection.execute(sa.text(units))] == kept
+    engine.dispose()

@@ -1,5 +1,6 @@
 """Work units in a real database: whatever is assigned, returned and consumed, in whatever order."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,15 @@ from sqlalchemy.orm import Session
 
 from coordinator.database import Database
 from coordinator.tables import RunRow, UnitRangeRow
-from coordinator.units import assign_units, assigned_units, consume_units, return_units
+from coordinator.units import (
+    assign_units,
+    assigned_units,
+    consume_units,
+    lose_units,
+    return_forgotten_units,
+    return_units,
+    tidy,
+)
 from protocol.errors import Problem
 
 
@@ -57,6 +66,7 @@ operations = st.lists(
         st.tuples(st.just("assign"), workers, st.integers(1, 7)),
         st.tuples(st.just("return"), workers, st.just(0)),
         st.tuples(st.just("consume"), workers, st.integers(0, 3)),
+        st.tuples(st.just("hand in a part"), workers, st.integers(1, 3)),
         st.tuples(st.just("next round"), st.just(""), st.just(0)),
     ),
     max_size=40,
@@ -91,8 +101,21 @@ def test_every_unit_is_in_exactly_one_state_whatever_happens(database: Database,
                 units_of = [unit for start, stop in chosen for unit in range(start, stop)]
                 assert count == len(units_of)
                 expected.update(dict.fromkeys(units_of, ("consumed", worker)))
+            elif what == "hand in a part":
+                (start, stop), *others = held[worker] or [(0, 0)]
+                part = (start, min(stop, start + n))
+                if part[0] < part[1]:
+                    assert consume_units(session, run.id, worker, round_, [part]) == part[1] - start
+                    expected.update(dict.fromkeys(range(*part), ("consumed", worker)))
+                    held[worker] = [(part[1], stop), *others] if part[1] < stop else others
             else:
                 round_ += 1
+                tidy(session, run.id, round_)
+                expected.update({unit: (state, None) for unit, (state, _) in expected.items() if state == "consumed"})
+                kinds = [(row.state, row.start, row.stop) for row in session.scalars(select(UnitRangeRow))]
+                settled = [kind for kind in sorted(kinds, key=lambda kind: kind[1]) if kind[0] != "assigned"]
+                for (state, _, stop), (other, start, _) in itertools.pairwise(settled):
+                    assert (state, stop) != (other, start), "adjacent ranges of one kind"
             session.flush()
             assert states(session) == expected
             assert sorted(expected) == list(range(run.next_unit)), "a unit was skipped"
@@ -113,7 +136,7 @@ def test_all_fragments_of_one_contribution_may_name_the_same_units_but_no_later_
     run = new_run(session)
     assign_units(session, run, "a", 0, 5)
     assert consume_units(session, run.id, "a", 0, [[0, 5]]) == 5
-    assert consume_units(session, run.id, "a", 0, [[0, 5]]) == 5
+    assert consume_units(session, run.id, "a", 0, [[0, 5]]) == 0, "for the first time"
     with pytest.raises(Problem, match="used before"):
         consume_units(session, run.id, "a", 1, [[0, 5]])
 
@@ -131,8 +154,9 @@ def test_consumed_units_never_go_back_to_the_pool(session: Session) -> None:
     ("worker", "units"),
     [
         pytest.param("b", [[0, 5]], id="of another worker"),
-        pytest.param("a", [[0, 4]], id="a part of a range"),
         pytest.param("a", [[1, 5]], id="from within a range"),
+        pytest.param("a", [[0, 2], [1, 3]], id="twice in part"),
+        pytest.param("a", [[0, 2], [3, 5]], id="in pieces"),
         pytest.param("a", [[0, 5], [0, 5]], id="listed twice"),
         pytest.param("a", [[0, 5], [5, 10]], id="one that was never assigned"),
         pytest.param("a", [[(1 << 63) - 2, (1 << 63) - 1]], id="absurd numbers"),
@@ -146,3 +170,46 @@ def test_units_that_a_worker_does_not_hold_are_refused(session: Session, worker:
         consume_units(session, run.id, worker, 0, units)
     assert refused.value.slug == "units-not-held"
     assert len(refused.value.detail) < 200
+
+
+def test_a_part_that_is_handed_in_leaves_the_rest_assigned_and_then_returns_it(session: Session) -> None:
+    run = new_run(session)
+    assign_units(session, run, "a", 0, 5)
+    assert consume_units(session, run.id, "a", 0, [[0, 2]]) == 2
+    assert consume_units(session, run.id, "a", 0, [[0, 2]]) == 0, "another fragment of the same contribution"
+    assert assigned_units(session, run.id, "a", 0) == [(0, 5)]
+    return_units(session, run.id, "a")
+    assert assign_units(session, run, "b", 1, 4) == [(2, 6)]
+
+
+def test_units_of_a_lost_contribution_are_held_again_or_back_in_the_pool(session: Session) -> None:
+    run = new_run(session)
+    assign_units(session, run, "a", 0, 5)
+    assign_units(session, run, "b", 0, 5)
+    consume_units(session, run.id, "a", 0, [[0, 5]])
+    consume_units(session, run.id, "b", 0, [[5, 10]])
+    assert lose_units(session, run.id, "a", 0, live=True) == 5
+    assert lose_units(session, run.id, "b", 0, live=False) == 5
+    assert states(session) == {
+        **dict.fromkeys(range(5), ("assigned", "a")),
+        **dict.fromkeys(range(5, 10), ("free", None)),
+    }
+
+
+def test_units_of_missed_rounds_return_to_the_pool_but_not_those_of_carried_work(session: Session) -> None:
+    """Found by simulation seed 46: a slow worker is given units of every round that opens, but takes part in every other
+    one only; the units of the others were nobody's while it lived."""
+    run = new_run(session)
+    for round_ in range(4):
+        assign_units(session, run, "a", round_, 5)
+    return_forgotten_units(session, run.id, "a", 3, [[0, 5], [5, 7]])  # round 0 was late, and so was a part of round 1
+    assert states(session) == {
+        **dict.fromkeys(range(7), ("assigned", "a")),
+        **dict.fromkeys(range(7, 15), ("free", None)),
+        **dict.fromkeys(range(15, 20), ("assigned", "a")),
+    }
+    return_forgotten_units(session, run.id, "a", 3, [])
+    assert states(session) == {
+        **dict.fromkeys(range(15), ("free", None)),
+        **dict.fromkeys(range(15, 20), ("assigned", "a")),
+    }

@@ -28,6 +28,7 @@ def run_document(**changes: Any) -> dict[str, Any]:
         "upload_bytes": 4000,
         "held_out_loss": 5.5,
         "state_digest": None,
+        "disk_bytes": dict.fromkeys(("contributions", "deltas", "checkpoints", "state", "set_aside"), 0),
         "spec": parse_spec(SPEC).model_dump(mode="json"),
         **changes,
     }

@@ -18,7 +18,20 @@ from outerstep.rest import UnexpectedAnswerError, UnreachableError
 from protocol.errors import OuterstepError, Problem, SpecError
 from tests.outerstep.examples import SPEC
 
-RUN_COMMANDS = ["create", "ls", "show", "watch", "pause", "resume", "stop", "export"]
+RUN_COMMANDS = [
+    "create",
+    "ls",
+    "show",
+    "units",
+    "watch",
+    "pause",
+    "resume",
+    "drain",
+    "stop",
+    "evict",
+    "readmit",
+    "export",
+]
 COMMANDS = [
     ["coordinator"],
     ["migrate"],

@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
+from protocol.messages import JoinRequest
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.examples import SPEC
+from tests.support.member import DATA, TENSORS
 
 
 def create(served: Served, name: str) -> None:
@@ -68,12 +71,30 @@ def test_more_runs_than_a_page_holds_are_all_listed(served: Served):
 
 def test_pause_resume_and_stop(served: Served):
     create(served, "steered")
-    for command, state in (("pause", "paused"), ("resume", "seeding"), ("stop", "stopped")):
+    # a run without workers is drained at once
+    for command, state in (("pause", "paused"), ("resume", "seeding"), ("drain", "paused"), ("stop", "stopped")):
         code, out, _ = served.outerstep("run", command, "steered")
         assert (code, out.startswith(f"run steered is {state}: ")) == (0, True)
         assert read_run(served, "steered")["state"] == state
     code, _, err = served.outerstep("run", "resume", "steered")
     assert (code, err.startswith("outerstep: run-ended: ")) == (3, True)
+
+
+def test_workers_are_evicted_banned_and_readmitted_and_the_units_are_shown(served: Served):
+    create(served, "crewed")
+    with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.admin_token}"}) as http:
+        join = JoinRequest(tensors=TENSORS, data=DATA).model_dump(mode="json")
+        http.put("/v1/runs/crewed/workers/w", json=join).raise_for_status()
+        for arguments, state in ((["evict"], "evicted"), (["evict", "--ban"], "banned"), (["readmit"], "readmitted")):
+            code, out, _ = served.outerstep("run", arguments[0], "crewed", "w", *arguments[1:])
+            assert (code, out) == (0, f"worker w of the run crewed is {state}\n")
+            refused = http.put("/v1/runs/crewed/workers/v", json=join).status_code
+            assert refused == 200
+            http.delete("/v1/runs/crewed/workers/v").raise_for_status()
+    assert served.outerstep("run", "evict", "crewed", "ghost")[0] == 3
+    code, table, _ = served.outerstep("run", "units", "crewed")
+    assert (code, table.split()[:3]) == (0, ["epoch", "units", "trained"])
+    assert json.loads(served.outerstep("run", "units", "crewed", "--format", "json")[1]) == []
 
 
 def test_what_is_not_there_is_refused(served: Served):

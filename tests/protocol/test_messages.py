@@ -20,7 +20,7 @@ GOLDEN: list[tuple[BaseModel, str]] = [
         ),
         '{"tensors":[{"name":"w","shape":[2,3]}],"data":{"digest":"'
         + DIGEST
-        + '","units":7},"previous":null,"host":{"gpus":1}}',
+        + '","units":7},"previous":null,"member_token":null,"host":{"gpus":1}}',
     ),
     (
         messages.JoinReply(
@@ -35,9 +35,10 @@ GOLDEN: list[tuple[BaseModel, str]] = [
     ),
     (
         messages.Metrics(round=1, inner_step=2, loss=0.5, upload_bytes=3),
-        '{"round":1,"inner_step":2,"loss":0.5,"tokens_per_second":null,"upload_bytes":3,"download_bytes":0,"phase":null}',
+        '{"round":1,"inner_step":2,"loss":0.5,"tokens_per_second":null,"inner_steps_per_second":null,"upload_bytes":3,'
+        '"download_bytes":0,"phase":null}',
     ),
-    (messages.AssignmentRequest(state_round=3), '{"state_round":3}'),
+    (messages.AssignmentRequest(state_round=3, carried=[[4, 6]]), '{"state_round":3,"carried":[[4,6]]}'),
     (
         messages.Assignment(
             action=messages.Action.TRAIN, reason="round 0 is open", round=0, inner_steps=5, units=[[0, 5]]

@@ -1,0 +1,101 @@
+"""Checkpoints of the coordinator's outer state: when one is due, and how it becomes durable, fragment by fragment.
+
+A checkpoint exists once all of its fragments do. It is due every `checkpoints.every_rounds` rounds, at the end, and
+when a run comes to rest (stopped, paused or drained), so that nothing is lost that the run has learned.
+"""
+
+import os
+from pathlib import Path
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from coordinator import retention
+from coordinator.files import file_digest, make_durable
+from coordinator.live_run import LiveRun
+from coordinator.tables import CheckpointFragmentRow, CheckpointRow
+from protocol.digest import model_digest
+from protocol.messages import CheckpointFragment, RunState
+
+RESTING = (RunState.STOPPED, RunState.PAUSED, RunState.DRAINING)
+
+
+def due(run: LiveRun, round_: int) -> bool:
+    """Whether the rule asks for a checkpoint of state `round_`."""
+    return round_ % run.spec.checkpoints.every_rounds == 0 or round_ == run.spec.sync.rounds
+
+
+def at_rest(run: LiveRun) -> bool:
+    """Whether no round will change the state until the operator says so. Holds the lock."""
+    return run.state is RunState.STOPPED or (run.state in RESTING and run.open is None)
+
+
+def keep_at_rest(run: LiveRun, fragment: int) -> None:
+    """Checkpoint the state at which the run has come to rest, unless that was done."""
+    with run.lock:
+        round_, state_digest = run.outer[fragment]
+        wanted = at_rest(run) and round_ == run.round
+    if not wanted:
+        return
+    with run.world.database.read() as session:
+        if session.get(CheckpointFragmentRow, (run.id, round_, fragment)) is not None:
+            return
+    keep_fragment(run, round_, fragment, run.files.state(fragment, round_), state_digest)
+    with run.lock:
+        with run.world.database.write() as session:
+            completed = complete(run, session, round_)
+        if completed:
+            retention.clean(run)
+
+
+def keep_fragment(run: LiveRun, round_: int, fragment: int, state: Path, state_digest: bytes) -> CheckpointFragmentRow:
+    """Make one fragment of a checkpoint durable, file first, then row."""
+    temporary = run.world.data.incoming()
+    link(state, temporary)
+    try:
+        size, digest = state.stat().st_size, file_digest(state)
+        make_durable(temporary, run.files.checkpoint(round_, fragment))
+    finally:
+        temporary.unlink(missing_ok=True)
+    with run.world.database.write() as session:
+        return session.merge(
+            CheckpointFragmentRow(
+                run_id=run.id, round=round_, fragment=fragment, size=size, digest=digest, state_digest=state_digest
+            )
+        )
+
+
+def complete(run: LiveRun, session: Session, round_: int) -> bool:
+    """The checkpoint exists once all of its fragments do; whether that is now. Then older ones may go.
+
+    In the transaction of the step, or a crash between the two would leave the last checkpoint incomplete for ever.
+    """
+    assert run.layout is not None
+    rows = session.scalars(
+        select(CheckpointFragmentRow)
+        .where(CheckpointFragmentRow.run_id == run.id, CheckpointFragmentRow.round == round_)
+        .order_by(CheckpointFragmentRow.fragment)
+    ).all()
+    if len(rows) < len(run.layout.fragments) or session.get(CheckpointRow, (run.id, round_)) is not None:
+        return False
+    digest = model_digest(row.state_digest for row in rows)
+    session.add(CheckpointRow(run_id=run.id, round=round_, created_at=run.world.now(), state_digest=digest))
+    run.record(session, "checkpoint", f"checkpoint {round_} is complete", round=round_)
+    return True
+
+
+def describe(run: LiveRun, row: CheckpointFragmentRow) -> CheckpointFragment:
+    assert run.layout is not None
+    return CheckpointFragment(
+        fragment=row.fragment,
+        elements=run.layout.elements[row.fragment],
+        bytes=row.size,
+        digest=row.digest.hex(),
+        state_digest=row.state_digest.hex(),
+    )
+
+
+def link(source: Path, target: Path) -> None:
+    """A second name for an immutable file; nothing is copied."""
+    target.unlink(missing_ok=True)
+    os.link(source, target)

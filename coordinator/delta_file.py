@@ -1,0 +1,121 @@
+"""The file of a delta: made of the contributions, and made again, byte for byte, where the disk has spoilt it."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from sqlalchemy import select
+
+from coordinator import retention
+from coordinator.aggregating import aggregate
+from coordinator.files import PayloadFile, intact, make_durable, write_pieces
+from coordinator.live_run import Contributed, LiveRun
+from coordinator.tables import ContributionRow, FragmentRow
+from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, pack_header
+
+
+def write_delta(
+    run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, Contributed], base: bytes
+) -> tuple[Path, int, bytes]:
+    """Aggregate the contributions into a new file under `incoming/`, not yet durable; its path, size and digest.
+
+    The same contributions and `base` give the same bytes.
+    """
+    assert run.layout is not None
+    in_order = sorted(contributed.items())
+    with ExitStack() as stack:
+        payloads = [
+            (
+                stack.enter_context(PayloadFile(run.files.contribution(round_, fragment, worker, each.digest))),
+                each.tokens,
+            )
+            for worker, each in in_order
+        ]
+        frames = aggregate(payloads, run.spec.sync.download_codec, zstd=run.spec.sync.zstd)
+    head = pack_header(
+        DeltaHeader(
+            run=run.name,
+            round=round_,
+            fragment=fragment,
+            codec=run.spec.sync.download_codec,
+            elements=run.layout.elements[fragment],
+            chunk_elements=CHUNK_ELEMENTS,
+            frame_bytes=[len(frame) for frame in frames],
+            base=base,
+            contributors=[Contributor(worker=worker, tokens=each.tokens) for worker, each in in_order],
+        )
+    )
+    temporary = run.world.data.incoming()
+    try:
+        size, digest = write_pieces(temporary, [head, *frames])
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary, size, digest
+
+
+def lost_contributions(run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, Contributed]) -> list[str]:
+    """The workers whose contribution's file is gone, or is no longer what was acknowledged; in order."""
+    return [
+        worker
+        for worker, each in sorted(contributed.items())
+        if not intact(run.files.contribution(round_, fragment, worker, each.digest), each.digest)
+    ]
+
+
+def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
+    """Whether the published delta's file is sound, if need be made again from the contributions.
+
+    Where they are gone it is deleted: then a checkpoint covers it, and workers that would need it are told so.
+    """
+    with run.world.database.read() as session:
+        row = session.get(FragmentRow, (run.id, round_, fragment))
+        contributions = session.scalars(
+            select(ContributionRow).where(
+                ContributionRow.run_id == run.id, ContributionRow.round == round_, ContributionRow.fragment == fragment
+            )
+        ).all()
+    path = run.files.delta(round_, fragment)
+    if row is None or row.delta_digest is None or intact(path, row.delta_digest):
+        return True
+    with run.lock:
+        if not retention.keeps_delta(run, round_) or (round_, fragment) in run.spoilt:
+            return False  # the retention rule has deleted it meanwhile; or this was told before
+    contributed = {
+        each.worker: Contributed(each.tokens, each.digest)
+        for each in contributions
+        if each.worker in (row.contributors or {})
+    }
+    mended = len(contributed) == len(row.contributors or {}) and _make_again(
+        run, round_, fragment, contributed, row.delta_digest
+    )
+    if not mended:
+        path.unlink(missing_ok=True)
+        run.spoilt.add((round_, fragment))
+    where = f"the delta of round {round_}, fragment {fragment}"
+    with run.lock, run.world.database.write() as session:
+        if mended:
+            message = f"{where} was corrupt on disk; it was made again from its contributions, to the same bytes"
+            run.record(session, "mended", message, round=round_, fragment=fragment)
+        else:
+            message = f"{where} is corrupt on disk and its contributions are gone; workers recover from a checkpoint"
+            run.record(session, "corrupt", message, round=round_, fragment=fragment)
+    return mended
+
+
+def _make_again(
+    run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, Contributed], expected: bytes
+) -> bool:
+    if not contributed or lost_contributions(run, round_, fragment, contributed):
+        return False
+    worker, first = min(contributed.items())
+    with PayloadFile(run.files.contribution(round_, fragment, worker, first.digest)) as payload:
+        assert isinstance(payload.header, ContributionHeader)
+        base = payload.header.base  # the run's state of that round, or it had been refused
+    temporary, _, digest = write_delta(run, round_, fragment, contributed, base)
+    try:
+        if digest == expected:
+            make_durable(temporary, run.files.delta(round_, fragment))
+        return digest == expected
+    finally:
+        temporary.unlink(missing_ok=True)

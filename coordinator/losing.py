@@ -1,0 +1,55 @@
+"""When the disk has lost an acknowledged contribution: its fragment collects again, and its worker sends it again.
+
+The one promise that a coordinator without redundancy cannot keep by itself: what was acknowledged is in memory of the
+worker until the round is over, so the worker is asked for it (`contribution-lost`).
+"""
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from coordinator.live_run import LiveRun, OpenRound, worker_row
+from coordinator.rounds import advance
+from coordinator.tables import ContributionRow, FragmentRow
+from coordinator.units import lose_units
+
+
+def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: list[str]) -> None:
+    """Forget the contributions of `workers` to fragment `index` and collect again. Holds the lock."""
+    fragment, round_ = opening.fragments[index], opening.number
+    collecting = advance(fragment.state, "contribution lost")
+    with run.world.database.write() as session:
+        row = session.get_one(FragmentRow, (run.id, round_, index))
+        row.state, row.reason, row.contributors, row.closed_at = collecting, "", None, None
+        for worker in workers:
+            _forget(run, session, session.get_one(ContributionRow, (run.id, round_, index, worker)))
+        message = f"round {round_}, fragment {index}: the disk has lost the contribution of {', '.join(workers)}"
+        run.record(session, "contribution-lost", message, round=round_, fragment=index, workers=workers)
+    for worker in workers:
+        lost = fragment.contributed.pop(worker)
+        run.files.contribution(round_, index, worker, lost.digest).unlink(missing_ok=True)
+    fragment.state, fragment.quorum_at = collecting, None
+    run.ring()
+
+
+def _forget(run: LiveRun, session: Session, row: ContributionRow) -> None:
+    """Delete the row and what was counted of it; the units are held again once no fragment has any trace of them."""
+    worker = worker_row(run, session, row.worker)
+    worker.upload_bytes -= row.size
+    run_row = run.row(session)
+    run_row.upload_bytes -= row.size
+    session.delete(row)
+    session.flush()
+    others = session.scalars(
+        select(ContributionRow.fragment)
+        .where(
+            ContributionRow.run_id == run.id,
+            ContributionRow.round == row.round,
+            ContributionRow.worker == row.worker,
+        )
+        .limit(1)
+    ).first()
+    if others is None:
+        units = lose_units(session, run.id, row.worker, row.round, live=row.worker in run.leases)
+        run_row.tokens -= units * run.spec.unit_tokens
+        worker.contributions -= 1
+        worker.tokens -= row.tokens

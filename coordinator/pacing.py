@@ -1,0 +1,20 @@
+"""How many inner steps a worker does per round: H, or as many as it manages in the round's time. Pure."""
+
+from protocol.spec import SyncSpec
+
+
+def inner_steps(sync: SyncSpec, inner_steps_per_second: float | None, elapsed_s: float = 0.0) -> int:
+    """H of one worker for one round that opened `elapsed_s` ago.
+
+    With `sync.inner_steps = "auto"`: what a worker of that measured speed does in the rest of `round_s`, within the
+    bounds, so that fast and slow ones, and those that come late or were restarted, finish at about the same time; the
+    weighting by tokens does the rest. Without a measurement yet: at the speed of `nominal_inner_steps` per `round_s`.
+    """
+    if sync.inner_steps != "auto":
+        return sync.inner_steps
+    assert sync.round_s is not None  # the spec demands it
+    if inner_steps_per_second is None or inner_steps_per_second <= 0:
+        inner_steps_per_second = sync.nominal_inner_steps / sync.round_s
+    left_s = max(sync.round_s - elapsed_s, 0.0)
+    wanted = min(inner_steps_per_second * left_s, float(sync.max_inner_steps))
+    return max(sync.min_inner_steps, round(wanted))

@@ -1,0 +1,48 @@
+"""A database that was restored from a backup, beside files that are newer than it.
+
+The database decides: the run goes on from the round that it knows. Files of later rounds belong to a history that it
+does not have; they are moved to `set-aside/`, where the operator may look at them or delete them. Workers that are
+ahead find out by themselves: they are told to recover from the run's state.
+"""
+
+import itertools
+
+from sqlalchemy import select
+
+from coordinator.files import fsync
+from coordinator.live_run import LiveRun
+from coordinator.tables import WorkerRow
+from coordinator.units import return_units
+from protocol.messages import WorkerState
+
+# No file of a round beyond the open one can be there: it is opened in the database before anything of it is written.
+FOLDERS = ("contributions", "deltas", "checkpoints")
+
+
+def set_aside_newer(run: LiveRun) -> None:
+    """Move the files of rounds that the database does not know out of the way; say so. Holds the lock."""
+    newer = [(folder, round_) for folder in FOLDERS for round_ in run.files.rounds(folder) if round_ > run.round]
+    if not newer:
+        return
+    latest = max(round_ for _, round_ in newer)
+    with run.world.database.write() as session:  # first: then a crash in between only repeats this
+        message = (
+            f"the database is older than the files (it knows {run.round} rounds, there are files of round {latest}): "
+            f"it was restored from a backup. The run goes on from round {run.round}; the newer files were moved to "
+            f"{run.files.root / 'set-aside'}, and every worker joins again"
+        )
+        run.record(session, "restored-from-backup", message, round=run.round, files_of_round=latest)
+        live = session.scalars(
+            select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.state == WorkerState.LIVE)
+        ).all()
+        for row in live:  # their tokens are of a history that is gone, and their names must not be taken
+            row.state, row.token_hash = WorkerState.LOST, None
+            return_units(session, run.id, row.name)
+    aside = run.files.root / "set-aside"
+    aside.mkdir(exist_ok=True)
+    place = next(aside / str(n) for n in itertools.count() if not (aside / str(n)).exists())
+    for folder, round_ in newer:
+        (place / folder).mkdir(parents=True, exist_ok=True)
+        (run.files.root / folder / str(round_)).rename(place / folder / str(round_))
+    for folder in FOLDERS:
+        fsync(run.files.root / folder)

@@ -1,0 +1,133 @@
+"""Are the files still what was written? Looked at after a start, and every hour: disks spoil what nobody reads.
+
+A checkpoint or delta that is corrupt is made again where what it was made of is still there, and must come out with the
+same digest; otherwise it is deleted, and an event says so. Contributions are looked at when they are aggregated.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from sqlalchemy import delete, select
+
+from coordinator import checkpointing, retention
+from coordinator.database import disk_is_full
+from coordinator.delta_file import mend_delta
+from coordinator.files import intact
+from coordinator.live_run import LiveRun
+from coordinator.outer_state import holds, step_file
+from coordinator.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow
+
+logger = logging.getLogger(__name__)
+
+VERIFY_S = 3600.0
+
+
+def start_when_due(run: LiveRun, submit: Callable[..., object]) -> None:
+    """Now and then: `verify`, on another thread than those that publish."""
+    with run.lock:
+        if run.verify_at is not None and run.world.clock() >= run.verify_at:
+            run.verify_at = None
+            submit(_verify, run)
+
+
+def _verify(run: LiveRun) -> None:
+    try:
+        verify(run)
+    except Exception as error:  # the thread has nobody to tell but the log
+        if disk_is_full(error):
+            run.world.storage_full()
+        else:
+            logger.exception("%s: the files could not be verified", run.name)
+    finally:
+        run.verify_at = run.world.clock() + VERIFY_S
+
+
+def verify(run: LiveRun) -> None:
+    """Verify every delta, then every checkpoint that the retention rule keeps; mend what can be mended."""
+    with run.world.database.read() as session:
+        deltas = session.execute(
+            select(FragmentRow.round, FragmentRow.fragment)
+            .where(FragmentRow.run_id == run.id, FragmentRow.delta_digest.is_not(None))
+            .order_by(FragmentRow.round, FragmentRow.fragment)
+        ).all()
+        saved = session.scalars(
+            select(CheckpointFragmentRow)
+            .where(CheckpointFragmentRow.run_id == run.id)
+            .order_by(CheckpointFragmentRow.round, CheckpointFragmentRow.fragment)
+        ).all()
+    for round_, fragment in deltas:
+        if run.closing:
+            return
+        if retention.keeps_delta(run, round_):
+            mend_delta(run, round_, fragment)
+    for row in saved:
+        if run.closing:
+            return
+        if not intact(run.files.checkpoint(row.round, row.fragment), row.digest):
+            _mend_checkpoint(run, row)
+
+
+def _mend_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
+    """Make the checkpoint's fragment again, or drop the checkpoint unless it is the only one."""
+    where = f"fragment {row.fragment} of checkpoint {row.round}"
+    if row.round not in retention.kept_checkpoints(run):  # the retention rule has deleted it meanwhile
+        return
+    if _make_again(run, row):
+        with run.lock, run.world.database.write() as session:
+            message = f"{where} was corrupt on disk; it was made again, to the same bytes"
+            run.record(session, "mended", message, round=row.round, fragment=row.fragment)
+        return
+    with run.lock:
+        others = [round_ for round_ in retention.kept_checkpoints(run) if round_ != row.round]
+        with run.world.database.write() as session:
+            if others:
+                for table in (CheckpointRow, CheckpointFragmentRow):
+                    session.execute(delete(table).where(table.run_id == run.id, table.round == row.round))
+                message = f"{where} is corrupt on disk and cannot be made again: the checkpoint is dropped"
+            else:
+                message = f"{where} is corrupt on disk and cannot be made again: no worker can join until the next one"
+            run.record(session, "corrupt", message, round=row.round, fragment=row.fragment)
+
+
+def _make_again(run: LiveRun, row: CheckpointFragmentRow) -> bool:
+    """From the outer state where it is of the same round, else from an older checkpoint and the deltas after it."""
+    current = run.files.state(row.fragment, row.round)
+    with run.lock:  # or it might be stepped over meanwhile
+        if run.outer[row.fragment] == (row.round, row.state_digest) and holds(current, row.state_digest):
+            checkpointing.keep_fragment(run, row.round, row.fragment, current, row.state_digest)
+            return True
+    with run.world.database.read() as session:
+        older = session.scalars(
+            select(CheckpointFragmentRow)
+            .where(
+                CheckpointFragmentRow.run_id == run.id,
+                CheckpointFragmentRow.fragment == row.fragment,
+                CheckpointFragmentRow.round < row.round,
+            )
+            .order_by(CheckpointFragmentRow.round.desc())
+        ).all()
+    for base in older:
+        if intact(run.files.checkpoint(base.round, row.fragment), base.digest):
+            return _derive(run, base.round, row)
+    return False
+
+
+def _derive(run: LiveRun, base: int, row: CheckpointFragmentRow) -> bool:
+    source = run.files.checkpoint(base, row.fragment)
+    scratch: list[Path] = []
+    try:
+        digest = b""
+        for before in range(base, row.round):
+            if not mend_delta(run, before, row.fragment) or not run.files.delta(before, row.fragment).exists():
+                return False
+            scratch.append(run.world.data.incoming())
+            digest = step_file(run, row.fragment, before, source, scratch[-1])
+            source = scratch[-1]
+        if digest != row.state_digest:
+            return False
+        checkpointing.keep_fragment(run, row.round, row.fragment, source, digest)
+        return True
+    finally:
+        for path in scratch:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,146 @@
+"""A full disk: answered with `storage-full`, told once, nothing half-written, and over when there is room."""
+
+import itertools
+import logging
+from pathlib import Path
+
+import httpx
+import pytest
+
+from coordinator.files import intact
+from coordinator.storage import QUIET_S
+from coordinator.tables import ContributionRow, FragmentRow
+from protocol.digest import model_digest
+from tests.coordinator.crew import crew, events, info, play_round, problem, until
+from tests.support.coordinator import InThread, SettableClock, coordinator_thread
+from tests.support.full_disk import FullDisk, small_disk
+from tests.support.member import Member, spec_toml
+
+
+class Patient(httpx.BaseTransport):
+    """Sends a request again when the disk was full, and only then."""
+
+    def __init__(self) -> None:
+        self._inner = httpx.HTTPTransport()
+        self.refusals = 0
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        request.read()
+        while True:
+            reply = self._inner.handle_request(request)
+            if reply.status_code != 507:
+                return reply
+            assert reply.headers["retry-after"] == "10"
+            reply.close()
+            self.refusals += 1
+
+
+def one_round(running: InThread, run: str, clock: SettableClock, transport: Patient) -> str:
+    """A whole run of one round by one patient worker; the digest of its final state."""
+    with httpx.Client(base_url=running.url, transport=transport, timeout=30) as http:
+        http.headers["Authorization"] = f"Bearer {running.admin_token}"
+        http.post("/v1/runs", content=spec_toml(run, rounds=1, members="lease_s = 86400").encode()).raise_for_status()
+        member = Member(http, run, "w")
+        member.join(running.admin_token)
+        assert member.assignment(None).action == "seed"
+        member.seed()
+        member.take_part(0)
+
+        def stepped() -> bool:
+            if running.live(run).retry_at is not None:
+                clock.advance(6)
+            running.coordinator.tick()
+            return running.live(run).final_digest is not None
+
+        until(stepped)
+        member.step(0)
+        running.await_state(run, 1)
+        until(lambda: not running.live(run).jobs)
+        digest = info(running, run)["state_digest"]
+        assert digest == member_digest(member)
+    return str(digest)
+
+
+def member_digest(member: Member) -> str:
+    return model_digest(member.base(p) for p in range(len(member.theta))).hex()
+
+
+def assert_nothing_half_written(running: InThread, run: str) -> None:
+    live = running.live(run)
+    assert list((running.data_dir / "incoming").iterdir()) == []
+    with running.coordinator.database.read() as session:
+        for row in session.query(ContributionRow).filter_by(run_id=live.id):
+            path = live.files.contribution(row.round, row.fragment, row.worker, row.digest)
+            assert not path.exists() or intact(path, row.digest)
+        for each in session.query(FragmentRow).filter_by(run_id=live.id):
+            assert each.delta_digest is not None
+            assert intact(live.files.delta(each.round, each.fragment), each.delta_digest)
+
+
+def test_whichever_write_finds_the_disk_full_the_run_ends_as_if_it_had_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    clock, transport = SettableClock(), Patient()
+    digests, tried, failed = set(), set[str](), ["the first run: none"]
+
+    def is_full(name: str) -> bool:
+        """The first write of a kind that no run before has seen fail; one per run."""
+        if failed or name in tried:
+            return False
+        failed.append(name)
+        return True
+
+    disk = FullDisk(tmp_path, is_full)
+    with pytest.MonkeyPatch.context() as patch, coordinator_thread(tmp_path / "data", clock=clock) as running:
+        disk.install(patch)
+        disk.watch(running.coordinator.database._engine)
+        disk.watch(running.coordinator.database._writing)
+        for number in itertools.count():
+            run = f"r{number}"
+            digests.add(one_round(running, run, clock, transport))
+            assert_nothing_half_written(running, run)
+            assert events(running, run, "fault") == []
+            if not failed:
+                break
+            tried.update(failed)
+            failed.clear()
+    assert len(digests) == 1
+    assert len(tried) > 40
+    assert transport.refusals > 20, "the test did not test"
+
+
+def test_a_disk_that_stays_full_for_a_while_is_told_once_and_then_that_it_has_room(tmp_path: Path) -> None:
+    clock = SettableClock()
+    with small_disk(tmp_path / "disk") as disk, coordinator_thread(disk.root / "data", clock=clock) as running:
+        disk.watch(running.coordinator.database._engine)
+        disk.watch(running.coordinator.database._writing)
+        a, b = crew(running, "r", ["a", "b"], rounds=3, min_workers=2, members="lease_s = 1000")
+        play_round([a, b], 0)
+        for member in (a, b):
+            member.assignment(1)
+        assignment = a.assignment(1)
+        running.await_state("r", 1)
+        disk.fill()
+        for _ in range(5):
+            for p, values in enumerate(a.pseudo_gradients(1)):
+                refused = problem(a.contribute(assignment, p, values), "storage-full")
+                assert "disk is full" in refused["detail"]
+            running.coordinator.tick()
+            clock.advance(1)
+        assert a.http.put(a.path("/lease"), json={}).status_code == 200, "whoever needs no room is served"
+        assert a.delta(0, 0).status_code == 200
+        disk.make_room()
+        for member in (a, b):
+            member.take_part(1)
+        for member in (a, b):
+            member.step(1)
+        running.coordinator.tick()
+        assert len(events(running, "r", "storage-full")) == 1
+        assert events(running, "r", "storage-room") == []
+        clock.advance(QUIET_S)
+        running.coordinator.tick()
+        assert len(events(running, "r", "storage-full")) == len(events(running, "r", "storage-room")) == 1
+        play_round([a, b], 2)
+        running.await_state("r", 3)
+        assert_nothing_half_written(running, "r")

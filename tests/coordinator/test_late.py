@@ -1,0 +1,73 @@
+"""Late contributions are told with how late they were, and divergences are counted."""
+
+from coordinator.tables import LateContributionRow
+from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, events, info, problem
+from tests.support.coordinator import InThread, SettableClock
+
+
+def test_the_rounds_record_says_who_was_late_and_by_how_much(shared: InThread, run: str, clock: SettableClock) -> None:
+    members = a, b, c = crew(shared, run, ["a", "b", "c"], rounds=2, members=GRACE_OF_A_SECOND)
+    for member in members:
+        member.assignment(0)
+    assignment = c.assignment(0)
+    for member in (a, b):
+        member.take_part(0)
+    clock.advance(2)
+    shared.coordinator.tick()
+    a.step(0)
+    assert info(shared, run, "/rounds/0")["late"] == []
+    for _ in range(2):
+        problem(c.contribute(assignment, 1, c.pseudo_gradients(0)[1]), "round-closed")
+    (late,) = info(shared, run, "/rounds/0")["late"]
+    assert (late["worker"], late["fragment"]) == ("c", 1)
+    assert 0 <= late["late_s"] < 60
+    assert info(shared, run, "/rounds/1")["late"] == []
+    assert info(shared, run, "/workers/c")["contributions"] == 0
+
+
+def test_nobody_else_gets_into_the_record(shared: InThread, run: str) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=2)
+    assignment = a.assignment(0)
+    a.take_part(0)
+    a.step(0)
+    problem(b.contribute(assignment, 0, b.pseudo_gradients(0)[0]), "round-closed")
+    with shared.coordinator.database.read() as session:
+        assert session.query(LateContributionRow).filter_by(run_id=shared.live(run).id).count() == 0
+
+
+def test_a_divergence_is_counted_once_per_round_whatever_the_number_of_fragments(shared: InThread, run: str) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=2, min_workers=2)
+    for member in (a, b):
+        member.assignment(0)
+    assignment = b.assignment(0)
+    for theta in b.theta:
+        theta[0] += 1
+    for p, values in enumerate(b.pseudo_gradients(0)):
+        problem(b.contribute(assignment, p, values), "stale-base")
+    assert info(shared, run)["divergences"] == 1
+    assert info(shared, run, "/workers/b")["divergences"] == 1
+    assert info(shared, run, "/workers/a")["divergences"] == 0
+    assert len(events(shared, run, "diverged")) == 1
+    for theta in b.theta:
+        theta[0] -= 1
+    for member in (a, b):
+        member.take_part(0)
+    for member in (a, b):
+        member.step(0)
+    shared.await_state(run, 1)
+    assert info(shared, run)["divergences"] == 1, "it was healed, and never averaged"
+
+
+def test_a_round_without_a_quorum_closes_by_the_cap(shared: InThread, run: str, clock: SettableClock) -> None:
+    names = ["a", "b", "c", "d"]
+    members = crew(shared, run, names, rounds=1, members="lease_s = 1000\nround_max_s = 60")
+    for member in members:
+        member.assignment(0)
+    members[0].take_part(0)
+    reason = info(shared, run, "/rounds/0")["fragments"][0]["reason"]
+    assert reason.startswith("waiting for 3 of 4 workers (b, c, d); closes in 60 s")
+    clock.advance(61)
+    shared.coordinator.tick()
+    members[0].step(0)
+    reason = info(shared, run, "/rounds/0")["fragments"][0]["reason"]
+    assert reason == "closed without b, c, d by the cap of 60 s per round; 1 of 4 workers have contributed"

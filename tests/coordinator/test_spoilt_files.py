@@ -1,0 +1,172 @@
+"""Files that are no longer what was written: found by their digests, made again where that is possible."""
+
+import shutil
+from pathlib import Path
+
+from coordinator.delta_file import mend_delta
+from coordinator.tables import UnitRangeRow
+from coordinator.verifying import verify
+from tests.coordinator.crew import crew, events, info, play_round, problem, until
+from tests.support.coordinator import InThread, coordinator_thread
+from tests.support.member import Member
+
+
+def spoil(path: Path) -> None:
+    """Flip one bit in the middle of a file, whatever other names it has."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(content)
+
+
+def contribute_all(member: Member, round_: int = 0) -> None:
+    member.assignment(round_)
+    member.take_part(round_)
+
+
+def state_of(running: InThread, run: str) -> str:
+    return str(info(running, run)["state_digest"])
+
+
+def test_a_contribution_that_the_disk_lost_is_asked_for_again_and_nothing_else_changes(
+    shared: InThread, run: str
+) -> None:
+    for name in (f"{run}-sound", run):
+        a, b = crew(shared, name, ["a", "b"], rounds=1, min_workers=2)
+        for member in (a, b):
+            member.assignment(0)
+        contribute_all(a)
+        if name == run:
+            (path,) = (shared.live(run).files.root / "contributions" / "0").glob("0.a.*")
+            spoil(path)
+        contribute_all(b)
+        if name == run:
+            problem(a.delta(0, 0), "contribution-lost")
+            assert events(shared, run, "contribution-lost")[0]["data"]["workers"] == ["a"]
+            assert "waiting for 1 of 2 workers (a)" in info(shared, run, "/rounds/0")["fragments"][0]["reason"]
+            reply = a.contribute(a.assignment(0), 0, a.pseudo_gradients(0)[0])
+            assert reply.status_code == 201
+        for member in (a, b):
+            member.step(0)
+        shared.await_state(name, 1)
+        for member in info(shared, name, "/workers")["items"]:
+            assert (member["contributions"], member["tokens"]) == (1, 5 * 32)
+        assert info(shared, name)["tokens"] == 10 * 32
+    assert state_of(shared, run) == state_of(shared, f"{run}-sound")
+
+
+def test_a_dead_workers_contribution_that_the_disk_lost_is_done_without_and_its_units_return(
+    shared: InThread, run: str
+) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=1)
+    for member in (a, b):
+        member.assignment(0)
+    contribute_all(a)
+    for path in (shared.live(run).files.root / "contributions" / "0").iterdir():
+        path.unlink()
+    assert a.http.delete(a.path()).status_code == 204
+    contribute_all(b)
+    b.step(0)
+    live = shared.live(run)
+    with shared.coordinator.database.read() as session:
+        free = session.query(UnitRangeRow).filter_by(run_id=live.id, state="free").all()
+    assert [(row.start, row.stop) for row in free] == [(0, 5)]
+    assert info(shared, run)["tokens"] == 5 * 32
+    assert info(shared, run, "/workers/a")["contributions"] == 0
+
+
+def test_spoilt_deltas_are_made_again_after_a_start(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "data") as running:
+        a, b = crew(running, "r", ["a", "b"], rounds=3)
+        for round_ in range(2):
+            play_round([a, b], round_)
+        running.await_state("r", 2)
+        path = running.live("r").files.delta(0, 1)
+        before = path.read_bytes()
+    spoil(path)
+    with coordinator_thread(tmp_path / "data") as running:
+        until(lambda: len(events(running, "r", "mended")) == 1)
+        assert "same bytes" in events(running, "r", "mended")[0]["message"]
+        assert path.read_bytes() == before
+
+
+def test_a_delta_that_cannot_be_made_again_is_gone_and_told_once(shared: InThread, run: str) -> None:
+    (a,) = crew(shared, run, ["a"], rounds=3, checkpoints="every_rounds = 1\nkeep = 3")
+    for round_ in range(2):
+        play_round([a], round_)
+        shared.await_state(run, round_ + 1)
+    live = shared.live(run)
+    spoil(live.files.delta(0, 0))
+    for _ in range(2):
+        assert not mend_delta(live, 0, 0)
+    assert len(events(shared, run, "corrupt")) == 1
+    problem(a.delta(0, 0), "gone")
+    play_round([a], 2)
+    shared.await_state(run, 3)
+
+
+def test_a_spoilt_checkpoint_is_made_again_from_an_older_one(shared: InThread, run: str) -> None:
+    (a,) = crew(shared, run, ["a"], rounds=5, checkpoints="every_rounds = 2")
+    for round_ in range(3):
+        play_round([a], round_)
+        shared.await_state(run, round_ + 1)
+    live = shared.live(run)
+    path = live.files.checkpoint(2, 1)
+    before = path.read_bytes()
+    spoil(path)
+    verify(live)
+    assert path.read_bytes() == before
+    assert "checkpoint 2 was corrupt" in events(shared, run, "mended")[0]["message"]
+
+
+def test_a_spoilt_checkpoint_that_cannot_be_made_again_is_dropped_unless_it_is_the_only_one(
+    shared: InThread, run: str
+) -> None:
+    crew(shared, run, ["a"], rounds=5, checkpoints="every_rounds = 2")
+    live = shared.live(run)
+    spoil(live.files.checkpoint(0, 0))
+    live.files.state(0, 0).unlink()
+    spoil_only = live.files.checkpoint(0, 0)
+    verify(live)
+    assert "no worker can join" in events(shared, run, "corrupt")[0]["message"]
+    assert spoil_only.exists()
+    assert [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == [0]
+
+
+def test_the_state_is_derived_from_the_newest_sound_checkpoint_after_a_start(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "data") as running:
+        a, b = crew(running, "r", ["a", "b"], rounds=5, checkpoints="every_rounds = 2")
+        for round_ in range(3):
+            play_round([a, b], round_)
+        running.await_state("r", 3)
+        files = running.live("r").files
+    spoil(files.checkpoint(2, 0))
+    shutil.rmtree(files.root / "state")
+    with coordinator_thread(tmp_path / "data") as running:
+        messages = [event["message"] for event in events(running, "r", "rederived")]
+        assert ["checkpoint 0" in messages[0], "checkpoint 2" in messages[1]] == [True, True]
+        for round_ in (3, 4):
+            play_round([a_again := renewed(running, a), renewed(running, b)], round_)
+        running.await_state("r", 5)
+        assert info(running, "r")["divergences"] == 0
+        assert a_again.name == "a"
+
+
+def renewed(running: InThread, member: Member) -> Member:
+    """The same member after a restart of the coordinator: its state, its token, the new address."""
+    other = Member(running.client(member.joined.member_token), member.run, member.name)
+    other.joined, other.spec = member.joined, member.spec
+    other.theta, other.momentum = member.theta, member.momentum
+    return other
+
+
+def test_a_run_whose_files_are_all_lost_says_so_and_does_not_disturb_the_others(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "data") as running:
+        crew(running, "lost", ["a"])
+        crew(running, "sound", ["a"])
+        root = running.live("lost").files.root
+    for folder in ("state", "checkpoints"):
+        shutil.rmtree(root / folder)
+    with coordinator_thread(tmp_path / "data") as running:
+        assert "restore the data directory" in info(running, "lost")["reason"]
+        assert "waits for workers" in info(running, "sound")["reason"]

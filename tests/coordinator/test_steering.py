@@ -1,0 +1,160 @@
+"""Pause, resume, drain and stop, in every state of a run."""
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.steering import CHANGES
+from protocol.messages import RunState
+from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, until
+from tests.coordinator.test_restart import Lives
+from tests.support.coordinator import InThread
+from tests.support.member import Member, spec_toml
+
+SITUATIONS = ["before seeding", "seeding", "between rounds", "open round", "half contributed", "finished"]
+REQUESTS = ["paused", "draining", "running", "stopped"]
+
+
+def change(running: InThread, run: str, state: str) -> dict:
+    with running.client() as admin:
+        reply = admin.patch(f"/v1/runs/{run}", json={"state": state})
+    assert reply.is_success, reply.text
+    return reply.json()
+
+
+def bring_into(running: InThread, run: str, situation: str) -> list[Member]:
+    """A run of two rounds in that situation, and its members."""
+    if situation == "before seeding":
+        running.create_run(spec_toml(run))
+        return []
+    if situation == "seeding":
+        running.create_run(spec_toml(run))
+        member = enlist(running, run, "a")
+        assert member.assignment(None).action == "seed"
+        member.seed_fragment(0, 0.5).raise_for_status()
+        return [member]
+    members = a, b = crew(running, run, ["a", "b"], min_workers=2)
+    if situation in ("open round", "half contributed"):
+        for member in members:
+            member.assignment(0)
+    if situation == "half contributed":
+        a.take_part(0)
+        assert b.assignment(0).action == "train"
+    if situation == "finished":
+        for round_ in range(2):
+            play_round(members, round_)
+        running.await_state(run, 2)
+    return members
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("first", REQUESTS)
+@pytest.mark.parametrize("second", REQUESTS)
+def test_every_request_in_every_state_does_what_the_table_says_and_nothing_is_stuck(
+    shared: InThread, run: str, situation: str, first: str, second: str
+) -> None:
+    members = bring_into(shared, run, situation)
+    with shared.client() as admin:
+        for state in (first, second):
+            before = shared.live(run).state
+            reply = admin.patch(f"/v1/runs/{run}", json={"state": state})
+            allowed = RunState(state) is before or RunState(state) in CHANGES[before]
+            assert reply.is_success == allowed, reply.text
+            if allowed:
+                drained_at_once = state == "draining" and not members
+                assert shared.live(run).state == ("paused" if drained_at_once else state)
+            else:
+                problem(reply, "run-ended")
+    live = shared.live(run)
+    directives = {RunState.STOPPED: "stop", RunState.DRAINING: "drain"}
+    for member in members:
+        reply = member.http.put(member.path("/lease"), json={}).json()
+        assert reply["directive"] == directives.get(live.state, "continue")
+    if live.state is RunState.STOPPED:
+        assert all(member.assignment(0).action == "finish" for member in members)
+    elif live.state is RunState.FINISHED:
+        assert all(member.assignment(2).action == "finish" for member in members)
+    else:
+        change(shared, run, "running")
+        finish(shared, run, situation, members)
+        assert info(shared, run)["state"] == "finished"
+
+
+def finish(running: InThread, run: str, situation: str, members: list[Member]) -> None:
+    """Play what is left of the two rounds."""
+    if situation in ("before seeding", "seeding"):
+        member = members[0] if members else enlist(running, run, "a")
+        assert member.assignment(None).action == "seed"
+        member.seed()
+        members = [member]
+    for round_ in range(2):
+        play_round(members, round_)
+    running.await_state(run, 2)
+
+
+def test_a_paused_run_closes_its_round_and_opens_no_other(shared: InThread, run: str) -> None:
+    members = bring_into(shared, run, "open round")
+    change(shared, run, "paused")
+    for member in members:
+        member.take_part(0)
+    for member in members:
+        member.step(0)
+        assert member.assignment(1).action == "wait"
+        assert member.assignment(1).reason == "the run is paused"
+
+
+def test_a_drained_run_finishes_its_round_sends_everybody_home_and_can_go_on(shared: InThread, run: str) -> None:
+    members = a, b = bring_into(shared, run, "open round")
+    late = enlist(shared, run, "late")
+    change(shared, run, "draining")
+    assert late.assignment(0).action == "finish"
+    late.http.delete(late.path()).raise_for_status()
+    for member in members:
+        member.take_part(0)
+    for member in members:
+        member.step(0)
+        assert member.assignment(1).action == "finish"
+        assert info(shared, run)["state"] == "draining"
+        member.http.delete(member.path()).raise_for_status()
+    assert info(shared, run)["state"] == "paused"
+    assert len(events(shared, run, "drained")) == 1
+    until(lambda: info(shared, run, "/checkpoints")["items"][0]["round"] == 1)
+    change(shared, run, "running")
+    for member in (a, b):
+        member.join(shared.admin_token)
+    assert a.assignment(1).action == "wait"
+    assert b.assignment(1).action == "train"
+
+
+def test_a_draining_round_that_needs_another_worker_lets_it_in(shared: InThread, run: str) -> None:
+    a, b = bring_into(shared, run, "half contributed")
+    change(shared, run, "draining")
+    b.http.delete(b.path()).raise_for_status()
+    c = enlist(shared, run, "c")
+    for theta in c.theta:
+        theta[:] = 0.5
+    c.take_part(0)
+    a.step(0)
+    assert a.assignment(1).action == "finish"
+
+
+@pytest.mark.parametrize("state", ["paused", "draining", "stopped"])
+def test_a_run_at_rest_keeps_a_checkpoint_of_its_last_state_also_after_a_restart(tmp_path: Path, state: str) -> None:
+    lives = Lives(tmp_path / "data")
+    with lives.life() as running:
+        a, b = crew(running, "r", ["a", "b"], rounds=9)
+        for round_ in range(2):
+            play_round([a, b], round_)
+        if state != "stopped":  # which gives the open round up
+            change(running, "r", state)
+        play_round([a, b], 2)
+        change(running, "r", state)
+        running.await_state("r", 3)
+        until(lambda: info(running, "r", "/checkpoints")["items"][0]["round"] == 3)
+    with lives.database() as database, database.write() as session:
+        session.connection().exec_driver_sql("DELETE FROM checkpoints WHERE round = 3")
+        session.connection().exec_driver_sql("DELETE FROM checkpoint_fragments WHERE round = 3 AND fragment = 1")
+    with lives.life() as running:
+        until(lambda: info(running, "r", "/checkpoints")["items"][0]["round"] == 3)
+        described = info(running, "r", "/checkpoints/latest")["fragments"]
+        assert [each["state_digest"] for each in described] == [a.base(p).hex() for p in (0, 1)]
