@@ -2,4 +2,5 @@
 
 agent.py      the `outerstep worker` process      diloco.py    the class DiLoCo, for any training loop
 train.py      the plain training loop             sync.py      one round's uploads, downloads, outer steps
+recovery.py   how it comes to the run's state     grace.py     how long it may go on when asked to stop
 """

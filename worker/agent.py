@@ -1,11 +1,12 @@
 """The `outerstep worker` process: signals, exit codes, and the pieces put together around the training loop."""
 
 import logging
+import os
 import platform
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -25,10 +26,14 @@ from worker.train import build_inner_optimizer, evaluate, train
 
 DONE, USAGE, REFUSED, RETRY = 0, 2, 3, 75
 
+# From the first signal to the end, whatever hangs: less than the 10 s after which containers are killed.
+LEAVE_WITHIN_S = 9.0
+
 # Refusals that the same command would meet again.
 _FINAL = {
     "unauthorized",
     "forbidden",
+    "banned",
     "not-found",
     "method-not-allowed",
     "worker-name-taken",
@@ -42,9 +47,12 @@ _FINAL = {
 log = logging.getLogger(__name__)
 
 
-def run_worker(settings: WorkerSettings) -> int:
+def run_worker(settings: WorkerSettings, *, end_process: Callable[[int], object] = os._exit) -> int:
     """Join the run, train until it ends; the exit code: 0 done, 2 usage, 3 refused (do not retry), 75 worth
-    retrying."""
+    retrying.
+
+    `end_process` is called where a signal has come and leaving takes longer than LEAVE_WITHIN_S.
+    """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
@@ -55,7 +63,7 @@ def run_worker(settings: WorkerSettings) -> int:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     try:
-        with stop_on_signals() as stop:
+        with stop_on_signals(end_process) as stop:
             _work(settings, device, stop)
     except Stopped:
         log.info("stopped")
@@ -139,21 +147,35 @@ def host_facts(device: torch.device) -> dict[str, str | int | float]:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set: finish the inner step and leave. A second signal ends the process."""
+def stop_on_signals(end_process: Callable[[int], object]) -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set: finish the inner step, hand in what is done, leave.
+
+    A second signal ends the process; so does `end_process`, where something keeps it from leaving in time.
+    """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # whoever runs a worker in a thread has the signals
         return
 
+    def give_up() -> None:
+        log.warning("leaving has taken %.0f s: gone without goodbye; the lease ends by itself", LEAVE_WITHIN_S)
+        end_process(DONE)
+
+    last_resort = threading.Timer(LEAVE_WITHIN_S, give_up)
+    last_resort.daemon = True
+
     def handle(number: int, frame: FrameType | None) -> None:
-        stop.set()
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if not stop.is_set():
+            stop.set()
+            last_resort.start()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield stop
     finally:
+        last_resort.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 

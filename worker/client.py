@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -20,8 +21,9 @@ from protocol import messages, wire
 from protocol.digest import Buffer, content_digest
 from protocol.errors import WireError
 from worker.errors import UnexpectedAnswer
+from worker.grace import Signal
 from worker.retry import Retry, Transient
-from worker.transfer import Download, Traffic, pieces, raise_for_problem
+from worker.transfer import PART_BYTES, Download, Part, Traffic, pieces, raise_for_problem
 
 T = TypeVar("T")
 Reply = TypeVar("Reply", bound=BaseModel)
@@ -29,7 +31,9 @@ Reply = TypeVar("Reply", bound=BaseModel)
 # Shorter than the 30 s that the coordinator allows, so that a worker that is asked to stop is gone soon.
 LONG_POLL_S = 5
 TIMEOUT = httpx.Timeout(connect=10.0, read=60.0, write=60.0, pool=None)  # of silence, not of a transfer
+LEAVING_TIMEOUT = httpx.Timeout(2.0, pool=None)  # once asked to stop
 LEAVE_ATTEMPTS = 3
+MAX_LISTED = 1000  # items of a listing in one answer
 
 
 def open_http(url: str) -> httpx.Client:
@@ -54,16 +58,21 @@ class Client:
     ) -> None:
         self.run = run
         self.stop = stop or threading.Event()
+        self.clock = clock
+        self._until: Signal = self.stop
+        self._silence_s: float | None = None
         self.traffic = Traffic()
         self._http = http
         self._token = token
         self._retry = Retry(self.stop, sleep=sleep, rng=rng, clock=clock)
         self._path = f"/v1/runs/{run}"
 
-    def until(self, stop: threading.Event) -> Self:
-        """The same client, with another event that ends its waiting."""
+    def until(self, signal: Signal, *, silence_s: float | None = None) -> Self:
+        """The same client, but its waiting is ended by `signal` and not by `stop`, and it waits for an answer for no
+        longer than `silence_s` before it asks again (None: as long as any other client)."""
         other = copy.copy(self)
-        other.stop, other._retry = stop, self._retry.until(stop)
+        other._silence_s = silence_s
+        other._until, other._retry = signal, self._retry.until(signal)
         return other
 
     def pause(self, seconds: float) -> None:
@@ -84,6 +93,11 @@ class Client:
     def join(self, worker: str, request: messages.JoinRequest) -> messages.JoinReply:
         return self._json("PUT", f"{self._path}/workers/{worker}", messages.JoinReply, request)
 
+    def give_up(self, member_token: str, worker: str) -> None:
+        """Leave in order to join again: tried for ever, like everything that a worker needs in order to go on."""
+        path = f"{self._path}/workers/{worker}"
+        self._retry(lambda: self._answer("DELETE", path, member_token, messages.LeaveRequest()))
+
     def leave(self, member_token: str, worker: str, request: messages.LeaveRequest) -> None:
         """Leave. Tried a few times only, and even after `stop`: the lease ends without it too, only later."""
         for attempt in range(1, LEAVE_ATTEMPTS + 1):
@@ -97,9 +111,11 @@ class Client:
     def renew_lease(self, member_token: str, worker: str, metrics: messages.Metrics) -> messages.LeaseReply:
         return self._json("PUT", f"{self._path}/workers/{worker}/lease", messages.LeaseReply, metrics, member_token)
 
-    def assignment(self, member_token: str, worker: str, state_round: int | None) -> messages.Assignment:
+    def assignment(
+        self, member_token: str, worker: str, state_round: int | None, carried: list[list[int]] | None = None
+    ) -> messages.Assignment:
         """What to do next; the coordinator may take its time to answer."""
-        request = messages.AssignmentRequest(state_round=state_round)
+        request = messages.AssignmentRequest(state_round=state_round, carried=carried)
         path = f"{self._path}/workers/{worker}/assignment"
         return self._json("PUT", path, messages.Assignment, request, member_token, headers=_long_poll())
 
@@ -114,9 +130,18 @@ class Client:
         path = f"{self._path}/rounds/{header.round}/fragments/{header.fragment}/contributions/{header.worker}"
         self._upload(member_token, path, [wire.pack_header(header), *frames])
 
-    def delta(self, round_number: int, p: int, limit_bytes: int) -> wire.Payload:
-        """The delta of one fragment. Problem `not-published` where it is not there after a while: ask again."""
-        return self._download(f"{self._path}/rounds/{round_number}/fragments/{p}/delta", limit_bytes, _long_poll())
+    def delta(self, round_number: int, p: int, limit_bytes: int, member_token: str | None = None) -> wire.Payload:
+        """The delta of one fragment. Problem `not-published` where it is not there after a while: ask again; and
+        `contribution-lost` where the round lacks the contribution of the member who asks."""
+        path = f"{self._path}/rounds/{round_number}/fragments/{p}/delta"
+        headers = self._headers(member_token) | _long_poll()
+        data = self._retry(Download(self._http, path, headers, limit_bytes, self.traffic, self._until).attempt)
+        return _payload(path, data)
+
+    def newest_rounds(self, before: int, count: int) -> list[messages.RoundInfo]:
+        """At most `count` (up to 1000) of the rounds before `before`, newest first."""
+        path = f"{self._path}/rounds?after={before}&limit={count}"
+        return self._json("GET", path, messages.Page[messages.RoundInfo]).items
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -130,8 +155,26 @@ class Client:
         number = "latest" if state_round is None else str(state_round)
         return self._json("GET", f"{self._path}/checkpoints/{number}", messages.CheckpointDetail)
 
-    def checkpoint_fragment(self, state_round: int, p: int, limit_bytes: int) -> wire.Payload:
-        return self._download(f"{self._path}/checkpoints/{state_round}/fragments/{p}", limit_bytes, {})
+    def checkpoint_fragment(
+        self, state_round: int, fragment: messages.CheckpointFragment, limit_bytes: int, pool: Executor
+    ) -> wire.Payload:
+        """One fragment of a checkpoint, in parts that the threads of `pool` fetch, each over its own connection."""
+        path = f"{self._path}/checkpoints/{state_round}/fragments/{fragment.fragment}"
+        if fragment.bytes > limit_bytes:
+            raise UnexpectedAnswer(f"{path} is told to have {fragment.bytes} bytes, at most {limit_bytes} can be right")
+        data = bytearray(fragment.bytes)
+
+        def fetch() -> None:
+            options = (self._http, path, self._headers(), data)
+            starts = range(0, len(data), PART_BYTES)
+            parts = [Part(*options, start, self.traffic, self._until) for start in starts]
+            for _ in pool.map(lambda part: self._retry(part.attempt), parts):
+                pass
+            if blake3(data).hexdigest() != fragment.digest:
+                raise Transient(f"{path}: the bytes that arrived are not those of its digest")
+
+        self._retry(fetch)
+        return _payload(path, data)
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -140,10 +183,10 @@ class Client:
     ) -> httpx.Response:
         """One request, one answer."""
         content = None if body is None else body.model_dump_json().encode()
-        all_headers = {"Authorization": f"Bearer {token}", **(headers or {})}
+        all_headers = self._headers(token) | (headers or {})
         if content is not None:
             all_headers["Content-Type"] = "application/json"
-        response = self._http.request(method, path, content=content, headers=all_headers)
+        response = self._http.request(method, path, content=content, headers=all_headers, timeout=self._timeout())
         raise_for_problem(response)
         if response.is_redirect:
             raise UnexpectedAnswer(
@@ -175,27 +218,33 @@ class Client:
         for buffer in buffers:
             total_bytes += len(buffer)
             hasher.update(buffer)
-        headers = {
-            "Authorization": f"Bearer {token}",
+        headers = self._headers(token) | {
             "Content-Type": "application/octet-stream",
             "Content-Length": str(total_bytes),
             "Content-Digest": content_digest(hasher.digest()),
         }
 
         def attempt() -> None:
-            body: Any = pieces(buffers, self.traffic)
-            raise_for_problem(self._http.put(path, content=body, headers=headers))
+            body: Any = pieces(buffers, self.traffic, self._until)
+            raise_for_problem(self._http.put(path, content=body, headers=headers, timeout=self._timeout()))
 
         self._retry(attempt)
 
-    def _download(self, path: str, limit_bytes: int, headers: dict[str, str]) -> wire.Payload:
-        headers = {"Authorization": f"Bearer {self._token}", **headers}
-        data = self._retry(Download(self._http, path, headers, limit_bytes, self.traffic).attempt)
-        try:
-            return wire.Payload.from_bytes(data)
-        except WireError as error:
-            # Its digest is right, so asking again would bring the same bytes.
-            raise UnexpectedAnswer(f"{path}: {error}; do both sides have the same version?") from error
+    def _headers(self, token: str | None = None) -> dict[str, str]:
+        return {"Authorization": f"Bearer {token or self._token}"}
+
+    def _timeout(self) -> Any:
+        if self.stop.is_set():
+            return LEAVING_TIMEOUT
+        return httpx.USE_CLIENT_DEFAULT if self._silence_s is None else httpx.Timeout(self._silence_s, pool=None)
+
+
+def _payload(path: str, data: bytearray) -> wire.Payload:
+    try:
+        return wire.Payload.from_bytes(data)
+    except WireError as error:
+        # Its digest is right, so asking again would bring the same bytes.
+        raise UnexpectedAnswer(f"{path}: {error}; do both sides have the same version?") from error
 
 
 def _long_poll() -> dict[str, str]:

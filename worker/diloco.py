@@ -27,16 +27,15 @@ import httpx
 import torch
 from torch import Tensor, nn
 
-from protocol import wire
 from protocol.errors import CodecError, OuterstepError, Problem
 from protocol.messages import Action, Assignment, DataSummary, EvaluationReport, JoinRequest, RunDetail
 from protocol.spec import RunSpec
-from worker import recovery, snapshot
+from worker import recovery, seeding, snapshot
 from worker.client import Client, open_http
-from worker.codecs import pack_fragment
 from worker.errors import ModelError, Resync, RunEnded, Stopped, UnexpectedAnswer, WorkLost
 from worker.fragments import Fragments, tensor_specs
 from worker.heartbeat import Heartbeat
+from worker.inner_steps import InnerSteps
 from worker.membership import Membership
 from worker.outer_state import OuterState
 from worker.progress import Progress
@@ -55,11 +54,13 @@ class DiLoCo:
 
     `model` holds the initial parameters (they seed the run if this worker is its first) on the device that it trains
     on; afterwards its parameters belong to the run. `client.stop`, once set, ends everything within a few seconds.
+    Leaving in the middle of a round, stopped or not, hands in the inner steps that were done, if a few seconds suffice.
 
     state_dir   where the snapshot is kept that lets a killed process go on; None: a restart begins like a new worker
     data        the training set, compared between workers; None where the script does not say
     evaluate    measures the held-out loss of the model as it is; called when the coordinator asks this worker to
     host        what the coordinator shows about this machine
+    clock       monotonic seconds
 
     Raises protocol.errors.Problem where the coordinator refuses, StateDirBusy, ModelError, CodecError (the
     pseudo-gradient is not finite) and OSError (of the state directory); also from within `optimizer.step()`.
@@ -81,7 +82,6 @@ class DiLoCo:
     ) -> None:
         self.spec: RunSpec = run.spec
         self.name = name
-        self.inner_step = 0
         self._run = run
         self._model = model
         self._optimizer = inner_optimizer
@@ -93,6 +93,9 @@ class DiLoCo:
         self._membership = Membership(client, name, request, self._files)
         self._assignment = Assignment(action=Action.WAIT, reason="not joined yet", round=0)
         self._carry = Carry()
+        self._steps = InnerSteps(run.spec)
+        self._training = False  # in the middle of a round's inner steps
+        self._maybe_state_0 = True  # the model is as it was built: no other state has been loaded yet
         self._finished = False
         self._owned_http: httpx.Client | None = None
 
@@ -127,9 +130,24 @@ class DiLoCo:
         return self._assignment.round
 
     @property
+    def inner_step(self) -> int:
+        """Inner steps done in this round."""
+        return self._steps.done
+
+    @property
     def global_step(self) -> int:
-        """Inner steps of the run so far, for learning-rate schedules: round × H + inner_step."""
-        return self.round * self.spec.sync.inner_steps + self.inner_step
+        """Inner steps of the run so far, for learning-rate schedules: round × H + inner_step.
+
+        Where every worker has an H of its own (`sync.inner_steps = "auto"`), H is `sync.nominal_inner_steps` and
+        `inner_step` is scaled to it, so that all workers are at the same place of the schedule at the same time.
+        """
+        return self._steps.global_step
+
+    @property
+    def warmup_scale(self) -> float:
+        """Factor for the learning rate: below 1 during the first `inner.joiner_warmup_steps` inner steps of a worker
+        that joined a run which was under way, because its inner optimizer starts cold."""
+        return self._steps.warmup_scale
 
     @property
     def finished(self) -> bool:
@@ -141,6 +159,7 @@ class DiLoCo:
         while not self.finished:
             assignment = self._assignment
             for unit in chain.from_iterable(range(start, stop) for start, stop in assignment.units):
+                self._steps.begin_unit()
                 yield unit
                 if self.finished or self._assignment is not assignment:
                     break
@@ -159,10 +178,12 @@ class DiLoCo:
 
     def _after_inner_step(self, *_: Any) -> None:
         """The optimizer's hook: one inner step is done."""
-        if self.finished:
+        if self._finished:
             return
-        self.inner_step += 1
+        self._steps.step()
         self._progress.step(self.inner_step)
+        if self._client.stop.is_set():
+            return  # on the way out, `__exit__` hands in what is done
         if self._heartbeat.failure is not None:
             raise self._heartbeat.failure
         in_doubt = self._membership.epoch != self._epoch or self._heartbeat.run_ended.is_set()
@@ -174,25 +195,35 @@ class DiLoCo:
     def _end_round(self) -> None:
         """The H inner steps are done: exchange pseudo-gradients, take the outer step, begin the next round."""
         try:
-            work = self._collect()
+            # Where a GradScaler skipped every step, the units are spent all the same.
+            work = self._collect(self._steps.units_used or self._assignment.units)
+            if self.spec.sync.inner_steps == "auto":
+                self._heartbeat.beat_now()  # the next round's H depends on how fast this one went
             self._synchronise(work, self._save(work))
             self._progress.end_round(work.round)
             self._next_round()
         except Stopped:
             self._finished = True
 
-    def _collect(self) -> Work:
-        """This round's pseudo-gradients, and what they were trained on."""
-        steps, units = self.inner_step, self._assignment.units
-        loss = self._progress.end_inner_steps(steps * self.spec.unit_tokens)
-        deltas = [self._fragments.pseudo_gradient(p, self._state.theta[p]).cpu() for p in range(len(self._fragments))]
+    def _collect(self, units: UnitRanges) -> Work:
+        """The pseudo-gradients of the round so far, and what they were trained on."""
+        steps, carry = self.inner_step, self._carry
+        loss = self._progress.end_inner_steps(steps, steps * self.spec.unit_tokens) if steps else carry.loss
+        deltas = []
+        for p, theta in enumerate(self._state.theta):
+            delta = self._fragments.pseudo_gradient(p, theta, carry.deltas.get(p)).cpu()
+            if not self._state.is_sound(p):
+                log.error("round %d: the memory of fragment %d's outer state has changed by itself", self.round, p)
+                delta.zero_()  # nobody knows it any more; the coordinator will refuse it for its base, and tell of it
+            deltas.append(delta)
         norms = [float(torch.linalg.vector_norm(delta)) for delta in deltas]
         if not torch.isfinite(torch.tensor([loss, *norms])).all():
             raise CodecError(
                 f"round {self.round}: the training has diverged: loss {loss}, pseudo-gradient norms {norms}; "
                 "nothing was sent; lower the learning rate or clip gradients, in a new run"
             )
-        return Work(self.round, self._carry.units + units, self._carry.inner_steps + steps, loss, norms, deltas)
+        self._training = False
+        return Work(self.round, carry.units + units, carry.inner_steps + steps, loss, norms, deltas)
 
     def _synchronise(self, work: Work, saved: Future[None] | None) -> None:
         """Contribute, and step the outer state by what everybody contributed."""
@@ -241,8 +272,8 @@ class DiLoCo:
 
     def _ask(self) -> Assignment:
         self._epoch = self._membership.epoch
-        state_round = self._state.round
-        return self._membership.act(lambda token: self._client.assignment(token, self.name, state_round))
+        state_round, carried = self._state.round, self._carry.units
+        return self._membership.act(lambda token: self._client.assignment(token, self.name, state_round, carried))
 
     def _follow(self, assignment: Assignment) -> bool:
         """Whether training can go on, or is over; otherwise ask again."""
@@ -252,7 +283,9 @@ class DiLoCo:
                 self._seed()
             case Action.RECOVER:
                 self._progress.phase("recover")
-                recovery.recover(self._client, self.spec, self._state, assignment.round)
+                held = 0 if self._maybe_state_0 else self._state.round
+                self._maybe_state_0 = False
+                recovery.recover(self._client, self.spec, self._state, assignment.round, held=held)
             case Action.WAIT:
                 self._progress.phase("wait")
                 if assignment.reason != self._assignment.reason:
@@ -266,12 +299,13 @@ class DiLoCo:
 
     def _begin(self, assignment: Assignment) -> None:
         """Start from the global parameters, and from what of our own progress is not in them yet."""
-        self._assignment, self.inner_step = assignment, 0
+        self._assignment, self._training = assignment, False
         if assignment.action is Action.FINISH:
             log.info("done: %s", assignment.reason)
             self._finished, self._carry = True, Carry()
-            if self._state.round is None:  # the run was stopped before this worker had a state
+            if assignment.round != self._state.round:  # told to leave before this worker had the run's state
                 return
+        self._steps.begin(assignment)
         if assignment.round != self._state.round:
             raise UnexpectedAnswer(f"asked to train on state {assignment.round} while holding {self._state.round}")
         for p in range(len(self._fragments)):
@@ -284,6 +318,7 @@ class DiLoCo:
         for p, delta in self._carry.deltas.items():
             self._fragments.rebase(p, self._state.theta[p], delta)
         if assignment.action is Action.TRAIN:
+            self._training = True
             self._progress.begin_round(assignment.round)
 
     def _still_wanted(self) -> bool:
@@ -298,7 +333,7 @@ class DiLoCo:
             if self._is_ours(asked, trained.round, trained.units):
                 return True
             log.warning("the work on round %d is dropped: %s", trained.round, asked.reason)
-            self._carry = Carry()
+            self._carry, self._training = Carry(), False
             if not self._follow(asked):
                 self._next_round()
         except Stopped:
@@ -306,48 +341,44 @@ class DiLoCo:
         return False
 
     def _seed(self) -> None:
-        """Make state 0 of the model as it is."""
+        self._maybe_state_0 = False
         try:
-            for p in range(len(self._fragments)):
-                self._seed_fragment(p)
+            seeding.seed(self._client, self._membership, self.spec, self._fragments, self._state)
         except Problem as problem:
             if problem.slug != "state-conflict":
                 raise
             log.warning("%s", problem.detail)  # another worker was asked to in the meantime
+            self._maybe_state_0 = True
             self._client.pause(_PAUSE_S)
-            return
-        self._state.round = 0
-
-    def _seed_fragment(self, p: int) -> None:
-        self._state.set(p, self._fragments.gather(p), None)
-        vector = torch.cat([self._state.theta[p], self._state.momentum[p]])
-        frames = pack_fragment(vector, "fp32", zstd=self.spec.sync.zstd)
-        header = wire.StateHeader(
-            run=self._client.run,
-            round=0,
-            fragment=p,
-            codec="fp32",
-            elements=len(vector),
-            chunk_elements=wire.CHUNK_ELEMENTS,
-            frame_bytes=[len(frame) for frame in frames],
-        )
-        self._membership.act(lambda token: self._client.seed(token, header, frames))
 
     # --- snapshot and lifetime ------------------------------------------------------------------------------------
 
-    def _save(self, work: Work) -> Future[None] | None:
+    def _save(self, work: Work, *, partial: bool = False) -> Future[None] | None:
         if self._files is None:
             return None
-        taken = Snapshot(
-            self._state.theta, self._state.momentum, self._state.digests, work, self._optimizer.state_dict()
-        )
+        state, optimizer = self._state, self._optimizer.state_dict()
+        warmup_left = self._steps.warmup_left or 0
+        taken = Snapshot(state.theta, state.momentum, state.digests, work, partial, optimizer, warmup_left)
         return self._saver.submit(snapshot.save, self._files, self._owner, taken)
+
+    def _hand_in(self) -> None:
+        """Leaving in the middle of a round: contribute the inner steps that were done. The other units return to the
+        pool as the worker leaves."""
+        units = self._steps.units_used
+        if not self._training or not (units or self._carry.units):
+            return
+        work = self._collect(units)
+        self._save(work, partial=True)  # for a fragment that does not get through
+        self._sync.hand_in(work)
 
     def _resume(self) -> None:
         """Go on with the sync in which, or after which, the last process with this state directory ended."""
         taken = snapshot.load(self._files, self._owner) if self._files is not None else None
         if taken is None or not snapshot.restore(self._state, taken):
+            for p in range(len(self._fragments)):
+                self._state.set(p, self._fragments.gather(p), None)
             return
+        self._maybe_state_0, self._steps.warmup_left = False, taken.warmup_left
         try:
             self._optimizer.load_state_dict(taken.inner_optimizer)
         except ValueError as error:
@@ -356,6 +387,8 @@ class DiLoCo:
             ) from error
         log.info("resuming with the work of round %d", taken.work.round)
         self._synchronise(taken.work, None)
+        if taken.partial and not self._carry.units:
+            self._membership.start_over()  # the units that were left may still be ours, if nobody could be told
 
     def __enter__(self) -> Self:
         with ExitStack() as resources:
@@ -389,7 +422,9 @@ class DiLoCo:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._resources.__exit__(kind, error, trace)
+        with self._resources:
+            if kind is None:
+                self._hand_in()
 
     def _leave(self) -> None:
         """Tell the coordinator, so that nobody waits for this worker and its units return to the pool."""

@@ -1,5 +1,6 @@
 """Export a checkpoint as a Hugging Face directory, and let the model write."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from worker.models import BYTES, build_model, logits_of
 _HOST = torch.device("cpu")
 TEMPERATURE = 0.8
 _PAUSE_S = 0.2
+_CONNECTIONS = 4
 
 
 def load_checkpoint(client: Client, state_round: int | None = None) -> nn.Module:
@@ -38,10 +40,11 @@ def load_checkpoint(client: Client, state_round: int | None = None) -> nn.Module
     if difference:
         raise ModelError(f"the model built here is not the model of the run {client.run}: {difference}")
     fragments = Fragments(model, checkpoint.layout)
-    for p, elements in enumerate(checkpoint.layout.elements):
-        limit_bytes = wire.max_payload_bytes("fp32", 2 * elements)
-        payload = client.checkpoint_fragment(checkpoint.round, p, limit_bytes)
-        fragments.scatter(p, unpack_payload(payload, _HOST)[:elements])
+    with ThreadPoolExecutor(_CONNECTIONS, "export") as connections:
+        for p, elements in enumerate(checkpoint.layout.elements):
+            limit_bytes = wire.max_payload_bytes("fp32", 2 * elements)
+            payload = client.checkpoint_fragment(checkpoint.round, checkpoint.fragments[p], limit_bytes, connections)
+            fragments.scatter(p, unpack_payload(payload, _HOST)[:elements])
     return model.eval()
 
 

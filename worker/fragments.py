@@ -54,17 +54,18 @@ class Fragments:
                 parameter.copy_(flat.view_as(parameter))
 
     @torch.no_grad()
-    def pseudo_gradient(self, p: int, theta: Tensor) -> Tensor:
+    def pseudo_gradient(self, p: int, theta: Tensor, carry: Tensor | None = None) -> Tensor:
         """Δ = θ_global − θ_local of fragment p, on the model's device; so defined, the outer optimizer descends.
 
-        θ_global is taken as the model started from it, cast to its own dtype, so that the rounding of a bf16 model is
-        never mistaken for a gradient.
+        `carry` is what `rebase` was given: it is part of Δ, exactly. θ_global is taken as the model started from it,
+        cast to its own dtype: so neither the rounding of a bf16 model nor that of its rebase is mistaken for progress
+        or swallows some.
         """
         delta = torch.empty(len(theta), dtype=torch.float32, device=self.device)
         for parameter, piece, part in self._pieces(p):
-            start = theta[part].to(self.device).to(parameter.dtype)
+            start = self._start(parameter, theta, carry, part)
             torch.sub(start.float(), parameter.reshape(-1)[piece].float(), out=delta[part])
-        return delta
+        return delta if carry is None else delta.add_(carry.to(self.device))
 
     @torch.no_grad()
     def rebase(self, p: int, theta: Tensor, carry: Tensor | None) -> None:
@@ -74,9 +75,13 @@ class Fragments:
             return
         start = torch.empty(len(theta), dtype=torch.float32, device=self.device)
         for parameter, _, part in self._pieces(p):
-            cast = theta[part].to(self.device).to(parameter.dtype)
-            torch.sub(cast.float(), carry[part].to(self.device), out=start[part])
+            start[part] = self._start(parameter, theta, carry, part)
         self.scatter(p, start)
+
+    def _start(self, parameter: Tensor, theta: Tensor, carry: Tensor | None, part: slice) -> Tensor:
+        """What the training of this part of a parameter starts from, in the parameter's dtype."""
+        cast = theta[part].to(self.device).to(parameter.dtype)
+        return cast if carry is None else (cast.float() - carry[part].to(self.device)).to(parameter.dtype)
 
     def _pieces(self, p: int) -> Iterator[tuple[nn.Parameter, slice, slice]]:
         """Of each slice of fragment p: its parameter, where it lies in there (flattened), and where in the vector."""

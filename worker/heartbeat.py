@@ -21,13 +21,15 @@ class Heartbeat:
     early."""
 
     def __init__(self, client: Client, membership: Membership, lease_s: float, metrics: Callable[[], Metrics]) -> None:
-        self._done = threading.Event()
+        self._done, self._wake = threading.Event(), threading.Event()
         # It goes on while the worker that was asked to stop finishes its step: the lease must last until it leaves.
-        self._client = client.until(self._done)
+        # And a lost answer must not cost the lease: there is time for another try.
+        self._client = client.until(self._done, silence_s=lease_s / 3)
         self._membership, self._metrics = membership, metrics
         self._interval_s = lease_s / 3
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self.run_ended = threading.Event()
+        self._directive = Directive.CONTINUE
         self.failure: OuterstepError | None = None
 
     def __enter__(self) -> Self:
@@ -38,11 +40,20 @@ class Heartbeat:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._done.set()
+        self._wake.set()
         # A request may still be under way; nothing depends on it any more, and the thread is a daemon.
         self._thread.join(timeout=1)
 
+    def beat_now(self) -> None:
+        """There is news in the metrics that the coordinator acts upon."""
+        self._wake.set()
+
     def _run(self) -> None:
-        while not self._done.wait(self._interval_s):
+        while True:
+            self._wake.wait(self._interval_s)
+            if self._done.is_set():
+                return
+            self._wake.clear()
             try:
                 self._beat()
             except Stopped:
@@ -56,6 +67,8 @@ class Heartbeat:
         worker, metrics = self._membership.worker, self._metrics()
         reply = self._membership.act(lambda token: self._client.renew_lease(token, worker, metrics))
         self._interval_s = reply.lease_s / 3
-        if reply.directive is Directive.STOP and not self.run_ended.is_set():
-            log.info("the coordinator says stop: %s", reply.reason)
+        if reply.directive is not self._directive and reply.directive is not Directive.CONTINUE:
+            log.info("the coordinator says %s: %s", reply.directive, reply.reason)
+        self._directive = reply.directive
+        if reply.directive is Directive.STOP:
             self.run_ended.set()

@@ -1,6 +1,7 @@
 """This worker's place in the run: it joins, and joins again whenever its lease has ended."""
 
 import logging
+import secrets
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -8,14 +9,14 @@ from typing import TypeVar
 from protocol.errors import Problem
 from protocol.messages import JoinReply, JoinRequest, LeaveRequest, Metrics
 from worker.client import Client
-from worker.state_dir import StateDir
+from worker.state_dir import MemberTokens, StateDir
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-# A coordinator that refuses the token it has just given is at fault; asking for ever would only load it.
-_ATTEMPTS = 3
+# At most, between joining again and again: a coordinator that refuses the tokens it has just given is not to be loaded.
+_PAUSE_S = 10
 
 
 class Membership:
@@ -33,29 +34,36 @@ class Membership:
     def join(self) -> JoinReply:
         """Join or rejoin. Raises Problem where the coordinator refuses for good."""
         with self._lock:
-            return self._join(self._files.member_token() if self._files else None)
+            kept = self._files.member_tokens() if self._files else MemberTokens(None, None)
+            return self._join(kept.current, kept.proposed)
 
     def act(self, call: Callable[[str], T]) -> T:
-        """`call(member_token)`; where the lease has ended, join again and call again."""
-        for _ in range(_ATTEMPTS):
+        """`call(member_token)`; where the lease has ended, join again and call again.
+
+        As often as it takes: a call may hang for longer than a lease lasts, time and again.
+        """
+        refusals = 0
+        while True:
             token = self._token
             try:
                 return call(token)
             except Problem as problem:
                 if problem.slug != "unauthorized":
                     raise
-                refusal = problem
+                reason = problem.detail
+            if refusals:
+                self._client.pause(min(refusals, _PAUSE_S))
+            refusals += 1
             with self._lock:
                 if self._token == token:
-                    log.warning("this worker's lease has ended (%s); joining again", refusal.detail)
+                    log.warning("this worker's lease has ended (%s); joining again", reason)
                     self._join(token)
-        raise refusal
 
     def start_over(self) -> None:
         """Leave and join again: whatever units this worker still holds return to the pool."""
         with self._lock:
             try:
-                self._client.leave(self._token, self.worker, LeaveRequest())
+                self._client.give_up(self._token, self.worker)
             except Problem as problem:
                 if problem.slug != "unauthorized":  # the lease ended by itself; the units are back already
                     raise
@@ -67,9 +75,14 @@ class Membership:
         )
         self._client.leave(self._token, self.worker, request)
 
-    def _join(self, previous: str | None) -> JoinReply:
-        reply = self._client.join(self.worker, self._request.model_copy(update={"previous": previous}))
+    def _join(self, previous: str | None, proposed: str | None = None) -> JoinReply:
+        """Propose a token, so that the join can be repeated by this process, or by the next one after a kill -9."""
+        proposed = proposed or f"ost_{secrets.token_urlsafe(32)}"
+        if self._files:
+            self._files.keep_member_tokens(MemberTokens(previous, proposed))
+        request = self._request.model_copy(update={"previous": previous, "member_token": proposed})
+        reply = self._client.join(self.worker, request)
         self._token, self.epoch = reply.member_token, reply.epoch
         if self._files:
-            self._files.keep_member_token(reply.member_token)
+            self._files.keep_member_tokens(MemberTokens(reply.member_token, None))
         return reply

@@ -80,6 +80,13 @@ class OuterState:
         outer_step(self.theta[p], self.momentum[p], delta, learning_rate=lr, beta=beta)
         self._rehash(p)
 
+    def is_sound(self, p: int) -> bool:
+        """Whether fragment p is what was loaded and stepped. A bit that flips in memory must not get into an average;
+        `digests[p]` tells of it from now on."""
+        known = self.digests[p]
+        self._rehash(p)
+        return self.digests[p] == known
+
     def _rehash(self, p: int) -> None:
         state_hash = StateHash()
         state_hash.update(tensor_bytes(self.theta[p]), tensor_bytes(self.momentum[p]))

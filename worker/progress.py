@@ -44,15 +44,21 @@ class Progress:
         self._losses = detached.clone() if self._losses is None else self._losses + detached
         self._reports += 1
 
-    def end_inner_steps(self, tokens: int) -> float:
+    def end_inner_steps(self, steps: int, tokens: int) -> float:
         """The round's mean loss; 0 where the training loop has reported none."""
         loss = 0.0 if self._losses is None else float(self._losses) / self._reports
         self._trained = self._clock()
         seconds = max(self._trained - self._started, 1e-9)
         finite = loss if torch.isfinite(torch.tensor(loss)) else None
         with self._lock:
-            update = {"loss": finite, "tokens_per_second": tokens / seconds, "phase": "sync"}
-            self._shown = self._shown.model_copy(update=update)
+            self._shown = self._shown.model_copy(
+                update={
+                    "loss": finite,
+                    "tokens_per_second": tokens / seconds,
+                    "inner_steps_per_second": steps / seconds,
+                    "phase": "sync",
+                }
+            )
         return loss
 
     def end_round(self, round_number: int) -> None:

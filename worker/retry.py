@@ -18,6 +18,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception
 
 from protocol.errors import OuterstepError, Problem
 from worker.errors import Stopped
+from worker.grace import Signal
 
 T = TypeVar("T")
 
@@ -72,7 +73,7 @@ class Retry:
 
     def __init__(
         self,
-        stop: threading.Event,
+        stop: Signal,
         *,
         sleep: Callable[[float], object] | None = None,
         rng: random.Random | None = None,
@@ -83,8 +84,8 @@ class Retry:
         self._rng = rng or random.Random()
         self._outage = Outage(clock)
 
-    def until(self, stop: threading.Event) -> "Retry":
-        """The same, with another event that ends the waiting; both tell of an outage once."""
+    def until(self, stop: Signal) -> "Retry":
+        """The same, with another signal that ends the waiting; both tell of an outage once."""
         other = copy.copy(self)
         other.stop = stop
         return other

@@ -4,7 +4,8 @@ It is taken after the H inner steps and is durable before the last upload, so be
 work in it. Whoever is killed after that resumes the sync: uploads are idempotent. Whoever is killed during the inner
 steps that follow resumes there as well, finds its contribution accepted and the deltas published, and so comes to the
 next round's exact start: state r + 1 from the deltas, the inner optimizer as it was at the end of round r; then it
-trains on the same units again. Whoever is killed before it is durable does so from the snapshot of the round before;
+trains on the same units again. Late work that was carried along is in the work that was saved after it, or found late
+again. Whoever is killed before it is durable does so from the snapshot of the round before;
 and before the first one, the start is state 0 or a checkpoint, and a cold inner optimizer, which needs no snapshot.
 """
 
@@ -23,7 +24,7 @@ from worker.outer_state import OuterState
 from worker.state_dir import SNAPSHOT, StateDir
 from worker.work import Work
 
-_VERSION = 1
+_VERSION = 2
 
 # What torch.load and the look-ups after it raise for a file whose bytes are wrong: it seeks to nonsense, for example.
 _DAMAGE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError)
@@ -33,13 +34,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State `work.round` of the run, the work done on it, and the inner optimizer after it."""
+    """State `work.round` of the run, the work done on it, and the inner optimizer after it.
+
+    `partial`: the worker left in the middle of the round. `warmup_left`: inner steps until a joiner is warm.
+    """
 
     theta: list[Tensor]
     momentum: list[Tensor]
     digests: list[bytes]
     work: Work
+    partial: bool
     inner_optimizer: dict[str, Any]
+    warmup_left: int
 
 
 def identity(run: RunDetail, layout: Layout, worker: str) -> str:
@@ -63,7 +69,9 @@ def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
         "loss": work.loss,
         "norms": work.norms,
         "deltas": work.deltas,
+        "partial": snapshot.partial,
         "inner_optimizer": snapshot.inner_optimizer,
+        "warmup_left": snapshot.warmup_left,
     }
     files.replace(SNAPSHOT, lambda file: torch.save(document, file))
 
@@ -86,7 +94,15 @@ def load(files: StateDir, owner: str) -> Snapshot | None:
             norms=document["norms"],
             deltas=document["deltas"],
         )
-        return Snapshot(document["theta"], document["momentum"], document["digests"], work, document["inner_optimizer"])
+        return Snapshot(
+            theta=document["theta"],
+            momentum=document["momentum"],
+            digests=document["digests"],
+            work=work,
+            partial=document["partial"],
+            inner_optimizer=document["inner_optimizer"],
+            warmup_left=document["warmup_left"],
+        )
     except _DAMAGE as error:
         reason = f"{type(error).__name__}: {error}".split(". ")[0]
         log.warning("%s is damaged (%s): ignored; recovering from the coordinator", path, reason)

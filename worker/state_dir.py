@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -14,6 +15,14 @@ from worker.errors import StateDirBusy
 SNAPSHOT = "snapshot.pt"
 _MEMBER = "member.json"
 _LOCK = "lock"
+
+
+@dataclass(frozen=True)
+class MemberTokens:
+    """`current`: of the last lease. `proposed`: of a join whose answer has not come; it may hold the lease by now."""
+
+    current: str | None
+    proposed: str | None
 
 
 class StateDir:
@@ -55,15 +64,17 @@ class StateDir:
         finally:
             os.close(directory)
 
-    def member_token(self) -> str | None:
-        """The member token that was kept last; None where there is none."""
+    def member_tokens(self) -> MemberTokens:
+        """What was kept last; nothing where there is none."""
         try:
-            return str(json.loads((self.path / _MEMBER).read_text())["member_token"])
+            document = json.loads((self.path / _MEMBER).read_text())
         except FileNotFoundError:
-            return None
+            return MemberTokens(None, None)
+        return MemberTokens(document["member_token"], document.get("proposed"))
 
-    def keep_member_token(self, token: str) -> None:
-        self.replace(_MEMBER, lambda file: _write(file, json.dumps({"member_token": token}).encode()))
+    def keep_member_tokens(self, tokens: MemberTokens) -> None:
+        document = {"member_token": tokens.current, "proposed": tokens.proposed}
+        self.replace(_MEMBER, lambda file: _write(file, json.dumps(document).encode()))
 
 
 def _write(file: IO[bytes], data: bytes) -> None:

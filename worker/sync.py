@@ -2,13 +2,15 @@
 
 While fragment 3 uploads, fragment 2 is being averaged and fragment 1 comes down, so that a sync costs about the
 larger of upload and download, not their sum. A worker never steps on its own un-averaged pseudo-gradient: only
-published deltas are.
+published deltas are. Once the worker is asked to stop, uploads have the grace, and no delta is waited for.
 """
 
+import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -17,7 +19,8 @@ from protocol.errors import Problem
 from protocol.spec import RunSpec
 from worker.client import Client
 from worker.codecs import pack_fragment
-from worker.errors import Resync, RunEnded, WorkLost
+from worker.errors import Resync, RunEnded, Stopped, WorkLost
+from worker.grace import Grace
 from worker.membership import Membership
 from worker.outer_state import OuterState
 from worker.work import Outcome, Work
@@ -34,6 +37,8 @@ _OUTCOMES = {
     "contribution-conflict": Outcome.ACCEPTED,  # an earlier upload of ours stands
 }
 
+log = logging.getLogger(__name__)
+
 
 class _Abandoned(Exception):
     """This fragment was given up because another one failed."""
@@ -46,6 +51,8 @@ def _abandon_others(failed: threading.Event) -> Iterator[None]:
         raise _Abandoned
     try:
         yield
+    except Stopped:
+        raise  # no failure: whoever still uploads may do so within the grace
     except BaseException:
         failed.set()
         raise
@@ -66,6 +73,8 @@ class Sync:
         self._client, self._membership, self._spec = client, membership, spec
         self._state, self._device = state, device
         self._run_ended = run_ended
+        self._grace = Grace(client.stop, client.clock)
+        self._uploader = client.until(self._grace)
 
     def run(self, work: Work, saved: Future[None] | None) -> list[Outcome]:
         """Contribute `work` and step the outer state by the round's deltas.
@@ -81,23 +90,23 @@ class Sync:
         failed = threading.Event()
         with ThreadPoolExecutor(_UPLOADS, "upload") as uploads, ThreadPoolExecutor(_DOWNLOADS, "download") as downloads:
 
-            def contribute(p: int) -> tuple[Outcome, Future[None]]:
+            def contribute(p: int) -> Future[Outcome]:
                 with _abandon_others(failed):
                     if saved is not None and p == len(self._state) - 1:
                         saved.result()
-                    outcome = self._contribute(work, p)
-                    return outcome, downloads.submit(step, p)
+                    return downloads.submit(step, p, self._contribute(work, p))
 
-            def step(p: int) -> None:
+            def step(p: int, outcome: Outcome) -> Outcome:
                 with _abandon_others(failed):
-                    payload = self._await_delta(work.round, p, failed)
+                    payload, outcome = self._await_delta(work, p, outcome, failed)
                     if saved is not None:
                         saved.result()
                     self._state.step(p, payload)
+                    return outcome
 
             contributions = [uploads.submit(contribute, p) for p in range(len(self._state))]
             wait(contributions)
-            steps = [future.result()[1] for future in contributions if future.exception() is None]
+            steps = [future.result() for future in contributions if future.exception() is None]
             wait(steps)
             if saved is not None:
                 wait([saved])  # whatever happened: it reads the state, which changes from here on
@@ -107,7 +116,26 @@ class Sync:
         for error in sorted(filter(None, errors), key=lambda error: isinstance(error, _Abandoned)):
             raise error
         self._state.round = work.round + 1
-        return [future.result()[0] for future in contributions]
+        return [future.result() for future in steps]
+
+    def hand_in(self, work: Work) -> None:
+        """Contribute `work` before leaving, within the grace, and wait for no delta. What does not get through is told
+        in the log: its units return to the pool."""
+        self._grace.begin()
+        with ThreadPoolExecutor(_UPLOADS, "upload") as uploads:
+            contributions = [uploads.submit(self._contribute, work, p) for p in range(len(self._state))]
+        kept = 0
+        for p, future in enumerate(contributions):
+            error = future.exception()
+            if isinstance(error, Stopped | Resync | WorkLost):
+                log.warning("round %d, fragment %d was not handed in: %s", work.round, p, error)
+            elif future.result() is Outcome.LATE:
+                log.warning("round %d, fragment %d was not handed in: the round has closed", work.round, p)
+            else:
+                kept += 1
+        if kept:
+            units = sum(stop - start for start, stop in work.units)
+            log.info("round %d: handed in the work on %d units before leaving", work.round, units)
 
     def _contribute(self, work: Work, p: int) -> Outcome:
         sync = self._spec.sync
@@ -130,7 +158,7 @@ class Sync:
             units=work.units,
         )
         try:
-            self._membership.act(lambda token: self._client.contribute(token, header, frames))
+            self._membership.act(partial(self._uploader.contribute, header=header, frames=frames))
         except Problem as problem:
             if problem.slug in ("stale-base", "round-not-open"):
                 raise Resync(problem.detail) from problem
@@ -141,18 +169,25 @@ class Sync:
             return _OUTCOMES[problem.slug]
         return Outcome.ACCEPTED
 
-    def _await_delta(self, round_number: int, p: int, failed: threading.Event) -> wire.Payload:
+    def _await_delta(
+        self, work: Work, p: int, outcome: Outcome, failed: threading.Event
+    ) -> tuple[wire.Payload, Outcome]:
+        """The delta, and what became of the contribution in the end: the coordinator's disk may lose it."""
         limit_bytes = wire.max_payload_bytes(self._spec.sync.download_codec, len(self._state.theta[p]))
+        fetch = partial(self._client.delta, work.round, p, limit_bytes)
         while True:
             try:
-                return self._client.delta(round_number, p, limit_bytes)
+                return self._membership.act(fetch), outcome
             except Problem as problem:
-                if problem.slug == "gone":
+                if problem.slug in ("gone", "round-not-open"):  # the latter where the run went back to a backup
                     raise Resync(problem.detail) from problem
-                if problem.slug != "not-published":
+                if problem.slug == "contribution-lost":
+                    log.warning("%s: sending it again", problem.detail)
+                    outcome = self._contribute(work, p)
+                elif problem.slug != "not-published":
                     raise
             if failed.is_set():
                 raise _Abandoned
             if self._run_ended.is_set():
-                raise RunEnded(f"the run ended before the delta of round {round_number}, fragment {p} was published")
+                raise RunEnded(f"the run ended before the delta of round {work.round}, fragment {p} was published")
             self._client.pause(_PAUSE_S)

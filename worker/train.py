@@ -25,7 +25,7 @@ def train(
     for unit in diloco.units():
         if diloco.inner_step == 0:
             torch.manual_seed(round_seed(spec.seed, diloco.name, diloco.round))  # a resumed round repeats bit for bit
-        set_learning_rate(optimizer, learning_rate(spec, diloco.global_step))
+        set_learning_rate(optimizer, learning_rate(spec, diloco.global_step) * diloco.warmup_scale)
         loss = mean_loss(model, data.unit(unit).to(device))
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, spec.inner.clip_norm)

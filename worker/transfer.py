@@ -1,4 +1,4 @@
-"""Bytes over HTTP: uploads in pieces, downloads that resume, and how an answer becomes a problem.
+"""Bytes over HTTP: uploads in pieces, downloads that resume, whole or in parts, and how an answer becomes a problem.
 
 Why pieces: httpcore's cost for one big `bytes` body grows with the square of its size; a generator of 1 MiB pieces
 costs a quarter of it at 100 MB. Downloads read the socket's own chunks into memory that was allocated once.
@@ -13,10 +13,12 @@ from blake3 import blake3
 
 from protocol.digest import Buffer
 from protocol.errors import Problem
-from worker.errors import UnexpectedAnswer
+from worker.errors import Stopped, UnexpectedAnswer
+from worker.grace import Signal
 from worker.retry import Transient
 
 PIECE_BYTES = 1 << 20
+PART_BYTES = 8 << 20
 
 
 class Traffic:
@@ -33,12 +35,13 @@ class Traffic:
             self.download_bytes += down
 
 
-def pieces(buffers: Sequence[Buffer], traffic: Traffic) -> Iterator[bytes]:
-    """The buffers in pieces of at most 1 MiB, counted as they go."""
+def pieces(buffers: Sequence[Buffer], traffic: Traffic, stop: Signal) -> Iterator[bytes]:
+    """The buffers in pieces of at most 1 MiB, counted as they go. Raises Stopped between two of them."""
     for buffer in buffers:
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), PIECE_BYTES):
             piece = view[start : start + PIECE_BYTES]
+            _check(stop)
             traffic.add(up=len(piece))
             yield bytes(piece)
 
@@ -65,6 +68,11 @@ def raise_for_problem(response: httpx.Response) -> None:
     raise problem
 
 
+def _check(stop: Signal) -> None:
+    if stop.is_set():
+        raise Stopped("asked to stop in the middle of a transfer")
+
+
 def _retry_after_s(response: httpx.Response) -> float | None:
     value = response.headers.get("Retry-After", "")
     return float(value) if value.isdigit() else None
@@ -77,10 +85,10 @@ class Download:
     """
 
     def __init__(
-        self, http: httpx.Client, path: str, headers: dict[str, str], limit_bytes: int, traffic: Traffic
+        self, http: httpx.Client, path: str, headers: dict[str, str], limit_bytes: int, traffic: Traffic, stop: Signal
     ) -> None:
         self._http, self._path, self._headers = http, path, headers
-        self._limit_bytes, self._traffic = limit_bytes, traffic
+        self._limit_bytes, self._traffic, self._stop = limit_bytes, traffic, stop
         self._restart()
 
     def _restart(self) -> None:
@@ -108,6 +116,7 @@ class Download:
                 self._data[self._received : end] = chunk
                 self._received = end
                 self._traffic.add(down=len(chunk))
+                _check(self._stop)
         if self._received < len(self._data):
             raise Transient(f"{self._path} broke off after {self._received} of {len(self._data)} bytes")
         data, etag = self._data, self._etag.strip('"')
@@ -134,3 +143,46 @@ class Download:
         if int(length) > self._limit_bytes:
             raise UnexpectedAnswer(f"{self._path} announces {length} bytes, at most {self._limit_bytes} can be right")
         self._etag, self._data = etag, bytearray(int(length))
+
+
+class Part:
+    """A stretch of one blob, [start, stop), fetched into its place in `data`, the memory of the whole.
+
+    `attempt` is called until it returns; each goes on where the last one broke off. Whoever has all the parts checks
+    the digest of the whole: that finds every fault, also that of a blob that changed.
+    """
+
+    def __init__(
+        self,
+        http: httpx.Client,
+        path: str,
+        headers: dict[str, str],
+        data: bytearray,
+        start: int,
+        traffic: Traffic,
+        stop: Signal,
+    ) -> None:
+        self._http, self._path, self._headers, self._data = http, path, headers, data
+        self._next, self._end = start, min(start + PART_BYTES, len(data))
+        self._traffic, self._stop = traffic, stop
+
+    def attempt(self) -> None:
+        """Raises Problem, Transient, httpx.TransportError or UnexpectedAnswer."""
+        headers = {**self._headers, "Accept-Encoding": "identity", "Range": f"bytes={self._next}-{self._end - 1}"}
+        with self._http.stream("GET", self._path, headers=headers) as response:
+            raise_for_problem(response)
+            # A proxy that knows no ranges sends the whole: what lies before our part, or after it, is not ours.
+            position = self._next if response.status_code == 206 else 0
+            for chunk in response.iter_raw():
+                self._take(memoryview(chunk), position)
+                position += len(chunk)
+                if self._next == self._end:
+                    return
+                _check(self._stop)
+        raise Transient(f"{self._path} broke off at byte {position} of {self._end}")
+
+    def _take(self, chunk: memoryview, position: int) -> None:
+        ours = chunk[max(self._next - position, 0) : max(self._end - position, 0)]
+        self._data[self._next : self._next + len(ours)] = ours
+        self._next += len(ours)
+        self._traffic.add(down=len(chunk))

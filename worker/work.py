@@ -43,6 +43,7 @@ class Carry:
     deltas: dict[int, Tensor] = field(default_factory=dict)
     units: UnitRanges = field(default_factory=list)
     inner_steps: int = 0
+    loss: float = 0.0
 
 
 def carry_of(work: Work, outcomes: list[Outcome]) -> Carry:
@@ -54,4 +55,15 @@ def carry_of(work: Work, outcomes: list[Outcome]) -> Carry:
     late = {p: work.deltas[p] for p, outcome in enumerate(outcomes) if outcome is Outcome.LATE}
     if Outcome.ACCEPTED in outcomes:
         return Carry(late)
-    return Carry(late, work.units, work.inner_steps)
+    return Carry(late, work.units, work.inner_steps, work.loss)
+
+
+def first_units(units: UnitRanges, count: int) -> UnitRanges:
+    """The ranges of the first `count` of `units`."""
+    taken: UnitRanges = []
+    for start, stop in units:
+        length = min(stop - start, count)
+        if length > 0:
+            taken.append([start, start + length])
+        count -= length
+    return taken

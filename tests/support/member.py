@@ -52,8 +52,8 @@ class Member:
     name: str
     tensors: list[TensorSpec] = field(default_factory=lambda: list(TENSORS))
 
-    def join(self, token: str, previous: str | None = None) -> JoinReply:
-        request = JoinRequest(tensors=self.tensors, data=DATA, previous=previous)
+    def join(self, token: str, previous: str | None = None, member_token: str | None = None) -> JoinReply:
+        request = JoinRequest(tensors=self.tensors, data=DATA, previous=previous, member_token=member_token)
         headers = {"Authorization": f"Bearer {token}"}
         reply = self.http.put(self.path(), json=request.model_dump(mode="json"), headers=headers)
         reply.raise_for_status()

@@ -119,8 +119,10 @@ def test_a_signal_leaves_cleanly(coordinator: InThread, text: Path, tmp_path: Pa
 
     sender = threading.Thread(target=send)
     sender.start()
-    assert run_worker(settings(coordinator, tmp_path)) == DONE
+    ended: list[int] = []
+    assert run_worker(settings(coordinator, tmp_path), end_process=ended.append) == DONE
     sender.join()
+    assert ended == []
     assert signal.getsignal(number) == before
     with coordinator.client() as http:
         worker = WorkerInfo.model_validate(http.get("/v1/runs/text/workers/a").json())

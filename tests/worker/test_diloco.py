@@ -3,6 +3,7 @@ leases."""
 
 import threading
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,7 @@ def test_killed_during_the_inner_steps(tmp_path: Path, undisturbed: str, round_n
 
     def kill(diloco: DiLoCo) -> None:
         if diloco.round == round_number and diloco.inner_step == 2:
-            diloco._client.dead = True  # type: ignore[attr-defined]
-            raise Killed
+            diloco._client.die()  # type: ignore[attr-defined]
 
     mortal = partial(MortalClient, dies=lambda what, number: False)
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
@@ -303,8 +303,25 @@ def test_skipped_steps_do_not_count(tmp_path: Path) -> None:
     assert seen == [(0, 0), (1, 1), (2, 2), (2, 3), (4, 4), (5, 5), (6, 6), (7, 7)]
 
 
+def test_a_round_whose_steps_were_all_skipped(tmp_path: Path) -> None:
+    """A GradScaler that is still looking for its scale: nothing was learned, the units are spent, the run goes on."""
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=2), tmp_path)
+        model = toy.make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a") as diloco:
+            for unit in diloco.units():
+                if unit >= toy.STEPS:
+                    toy.step(diloco, model, optimizer, unit)
+        info = run.final()
+        assert info.state_digest == told(run, "a").state_digest
+        assert info.tokens == 2 * toy.STEPS * info.spec.unit_tokens
+
+
 def test_asked_to_stop(tmp_path: Path) -> None:
-    """The inner step is finished, the units go back to the pool, the next worker goes on."""
+    """The inner step is finished and handed in with those before it, the other units go back to the pool, and the next
+    worker goes on with them."""
+    units: list[int] = []
 
     def stop(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (1, 2):
@@ -314,10 +331,11 @@ def test_asked_to_stop(tmp_path: Path) -> None:
         run = Toy(coordinator, toy.spec(), tmp_path)
         assert run.worker("a", on_step=stop).inner_step == 2
         assert told(run, "a").state == "left"
-        run.worker("b")
+        run.worker("b", on_step=lambda diloco: units.extend(chain(*diloco._assignment.units)))
         info = run.final()
         assert info.state_digest == told(run, "b").state_digest
-        assert info.tokens == 3 * toy.STEPS * run.info().spec.unit_tokens
+        assert info.tokens == (toy.STEPS + 2 + toy.STEPS) * info.spec.unit_tokens
+        assert min(units) == toy.STEPS + 2
 
 
 def test_a_newcomer_recovers_from_checkpoint_and_deltas(tmp_path: Path) -> None:
@@ -362,8 +380,7 @@ def test_units_of_a_killed_process_are_trained_on(tmp_path: Path) -> None:
             everybody.wait(30)
         if (diloco.round, diloco.inner_step) == (1, 2):
             units.append(diloco._assignment.units)
-            diloco._client.dead = True  # type: ignore[attr-defined]
-            raise Killed
+            diloco._client.die()  # type: ignore[attr-defined]
 
     def a_has_contributed() -> bool:
         with run.coordinator.client() as http:

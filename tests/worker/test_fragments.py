@@ -84,7 +84,20 @@ def test_rebase_keeps_unaveraged_progress() -> None:
     carry = torch.tensor([0.5, 0.0, -1.0])
     fragments.rebase(0, torch.tensor([10.0, 20.0, 30.0]), carry)
     assert fragments.gather(0).tolist() == [9.5, 20.0, 31.0]
-    assert fragments.pseudo_gradient(0, torch.tensor([10.0, 20.0, 30.0])).tolist() == carry.tolist()
+    assert fragments.pseudo_gradient(0, torch.tensor([10.0, 20.0, 30.0]), carry).tolist() == carry.tolist()
+
+
+def test_a_bf16_model_forgets_nothing_of_what_is_carried() -> None:
+    """The carried progress is smaller than bf16 can add to θ, round after round; it is in the next contribution all the
+    same, and bit for bit."""
+    model = nn.Linear(20, 20).to(torch.bfloat16)
+    fragments, layout = fragments_of(model)
+    for p, n in enumerate(layout.elements):
+        carried = torch.randn(n) * 1e-5
+        for _ in range(3):
+            theta = torch.randn(n)
+            fragments.rebase(p, theta, carried)
+            assert torch.equal(fragments.pseudo_gradient(p, theta, carried), carried)
 
 
 def test_models_that_cannot_be_averaged() -> None:

@@ -12,7 +12,7 @@ from worker import snapshot
 from worker.errors import StateDirBusy
 from worker.outer_state import OuterState
 from worker.snapshot import Snapshot
-from worker.state_dir import SNAPSHOT, StateDir
+from worker.state_dir import SNAPSHOT, MemberTokens, StateDir
 from worker.work import Work
 
 LAYOUT: Layout = plan_fragments([TensorSpec(name="w", shape=[500])], 256)
@@ -32,7 +32,7 @@ def take(state: OuterState) -> Snapshot:
     parameter.grad = torch.randn(5)
     optimizer.step()
     work = Work(7, [[3, 9]], 6, 0.25, [0.1, 0.2], [torch.randn(n) for n in LAYOUT.elements])
-    return Snapshot(state.theta, state.momentum, state.digests, work, optimizer.state_dict())
+    return Snapshot(state.theta, state.momentum, state.digests, work, False, optimizer.state_dict(), 3)
 
 
 @pytest.fixture
@@ -49,6 +49,7 @@ def test_round_trip(files: StateDir) -> None:
     assert loaded is not None
     assert loaded.work.units == taken.work.units
     assert (loaded.work.round, loaded.work.inner_steps, loaded.work.loss) == (7, 6, 0.25)
+    assert (loaded.partial, loaded.warmup_left) == (False, 3)
     assert all(torch.equal(a, b) for a, b in zip(loaded.work.deltas, taken.work.deltas, strict=True))
     moment = loaded.inner_optimizer["state"][0]["exp_avg"]
     assert torch.equal(moment, taken.inner_optimizer["state"][0]["exp_avg"])
@@ -125,7 +126,7 @@ def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:
 
 
 def test_the_member_token_is_private(files: StateDir) -> None:
-    assert files.member_token() is None
-    files.keep_member_token("secret")
-    assert files.member_token() == "secret"
+    assert files.member_tokens() == MemberTokens(None, None)
+    files.keep_member_tokens(MemberTokens("secret", "next"))
+    assert files.member_tokens() == MemberTokens("secret", "next")
     assert stat.S_IMODE((files.path / "member.json").stat().st_mode) == 0o600

@@ -62,15 +62,23 @@ class Killed(BaseException):
 class MortalClient(Client):
     """A client that dies with Killed where `dies(what, round)` says so, and then says no goodbye."""
 
-    dead = False
-
     def __init__(self, *arguments: Any, dies: Callable[[str, int], bool], **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._dies = dies
+        self._death = threading.Event()  # one for all copies of this client
+
+    @property
+    def dead(self) -> bool:
+        return self._death.is_set()
+
+    def die(self) -> None:
+        """As if killed between two requests."""
+        self._death.set()
+        raise Killed
 
     def reach(self, what: str, round_number: int) -> None:
         if self.dead or self._dies(what, round_number):
-            self.dead = True
+            self._death.set()
             raise Killed(what)
 
     def contribute(self, member_token, header, frames):
@@ -78,9 +86,9 @@ class MortalClient(Client):
         super().contribute(member_token, header, frames)
         self.reach("after upload", header.round)
 
-    def delta(self, round_number, p, limit_bytes):
+    def delta(self, round_number, p, limit_bytes, member_token=None):
         self.reach("before download", round_number)
-        payload = super().delta(round_number, p, limit_bytes)
+        payload = super().delta(round_number, p, limit_bytes, member_token)
         self.reach("after download", round_number)
         return payload
 
@@ -115,16 +123,17 @@ class Toy:
         state_dir: Path | None = None,
         on_step: Callable[[DiLoCo], None] = lambda diloco: None,
         lr: float = 0.01,
+        model: Callable[[], nn.Module] = make_model,
     ) -> DiLoCo:
         """Train until the run is over or `on_step` raises; the DiLoCo as it is then."""
-        model = make_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        module = model()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=lr)
         with open_http(self.coordinator.url) as http:
             client = client_class(http, "toy", self.token)
             detail = client.run_detail()
-            with DiLoCo(model, optimizer, client=client, run=detail, name=name, state_dir=state_dir) as diloco:
+            with DiLoCo(module, optimizer, client=client, run=detail, name=name, state_dir=state_dir) as diloco:
                 for unit in diloco.units():
-                    step(diloco, model, optimizer, unit)
+                    step(diloco, module, optimizer, unit)
                     on_step(diloco)
         return diloco
 

@@ -1,0 +1,130 @@
+"""Crash points: the instants before and after everything that changes what is on disk, and a kill -9 at one of them.
+
+Nothing of this is in the product. A process under test is started through here: it is forked from one that has
+imported everything, so that dying seventy times is quick. What makes a change durable (fsync, rename, link, commit and
+the like) is wrapped, and every call of it is two points, named by what is done, to what, and by whom. So no operation
+can be forgotten: whatever the product does, the trace of an undisturbed run names it.
+
+Linux only (/proc). A SIGKILL takes the process and leaves the kernel's page cache. What a power cut takes besides, the simulation shows.
+"""
+
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+_THROUGH = ("coordinator.files", "coordinator.disk", "coordinator.database", "worker.state_dir")
+_RUN = re.compile(r"^runs/[^/]+/?")
+_WORKER = re.compile(r"\.[a-z]+\.[0-9a-f]{16}$")
+_NUMBER = re.compile(r"\b[0-9]+\b")
+
+
+class CrashPoints:
+    """In the process under test: writes every point that is passed into the file `trace`; dies at the armed one."""
+
+    def __init__(self, folder: Path, root: Path) -> None:
+        self._trace = os.open(folder / "trace", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._order = folder / "armed"
+        self._root = str(root)
+        self._lock = threading.Lock()
+        self._seen: Counter[str] = Counter()
+        self._known_order = ""
+
+    def passed(self, point: str) -> None:
+        with self._lock:
+            os.write(self._trace, f"{point}\n".encode())
+            order = self._order.read_text() if self._order.exists() else ""
+            if order != self._known_order:
+                self._known_order = order
+                self._seen.clear()
+            self._seen[point] += 1
+            if order.split("\n")[:2] == [point, str(self._seen[point])]:
+                self._order.unlink()  # once: whoever is started next lives
+                os.write(self._trace, f"killed {point}\n".encode())
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    @contextmanager
+    def around(self, what: str) -> Iterator[None]:
+        self.passed(f"before {what}")
+        yield
+        self.passed(f"after {what}")
+
+    def wrap(self, owner: Any, name: str, what: Callable[..., str | None]) -> None:
+        """Make `owner.name` two points, called what `what(*arguments)` says; None: this call is none."""
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            point = what(*args)
+            if point is None:
+                return original(*args, **kwargs)
+            with self.around(point):
+                return original(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    def wrap_files(self) -> None:
+        """fsync, rename, link, end of writing in place, and removal of what lies under `root`."""
+
+        def of_descriptor(operation: str) -> Callable[..., str | None]:
+            return lambda descriptor, *_: self._named(operation, os.readlink(f"/proc/self/fd/{descriptor}"))
+
+        def of_path(operation: str, argument: int) -> Callable[..., str | None]:
+            return lambda *args: self._named(operation, os.fspath(args[argument]))
+
+        self.wrap(os, "fsync", of_descriptor("fsync"))
+        self.wrap(os, "ftruncate", of_descriptor("write"))
+        self.wrap(os, "replace", of_path("rename to", 1))
+        self.wrap(os, "rename", of_path("rename to", 1))
+        self.wrap(os, "link", of_path("link", 1))
+        self.wrap(shutil, "rmtree", of_path("remove", 0))
+
+    def _named(self, operation: str, path: str) -> str | None:
+        """For example "fsync contributions/N in contributing._keep"."""
+        if not path.startswith(self._root):
+            return None
+        inside = _RUN.sub("", path[len(self._root) :].strip("/")) or "."
+        return f"{operation} {_NUMBER.sub('N', _WORKER.sub('.W', inside))} in {caller()}"
+
+
+def caller() -> str:
+    """Module and function of the product that this call was made for."""
+    frame = sys._getframe(1)
+    while True:
+        module = frame.f_globals["__name__"]
+        if module.startswith(("coordinator.", "worker.")) and module not in _THROUGH:
+            return f"{module.partition('.')[2]}.{frame.f_code.co_name}"
+        assert frame.f_back is not None
+        frame = frame.f_back
+
+
+# --- in the test ------------------------------------------------------------------------------------------------------
+
+
+def arm(folder: Path, point: str, count: int, tag: str) -> None:
+    """The process under test dies when it passes `point` for the `count`-th time from now on. `tag`: any new word."""
+    new = folder / "armed.new"
+    new.write_text(f"{point}\n{count}\n{tag}")
+    new.replace(folder / "armed")
+
+
+def trace(folder: Path) -> list[str]:
+    path = folder / "trace"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def forked(target: Callable[..., None], *args: Any) -> ForkServerProcess:
+    """A process that runs `target(*args)`, forked from one that has imported the product."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.crashing", "pytest"])
+    process = context.Process(target=target, args=args, daemon=True)
+    process.start()
+    return process

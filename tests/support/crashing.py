@@ -1,0 +1,61 @@
+"""The processes under test of `crash_points.py`: a coordinator and a worker, started as their commands start them."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import transformers
+from sqlalchemy.orm import Session
+
+import coordinator.server
+import worker.agent
+from coordinator import database
+from outerstep.cli import main
+from tests.support.crash_points import CrashPoints, caller
+from worker.client import Client
+from worker.outer_state import OuterState
+
+IMPORTED = (coordinator.server, worker.agent, transformers.LlamaForCausalLM)  # once, before the fork
+
+
+def run_coordinator(folder: Path, data_dir: Path, port: int) -> None:
+    """`outerstep coordinator`; what it prints goes to the file `out`, its log to `log`."""
+    points = CrashPoints(folder, data_dir)
+    points.wrap_files()
+    write = database.Database.write
+
+    @contextmanager
+    def pointed(self: database.Database) -> Iterator[Session]:
+        where = caller()
+        with write(self) as session:
+            yield session
+            points.passed(f"before commit in {where}")
+        points.passed(f"after commit in {where}")
+
+    database.Database.write = pointed  # type: ignore[method-assign]
+    points.wrap(database, "_upgrade", lambda *_: "migrations")
+    _become(folder, ["coordinator", "--data", str(data_dir), "--port", str(port)])
+
+
+def run_worker(folder: Path, url: str, run: str, token: str) -> None:
+    """`outerstep worker`, named like its folder."""
+    points = CrashPoints(folder, folder / "state")
+    points.wrap_files()
+    for request in ("join", "leave", "assignment", "seed", "contribute", "delta", "report_evaluation"):
+        points.wrap(Client, request, lambda *_, request=request: request)
+    points.wrap(OuterState, "step", lambda *_: "outer step")
+    points.wrap(torch.optim.AdamW, "step", lambda *_: "inner step")
+    os.environ["OUTERSTEP_TOKEN"] = token
+    arguments = ["worker", url, "--run", run, "--name", folder.name, "--state", str(folder / "state")]
+    _become(folder, [*arguments, "--threads", "1", "--device", "cpu"])
+
+
+def _become(folder: Path, arguments: list[str]) -> None:
+    """The command, with its output in files."""
+    for name, stream in (("out", 1), ("log", 2)):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    sys.argv = ["outerstep", *arguments]
+    main()

@@ -1,0 +1,112 @@
+"""Counting inner steps: the units that were used, the schedule's place, the warmup of a joiner."""
+
+import pytest
+
+from protocol.messages import Action, Assignment
+from protocol.spec import RunSpec, parse_spec
+from worker.inner_steps import InnerSteps
+
+
+def spec(sync: str = "inner_steps = 6", warmup: int = 4) -> RunSpec:
+    return parse_spec(f"""
+name = "r"
+[model]
+preset = "tiny"
+[inner]
+joiner_warmup_steps = {warmup}
+[sync]
+rounds = 10
+{sync}
+""")
+
+
+AUTO = 'inner_steps = "auto"\nround_s = 60\nnominal_inner_steps = 100\nmin_inner_steps = 1\nmax_inner_steps = 1000'
+
+
+def begin(steps: InnerSteps, round_number: int = 0, inner_steps: int = 6) -> None:
+    units = [[10, 12], [20, 18 + inner_steps]]
+    assignment = Assignment(action=Action.TRAIN, reason="", round=round_number, inner_steps=inner_steps, units=units)
+    steps.begin(assignment)
+
+
+def test_units_used_are_those_of_the_steps_done() -> None:
+    steps = InnerSteps(spec())
+    begin(steps)
+    seen = []
+    for _ in range(6):
+        steps.begin_unit()
+        seen.append(steps.units_used)
+        steps.step()
+    assert seen == [[], [[10, 11]], [[10, 12]], [[10, 12], [20, 21]], [[10, 12], [20, 22]], [[10, 12], [20, 23]]]
+    assert steps.units_used == [[10, 12], [20, 24]]
+    begin(steps, 1)
+    assert (steps.done, steps.units_used) == (0, [])
+
+
+def test_a_loop_that_takes_no_units_uses_one_per_step() -> None:
+    steps = InnerSteps(spec())
+    begin(steps)
+    for _ in range(3):
+        steps.step()
+    assert steps.units_used == [[10, 12], [20, 21]]
+
+
+def test_a_skipped_step_uses_its_unit_once_another_step_follows() -> None:
+    """It shaped nothing: so as the last one it goes back to the pool, and in between it is behind us."""
+    steps = InnerSteps(spec())
+    begin(steps)
+    steps.begin_unit()
+    steps.step()
+    steps.begin_unit()  # skipped by the GradScaler
+    assert steps.units_used == [[10, 11]]
+    steps.begin_unit()
+    steps.step()
+    assert steps.units_used == [[10, 12], [20, 21]]
+
+
+@pytest.mark.parametrize(("own", "seen"), [(6, [0, 1, 2, 3, 4, 5]), (3, [0, 2, 4]), (4, [0, 1, 3, 4])])
+def test_all_workers_walk_through_the_schedule_together(own: int, seen: list[int]) -> None:
+    """Whatever H a worker has of its own: a round is as long in the schedule for all of them."""
+    steps = InnerSteps(spec())
+    for round_number in (0, 7):
+        begin(steps, round_number, own)
+        walked = []
+        for _ in range(own):
+            walked.append(steps.global_step)
+            steps.step()
+        assert walked == [6 * round_number + step for step in seen]
+        assert steps.global_step == 6 * (round_number + 1)
+
+
+def test_auto_counts_in_nominal_steps() -> None:
+    steps = InnerSteps(spec(AUTO))
+    begin(steps, 3, 50)
+    for _ in range(25):
+        steps.step()
+    assert steps.global_step == 350
+
+
+def test_a_joiner_warms_up_once() -> None:
+    steps = InnerSteps(spec())
+    begin(steps, round_number=5)
+    scales = []
+    for _ in range(6):
+        scales.append(steps.warmup_scale)
+        steps.step()
+    assert scales == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1])
+    begin(steps, round_number=6)
+    assert steps.warmup_scale == 1
+
+
+def test_who_was_there_from_the_start_has_the_run_s_warmup_only() -> None:
+    steps = InnerSteps(spec())
+    begin(steps, round_number=0)
+    assert steps.warmup_scale == 1
+    begin(steps, round_number=1)
+    assert steps.warmup_scale == 1
+
+
+def test_no_warmup_where_none_is_wanted() -> None:
+    steps = InnerSteps(spec(warmup=0))
+    begin(steps, round_number=5)
+    assert steps.warmup_scale == 1

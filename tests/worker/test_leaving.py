@@ -1,0 +1,198 @@
+"""Leaving in the middle of things: what was done is handed in, in bounded time, and nothing is trained on twice."""
+
+import os
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+
+import httpx
+import pytest
+import torch
+
+from protocol.messages import RoundDetail, WorkerInfo
+from tests.support.waiting import wait_until
+from tests.worker import toy
+from tests.worker.toy import Toy, coordinator_thread
+from worker import agent
+from worker.client import Client
+from worker.diloco import DiLoCo
+from worker.errors import Stopped
+from worker.grace import HAND_IN_S, Grace
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def told(run: Toy, name: str) -> WorkerInfo:
+    with run.coordinator.client() as http:
+        return WorkerInfo.model_validate(http.get(f"/v1/runs/toy/workers/{name}").json())
+
+
+def contributors(run: Toy, number: int) -> list[list[str]]:
+    with run.coordinator.client() as http:
+        detail = RoundDetail.model_validate(http.get(f"/v1/runs/toy/rounds/{number}").json())
+    return [fragment.contributors for fragment in detail.fragments]
+
+
+class StopsWhileUploading(Client):
+    """Is asked to stop in the middle of its first upload for round 1."""
+
+    def contribute(self, member_token, header, frames):
+        if header.round == 1:
+            self.stop.set()
+        super().contribute(member_token, header, frames)
+
+
+def test_uploads_under_way_are_finished_and_no_delta_is_waited_for(tmp_path: Path) -> None:
+    """The delta needs the other worker, which does not contribute before this one has left."""
+    gone = threading.Event()
+
+    def hold(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (1, 1):
+            assert gone.wait(60)
+
+    def run_a() -> None:
+        run.worker("a", client_class=StopsWhileUploading)
+        gone.set()
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=2, min_workers=2), tmp_path)
+        a = threading.Thread(target=run_a)
+        a.start()
+        run.worker("b", on_step=hold)
+        a.join()
+        assert told(run, "a").state == "left"
+        assert contributors(run, 1) == [["a", "b"]] * 3
+        assert told(run, "b").state_digest == run.final().state_digest
+
+
+class HandsInOneFragment(Client):
+    """Once asked to stop, it gets only fragment 1 through."""
+
+    def contribute(self, member_token, header, frames):
+        if self.stop.is_set() and header.fragment != 1:
+            raise Stopped("the time is over")
+        super().contribute(member_token, header, frames)
+
+
+class Announces(Client):
+    """Sets `done` when it has contributed all fragments to the round `awaited`."""
+
+    def __init__(self, *arguments, awaited: int, done: threading.Event, **options) -> None:
+        super().__init__(*arguments, **options)
+        self._awaited, self._done, self._fragments = awaited, done, set[int]()
+
+    def contribute(self, member_token, header, frames):
+        super().contribute(member_token, header, frames)
+        if header.round == self._awaited:
+            self._fragments.add(header.fragment)
+        if len(self._fragments) == 3:
+            self._done.set()
+
+
+@pytest.mark.parametrize("back_in_round", [1, 2])
+def test_a_hand_in_that_was_cut_short_is_completed_by_the_next_process(tmp_path: Path, back_in_round: int) -> None:
+    """One fragment got through and consumed the units. The snapshot has the others: they go into the same round, or
+    are carried into the next."""
+    together, left, back = threading.Barrier(2), threading.Event(), threading.Event()
+
+    def stop(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (0, 1):
+            together.wait(60)
+        if (diloco.round, diloco.inner_step) == (1, 2):
+            diloco._client.stop.set()
+
+    def hold(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (0, 1):
+            together.wait(60)
+        if (diloco.round, diloco.inner_step) == (1, 1):
+            assert left.wait(60)
+        if (diloco.round, diloco.inner_step) == (back_in_round, 2):
+            assert back.wait(60)
+
+    def run_a() -> None:
+        run.worker("a", client_class=HandsInOneFragment, state_dir=tmp_path / "a", on_step=stop)
+        left.set()
+        if back_in_round == 2:
+            wait_until(lambda: run.info().round == 2)
+        announces = partial(Announces, awaited=back_in_round, done=back)
+        run.worker("a", client_class=announces, state_dir=tmp_path / "a")
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        a = threading.Thread(target=run_a)
+        a.start()
+        run.worker("b", on_step=hold)
+        a.join(60)
+        assert told(run, "a").state_digest == told(run, "b").state_digest == run.final().state_digest
+        others = ["b"] if back_in_round == 2 else ["a", "b"]
+        assert contributors(run, 1) == [others, ["a", "b"], others]
+        assert told(run, "a").tokens == (toy.STEPS + 2 + toy.STEPS) * run.info().spec.unit_tokens
+
+
+def test_what_an_exception_leaves_behind_is_not_handed_in(tmp_path: Path) -> None:
+    class Broken(Exception):
+        pass
+
+    def fail(diloco: DiLoCo) -> None:
+        raise Broken
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        with pytest.raises(Broken):
+            run.worker("a", on_step=fail)
+        assert (told(run, "a").state, told(run, "a").contributions) == ("left", 0)
+
+
+def test_a_coordinator_that_is_gone_holds_nobody_longer_than_the_grace() -> None:
+    now = 0.0
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectTimeout("silence")
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    http = httpx.Client(transport=httpx.MockTransport(refuse), base_url="http://c")
+    client = Client(http, "toy", "t", sleep=sleep, clock=lambda: now)
+    grace = Grace(client.stop, client.clock)
+    assert not grace.is_set()
+    client.stop.set()
+    with pytest.raises(Stopped):
+        client.until(grace).run_detail()
+    assert HAND_IN_S <= now < HAND_IN_S + 10
+    with pytest.raises(Stopped):
+        client.run_detail()
+
+
+def test_an_upload_ends_between_two_pieces() -> None:
+    sent: list[int] = []
+
+    class Transport(httpx.BaseTransport):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            assert isinstance(request.stream, httpx.SyncByteStream)
+            for piece in request.stream:
+                sent.append(len(piece))
+                client.stop.set()
+            return httpx.Response(201)
+
+    client = Client(httpx.Client(transport=Transport(), base_url="http://c"), "toy", "t")
+    with pytest.raises(Stopped, match="in the middle of a transfer"):
+        client._upload("m", "/x", [bytes(8 << 20)])
+    assert sent == [1 << 20]
+
+
+def test_whatever_hangs_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An inner step that takes minutes, or a request that nobody answers."""
+    monkeypatch.setattr(agent, "LEAVE_WITHIN_S", 0.01)
+    ended: SimpleQueue[int] = SimpleQueue()
+    with agent.stop_on_signals(ended.put) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.get(timeout=60) == agent.DONE
+        assert stop.is_set()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "a second signal ends it at once"

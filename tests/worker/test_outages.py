@@ -1,0 +1,216 @@
+"""What a worker lives through: lines that break in the middle of a body, disks that are full or that lose things, a
+coordinator that goes back to a backup; and what an operator does to it."""
+
+import shutil
+import threading
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from coordinator.database import DATABASE_FILE
+from protocol.digest import content_digest, digest
+from protocol.errors import Problem
+from protocol.messages import Metrics, WorkerInfo
+from tests.support.waiting import wait_until
+from tests.worker import toy
+from tests.worker.toy import Toy, coordinator_thread
+from worker.client import Client, open_http
+from worker.diloco import DiLoCo
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def told(run: Toy, name: str) -> WorkerInfo:
+    with run.coordinator.client() as http:
+        return WorkerInfo.model_validate(http.get(f"/v1/runs/toy/workers/{name}").json())
+
+
+def event_kinds(run: Toy) -> list[str]:
+    with run.coordinator.client() as http:
+        return [event["kind"] for event in http.get("/v1/runs/toy/events?limit=1000").json()["items"]]
+
+
+def test_uploads_that_break_off_in_the_middle_are_sent_again() -> None:
+    """Over a real socket: the other end hangs up after a part of the body, twice, and then takes it."""
+    frames = [bytes([i]) * (1 << 20) for i in range(8)]
+    arrived: list[tuple[bytes, str]] = []
+    attempts: list[int] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            length = int(self.headers["Content-Length"])
+            attempts.append(length)
+            if len(attempts) < 3:
+                self.rfile.read(len(attempts) * 1_500_000)
+                self.close_connection = True  # with the rest of the body unread: a reset
+                return
+            arrived.append((self.rfile.read(length), self.headers["Content-Digest"]))
+            self.send_response(201)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        with open_http(f"http://127.0.0.1:{server.server_port}") as http:
+            client = Client(http, "r", "t", sleep=lambda _: None)
+            client._upload("m", "/x", frames)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    body = b"".join(frames)
+    assert arrived == [(body, content_digest(digest(body)))]
+    assert attempts == [len(body)] * 3
+
+
+def test_a_full_disk_is_waited_for_however_long_it_takes() -> None:
+    """507 for ten hours: the worker asks when the coordinator wishes, and its work is kept and taken in the end."""
+    now = 0.0
+    bodies: list[bytes] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        bodies.append(request.read())
+        if now < 36_000:
+            full = Problem("storage-full", "the coordinator's disk is full", retry_after_s=10)
+            return httpx.Response(full.status, json=full.document(), headers={"Retry-After": "10"})
+        return httpx.Response(201)
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://c")
+    client = Client(http, "r", "t", sleep=sleep, clock=lambda: now)
+    client._upload("m", "/x", [b"work"])
+    assert now == 36_000
+    assert set(bodies) == {b"work"}
+
+
+class SpoilsTheOther(Client):
+    """Before its first contribution to round 1 it damages the file of a's contribution to fragment 1."""
+
+    def __init__(self, *arguments, run: Toy, spoiled: list[Path], **options) -> None:
+        super().__init__(*arguments, **options)
+        self._toy, self._spoiled, self._lock = run, spoiled, threading.Lock()
+
+    def contribute(self, member_token, header, frames):
+        if header.round == 1:
+            with self._lock:
+                self._spoil()
+        super().contribute(member_token, header, frames)
+
+    def _spoil(self) -> None:
+        if not self._spoiled:
+            live = self._toy.coordinator.live("toy")
+            assert live.open is not None
+            fragments = live.open.fragments
+            wait_until(lambda: all("a" in fragment.contributed for fragment in fragments))
+            path = live.files.contribution(1, 1, "a", fragments[1].contributed["a"].digest)
+            damaged = bytearray(path.read_bytes())
+            damaged[-1] ^= 1
+            path.write_bytes(damaged)
+            self._spoiled.append(path)
+
+
+def test_a_contribution_that_the_coordinator_lost_is_sent_again(tmp_path: Path) -> None:
+    spoiled: list[Path] = []
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(min_workers=2), tmp_path)
+        run.workers(["a", "b"], b={"client_class": partial(SpoilsTheOther, run=run, spoiled=spoiled)})
+        info = run.final()
+        assert told(run, "a").state_digest == told(run, "b").state_digest == info.state_digest
+        assert event_kinds(run).count("contribution-lost") == 1
+        assert info.tokens == 2 * 3 * toy.STEPS * info.spec.unit_tokens
+    assert len(spoiled) == 1
+
+
+def test_the_run_goes_back_to_a_backup(tmp_path: Path) -> None:
+    """The database of round 1 under a coordinator that was at round 4, while the worker trains: it recovers the run's
+    state, which is an older one than its own, and the run goes on."""
+    data, backup = tmp_path / "coordinator", tmp_path / "backup"
+    at, restored = threading.Event(), threading.Event()
+
+    def hold(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (1, 1) and not backup.exists():
+            with coordinator.live("toy").lock:  # nothing is being written
+                shutil.copytree(data, backup)
+        if (diloco.round, diloco.inner_step) == (4, 2) and not restored.is_set():
+            at.set()
+            assert restored.wait(60)
+
+    def train() -> None:
+        run.worker("a", on_step=hold)
+
+    with coordinator_thread(data) as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=6), tmp_path)
+        port = int(coordinator.url.rsplit(":", 1)[1])
+        worker = threading.Thread(target=train)
+        worker.start()
+        assert at.wait(60)
+    for path in data.glob(f"{DATABASE_FILE}*"):
+        path.unlink()
+    for path in backup.glob(f"{DATABASE_FILE}*"):
+        shutil.copy(path, data)
+    with coordinator_thread(data, port) as run.coordinator:
+        assert run.info().round == 1
+        restored.set()
+        worker.join(60)
+        assert not worker.is_alive()
+        assert told(run, "a").state_digest == run.final().state_digest
+
+
+def test_a_drained_run_lets_its_workers_finish_the_round(tmp_path: Path) -> None:
+    def drain(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (1, 2):
+            with coordinator.client() as http:
+                http.patch("/v1/runs/toy", json={"state": "draining"}).raise_for_status()
+            diloco._heartbeat._beat()
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        run.worker("a", on_step=drain)
+        assert (told(run, "a").state, told(run, "a").state_round) == ("left", 2)
+        wait_until(lambda: run.info().state == "paused")
+        assert run.info().tokens == 2 * toy.STEPS * run.info().spec.unit_tokens
+        with coordinator.client() as http:
+            http.patch("/v1/runs/toy", json={"state": "running"}).raise_for_status()
+        run.worker("b")
+        assert told(run, "b").state_digest == run.final().state_digest
+
+
+def test_each_worker_has_its_own_h(tmp_path: Path) -> None:
+    """With "auto", the speed of one round decides about a later one's H; the schedule goes on in nominal steps."""
+    seen: list[tuple[int, int, int]] = []
+
+    def note(diloco: DiLoCo) -> None:
+        if diloco.inner_step == 1:
+            diloco._heartbeat._beat()  # otherwise it comes when it comes
+            seen.append((diloco.round, diloco._assignment.inner_steps, diloco.global_step))
+
+    text = toy.spec(rounds=3).replace(
+        "inner_steps = 4",
+        'inner_steps = "auto"\nround_s = 1000\nnominal_inner_steps = 4\nmin_inner_steps = 2\nmax_inner_steps = 12',
+    )
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, text, tmp_path)
+        run.worker("a", on_step=note)
+        info = run.final()
+        assert info.state_digest == told(run, "a").state_digest
+        metrics: Metrics = told(run, "a").metrics
+        assert metrics.inner_steps_per_second is not None
+        assert metrics.inner_steps_per_second > 0
+    assert seen[0] == (0, 4, 1)
+    assert seen[2] == (2, 12, 8), "H is as many as the worker manages in round_s, within the bounds"
+    assert info.tokens == sum(inner_steps for _, inner_steps, _ in seen) * info.spec.unit_tokens
