@@ -1,6 +1,8 @@
 # make demo    train a small model with 4 workers and a coordinator, all on this machine
 # make test    the tests
 # make check   what must hold before a change is merged: format, lint, types, tests
+# make simulate    SEEDS=100000 simulated runs under faults, on all CPUs, with the invariants checked after every step
+# make soak    a coordinator and 6 workers under kills, slow lines and flipped bits, for MINUTES=15; as root, or without slow lines
 # make clean   remove what these made
 #
 # PYTHON=python3.12 chooses the interpreter; it must be 3.11 or newer.
@@ -10,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check clean
+.PHONY: demo test check simulate soak clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -24,6 +26,14 @@ check: $(VENV)/installed-dev
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+SEEDS ?= 100000
+simulate: $(VENV)/installed-dev
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+
+MINUTES ?= 15
+soak: $(VENV)/installed-dev
+	$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,390 @@
+"""What faults cost in quality: DiLoCo with 8 workers in one process, where some contributions miss their round.
+
+    python benchmarks/faults.py [--quick] [--json] [--seed 0] [--momentum 0.4]
+
+There is no network, and the parts are the real ones: the model `tiny` on the standard library's sources, the worker's
+inner step, codec (int8 up and down), carry and outer step, the coordinator's mean. Only who is late is drawn. One
+worker alone takes the first steps; every scenario goes on from there with the same data and the same draws.
+
+  clean       every contribution arrives, which is also what waiting for the slowest worker comes to
+  dropped     every contribution misses its round with probability 1/2, and then its worker
+    carried   goes on from θ_new + (θ_local − θ_old), as `outerstep worker` does
+    kept      goes on from its own parameters, without the delta, as in the DiLoCo paper (arXiv 2311.08105, section 3)
+    forgotten goes on from θ_new: its work is lost
+  late        one worker misses every round, and carries on
+  auto H      the workers' speeds are spread from 1 to 4, and the inner steps of a round dealt out in proportion
+
+Perplexity is exp of the held-out loss, nats per byte. Time is virtual: a round lasts until the slowest worker has done
+its inner steps; 1 is a round of H steps by a worker of mean speed. Synchronisation itself takes none.
+"""
+
+import argparse
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from coordinator import pacing
+from coordinator.aggregating import aggregate
+from protocol.fragments import plan_fragments
+from protocol.spec import RunSpec, SyncSpec, parse_spec
+from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
+from worker.codecs import pack_fragment
+from worker.data import TextData
+from worker.fragments import Fragments, tensor_specs
+from worker.models import build_model
+from worker.outer_state import OuterState
+from worker.train import build_inner_optimizer, evaluate, learning_rate, mean_loss, set_learning_rate
+from worker.work import Carry, Outcome, Work, carry_of
+
+WORKERS = 8
+CPU = torch.device("cpu")
+SPEEDS = np.linspace(1.0, 4.0, WORKERS) / 2.5  # inner steps per unit of time: from 1 to 4, then 1 on average
+
+SPEC = """
+name = "faults"
+seed = {seed}
+[model]
+preset = "tiny"
+[data]
+sequence_length = {sequence_length}
+[inner]
+learning_rate = 4e-3
+batch_size = {batch_size}
+warmup_steps = {warmup_steps}
+[outer]
+learning_rate = 1.0
+momentum = {momentum}
+[sync]
+rounds = {rounds}
+inner_steps = {inner_steps}
+fragment_elements = 50_000
+[evaluation]
+max_tokens = {evaluation_tokens}
+"""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is trained: `solo_rounds` of H steps by one worker alone, then `rounds` by all."""
+
+    solo_rounds: int
+    rounds: int
+    inner_steps: int
+    batch_size: int
+    sequence_length: int
+    warmup_steps: int
+    evaluation_tokens: int
+
+    def spec(self, seed: int, momentum: float) -> RunSpec:
+        return parse_spec(
+            SPEC.format(
+                seed=seed,
+                momentum=momentum,
+                rounds=self.solo_rounds + self.rounds,
+                inner_steps=self.inner_steps,
+                batch_size=self.batch_size,
+                sequence_length=self.sequence_length,
+                warmup_steps=self.warmup_steps,
+                evaluation_tokens=self.evaluation_tokens,
+            )
+        )
+
+
+FULL = Size(4, 16, 50, 8, 64, 100, 131_072)
+QUICK = Size(4, 6, 10, 4, 32, 20, 16_384)  # shows that it works; the differences mean little
+
+
+def nobody(round_number: int, draw: np.random.Generator) -> set[int]:
+    return set()
+
+
+def half(round_number: int, draw: np.random.Generator) -> set[int]:
+    """Each worker with probability 1/2, but never all: a round closes with what it has, and it has something."""
+    while True:
+        missing = draw.random(WORKERS) < 0.5
+        if not missing.all():
+            return set(np.flatnonzero(missing).tolist())
+
+
+def the_last(round_number: int, draw: np.random.Generator) -> set[int]:
+    return {WORKERS - 1}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`late`: which workers miss a round. `then`: where such a worker goes on from. `auto`: whether each has its own H,
+    in proportion to its speed."""
+
+    late: Callable[[int, np.random.Generator], set[int]] = nobody
+    then: Literal["carried", "kept", "forgotten"] = "carried"
+    auto: bool = False
+
+    def inner_steps(self, sync: SyncSpec) -> list[int]:
+        """Each worker's inner steps per round."""
+        if self.auto:
+            nominal = sync.inner_steps
+            auto = {"inner_steps": "auto", "round_s": nominal, "nominal_inner_steps": nominal, "min_inner_steps": 1}
+            sync = SyncSpec.model_validate(sync.model_dump() | auto)
+        return [pacing.inner_steps(sync, speed) for speed in SPEEDS.tolist()]
+
+
+SCENARIOS = {
+    "clean": Scenario(),
+    "dropped 50 %, carried": Scenario(half),
+    "dropped 50 %, kept": Scenario(half, "kept"),
+    "dropped 50 %, forgotten": Scenario(half, "forgotten"),
+    "one of 8 always late": Scenario(the_last),
+    "speeds 1 to 4, auto H": Scenario(auto=True),
+}
+
+TARGETS = {
+    "dropped 50 %, carried": "at most +2.1 %",
+    "one of 8 always late": "at most +0.5 %",
+    "speeds 1 to 4, auto H": "2 times as fast",
+}
+
+
+class Replica:
+    """One worker: a model, its inner optimizer, and what of its work is in no delta yet."""
+
+    def __init__(self, spec: RunSpec, data: TextData) -> None:
+        self.spec, self.data = spec, data
+        self.model = build_model(spec, CPU)
+        self.optimizer = build_inner_optimizer(self.model, spec.inner)
+        self.parameters = list(self.model.parameters())
+        self.layout = plan_fragments(tensor_specs(self.model), spec.sync.fragment_elements)
+        self.fragments = Fragments(self.model, self.layout)
+        self.carry = Carry()
+
+    def begin(self, state: OuterState) -> None:
+        """Start from the global parameters, and from what of its own progress is not in them yet."""
+        for p, theta in enumerate(state.theta):
+            self.fragments.rebase(p, theta, self.carry.deltas.get(p))
+
+    def train(self, units: range, first_step: float, steps_per_unit: float = 1.0) -> float:
+        """One inner step per unit, as `worker/train.py` does them; the mean loss. The learning rate is that of global
+        step `first_step`, then of every `steps_per_unit` further."""
+        self.model.train()
+        losses = []
+        for index, unit in enumerate(units):
+            set_learning_rate(self.optimizer, learning_rate(self.spec, int(first_step + index * steps_per_unit)))
+            loss = mean_loss(self.model, self.data.unit(unit))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.spec.inner.clip_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+        return float(torch.stack(losses).mean())
+
+    def collect(self, round_number: int, state: OuterState, units: range, loss: float) -> Work:
+        """The pseudo-gradients, and what they were trained on."""
+        carried = self.carry.deltas
+        deltas = [self.fragments.pseudo_gradient(p, theta, carried.get(p)) for p, theta in enumerate(state.theta)]
+        return Work(
+            round=round_number,
+            units=[*self.carry.units, [units.start, units.stop]],
+            inner_steps=self.carry.inner_steps + len(units),
+            loss=loss,
+            norms=[float(torch.linalg.vector_norm(delta)) for delta in deltas],
+            deltas=deltas,
+        )
+
+
+def contribution(worker: int, work: Work, p: int, state: OuterState, spec: RunSpec) -> tuple[Payload, int]:
+    """Fragment p of a worker's contribution as the coordinator reads it, and its weight in tokens."""
+    frames = pack_fragment(work.deltas[p], spec.sync.upload_codec, zstd=False)
+    tokens = sum(stop - start for start, stop in work.units) * spec.unit_tokens
+    header = ContributionHeader(
+        run=spec.name,
+        round=work.round,
+        fragment=p,
+        codec=spec.sync.upload_codec,
+        elements=len(work.deltas[p]),
+        chunk_elements=CHUNK_ELEMENTS,
+        frame_bytes=[len(frame) for frame in frames],
+        worker=f"worker-{worker}",
+        base=state.digests[p],
+        tokens=tokens,
+        inner_steps=work.inner_steps,
+        loss=work.loss,
+        norm=work.norms[p],
+        units=work.units,
+    )
+    return Payload.from_bytes(pack_header(header) + b"".join(frames)), tokens
+
+
+def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState, spec: RunSpec) -> None:
+    """The coordinator's mean as a published delta, and the outer step by its decoded bytes."""
+    headers = [payload.header for payload, _ in contributions]
+    frames = aggregate(contributions, spec.sync.download_codec, zstd=False)
+    header = DeltaHeader(
+        run=spec.name,
+        round=headers[0].round,
+        fragment=p,
+        codec=spec.sync.download_codec,
+        elements=headers[0].elements,
+        chunk_elements=CHUNK_ELEMENTS,
+        frame_bytes=[len(frame) for frame in frames],
+        base=state.digests[p],
+        contributors=[
+            Contributor(worker=header.worker, tokens=header.tokens)
+            for header in headers
+            if isinstance(header, ContributionHeader)
+        ],
+    )
+    state.step(p, Payload.from_bytes(pack_header(header) + b"".join(frames)))
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where every scenario begins: what one worker alone has trained, and its inner optimizer."""
+
+    parameters: list[Tensor]
+    inner_optimizer: dict[str, Any]
+
+
+def train_alone(spec: RunSpec, size: Size, data: TextData) -> Start:
+    replica = Replica(spec, data)
+    steps = size.solo_rounds * size.inner_steps
+    replica.train(range(steps), 0)
+    return Start([p.detach().clone() for p in replica.parameters], deepcopy(replica.optimizer.state_dict()))
+
+
+@dataclass(frozen=True)
+class Result:
+    """`loss`: held-out, nats per byte. `tokens`: trained on, and of these `counted` in a delta. `time`: virtual."""
+
+    loss: float
+    tokens: int
+    counted: int
+    time: float
+    seconds: float
+
+
+def run(scenario: Scenario, spec: RunSpec, size: Size, data: TextData, start: Start) -> Result:
+    """All rounds after the solo ones."""
+    began = time.perf_counter()
+    replicas = [Replica(spec, data) for _ in range(WORKERS)]
+    for replica in replicas:
+        replica.optimizer.load_state_dict(deepcopy(start.inner_optimizer))
+        with torch.no_grad():
+            for parameter, value in zip(replica.parameters, start.parameters, strict=True):
+                parameter.copy_(value)
+    state = OuterState(replicas[0].layout, spec.outer, pin_memory=False)
+    for p in range(len(state)):
+        state.set(p, replicas[0].fragments.gather(p), None)
+
+    draw = np.random.default_rng([spec.seed, 0])
+    inner_steps = scenario.inner_steps(spec.sync)
+    next_unit = size.solo_rounds * size.inner_steps
+    tokens = counted = 0
+    virtual = 0.0
+    kept: set[int] = set()  # workers that go on from their own parameters
+    for round_number in range(size.solo_rounds, size.solo_rounds + size.rounds):
+        works = []
+        for worker, (replica, steps) in enumerate(zip(replicas, inner_steps, strict=True)):
+            if worker not in kept:
+                replica.begin(state)
+            units = range(next_unit, next_unit + steps)
+            next_unit = units.stop
+            loss = replica.train(units, round_number * size.inner_steps, size.inner_steps / steps)
+            works.append(replica.collect(round_number, state, units, loss))
+            tokens += steps * spec.unit_tokens
+        late = scenario.late(round_number, draw)
+        on_time = [worker for worker in range(WORKERS) if worker not in late]
+        for p in range(len(state)):
+            step([contribution(worker, works[worker], p, state, spec) for worker in on_time], p, state, spec)
+        for worker, (replica, work) in enumerate(zip(replicas, works, strict=True)):
+            outcome = Outcome.LATE if worker in late else Outcome.ACCEPTED
+            if outcome is Outcome.ACCEPTED:
+                counted += sum(stop - first for first, stop in work.units) * spec.unit_tokens
+            if scenario.then == "carried":
+                replica.carry = carry_of(work, [outcome] * len(state))
+        kept = late if scenario.then == "kept" else set()
+        virtual += max(steps / speed for steps, speed in zip(inner_steps, SPEEDS.tolist(), strict=True))
+
+    final = Replica(spec, data)
+    final.begin(state)
+    loss = evaluate(final.model, data, spec.evaluation.max_tokens, CPU).loss
+    return Result(loss, tokens, counted, virtual / size.inner_steps, time.perf_counter() - began)
+
+
+def measure(size: Size, seed: int, momentum: float) -> dict[str, Any]:
+    spec = size.spec(seed, momentum)
+    data = TextData(spec)
+    start = train_alone(spec, size, data)
+    results: dict[str, Result] = {}
+    for name, scenario in SCENARIOS.items():
+        results[name] = run(scenario, spec, size, data, start)
+        print(f"{name}: {results[name].loss:.4f} after {results[name].seconds:.0f} s", file=sys.stderr, flush=True)
+    clean = results["clean"]
+    return {
+        "benchmark": "faults",
+        "seed": seed,
+        "momentum": momentum,
+        "workers": WORKERS,
+        **asdict(size),
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "scenarios": {
+            name: {
+                **asdict(result),
+                "perplexity": math.exp(result.loss),
+                "perplexity_change": math.exp(result.loss - clean.loss) - 1,
+                "speedup": clean.time / result.time,
+            }
+            for name, result in results.items()
+        },
+    }
+
+
+def table(result: dict[str, Any]) -> Table:
+    steps = f"{result['rounds']} rounds of {result['inner_steps']} inner steps"
+    alone = f"after {result['solo_rounds'] * result['inner_steps']} steps of one alone"
+    settings = f"seed {result['seed']}, outer momentum {result['momentum']}"
+    shown = Table(title=f"{result['workers']} workers, {steps} {alone}; {settings}", title_justify="left")
+    shown.add_column("scenario")
+    for name in ("loss", "perplexity", "against clean", "target", "tokens that counted", "time", "times as fast"):
+        shown.add_column(name, justify="right")
+    for name, row in result["scenarios"].items():
+        shown.add_row(
+            name,
+            f"{row['loss']:.4f}",
+            f"{row['perplexity']:.4f}",
+            f"{row['perplexity_change']:+.2%}",
+            TARGETS.get(name, ""),
+            f"{row['counted'] / row['tokens']:.0%}",
+            f"{row['time']:.1f}",
+            f"{row['speedup']:.2f}",
+        )
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="what late and lost contributions cost in quality")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the training, which shows only that it works")
+    parser.add_argument("--json", action="store_true", help="add one line of JSON with all figures")
+    parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the faults")
+    parser.add_argument("--momentum", type=float, default=0.4, help="of the outer optimizer; how much it is matters")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    result = measure(QUICK if arguments.quick else FULL, arguments.seed, arguments.momentum)
+    Console(width=132).print(table(result))
+    if arguments.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""What goes wrong: the faults that a seed chooses from, one by one, until the calm end of its run."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from coordinator import membership, steering
+from protocol.errors import Problem
+from protocol.messages import JoinRequest, RunState, WorkerChange
+from tests.simulation.ledger import Violation, demand
+from tests.simulation.network import Weather
+from tests.simulation.worker_node import Toy, WorkerNode
+from worker.fragments import tensor_specs
+
+if TYPE_CHECKING:
+    from tests.simulation.simulation import Simulation
+
+FAULTS_S = 240.0  # of virtual time, at most
+
+
+class Faults:
+    """Every method that returns a bool is a fault; whether it happened."""
+
+    def __init__(self, simulation: "Simulation", rng: random.Random) -> None:
+        self._sim, self._rng = simulation, rng
+        self.counts: dict[str, int] = {}
+
+    def run(self, calm_rounds: int) -> None:
+        """Until so many rounds are left, or it takes too long."""
+        rng, sleep = self._rng, self._sim.scheduler.sleep
+        start = self._sim.scheduler.now
+        every_s = rng.choice([3.0, 8.0, 20.0])
+        self._sim.node.crash_chance = rng.choice([0.0, 0.002, 0.01])
+        for worker in self._sim.workers.values():
+            worker.crash_chance = rng.choice([0.0, 0.01, 0.03])
+        kinds = [
+            self._weather,
+            self._kill_coordinator,
+            self._kill_worker,
+            self._stop_worker,
+            self._partition,
+            self._suspend,
+            self._freeze_coordinator,
+            self._pause,
+            self._evict,
+            self._fill_disk,
+            self._slow_disk,
+            self._impostor,
+            self._new_worker,
+        ]
+        chosen = rng.sample(kinds, rng.randint(2, len(kinds)))
+        while self._sim.ledger.round < self._sim.rounds - calm_rounds and self._sim.scheduler.now - start < FAULTS_S:
+            sleep(rng.expovariate(1 / every_s))
+            fault = rng.choice(chosen)
+            if fault():
+                name = fault.__name__.strip("_")
+                self.counts[name] = self.counts.get(name, 0) + 1
+                self._sim.disturbed_at = self._sim.scheduler.now
+
+    def end(self) -> None:
+        """No more faults: from here on the run must come to its end."""
+        node = self._sim.node
+        node.crash_chance, node.crash_next = 0.0, None
+        node.full_until = node.slow_until = 0.0
+        self._sim.weather = Weather()
+        for worker in self._sim.workers.values():
+            worker.crash_chance, worker.line.cut_until = 0.0, 0.0
+        self._resume()
+        self._sim.disturbed_at = self._sim.scheduler.now
+
+    def _worker(self) -> WorkerNode:
+        return self._rng.choice(sorted(self._sim.workers.values(), key=lambda worker: worker.name))
+
+    def _weather(self) -> bool:
+        bad = lambda most: self._rng.choice([0.0, 0.0, most / 4, most])  # noqa: E731
+        self._sim.weather = Weather(
+            lost=bad(0.1),
+            answer_lost=bad(0.1),
+            cut=bad(0.2),
+            damaged=bad(0.1),
+            twice=bad(0.2),
+            proxy=bad(0.1),
+            delay_s=self._rng.choice([0.02, 0.1, 1.0]),
+        )
+        return True
+
+    def _kill_coordinator(self) -> bool:
+        if not self._sim.node.up:
+            return False
+        power = self._rng.random() < 0.5
+        if self._rng.random() < 0.6:
+            self._sim.node.crash_next = power
+        else:
+            self._sim.node.crash(power=power)
+        return True
+
+    def _kill_worker(self) -> bool:
+        worker = self._worker()
+        if not worker.running:
+            return False
+        worker.crash(power=self._rng.random() < 0.5)
+        if self._rng.random() < 0.15:
+            worker.lose_disk()
+        return True
+
+    def _stop_worker(self) -> bool:
+        self._worker().stop()
+        return True
+
+    def _partition(self) -> bool:
+        self._worker().line.cut_until = self._sim.scheduler.now + self._rng.choice([1.0, 8.0, 40.0])
+        return True
+
+    def _suspend(self) -> bool:
+        self._worker().group.frozen_until = self._sim.scheduler.now + self._rng.choice([2.0, 15.0, 40.0])
+        return True
+
+    def _freeze_coordinator(self) -> bool:
+        self._sim.node.group.frozen_until = self._sim.scheduler.now + self._rng.choice([2.0, 15.0])
+        return True
+
+    def _operate(self, act: Callable[[], object]) -> bool:
+        """Do something as the operator, in the coordinator's process."""
+        if self._sim.node.up:
+            self._sim.scheduler.spawn(act, "the operator", self._sim.node.group)
+        return self._sim.node.up
+
+    def _pause(self) -> bool:
+        def pause() -> None:
+            if not self._sim.node.run.ended:
+                steering.change_state(self._sim.node.run, self._rng.choice([RunState.PAUSED, RunState.DRAINING]))
+
+        if not self._operate(pause):
+            return False
+        self._sim.scheduler.sleep(self._rng.uniform(0, 15))
+        self._resume()
+        return True
+
+    def _resume(self) -> None:
+        """Again and again until it is done: the coordinator may be down, or die before it is."""
+
+        def resume() -> None:
+            if not self._sim.node.run.ended:
+                steering.change_state(self._sim.node.run, RunState.RUNNING)
+
+        while not self._sim.node.up or self._sim.node.run.state in (RunState.PAUSED, RunState.DRAINING):
+            self._operate(resume)
+            self._sim.scheduler.sleep(1.0)
+
+    def _evict(self) -> bool:
+        name = self._worker().name
+
+        def evict() -> None:
+            try:
+                membership.change(self._sim.node.run, name, WorkerChange(state="evicted"))
+            except Problem as problem:
+                if problem.slug != "not-found":
+                    raise
+
+        return self._operate(evict)
+
+    def _fill_disk(self) -> bool:
+        self._sim.node.full_until = self._sim.scheduler.now + self._rng.uniform(1, 15)
+        return True
+
+    def _slow_disk(self) -> bool:
+        self._sim.node.slow_until = self._sim.scheduler.now + self._rng.uniform(1, 30)
+        return True
+
+    def _impostor(self) -> bool:
+        """A second process under a living worker's name is refused."""
+        name = self._worker().name
+
+        def join() -> None:
+            run = self._sim.node.run
+            with run.lock:
+                if run.ended or name not in run.leases or run.layout is None:
+                    return
+                request = JoinRequest(tensors=tensor_specs(Toy(self._sim.fragments)))
+                try:
+                    membership.join(run, name, request)
+                except Problem as problem:
+                    demand(problem.slug == "worker-name-taken", "I7", f"the impostor was told {problem}")
+                else:
+                    raise Violation(f"I7: a second {name} was let in while the first was alive")
+
+        return self._operate(join)
+
+    def _new_worker(self) -> bool:
+        if len(self._sim.workers) >= 5:
+            return False
+        name = f"w{len(self._sim.workers)}"
+        self._sim.add_worker(name)
+        self._sim.scheduler.spawn(partial(self._sim.supervise, self._sim.workers[name]), f"supervisor of {name}")
+        return True

@@ -1,0 +1,388 @@
+"""The invariants, checked after every step against a book that the simulation keeps for itself.
+
+I1  a published delta never changes
+I2  every acknowledged contribution is in exactly one delta, and the delta is their weighted mean in worker-id order
+I3  every replica equals the coordinator's state of the same round, bit for bit (and both equal a third, kept here)
+I4  restarting the coordinator changes nothing
+I5  while enough workers are alive and connected, rounds go on closing
+I6  every unit is consumed exactly once, by work that was really trained on it, once in every fragment
+I7  only the newest member token of a live lease is good for anything
+"""
+
+import json
+import sqlite3
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from blake3 import blake3
+
+from coordinator.database import DATABASE_FILE
+from coordinator.files import RunFiles
+from coordinator.live_run import LiveRun
+from protocol.codecs import CODECS
+from protocol.messages import Action
+from protocol.spec import OuterSpec
+from protocol.wire import Payload
+from tests.simulation.coordinator_node import Answer, CoordinatorNode
+from tests.simulation.worker_node import ELEMENTS, WorkerNode
+
+Key = tuple[int, int]  # round, fragment
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+def demand(holds: bool, invariant: str, message: str) -> None:
+    if not holds:
+        raise Violation(f"{invariant}: {message}")
+
+
+@dataclass
+class Kept:
+    """A contribution that the coordinator committed."""
+
+    digest: bytes
+    tokens: int
+    payload: Payload
+
+
+@dataclass
+class Ledger:
+    """What was seen so far. It outlives every process."""
+
+    node: CoordinatorNode
+    workers: dict[str, WorkerNode]
+    outer: OuterSpec
+    contributions: dict[Key, dict[str, Kept]] = field(default_factory=dict)
+    acknowledged: dict[tuple[int, int, str], bytes] = field(default_factory=dict)
+    fixed: dict[Key, dict[str, int]] = field(default_factory=dict)
+    deltas: dict[Key, bytes] = field(default_factory=dict)
+    states: dict[Key, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # θ and u before the round
+    digests: dict[Key, bytes] = field(default_factory=dict)
+    tokens: dict[str, tuple[str, int]] = field(default_factory=dict)
+    counts: dict[int, np.ndarray] = field(default_factory=dict)  # fragment -> how often each unit was contributed
+    free_since: dict[int, int] = field(default_factory=dict)  # unit in the pool -> the round in which it came there
+    round: int = 0
+    units: int = 0
+    checks: int = 0
+    _last_row: int = 0
+    _database: sqlite3.Connection | None = None
+    _opened: Path | None = None
+    _seen: dict[str, Any] = field(default_factory=dict)
+    _before: dict[str, Any] | None = None
+
+    # --- what the network sees ------------------------------------------------------------------------------------
+
+    def arrived(self, request: httpx.Request) -> bool:
+        """Whether the request's token is good: no member token, or the newest of a live lease."""
+        secret = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if secret not in self.tokens:
+            return True
+        worker, epoch = self.tokens[secret]
+        row = self._all("SELECT epoch, state FROM workers WHERE name = ?", worker)[0]
+        return bool(row["epoch"] == epoch and row["state"] == "live")
+
+    def served(self, request: httpx.Request, body: bytes, answer: Answer, good: bool) -> None:
+        status, path = answer[0], request.url.path
+        demand(status != 500, "unexpected", f"{request.method} {path} answered {answer[2][:300]!r}")
+        demand(
+            good or status >= 400 or request.method == "GET", "I7", f"{request.method} {path} took a stale member token"
+        )
+        parts = path.split("/")
+        if status >= 300 or request.method != "PUT":
+            return
+        if "contributions" in parts:
+            key = (int(parts[5]), int(parts[7]), parts[9])
+            self.acknowledged[key] = blake3(body).digest()
+            kept = self._row(key)
+            demand(kept is not None, "I2", f"{key} was acknowledged, and has no row")
+        elif len(parts) == 6 and parts[4] == "workers":
+            reply = json.loads(answer[2])
+            self.tokens[reply["member_token"]] = (reply["worker"], reply["epoch"])
+
+    def _row(self, key: tuple[int, int, str]) -> sqlite3.Row | None:
+        rows = self._all("SELECT digest FROM contributions WHERE round = ? AND fragment = ? AND worker = ?", *key)
+        return rows[0] if rows else None
+
+    # --- after every step -----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        if self.node.dirty and not self.node.in_start:
+            self.node.dirty = False
+            self.checks += 1
+            self._check_database()
+        for worker in self.workers.values():
+            state = worker.held()
+            if state is not None:
+                self._check_replica(worker, state)
+                self._check_held_units(worker)
+
+    def _check_database(self) -> None:
+        files = RunFiles.__new__(RunFiles)
+        files.root = self.node.data_dir / "runs" / "sim"
+        runs = self._all("SELECT round, next_unit FROM runs")
+        if not runs:
+            return
+        demand(runs[0]["round"] >= self.round, "I4", f"the run went back from round {self.round} to {runs[0]['round']}")
+        self.round = runs[0]["round"]
+        self._check_seeding(files)
+        self._check_contributions(files)
+        self._check_fragments(files)
+        self._check_units(runs[0]["next_unit"])
+        if self.node.up:
+            self._check_coordinator(self.node.run)
+
+    def _check_seeding(self, files: RunFiles) -> None:
+        if (0, 0) in self.states or not self._all("SELECT round FROM checkpoints WHERE round = 0"):
+            return
+        for row in self._all("SELECT fragment, state_digest FROM checkpoint_fragments WHERE round = 0"):
+            payload = _payload(files.checkpoint(0, row["fragment"]), "I3")
+            values = np.empty(payload.header.elements, np.float32)
+            payload.decode(values)
+            half = len(values) // 2
+            self._set_state((0, row["fragment"]), values[:half].copy(), values[half:].copy())
+            demand(self.digests[0, row["fragment"]] == row["state_digest"], "I3", "state 0 is not what was seeded")
+
+    def _check_contributions(self, files: RunFiles) -> None:
+        rows = self._all("SELECT rowid AS id, * FROM contributions WHERE rowid > ? ORDER BY rowid", self._last_row)
+        for row in rows:
+            self._last_row = row["id"]
+            key, worker = (row["round"], row["fragment"]), row["worker"]
+            where = f"round {key[0]}, fragment {key[1]}, {worker}"
+            path = files.contribution(*key, worker, row["digest"])
+            payload = _payload(path, "I2", row["digest"])
+            values = np.empty(payload.header.elements, np.float32)
+            payload.decode(values)
+            demand(worker not in self.contributions.get(key, {}), "I2", f"{where}: contributed twice")
+            demand(key not in self.fixed, "I2", f"{where}: accepted after the contributors were fixed")
+            self.contributions.setdefault(key, {})[worker] = Kept(row["digest"], row["tokens"], payload)
+            self._count_units(where, key[1], values, payload.header.units)  # type: ignore[union-attr]
+            for start, stop in payload.header.units:  # type: ignore[union-attr]
+                query = "SELECT 1 FROM unit_ranges WHERE state != 'consumed' AND start < ? AND stop > ?"
+                demand(not self._all(query, stop, start), "I6", f"{where}: accepted, and its units are not consumed")
+
+    def _count_units(self, where: str, fragment: int, values: np.ndarray, units: list[list[int]]) -> None:
+        """Read from a contribution's bytes which units it was trained on."""
+        counts = np.rint(values).astype(int)
+        demand(bool(np.all(np.abs(values - counts) < 0.3)), "I6", f"{where}: these are no whole units")
+        total = self.counts.setdefault(fragment, np.zeros(ELEMENTS, int))
+        total += counts
+        twice = np.flatnonzero(total > 1)
+        demand(not len(twice), "I6", f"{where}: the work of units {twice.tolist()} is contributed twice")
+        demand(bool(np.all(counts >= 0)), "I6", f"{where}: work was taken back")
+        named = [unit for start, stop in units for unit in range(start, stop)]
+        missing = [unit for unit in named if counts[unit] != 1]
+        demand(not missing, "I6", f"{where}: it names units {missing}, whose work is not in it")
+
+    def _check_fragments(self, files: RunFiles) -> None:
+        rows = self._all("SELECT * FROM fragments WHERE round >= ? ORDER BY round, fragment", max(0, self.round - 1))
+        for row in rows:
+            key, where = (row["round"], row["fragment"]), f"round {row['round']}, fragment {row['fragment']}"
+            if row["contributors"] is not None and row["contributors"] != "null":
+                contributors = json.loads(row["contributors"])
+                demand(
+                    self.fixed.setdefault(key, contributors) == contributors,
+                    "I2",
+                    f"{where}: other contributors than before",
+                )
+                kept = {worker: each.tokens for worker, each in self.contributions.get(key, {}).items()}
+                demand(contributors == kept, "I2", f"{where}: is made of {contributors}, accepted were {kept}")
+            if row["delta_digest"] is not None:
+                known = self.deltas.setdefault(key, row["delta_digest"])
+                demand(known == row["delta_digest"], "I1", f"{where}: the published delta changed")
+                if (key[0] + 1, key[1]) not in self.states:
+                    self._check_delta(key, where, files)
+
+    def _check_delta(self, key: Key, where: str, files: RunFiles) -> None:
+        """A newly published delta: made of what was accepted, for the state that it says; then step the third replica."""
+        payload = _payload(files.delta(*key), "I1", self.deltas[key])
+        header, kept = payload.header, self.contributions.get(key, {})
+        named = [(each.worker, each.tokens) for each in header.contributors]  # type: ignore[union-attr]
+        demand(
+            named == [(worker, kept[worker].tokens) for worker in sorted(kept)],
+            "I2",
+            f"{where}: the delta names {named}",
+        )
+        demand(header.base == self.digests[key], "I3", f"{where}: the delta is for another state")  # type: ignore[union-attr]
+        total = sum(each.tokens for each in kept.values())
+        mean = np.zeros(header.elements, np.float32)
+        for worker in sorted(kept):
+            payload_of = kept[worker].payload
+            payload_of.codec.accumulate(payload_of.chunk(0), np.float32(kept[worker].tokens / total), mean)
+        codec = CODECS[header.codec]
+        raw = np.empty(codec.size(len(mean)), np.uint8)
+        codec.encode(mean, raw)
+        demand(raw.tobytes() == payload.chunk(0).tobytes(), "I2", f"{where}: is not the mean in worker-id order")
+        delta = np.empty_like(mean)
+        payload.decode(delta)
+        theta, momentum = (values.copy() for values in self.states[key])
+        beta, rate = np.float32(self.outer.momentum), np.float32(self.outer.learning_rate)
+        momentum = momentum * beta + delta
+        theta = theta - rate * (momentum * beta + delta)
+        self._set_state((key[0] + 1, key[1]), theta, momentum)
+
+    def _set_state(self, key: Key, theta: np.ndarray, momentum: np.ndarray) -> None:
+        self.states[key] = (theta, momentum)
+        self.digests[key] = blake3(blake3(theta.tobytes()).digest() + blake3(momentum.tobytes()).digest()).digest()
+
+    def _check_units(self, next_unit: int) -> None:
+        rows = self._all("SELECT start, stop, state, worker FROM unit_ranges ORDER BY start")
+        live = {row["name"] for row in self._all("SELECT name FROM workers WHERE state = 'live'")}
+        at = 0
+        for row in rows:
+            where = f"units [{row['start']}, {row['stop']})"
+            demand(row["start"] == at, "I6", f"{where} do not follow unit {at}: a unit is there twice, or nowhere")
+            at = row["stop"]
+            if row["state"] == "assigned":
+                demand(row["worker"] in live, "I6", f"{where} are held by {row['worker']}, which is gone")
+            if row["state"] == "free":
+                waits = [self.free_since.setdefault(unit, self.round) for unit in range(row["start"], row["stop"])]
+                demand(self.round - min(waits) <= 2, "I6", f"{where} lie in the pool since round {min(waits)}")
+            else:
+                for unit in range(row["start"], row["stop"]):
+                    self.free_since.pop(unit, None)
+            if row["state"] == "consumed":
+                used = np.stack([counts[row["start"] : row["stop"]] for counts in self.counts.values()])
+                demand(bool(np.all(used.max(axis=0) == 1)), "I6", f"{where} are consumed, but no contribution has them")
+        demand(at == next_unit, "I6", f"the units up to {next_unit} were assigned, those from {at} on are nowhere")
+        demand(at <= ELEMENTS, "setup", f"the simulation can tell {ELEMENTS} units apart, {at} were assigned")
+        self.units = at
+
+    def _check_coordinator(self, run: LiveRun) -> None:
+        for fragment, (round_, digest) in enumerate(run.outer):
+            where = f"the coordinator's state {round_} of fragment {fragment}"
+            demand(self.digests.get((round_, fragment)) == digest, "I3", f"{where} is not the run's")
+
+    def _check_replica(self, worker: WorkerNode, state: Any) -> None:
+        seen = (state.round, tuple(state.digests), worker.generation)
+        if self._seen.get(worker.name) == seen:
+            return
+        self._seen[worker.name] = seen
+        for fragment, digest in enumerate(state.digests):
+            where = f"{worker.name}'s state {state.round} of fragment {fragment}"
+            theta, momentum = self.states.get((state.round, fragment), (None, None))
+            same = theta is not None and digest == self.digests[state.round, fragment]
+            demand(same, "I3", f"{where} is not the run's")
+            assert theta is not None
+            assert momentum is not None
+            same = state.theta[fragment].numpy().tobytes() == theta.tobytes()
+            same = same and state.momentum[fragment].numpy().tobytes() == momentum.tobytes()
+            demand(same, "I3", f"{where} is not what its digest says")
+
+    def _check_held_units(self, worker: WorkerNode) -> None:
+        """As a worker begins to train: what the coordinator counts as its own, it has. Otherwise nobody trains on it."""
+        assert worker.diloco is not None
+        assignment, carry = worker.diloco._assignment, worker.diloco._carry
+        if assignment.action is not Action.TRAIN or self._seen.get(f"{worker.name}'s assignment") is assignment:
+            return
+        self._seen[f"{worker.name}'s assignment"] = assignment
+        query = "SELECT start, stop FROM unit_ranges WHERE worker = ? AND state = 'assigned' AND round <= ?"
+        held = {u for row in self._all(query, worker.name, assignment.round) for u in range(row["start"], row["stop"])}
+        has = {unit for start, stop in [*assignment.units, *carry.units] for unit in range(start, stop)}
+        demand(held <= has, "I6", f"{worker.name} holds units {sorted(held - has)} and does not know of them")
+
+    # --- around a restart -----------------------------------------------------------------------------------------
+
+    def crashing(self) -> None:
+        """What the process knows as it dies, where it is not in the middle of changing it."""
+        self._before = _view(self.node.run) if self.node.up and self.node.run.lock.free() else None  # type: ignore[attr-defined]
+
+    def restarted(self) -> None:
+        """Everything that was acknowledged or published is still there, as it was; and so is what the old process knew."""
+        self._close()
+        rows = {
+            (row["round"], row["fragment"], row["worker"]): row["digest"]
+            for row in self._all("SELECT round, fragment, worker, digest FROM contributions")
+        }
+        for contribution in self.acknowledged:
+            demand(contribution in rows, "I2", f"{contribution} was acknowledged, and is forgotten after a restart")
+        published = {
+            (row["round"], row["fragment"]): row["delta_digest"]
+            for row in self._all("SELECT round, fragment, delta_digest FROM fragments WHERE delta_digest IS NOT NULL")
+        }
+        run = self.node.run
+        kept_from = min(run.files.rounds("deltas"), default=0)
+        for key, digest in self.deltas.items():
+            demand(published.get(key) == digest, "I1", f"delta {key} changed in a restart")
+            if key[0] >= kept_from:
+                _payload(run.files.delta(*key), "I1", digest)
+        for key, kept in self.contributions.items():
+            for worker, each in kept.items():
+                demand(rows.get((*key, worker)) == each.digest, "I2", f"{key}, {worker} changed in a restart")
+                if key not in self.deltas:
+                    _payload(run.files.contribution(*key, worker, each.digest), "I2", each.digest)
+        for row in self._all("SELECT round, fragment, digest, state_digest FROM checkpoint_fragments"):
+            if (row["round"], row["fragment"]) in self.digests and (0, 0) in self.states:
+                payload = _payload(run.files.checkpoint(row["round"], row["fragment"]), "I4", row["digest"])
+                demand(payload.header.kind == "state", "I4", "a checkpoint is no checkpoint after a restart")
+        if self._before is not None:
+            after = _view(run)
+            for what, before in self._before.items():
+                demand(
+                    _same(what, before, after[what]), "I4", f"{what} was {before} and is {after[what]} after a restart"
+                )
+        self._before = None
+        self.node.dirty = True
+
+    def finish(self) -> None:
+        """At the end of the run."""
+        for key in self.acknowledged:
+            demand(key[:2] in self.deltas, "I2", f"{key} was acknowledged and is in no delta")
+
+    # --- the database ---------------------------------------------------------------------------------------------
+
+    def _all(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        if self._database is None or self._opened != self.node.data_dir:
+            self._close()
+            self._opened = self.node.data_dir
+            self._database = sqlite3.connect(self._opened / DATABASE_FILE)
+            self._database.row_factory = sqlite3.Row
+        return self._database.execute(query, values).fetchall()
+
+    def _close(self) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+
+
+def _payload(path: Path, invariant: str, digest: bytes | None = None) -> Payload:
+    demand(path.is_file(), invariant, f"{path.name} in {path.parent.name} is not there")
+    data = path.read_bytes()
+    demand(
+        digest is None or blake3(data).digest() == digest,
+        invariant,
+        f"{path.name} in {path.parent.name} has other bytes",
+    )
+    return Payload.from_bytes(data)
+
+
+def _view(run: LiveRun) -> dict[str, Any]:
+    """What a coordinator knows of its run, and must know again after a restart."""
+    opening = run.open
+    return {
+        "state": run.state,
+        "round": run.round,
+        "layout": run.layout,
+        "live workers": run.leases.live(),
+        "member tokens": dict(run.member_tokens),
+        "open round": None if opening is None else opening.number,
+        "assigned": set() if opening is None else set(opening.assigned),
+        "contributed": [] if opening is None else [dict(each.contributed) for each in opening.fragments],
+        "fragments": [] if opening is None else [each.state for each in opening.fragments],
+        "outer": list(run.outer),
+    }
+
+
+def _same(what: str, before: Any, after: Any) -> bool:
+    """A restart may catch up with what was due, never fall back."""
+    if what == "outer":
+        return not before or all(then[0] < now[0] or then == now for then, now in zip(before, after, strict=True))
+    if what in ("open round", "assigned") and not before:
+        return True
+    if what in ("contributed", "fragments"):
+        return not before or len(before) == len(after)
+    return bool(before == after)

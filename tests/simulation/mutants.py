@@ -1,0 +1,174 @@
+"""Bugs, planted one at a time, that the simulation must find: each breaks the mechanism behind one invariant.
+
+A mutant is a list of replacements: (where it lies, its name there, what is there instead). `seed` is one that is known
+to find it, so that the proof is quick; the test looks through the others where it no longer does.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator import (
+    assigning,
+    contributing,
+    delta_file,
+    leases,
+    live_run,
+    membership,
+    outer_state,
+    publishing,
+    restoring,
+)
+from coordinator.live_run import LiveRun
+from protocol.messages import FragmentState
+from worker import fragments
+from worker import outer_state as worker_outer_state
+
+Replacement = tuple[Any, str, Any]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A planted bug, the invariants that it may break, and a seed that finds it."""
+
+    what: str
+    breaks: tuple[str, ...]
+    seed: int
+    replacements: Callable[[], list[Replacement]]
+
+
+@contextmanager
+def planted(mutant: Mutant) -> Iterator[None]:
+    """The bug is in the code while the block runs."""
+    replacements = mutant.replacements()
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replacements]
+    for owner, name, value in replacements:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            if value is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _rename_only(temporary: Path, final: Path) -> None:
+    final.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(temporary, final)
+
+
+def _acknowledge_before_fsync() -> list[Replacement]:
+    return [(contributing, "fsync", _nothing)]
+
+
+def _acknowledge_before_the_folder_is_durable() -> list[Replacement]:
+    return [(contributing, "place", _rename_only)]
+
+
+def _publish_before_it_is_durable() -> list[Replacement]:
+    return [(publishing, "make_durable", _rename_only)]
+
+
+def _arrival_order() -> list[Replacement]:
+    return [(delta_file, "sorted", list)]
+
+
+def _other_contributors_after_a_restart() -> list[Replacement]:
+    real = restoring._restore_open_round
+
+    def forget_one(run: LiveRun) -> None:
+        real(run)
+        for fragment in run.open.fragments if run.open else []:
+            if fragment.state is FragmentState.AGGREGATING and len(fragment.contributed) > 1:
+                fragment.contributed.pop(min(fragment.contributed))
+
+    return [(restoring, "_restore_open_round", forget_one)]
+
+
+class _Sticky(dict[bytes, str]):
+    """Never forgets a token."""
+
+    pop = _nothing  # type: ignore[assignment]
+
+
+def _stale_tokens_work() -> list[Replacement]:
+    real = live_run.LiveRun.__init__
+
+    def init(self: LiveRun, *args: Any) -> None:
+        real(self, *args)
+        self.member_tokens = _Sticky()
+
+    return [(live_run.LiveRun, "__init__", init), (membership, "check_lease", _nothing)]
+
+
+def _no_rebase() -> list[Replacement]:
+    real = fragments.Fragments.rebase
+    gradient = fragments.Fragments.pseudo_gradient
+    return [
+        (fragments.Fragments, "rebase", lambda self, p, theta, carry: real(self, p, theta, None)),
+        (fragments.Fragments, "pseudo_gradient", lambda self, p, theta, carry=None: gradient(self, p, theta, None)),
+    ]
+
+
+def _no_units_returned() -> list[Replacement]:
+    return [(membership, "return_units", _nothing)]
+
+
+def _forgotten_units_kept() -> list[Replacement]:
+    return [(assigning, "return_forgotten_units", _nothing)]
+
+
+def _units_consumed_elsewhere() -> list[Replacement]:
+    return [(contributing, "consume_units", lambda session, run_id, worker, round_, units: 0)]
+
+
+def _trusts_its_state_file() -> list[Replacement]:
+    return [(outer_state, "holds", lambda path, digest: path.exists())]
+
+
+def _fused_outer_step() -> list[Replacement]:
+    def step(theta: Any, momentum: Any, delta: Any, *, learning_rate: float, beta: float) -> None:
+        momentum.mul_(beta).add_(delta)
+        theta.sub_(delta.add(momentum, alpha=beta), alpha=learning_rate)
+
+    return [(worker_outer_state, "outer_step", step)]
+
+
+def _never_tries_again() -> list[Replacement]:
+    return [(publishing, "retry_jobs", _nothing)]
+
+
+def _leases_never_end() -> list[Replacement]:
+    return [(leases.Leases, "expired", lambda self, now: [])]
+
+
+def _forgets_its_workers() -> list[Replacement]:
+    return [(restoring, "_restore_workers", _nothing)]
+
+
+MUTANTS = [
+    Mutant("acknowledges a contribution before it is fsynced", ("I2",), 1, _acknowledge_before_fsync),
+    Mutant("acknowledges before the folder is fsynced", ("I2",), 1, _acknowledge_before_the_folder_is_durable),
+    Mutant("publishes a delta before it is durable", ("I1",), 1, _publish_before_it_is_durable),
+    Mutant("sums in the order of arrival", ("I2",), 1, _arrival_order),
+    Mutant("aggregates other contributors after a restart", ("I2", "I4"), 1, _other_contributors_after_a_restart),
+    Mutant("forgets its workers in a restart", ("I4",), 1, _forgets_its_workers),
+    Mutant("lets stale member tokens in", ("I7",), 0, _stale_tokens_work),
+    Mutant("drops the rebase of late work", ("I6",), 2, _no_rebase),
+    Mutant("returns no units of the dead", ("I6",), 0, _no_units_returned),
+    Mutant("returns no units of rounds that were missed", ("I6",), 10, _forgotten_units_kept),
+    Mutant("consumes units outside the transaction", ("I6",), 0, _units_consumed_elsewhere),
+    Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 2, _trusts_its_state_file),
+    Mutant("fuses two operations of the outer step", ("I3",), 0, _fused_outer_step),
+    Mutant("never tries again after a fault", ("I5",), 16, _never_tries_again),
+    Mutant("never ends a lease", ("I5",), 8, _leases_never_end),
+]

@@ -1,0 +1,265 @@
+"""One seed: a run of a few workers through faults that the seed chooses, then a calm end in which it must finish."""
+
+import atexit
+import logging
+import random
+import shutil
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+
+from coordinator.database import Database
+from protocol.spec import parse_spec
+from tests.simulation.coordinator_node import CoordinatorNode, crash_at_commits, engine
+from tests.simulation.faults import Faults
+from tests.simulation.ledger import Ledger, Violation, demand
+from tests.simulation.network import Line, Weather
+from tests.simulation.patched import simulated
+from tests.simulation.scheduler import Group, Scheduler
+from tests.simulation.worker_node import WorkerNode
+
+CALM_ROUNDS = 4
+PATIENCE_S = 400.0  # without a fault and without a round closing
+LEASE_S = 10.0
+MAX_STEPS = 200_000
+MEMORY = Path("/dev/shm")
+
+SPEC = """
+name = "sim"
+[model]
+factory = "tests.simulation.worker_node:Toy"
+[data]
+source = "custom"
+[sync]
+rounds = {rounds}
+inner_steps = {inner_steps}
+upload_codec = "{upload}"
+download_codec = "{download}"
+zstd = {zstd}
+fragment_elements = 256
+[members]
+min_workers = {min_workers}
+lease_s = {lease_s}
+grace_factor = 0.5
+grace_min_s = {grace_min_s}
+grace_max_s = 20.0
+[checkpoints]
+every_rounds = {every_rounds}
+keep = {keep}
+"""
+
+
+@dataclass
+class Report:
+    """What one seed went through."""
+
+    seed: int
+    failure: str | None = None
+    rounds: int = 0
+    steps: int = 0
+    checks: int = 0
+    virtual_s: float = 0.0
+    faults: dict[str, int] = field(default_factory=dict)
+    trace: str = ""
+
+
+class Simulation:
+    def __init__(self, seed: int, root: Path) -> None:
+        self.seed, self.root = seed, root
+        rng = self.rng = random.Random(f"{seed} plan")
+        self.scheduler = Scheduler(random.Random(f"{seed} order"))
+        self.rounds = rng.randint(6, 9)
+        self.fragments = rng.randint(1, 3)
+        self.min_workers = rng.randint(1, 2)
+        count = rng.randint(max(2, self.min_workers), 4)
+        self.spec = SPEC.format(
+            rounds=self.rounds,
+            inner_steps=rng.randint(1, 3),
+            upload=rng.choice(["fp32", "bf16", "int8"]),
+            download=rng.choice(["fp32", "bf16", "int8"]),
+            zstd=rng.choice(["true", "false"]),
+            min_workers=self.min_workers,
+            lease_s=LEASE_S,
+            grace_min_s=rng.choice([0.5, 3.0]),
+            every_rounds=rng.randint(1, 3),
+            keep=rng.randint(1, 2),
+        )
+        self.node = CoordinatorNode(self.scheduler, random.Random(f"{seed} coordinator"), root)
+        self.weather = Weather()
+        self.workers: dict[str, WorkerNode] = {}
+        self.ledger = Ledger(self.node, self.workers, parse_spec(self.spec).outer)
+        self.node.on_crash, self.node.on_start = self.ledger.crashing, self._started
+        for number in range(count):
+            self.add_worker(f"w{number}")
+        self.fate = Group("fate")
+        self.faults = Faults(self, rng)
+        self.calm = False
+        self.disturbed_at = self.scheduler.now
+        self.progressed_at = self.scheduler.now
+        self.last_round = 0
+        self.trace = blake3()
+
+    def add_worker(self, name: str) -> None:
+        rng = random.Random(f"{self.seed} {name}")
+        line = Line(
+            self.scheduler, random.Random(f"{self.seed} {name}'s line"), self.node, lambda: self.weather, self.ledger
+        )
+        self.workers[name] = WorkerNode(
+            name,
+            self.scheduler,
+            rng,
+            self.root,
+            line,
+            lambda: self.node.worker_token,
+            self._over,
+            self.fragments,
+            speed_s=rng.choice([0.3, 1.0, 1.0, 4.0]),
+            keeps_state=rng.random() < 0.85,
+        )
+
+    def _over(self) -> bool:
+        return self.ledger.round == self.rounds
+
+    # --- one run --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        torch.set_num_threads(1)
+        self.node.start()
+        self.scheduler.spawn(self._begin, "begin", self.fate)
+        real = Database.write
+        with (
+            simulated(self.scheduler, random.Random(f"{self.seed} secrets"), self._fsync, engine),
+            crash_at_commits(self.node, real),
+        ):
+            try:
+                self.scheduler.run(self._after_step)
+            finally:
+                self._end()
+        demand(self.calm and self.ledger.round == self.rounds, "I5", "the run did not finish")
+
+    def _begin(self) -> None:
+        sleep = self.scheduler.sleep
+        while not self.node.up:
+            sleep(0.1)
+        assert self.node.service is not None
+        group, self.scheduler.current.group = self.scheduler.current.group, self.node.group
+        self.node.service.create_run(self.spec)
+        self.scheduler.current.group = group
+        for worker in self.workers.values():
+            self.scheduler.spawn(partial(self.supervise, worker), f"supervisor of {worker.name}")
+        self.scheduler.spawn(self._supervise_coordinator, "supervisor of the coordinator")
+        self.faults.run(CALM_ROUNDS)
+        self.faults.end()
+        self.calm = True
+
+    def supervise(self, worker: WorkerNode) -> None:
+        """Starts the worker again whenever it ended before the run did; after a while."""
+        self.scheduler.sleep(worker.rng.uniform(0, 5))
+        while not worker.finished:
+            if not worker.running:
+                down_s = worker.rng.choice([0.5, 3.0, 25.0])
+                self.scheduler.sleep(0.5 if self.calm else down_s)
+                worker.start()
+            self.scheduler.sleep(0.5)
+
+    def _supervise_coordinator(self) -> None:
+        while not (self.calm and self.ledger.round == self.rounds and all(w.finished for w in self.workers.values())):
+            if self.node.group.dead:
+                self.disturbed_at = self.scheduler.now
+                self.scheduler.sleep(0.2 if self.calm else self.node.rng.choice([0.2, 4.0, 40.0]))
+                self.node.start()
+            self.scheduler.sleep(0.2)
+        self.node.crash(power=False)  # the end: nothing may be left that runs
+
+    def _after_step(self) -> None:
+        now = self.scheduler.now
+        if self.scheduler.steps > MAX_STEPS:
+            raise Violation(f"I5: {MAX_STEPS} steps, and no end: {self._why()}")
+        self.trace.update(f"{now!r} {self.ledger.round} {self.ledger.units}".encode())
+        self.ledger.check()
+        if self.ledger.round != self.last_round:
+            self.last_round, self.progressed_at = self.ledger.round, now
+        quiet_s = now - max(self.disturbed_at, self.progressed_at)
+        if self.ledger.round < self.rounds and quiet_s > PATIENCE_S:
+            raise Violation(
+                f"I5: round {self.ledger.round} did not close in {quiet_s:.0f} s without a fault: {self._why()}"
+            )
+        if quiet_s > 2 * PATIENCE_S:
+            raise Violation(f"I5: the workers did not end: {self._why()}")
+
+    def _why(self) -> str:
+        states = {
+            name: (worker.running, worker.finished, worker.problems[-2:]) for name, worker in self.workers.items()
+        }
+        run = self.node.run if self.node.up else None
+        reasons = [] if run is None or run.open is None else [each.reason for each in run.open.fragments]
+        return f"{run and run.why_not_open} {reasons} {states}"
+
+    def _started(self) -> None:
+        assert self.node.service is not None
+        if self.node.service.runs():
+            self.ledger.restarted()
+
+    def _fsync(self, descriptor: int) -> None:
+        group = self.scheduler.current.group
+        owner = next((worker for worker in self.workers.values() if worker.group is group), self.node)
+        owner.fsync(descriptor)
+
+    def _end(self) -> None:
+        self.ledger._close()
+        self.node.disk.close()
+        for worker in self.workers.values():
+            worker.disk.close()
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A directory for simulated disks: in memory, where the machine has that."""
+    with tempfile.TemporaryDirectory(prefix="outerstep-simulation-", dir=MEMORY if MEMORY.is_dir() else None) as path:
+        yield Path(path)
+
+
+@cache
+def _own_scratch() -> Path:
+    """Of a process that was given none, until it ends."""
+    resources = ExitStack()
+    atexit.register(resources.close)
+    return resources.enter_context(scratch())
+
+
+def simulate(seed: int, base: Path | None = None) -> Report:
+    """Run one seed, with its files in `base`; the report says what failed, if anything did."""
+    logging.disable(logging.CRITICAL)
+    report = Report(seed)
+    root = Path(tempfile.mkdtemp(prefix=f"{seed}-", dir=base or _own_scratch()))
+    simulation = Simulation(seed, root)
+    try:
+        simulation.run()
+        simulation.ledger.finish()
+    except Violation as violation:
+        report.failure = str(violation)
+    except Exception as error:  # noqa: BLE001 (the report says it)
+        report.failure = (
+            f"unexpected: {type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)[-20:])}"
+        )
+    finally:
+        simulation.ledger._close()
+        shutil.rmtree(root, ignore_errors=True)
+        logging.disable(logging.NOTSET)
+    report.rounds, report.steps = simulation.ledger.round, simulation.scheduler.steps
+    report.checks, report.virtual_s = simulation.ledger.checks, simulation.scheduler.now - 1000.0
+    report.faults = dict(simulation.faults.counts)
+    for what, count in simulation.node.crashes.items():
+        report.faults[f"crash {what}"] = count
+    for worker in simulation.workers.values():
+        for what, count in (*worker.line.faults.items(), *((f"worker {k}", n) for k, n in worker.deaths.items())):
+            report.faults[what] = report.faults.get(what, 0) + count
+    report.trace = simulation.trace.hexdigest()[:16]
+    return report

@@ -1,0 +1,20 @@
+"""The simulator can fail: it finds every bug that `mutants.py` plants, within the seeds that CI runs."""
+
+import pytest
+
+from tests.simulation.mutants import MUTANTS, Mutant, planted
+from tests.simulation.simulation import simulate
+from tests.simulation.test_simulation import SEEDS
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
+@pytest.mark.timeout(900)
+def test_the_simulation_finds_a_planted_bug(mutant: Mutant) -> None:
+    others = [seed for seed in range(SEEDS) if seed != mutant.seed]
+    with planted(mutant):
+        for seed in (mutant.seed, *others):
+            failure = simulate(seed).failure
+            if failure is not None:
+                break
+    assert failure is not None, f"no seed finds a coordinator or worker that {mutant.what}"
+    assert failure.startswith(mutant.breaks), failure

@@ -1,0 +1,166 @@
+"""One worker as a simulated process: the real DiLoCo and client, a model of a few hundred parameters, plain SGD.
+
+Its training is made to be read back: work unit u adds 1 to the element u of every fragment's pseudo-gradient, whatever
+the parameters are. So a contribution's bytes say which units are in it, and how often.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from torch import nn
+
+from protocol.errors import Problem
+from protocol.messages import EvaluationReport
+from tests.simulation.disk import Disk
+from tests.simulation.network import Line
+from tests.simulation.scheduler import Group, Killed, Scheduler
+from worker import agent
+from worker.client import TIMEOUT, Client
+from worker.diloco import DiLoCo
+from worker.errors import Stopped
+
+ELEMENTS = 256  # of a fragment, so units below this number can be told apart
+
+
+class Toy(nn.Module):
+    def __init__(self, fragments: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.values = nn.Parameter(torch.randn(fragments * ELEMENTS, generator=generator) * 0.1)
+
+
+class WorkerNode:
+    """One worker's machine: its disk, its line, and the process that trains, if one does."""
+
+    def __init__(
+        self,
+        name: str,
+        scheduler: Scheduler,
+        rng: random.Random,
+        root: Path,
+        line: Line,
+        token: Callable[[], str],
+        over: Callable[[], bool],
+        fragments: int,
+        speed_s: float,
+        keeps_state: bool,
+    ) -> None:
+        self.name, self.scheduler, self.rng, self.root, self.line, self.token = name, scheduler, rng, root, line, token
+        self.over = over  # whether the run is
+        self.fragments, self.speed_s, self.keeps_state = fragments, speed_s, keeps_state
+        self.disk = Disk()
+        self.generation = 0
+        self.state_dir = root / f"{name}-0"
+        self.state_dir.mkdir()
+        self.group = Group(name)
+        self.group.dead = True
+        self.diloco: DiLoCo | None = None
+        self.client: Client | None = None
+        self.finished = False
+        self.deaths: dict[str, int] = {}
+        self.crash_chance = 0.0
+        self.problems: list[str] = []
+
+    @property
+    def running(self) -> bool:
+        return not self.group.dead
+
+    def start(self) -> None:
+        self.group = Group(self.name)
+        self.scheduler.spawn(self._live, f"{self.name}, generation {self.generation}", self.group)
+
+    def _live(self) -> None:
+        try:
+            self._train()
+        except Stopped:
+            pass
+        except (Problem, httpx.TransportError) as problem:
+            # What `outerstep worker` makes of it. Its supervisor starts it again, except where it is refused for good:
+            # that must not happen to an honest worker, or the run goes on without it for ever.
+            slug = problem.slug if isinstance(problem, Problem) else type(problem).__name__
+            self.problems.append(slug)
+            if slug in agent._FINAL and slug != "worker-name-taken":
+                raise AssertionError(f"I5: {self.name} was refused for good: {problem}") from problem
+        self.finished = self.over()
+        self.diloco = None
+        self.group.dead = True
+
+    def _train(self) -> None:
+        model = Toy(self.fragments)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = self.scheduler
+        with httpx.Client(base_url="http://sim", transport=self.line, timeout=TIMEOUT, trust_env=False) as http:
+            client = Client(
+                http, "sim", self.token(), rng=random.Random(self.rng.random()), clock=lambda: scheduler.now
+            )
+            self.client = client
+            diloco = DiLoCo(
+                model,
+                optimizer,
+                client=client,
+                run=client.run_detail(),
+                name=self.name,
+                state_dir=self.state_dir if self.keeps_state else None,
+                evaluate=lambda: EvaluationReport(loss=1.0, tokens=1),
+                clock=lambda: scheduler.now,
+            )
+            self.diloco = diloco
+            with diloco:
+                loss = torch.tensor(1.0)
+                for unit in diloco.units():
+                    scheduler.sleep(self.speed_s * self.rng.uniform(0.5, 1.5))
+                    gradient = torch.zeros_like(model.values)
+                    gradient[unit % ELEMENTS :: ELEMENTS] = 1.0
+                    model.values.grad = gradient
+                    diloco.report_loss(loss)
+                    optimizer.step()
+
+    def stop(self) -> None:
+        """SIGTERM."""
+        if self.client is not None and self.running:
+            self.client.stop.set()
+
+    def crash(self, *, power: bool) -> None:
+        """kill -9, or the plug."""
+        self.deaths["power" if power else "kill"] = self.deaths.get("power" if power else "kill", 0) + 1
+        old, self.generation = self.state_dir, self.generation + 1
+        self.state_dir = self.root / f"{self.name}-{self.generation}"
+        disk = (
+            self.disk.after_power_loss(old, self.state_dir, self.rng)
+            if power
+            else self.disk.after_kill(old, self.state_dir)
+        )
+        self.disk.close()
+        self.disk = disk
+        self.diloco = self.client = None
+        self.scheduler.kill(self.group)
+
+    def lose_disk(self) -> None:
+        """The machine comes back with a new disk."""
+        self.generation += 1
+        self.state_dir = self.root / f"{self.name}-{self.generation}"
+        self.state_dir.mkdir()
+        self.disk.close()
+        self.disk = Disk()
+
+    def fsync(self, descriptor: int) -> None:
+        self._crash_point()
+        self.scheduler.sleep(self.rng.uniform(0, 0.02))
+        self.disk.fsynced(descriptor)
+        self._crash_point()
+
+    def _crash_point(self) -> None:
+        if self.group.dead:
+            raise Killed
+        if self.rng.random() < self.crash_chance:
+            self.crash(power=self.rng.random() < 0.5)
+            raise Killed
+
+    def held(self) -> Any:
+        """The outer state that the process holds, if it holds one."""
+        state = getattr(self.diloco, "_state", None)
+        return None if state is None or state.round is None else state

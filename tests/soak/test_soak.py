@@ -1,0 +1,60 @@
+"""About two minutes of the soak, bounded by rounds; `make soak MINUTES=n` is longer. And that its verdict can fail."""
+
+import os
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tests.soak import lines
+from tests.soak.soak import WORKERS, Outcome, Plan, show, soak
+from tests.soak.verdict import faults, lost_contributions, report, wrong_units
+
+# What the verdict must see: SQL -> what it says.
+TAMPERINGS = {
+    "DELETE FROM contributions WHERE round = 3 AND worker = (SELECT min(worker) FROM contributions WHERE round = 3)": (
+        "round 3, fragment 0"
+    ),
+    "UPDATE fragments SET contributors = json_remove(contributors, '$.w0', '$.w1', '$.w2') WHERE round = 2": (
+        "round 2, fragment 1"
+    ),
+    "DELETE FROM unit_ranges WHERE start > 0 AND start = (SELECT min(start) FROM unit_ranges WHERE start > 0)": "lost",
+    "UPDATE unit_ranges SET stop = stop + 1 WHERE start = 0": "doubled",
+}
+
+
+def after(outcome: Outcome, tampering: str) -> list[str]:
+    """What the verdict would be, had the database come to this."""
+    with sqlite3.connect(outcome.data_dir / "outerstep.db") as database:
+        database.execute(tampering)
+        found = lost_contributions(database) + wrong_units(database)
+        database.rollback()
+    return found
+
+
+@pytest.mark.timeout(900)
+def test_kills_of_both_sides_broken_lines_and_flipped_bits_lose_nothing(tmp_path: Path) -> None:
+    outcome = soak(Plan(seed=3, rounds=8, round_s=5), tmp_path / "soak", patience_s=600, say=show)
+    show(str(report(outcome)))  # which line conditions ran, among others
+    assert faults(outcome) == []
+    for tampering, said in TAMPERINGS.items():
+        assert any(said in fault for fault in after(outcome, tampering)), tampering
+    assert {whom for _, whom in outcome.kills} == {*WORKERS, "coordinator"}
+    assert outcome.harm.keys() >= {"cut", "stall", "corrupt"}
+
+
+def test_a_plan_kills_each_worker_once_and_the_coordinator_twice_per_decade() -> None:
+    kills = Plan(seed=1, rounds=30, round_s=60).kills()
+    for decade in range(3):
+        victims = [whom for at, whom in kills if 10 * decade <= at < 10 * decade + 10]
+        assert sorted(victims) == sorted([*WORKERS, "coordinator", "coordinator"])
+    assert kills == Plan(seed=1, rounds=30, round_s=60).kills()
+
+
+def test_a_machine_without_root_or_tools_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "nft" else tool)
+    assert lines.why_not() == "no nft (Debian: apt install iproute2 nftables)"
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert lines.why_not() == "not root"
