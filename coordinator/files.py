@@ -37,7 +37,9 @@ class DataDirectory:
     """One coordinator's data directory, locked while it is in use."""
 
     def __init__(self, root: Path) -> None:
-        root.mkdir(parents=True, exist_ok=True)
+        if not root.is_dir():
+            root.mkdir(parents=True)
+            fsync(root.parent)
         self.root = root
         self._lock = (root / "lock").open("w")
         try:
@@ -117,8 +119,12 @@ def place(temporary: Path, final: Path) -> None:
     """Give `temporary`, which was fsynced, its final name durably."""
     with _making_folder:
         if not final.parent.is_dir():
-            final.parent.mkdir(parents=True)
-            fsync(final.parent.parent)
+            final.parent.mkdir()
+            try:
+                fsync(final.parent.parent)
+            except BaseException:  # a full disk: who finds it would take it for durable
+                final.parent.rmdir()
+                raise
     temporary.replace(final)
     fsync(final.parent)
 

@@ -32,7 +32,9 @@ class StateDir:
         self.path = path
 
     def __enter__(self) -> Self:
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not self.path.is_dir():
+            self.path.mkdir(parents=True, mode=0o700)
+            _fsync(self.path.parent)
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,11 +60,7 @@ class StateDir:
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(self.path / name)
-        directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        _fsync(self.path)
 
     def member_tokens(self) -> MemberTokens:
         """What was kept last; nothing where there is none."""
@@ -75,6 +73,15 @@ class StateDir:
     def keep_member_tokens(self, tokens: MemberTokens) -> None:
         document = {"member_token": tokens.current, "proposed": tokens.proposed}
         self.replace(_MEMBER, lambda file: _write(file, json.dumps(document).encode()))
+
+
+def _fsync(directory: Path) -> None:
+    """Make its entries durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write(file: IO[bytes], data: bytes) -> None:

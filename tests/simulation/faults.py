@@ -121,10 +121,13 @@ class Faults:
         return True
 
     def _operate(self, act: Callable[[], object]) -> bool:
-        """Do something as the operator, in the coordinator's process."""
-        if self._sim.node.up:
-            self._sim.scheduler.spawn(act, "the operator", self._sim.node.group)
-        return self._sim.node.up
+        """Do something as the operator, in the coordinator's process; back when it is done, or that process is dead."""
+        if not self._sim.node.up:
+            return False
+        task = self._sim.scheduler.spawn(act, "the operator", self._sim.node.group)
+        while not task.done:
+            self._sim.scheduler.sleep(0.1)
+        return True
 
     def _pause(self) -> bool:
         def pause() -> None:

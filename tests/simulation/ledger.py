@@ -65,7 +65,7 @@ class Ledger:
     digests: dict[Key, bytes] = field(default_factory=dict)
     tokens: dict[str, tuple[str, int]] = field(default_factory=dict)
     counts: dict[int, np.ndarray] = field(default_factory=dict)  # fragment -> how often each unit was contributed
-    free_since: dict[int, int] = field(default_factory=dict)  # unit in the pool -> the round in which it came there
+    free: set[int] = field(default_factory=set)  # the units in the pool
     round: int = 0
     units: int = 0
     checks: int = 0
@@ -232,7 +232,7 @@ class Ledger:
     def _check_units(self, next_unit: int) -> None:
         rows = self._all("SELECT start, stop, state, worker FROM unit_ranges ORDER BY start")
         live = {row["name"] for row in self._all("SELECT name FROM workers WHERE state = 'live'")}
-        at = 0
+        at, free = 0, set[int]()
         for row in rows:
             where = f"units [{row['start']}, {row['stop']})"
             demand(row["start"] == at, "I6", f"{where} do not follow unit {at}: a unit is there twice, or nowhere")
@@ -240,17 +240,15 @@ class Ledger:
             if row["state"] == "assigned":
                 demand(row["worker"] in live, "I6", f"{where} are held by {row['worker']}, which is gone")
             if row["state"] == "free":
-                waits = [self.free_since.setdefault(unit, self.round) for unit in range(row["start"], row["stop"])]
-                demand(self.round - min(waits) <= 2, "I6", f"{where} lie in the pool since round {min(waits)}")
-            else:
-                for unit in range(row["start"], row["stop"]):
-                    self.free_since.pop(unit, None)
+                free.update(range(row["start"], row["stop"]))
             if row["state"] == "consumed":
                 used = np.stack([counts[row["start"] : row["stop"]] for counts in self.counts.values()])
                 demand(bool(np.all(used.max(axis=0) == 1)), "I6", f"{where} are consumed, but no contribution has them")
         demand(at == next_unit, "I6", f"the units up to {next_unit} were assigned, those from {at} on are nowhere")
         demand(at <= ELEMENTS, "setup", f"the simulation can tell {ELEMENTS} units apart, {at} were assigned")
-        self.units = at
+        passed_over = sorted(free & self.free) if at > self.units else []
+        demand(not passed_over, "I6", f"new units were assigned, and {passed_over} lay in the pool")
+        self.units, self.free = at, free
 
     def _check_coordinator(self, run: LiveRun) -> None:
         for fragment, (round_, digest) in enumerate(run.outer):
