@@ -60,6 +60,7 @@ def payload(values: F32, codec: str, *, zstd: bool) -> bytes:
         loss=2.5,
         norm=1.0,
         units=[[0, 500]],
+        carried=[],
     )
     return pack_header(header) + b"".join(frames)
 

@@ -8,7 +8,7 @@ worker alone takes the first steps; every scenario goes on from there with the s
 
   clean       every contribution arrives, which is also what waiting for the slowest worker comes to
   dropped     every contribution misses its round with probability 1/2, and then its worker
-    carried   goes on from θ_new + (θ_local − θ_old), as `outerstep worker` does
+    carried   goes on from θ_new with what the mean lacks of its work, as `outerstep worker` does
     kept      goes on from its own parameters, without the delta, as in the DiLoCo paper (arXiv 2311.08105, section 3)
     forgotten goes on from θ_new: its work is lost
   late        one worker misses every round, and carries on
@@ -195,17 +195,19 @@ class Replica:
         return Work(
             round=round_number,
             units=[*self.carry.units, [units.start, units.stop]],
+            weight=len(units),
             inner_steps=self.carry.inner_steps + len(units),
             loss=loss,
             norms=[float(torch.linalg.vector_norm(delta)) for delta in deltas],
             deltas=deltas,
+            carried=[self.carry.rounds.get(p, []) for p in range(len(deltas))],
         )
 
 
 def contribution(worker: int, work: Work, p: int, state: OuterState, spec: RunSpec) -> tuple[Payload, int]:
     """Fragment p of a worker's contribution as the coordinator reads it, and its weight in tokens."""
     frames = pack_fragment(work.deltas[p], spec.sync.upload_codec, zstd=False)
-    tokens = sum(stop - start for start, stop in work.units) * spec.unit_tokens
+    tokens = work.weight * spec.unit_tokens
     header = ContributionHeader(
         run=spec.name,
         round=work.round,
@@ -221,12 +223,13 @@ def contribution(worker: int, work: Work, p: int, state: OuterState, spec: RunSp
         loss=work.loss,
         norm=work.norms[p],
         units=work.units,
+        carried=work.carried[p],
     )
     return Payload.from_bytes(pack_header(header) + b"".join(frames)), tokens
 
 
-def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState, spec: RunSpec) -> None:
-    """The coordinator's mean as a published delta, and the outer step by its decoded bytes."""
+def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState, spec: RunSpec) -> Tensor:
+    """The coordinator's mean as a published delta, and the outer step by its decoded bytes; these, float32[n]."""
     headers = [payload.header for payload, _ in contributions]
     frames = aggregate(contributions, spec.sync.download_codec, zstd=False)
     header = DeltaHeader(
@@ -244,7 +247,7 @@ def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState
             if isinstance(header, ContributionHeader)
         ],
     )
-    state.step(p, Payload.from_bytes(pack_header(header) + b"".join(frames)))
+    return state.step(p, Payload.from_bytes(pack_header(header) + b"".join(frames)))
 
 
 @dataclass(frozen=True)
@@ -304,14 +307,16 @@ def run(scenario: Scenario, spec: RunSpec, size: Size, data: TextData, start: St
             tokens += steps * spec.unit_tokens
         late = scenario.late(round_number, draw)
         on_time = [worker for worker in range(WORKERS) if worker not in late]
+        means = {}
         for p in range(len(state)):
-            step([contribution(worker, works[worker], p, state, spec) for worker in on_time], p, state, spec)
+            in_time = [contribution(worker, works[worker], p, state, spec) for worker in on_time]
+            means[p] = step(in_time, p, state, spec)
         for worker, (replica, work) in enumerate(zip(replicas, works, strict=True)):
             outcome = Outcome.LATE if worker in late else Outcome.ACCEPTED
             if outcome is Outcome.ACCEPTED:
                 counted += sum(stop - first for first, stop in work.units) * spec.unit_tokens
             if scenario.then == "carried":
-                replica.carry = carry_of(work, [outcome] * len(state))
+                replica.carry = carry_of(work, [outcome] * len(state), means)
         kept = late if scenario.then == "kept" else set()
         virtual += max(steps / speed for steps, speed in zip(inner_steps, SPEEDS.tolist(), strict=True))
 

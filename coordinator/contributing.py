@@ -67,11 +67,12 @@ def _check_header(run: LiveRun, worker: str, round_: int, fragment: int, header:
         raise Problem(
             "invalid-payload", f"header field units is {header.units[:3]}…: give at least one range, none of them empty"
         )
-    if header.tokens != units * run.spec.unit_tokens:
+    most = units * run.spec.unit_tokens
+    if header.tokens > most or header.tokens % run.spec.unit_tokens or (header.tokens < most and not header.carried):
         raise Problem(
             "invalid-payload",
-            f"header field tokens is {header.tokens}; {units} units of {run.spec.unit_tokens} tokens are "
-            f"{units * run.spec.unit_tokens}",
+            f"header field tokens is {header.tokens}; {units} units of {run.spec.unit_tokens} tokens are {most}, and "
+            "only carried ones do not count",
         )
 
 
@@ -178,4 +179,4 @@ def _count(run: LiveRun, session: Session, header: ContributionHeader, size: int
     )
     if session.scalars(fragments.limit(1)).first() is None:  # its other fragments tell of the same units
         worker.contributions += 1
-        worker.tokens += header.tokens
+        worker.tokens += sum(stop - start for start, stop in header.units) * run.spec.unit_tokens

@@ -52,4 +52,4 @@ def _forget(run: LiveRun, session: Session, row: ContributionRow) -> None:
         units = lose_units(session, run.id, row.worker, row.round, live=row.worker in run.leases)
         run_row.tokens -= units * run.spec.unit_tokens
         worker.contributions -= 1
-        worker.tokens -= row.tokens
+        worker.tokens -= units * run.spec.unit_tokens

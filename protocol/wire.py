@@ -73,7 +73,10 @@ class _Header(_Strict):
 class ContributionHeader(_Header):
     """One worker's pseudo-gradient of one fragment. `base` is the state digest that it was computed against;
     `units` are the half-open ranges of work units that it was trained on; `loss` is the mean training loss, nats
-    per token; `norm` the L2 norm of the fragment's pseudo-gradient before encoding."""
+    per token; `norm` the L2 norm of the fragment's pseudo-gradient before encoding.
+
+    `carried` are the rounds whose late work is in it, less the deltas that those rounds published; `tokens`, its weight
+    in the mean, are those of its own round, while `units` has the carried ones as well."""
 
     kind: Literal["contribution"] = "contribution"
     worker: Annotated[str, Field(max_length=64)]
@@ -83,6 +86,7 @@ class ContributionHeader(_Header):
     loss: Finite
     norm: Finite
     units: Annotated[list[UnitRange], Field(max_length=MAX_UNIT_RANGES), FailFast()]
+    carried: Annotated[list[Index], Field(max_length=MAX_UNIT_RANGES), FailFast()]
 
 
 class DeltaHeader(_Header):

@@ -42,7 +42,7 @@ from worker.progress import Progress
 from worker.snapshot import Snapshot
 from worker.state_dir import StateDir
 from worker.sync import Sync
-from worker.work import Carry, Outcome, UnitRanges, Work, carry_of
+from worker.work import Carry, UnitRanges, Work, count
 
 _PAUSE_S = 0.2  # between long polls
 
@@ -223,7 +223,9 @@ class DiLoCo:
                 "nothing was sent; lower the learning rate or clip gradients, in a new run"
             )
         self._training = False
-        return Work(self.round, carry.units + units, carry.inner_steps + steps, loss, norms, deltas)
+        weight = count(units) or carry.weight
+        carried = [carry.rounds.get(p, []) for p in range(len(deltas))]
+        return Work(self.round, carry.units + units, weight, carry.inner_steps + steps, loss, norms, deltas, carried)
 
     def _synchronise(self, work: Work, saved: Future[None] | None) -> None:
         """Contribute, and step the outer state by what everybody contributed."""
@@ -231,12 +233,12 @@ class DiLoCo:
         self._carry = Carry()
         try:
             try:
-                outcomes = self._sync.run(work, saved)
+                self._carry = self._sync.run(work, saved)
             except WorkLost:
                 # The lease had ended and the units went back to the pool. If nobody took them, they are ours again.
                 if not self._is_ours(self._ask(), work.round, work.units):
                     raise
-                outcomes = self._sync.run(work, saved)
+                self._carry = self._sync.run(work, saved)
         except (Resync, WorkLost) as error:
             log.warning("round %d: %s; this round's work is dropped", work.round, error)
             if isinstance(error, Resync):
@@ -246,8 +248,7 @@ class DiLoCo:
         except RunEnded as error:
             log.info("%s", error)
             return
-        self._carry = carry_of(work, outcomes)
-        if Outcome.LATE in outcomes:
+        if self._carry.deltas:
             log.warning("round %d closed without some of this worker's work: it goes into the next", work.round)
 
     @staticmethod

@@ -63,8 +63,9 @@ class OuterState:
             raise Resync(f"fragment {p} of a checkpoint has {len(values)} values, the layout says {2 * n}")
         self.set(p, values[:n], values[n:])
 
-    def step(self, p: int, payload: Payload) -> None:
-        """Fragment p one outer step on. Raises Resync where the delta is for another outer state than this one."""
+    def step(self, p: int, payload: Payload) -> Tensor:
+        """Fragment p one outer step on; the delta, float32[n]. Raises Resync where it is for another outer state than
+        this one."""
         header = payload.header
         if not isinstance(header, DeltaHeader) or header.elements != len(self.theta[p]) or header.fragment != p:
             raise Resync(
@@ -79,6 +80,7 @@ class OuterState:
         lr, beta = self._outer.learning_rate, self._outer.momentum
         outer_step(self.theta[p], self.momentum[p], delta, learning_rate=lr, beta=beta)
         self._rehash(p)
+        return delta
 
     def is_sound(self, p: int) -> bool:
         """Whether fragment p is what was loaded and stepped. A bit that flips in memory must not get into an average;

@@ -24,7 +24,7 @@ from worker.outer_state import OuterState
 from worker.state_dir import SNAPSHOT, StateDir
 from worker.work import Work
 
-_VERSION = 2
+_VERSION = 3
 
 # What torch.load and the look-ups after it raise for a file whose bytes are wrong: it seeks to nonsense, for example.
 _DAMAGE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError)
@@ -65,10 +65,12 @@ def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
         "digests": snapshot.digests,
         "round": work.round,
         "units": work.units,
+        "weight": work.weight,
         "inner_steps": work.inner_steps,
         "loss": work.loss,
         "norms": work.norms,
         "deltas": work.deltas,
+        "carried": work.carried,
         "partial": snapshot.partial,
         "inner_optimizer": snapshot.inner_optimizer,
         "warmup_left": snapshot.warmup_left,
@@ -89,10 +91,12 @@ def load(files: StateDir, owner: str) -> Snapshot | None:
         work = Work(
             round=document["round"],
             units=document["units"],
+            weight=document["weight"],
             inner_steps=document["inner_steps"],
             loss=document["loss"],
             norms=document["norms"],
             deltas=document["deltas"],
+            carried=document["carried"],
         )
         return Snapshot(
             theta=document["theta"],

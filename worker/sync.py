@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from protocol import wire
 from protocol.errors import Problem
@@ -23,7 +24,7 @@ from worker.errors import Resync, RunEnded, Stopped, WorkLost
 from worker.grace import Grace
 from worker.membership import Membership
 from worker.outer_state import OuterState
-from worker.work import Outcome, Work
+from worker.work import Carry, Outcome, Work, carry_of, count
 
 # Two uploads hide each other's encoding; more would only delay the first fragment that everybody waits for.
 _UPLOADS = 2
@@ -76,33 +77,33 @@ class Sync:
         self._grace = Grace(client.stop, client.clock)
         self._uploader = client.until(self._grace)
 
-    def run(self, work: Work, saved: Future[None] | None) -> list[Outcome]:
+    def run(self, work: Work, saved: Future[None] | None) -> Carry:
         """Contribute `work` and step the outer state by the round's deltas.
 
         `saved` is the writing of the snapshot of just this. No step changes the state before it is done, and the last
         upload waits for it as well: so the round cannot close with this work in it, and only this process know what
         came of it.
 
-        Returns each fragment's outcome. Raises Resync where our state is not the run's, WorkLost, RunEnded and Stopped;
-        then `state.round` is None if some fragments have been stepped and others have not.
+        Returns what of the work came too late. Raises Resync where our state is not the run's, WorkLost, RunEnded and
+        Stopped; then `state.round` is None if some fragments have been stepped and others have not.
         """
         self._state.round = None
         failed = threading.Event()
         with ThreadPoolExecutor(_UPLOADS, "upload") as uploads, ThreadPoolExecutor(_DOWNLOADS, "download") as downloads:
 
-            def contribute(p: int) -> Future[Outcome]:
+            def contribute(p: int) -> Future[tuple[Outcome, Tensor | None]]:
                 with _abandon_others(failed):
                     if saved is not None and p == len(self._state) - 1:
                         saved.result()
                     return downloads.submit(step, p, self._contribute(work, p))
 
-            def step(p: int, outcome: Outcome) -> Outcome:
+            def step(p: int, outcome: Outcome) -> tuple[Outcome, Tensor | None]:
                 with _abandon_others(failed):
                     payload, outcome = self._await_delta(work, p, outcome, failed)
                     if saved is not None:
                         saved.result()
-                    self._state.step(p, payload)
-                    return outcome
+                    mean = self._state.step(p, payload)
+                    return outcome, mean if outcome is Outcome.LATE else None
 
             contributions = [uploads.submit(contribute, p) for p in range(len(self._state))]
             wait(contributions)
@@ -116,7 +117,9 @@ class Sync:
         for error in sorted(filter(None, errors), key=lambda error: isinstance(error, _Abandoned)):
             raise error
         self._state.round = work.round + 1
-        return [future.result() for future in steps]
+        outcomes = [outcome for outcome, _ in (future.result() for future in steps)]
+        means = {p: mean for p, (_, mean) in enumerate(future.result() for future in steps) if mean is not None}
+        return carry_of(work, outcomes, means)
 
     def hand_in(self, work: Work) -> None:
         """Contribute `work` before leaving, within the grace, and wait for no delta. What does not get through is told
@@ -134,8 +137,7 @@ class Sync:
             else:
                 kept += 1
         if kept:
-            units = sum(stop - start for start, stop in work.units)
-            log.info("round %d: handed in the work on %d units before leaving", work.round, units)
+            log.info("round %d: handed in the work on %d units before leaving", work.round, count(work.units))
 
     def _contribute(self, work: Work, p: int) -> Outcome:
         sync = self._spec.sync
@@ -151,11 +153,12 @@ class Sync:
             frame_bytes=[len(frame) for frame in frames],
             worker=self._membership.worker,
             base=self._state.digests[p],
-            tokens=sum(stop - start for start, stop in work.units) * self._spec.unit_tokens,
+            tokens=work.weight * self._spec.unit_tokens,
             inner_steps=work.inner_steps,
             loss=work.loss,
             norm=work.norms[p],
             units=work.units,
+            carried=work.carried[p],
         )
         try:
             self._membership.act(partial(self._uploader.contribute, header=header, frames=frames))

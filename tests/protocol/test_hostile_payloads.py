@@ -38,6 +38,7 @@ def header_fields() -> dict[str, Any]:
         "loss": 2.5,
         "norm": 1.0,
         "units": [[0, 2]],
+        "carried": [],
     }
 
 

@@ -62,6 +62,7 @@ class Ledger:
     fixed: dict[Key, dict[str, int]] = field(default_factory=dict)
     deltas: dict[Key, bytes] = field(default_factory=dict)
     states: dict[Key, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # θ and u before the round
+    means: dict[Key, np.ndarray] = field(default_factory=dict)  # the delta's values
     digests: dict[Key, bytes] = field(default_factory=dict)
     tokens: dict[str, tuple[str, int]] = field(default_factory=dict)
     counts: dict[int, np.ndarray] = field(default_factory=dict)  # fragment -> how often each unit was contributed
@@ -160,6 +161,8 @@ class Ledger:
             demand(worker not in self.contributions.get(key, {}), "I2", f"{where}: contributed twice")
             demand(key not in self.fixed, "I2", f"{where}: accepted after the contributors were fixed")
             self.contributions.setdefault(key, {})[worker] = Kept(row["digest"], row["tokens"], payload)
+            for carried in payload.header.carried:  # type: ignore[union-attr]
+                values += self.means[carried, key[1]]
             self._count_units(where, key[1], values, payload.header.units)  # type: ignore[union-attr]
             for start, stop in payload.header.units:  # type: ignore[union-attr]
                 query = "SELECT 1 FROM unit_ranges WHERE state != 'consumed' AND start < ? AND stop > ?"
@@ -219,6 +222,7 @@ class Ledger:
         demand(raw.tobytes() == payload.chunk(0).tobytes(), "I2", f"{where}: is not the mean in worker-id order")
         delta = np.empty_like(mean)
         payload.decode(delta)
+        self.means[key] = delta
         theta, momentum = (values.copy() for values in self.states[key])
         beta, rate = np.float32(self.outer.momentum), np.float32(self.outer.learning_rate)
         momentum = momentum * beta + delta

@@ -24,7 +24,7 @@ from coordinator import (
 )
 from coordinator.live_run import LiveRun
 from protocol.messages import FragmentState
-from worker import fragments
+from worker import fragments, sync
 from worker import outer_state as worker_outer_state
 
 Replacement = tuple[Any, str, Any]
@@ -119,6 +119,11 @@ def _no_rebase() -> list[Replacement]:
     ]
 
 
+def _carries_what_the_mean_has() -> list[Replacement]:
+    real = sync.carry_of
+    return [(sync, "carry_of", lambda work, outcomes, means: real(work, outcomes, dict.fromkeys(means, 0.0)))]
+
+
 def _no_units_returned() -> list[Replacement]:
     return [(membership, "return_units", _nothing)]
 
@@ -164,6 +169,7 @@ MUTANTS = [
     Mutant("forgets its workers in a restart", ("I4",), 1, _forgets_its_workers),
     Mutant("lets stale member tokens in", ("I7",), 0, _stale_tokens_work),
     Mutant("drops the rebase of late work", ("I6",), 2, _no_rebase),
+    Mutant("carries all of late work, as if the mean had none of it", ("I6",), 2, _carries_what_the_mean_has),
     Mutant("returns no units of the dead", ("I6",), 0, _no_units_returned),
     Mutant("returns no units of rounds that were missed", ("I6",), 10, _forgotten_units_kept),
     Mutant("consumes units outside the transaction", ("I6",), 0, _units_consumed_elsewhere),

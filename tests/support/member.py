@@ -126,6 +126,7 @@ class Member:
             "loss": 1.5,
             "norm": float(np.linalg.norm(values)),
             "units": assignment.units,
+            "carried": [],
         }
         return pack_header(ContributionHeader.model_validate({**fields, **changes})) + b"".join(frames)
 

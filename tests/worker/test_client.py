@@ -243,6 +243,7 @@ HEADER = wire.ContributionHeader(
     loss=0.0,
     norm=0.0,
     units=[],
+    carried=[],
 )
 
 

@@ -89,8 +89,9 @@ class PatientClient(Client):
 
 
 def test_late_many_rounds_in_a_row_and_nothing_is_forgotten(tmp_path: Path) -> None:
-    """Fragment 1 is late in rounds 0 to 2 and fragment 2 in round 1. The late worker makes progress in round 0 only:
-    so what gets through at last must be round 0's pseudo-gradient, the same int8 bytes, quantised once and not thrice."""
+    """Fragment 1 is late in rounds 0 to 2 and fragment 2 in round 1. The late worker makes progress in round 0 only, and
+    the others none, so that no mean takes anything of it: what gets through at last must be round 0's pseudo-gradient,
+    the same int8 bytes, quantised once and not thrice."""
     late, arrived, everybody = {(0, 1), (1, 1), (2, 1), (1, 2)}, Arrivals(), threading.Barrier(3)
     clients: list[LateClient] = []
 
@@ -110,7 +111,11 @@ def test_late_many_rounds_in_a_row_and_nothing_is_forgotten(tmp_path: Path) -> N
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(rounds=4, members=AT_ONCE), tmp_path)
-        patient: dict[str, Any] = {"client_class": partial(PatientClient, late=late, arrived=arrived), "on_step": meet}
+        patient: dict[str, Any] = {
+            "client_class": partial(PatientClient, late=late, arrived=arrived),
+            "on_step": meet,
+            "lr": 0.0,
+        }
         options = {"a": patient, "b": patient, "c": {"client_class": late_client, "on_step": progress_in_round_0_only}}
         run.workers(["a", "b", "c"], **options)
         info = run.final()

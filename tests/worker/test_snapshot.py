@@ -31,7 +31,7 @@ def take(state: OuterState) -> Snapshot:
     optimizer = torch.optim.AdamW([parameter])
     parameter.grad = torch.randn(5)
     optimizer.step()
-    work = Work(7, [[3, 9]], 6, 0.25, [0.1, 0.2], [torch.randn(n) for n in LAYOUT.elements])
+    work = Work(7, [[3, 9]], 4, 6, 0.25, [0.1, 0.2], [torch.randn(n) for n in LAYOUT.elements], [[], [5, 6]])
     return Snapshot(state.theta, state.momentum, state.digests, work, False, optimizer.state_dict(), 3)
 
 
