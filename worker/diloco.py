@@ -27,22 +27,23 @@ import httpx
 import torch
 from torch import Tensor, nn
 
-from protocol.errors import CodecError, OuterstepError, Problem
-from protocol.messages import Action, Assignment, DataSummary, EvaluationReport, JoinRequest, RunDetail
+from protocol.errors import OuterstepError
+from protocol.messages import DataSummary, EvaluationReport, JoinRequest, RunDetail
 from protocol.spec import RunSpec
-from worker import recovery, seeding, snapshot
+from worker import snapshot
 from worker.client import Client, open_http
-from worker.errors import ModelError, Resync, RunEnded, Stopped, UnexpectedAnswer, WorkLost
+from worker.errors import ModelError, Stopped
 from worker.fragments import Fragments, tensor_specs
 from worker.heartbeat import Heartbeat
 from worker.inner_steps import InnerSteps
 from worker.membership import Membership
 from worker.outer_state import OuterState
 from worker.progress import Progress
+from worker.rounds import Rounds
 from worker.snapshot import Snapshot
 from worker.state_dir import StateDir
 from worker.sync import Sync
-from worker.work import Carry, UnitRanges, Work, count
+from worker.work import Work
 
 _PAUSE_S = 0.2  # between long polls
 
@@ -91,12 +92,7 @@ class DiLoCo:
         self._progress = Progress(client.traffic, clock)
         request = JoinRequest(tensors=tensor_specs(model), data=data, host=host or {})
         self._membership = Membership(client, name, request, self._files)
-        self._assignment = Assignment(action=Action.WAIT, reason="not joined yet", round=0)
-        self._carry = Carry()
         self._steps = InnerSteps(run.spec)
-        self._training = False  # in the middle of a round's inner steps
-        self._maybe_state_0 = True  # the model is as it was built: no other state has been loaded yet
-        self._finished = False
         self._owned_http: httpx.Client | None = None
 
     @classmethod
@@ -127,7 +123,7 @@ class DiLoCo:
     @property
     def round(self) -> int:
         """The round that is being trained."""
-        return self._assignment.round
+        return self._rounds.assignment.round
 
     @property
     def inner_step(self) -> int:
@@ -152,16 +148,16 @@ class DiLoCo:
     @property
     def finished(self) -> bool:
         """Whether to stop training: the run is over, or this worker was asked to stop."""
-        return self._finished or self._client.stop.is_set()
+        return self._rounds.finished or self._client.stop.is_set()
 
     def units(self) -> Iterator[int]:
         """The numbers of the work units to train on, one per inner step, until `finished`."""
         while not self.finished:
-            assignment = self._assignment
+            assignment = self._rounds.assignment
             for unit in chain.from_iterable(range(start, stop) for start, stop in assignment.units):
                 self._steps.begin_unit()
                 yield unit
-                if self.finished or self._assignment is not assignment:
+                if self.finished or self._rounds.assignment is not assignment:
                     break
             else:
                 self._end_round()  # fewer than H steps: some were skipped
@@ -178,7 +174,7 @@ class DiLoCo:
 
     def _after_inner_step(self, *_: Any) -> None:
         """The optimizer's hook: one inner step is done."""
-        if self._finished:
+        if self._rounds.finished:
             return
         self._steps.step()
         self._progress.step(self.inner_step)
@@ -186,171 +182,26 @@ class DiLoCo:
             return  # on the way out, `__exit__` hands in what is done
         if self._heartbeat.failure is not None:
             raise self._heartbeat.failure
-        in_doubt = self._membership.epoch != self._epoch or self._heartbeat.run_ended.is_set()
-        if in_doubt and not self._still_wanted():
-            return
-        if self.inner_step >= self._assignment.inner_steps:
+        run_ended = self._heartbeat.run_ended
+        if self._rounds.lease_ended or run_ended.is_set():
+            run_ended.clear()
+            if not self._rounds.still_wanted():
+                return
+        if self.inner_step >= self._rounds.assignment.inner_steps:
             self._end_round()
 
     def _end_round(self) -> None:
         """The H inner steps are done: exchange pseudo-gradients, take the outer step, begin the next round."""
         try:
             # Where a GradScaler skipped every step, the units are spent all the same.
-            work = self._collect(self._steps.units_used or self._assignment.units)
+            work = self._rounds.collect(self._steps.units_used or self._rounds.assignment.units)
             if self.spec.sync.inner_steps == "auto":
                 self._heartbeat.beat_now()  # the next round's H depends on how fast this one went
-            self._synchronise(work, self._save(work))
+            self._rounds.synchronise(work, self._save(work))
             self._progress.end_round(work.round)
-            self._next_round()
+            self._rounds.begin_next()
         except Stopped:
-            self._finished = True
-
-    def _collect(self, units: UnitRanges) -> Work:
-        """The pseudo-gradients of the round so far, and what they were trained on."""
-        steps, carry = self.inner_step, self._carry
-        loss = self._progress.end_inner_steps(steps, steps * self.spec.unit_tokens) if steps else carry.loss
-        deltas = []
-        for p, theta in enumerate(self._state.theta):
-            delta = self._fragments.pseudo_gradient(p, theta, carry.deltas.get(p)).cpu()
-            if not self._state.is_sound(p):
-                log.error("round %d: the memory of fragment %d's outer state has changed by itself", self.round, p)
-                delta.zero_()  # nobody knows it any more; the coordinator will refuse it for its base, and tell of it
-            deltas.append(delta)
-        norms = [float(torch.linalg.vector_norm(delta)) for delta in deltas]
-        if not torch.isfinite(torch.tensor([loss, *norms])).all():
-            raise CodecError(
-                f"round {self.round}: the training has diverged: loss {loss}, pseudo-gradient norms {norms}; "
-                "nothing was sent; lower the learning rate or clip gradients, in a new run"
-            )
-        self._training = False
-        weight = count(units) or carry.weight
-        carried = [carry.rounds.get(p, []) for p in range(len(deltas))]
-        return Work(self.round, carry.units + units, weight, carry.inner_steps + steps, loss, norms, deltas, carried)
-
-    def _synchronise(self, work: Work, saved: Future[None] | None) -> None:
-        """Contribute, and step the outer state by what everybody contributed."""
-        self._progress.phase("sync")
-        self._carry = Carry()
-        try:
-            try:
-                self._carry = self._sync.run(work, saved)
-            except WorkLost:
-                # The lease had ended and the units went back to the pool. If nobody took them, they are ours again.
-                if not self._is_ours(self._ask(), work.round, work.units):
-                    raise
-                self._carry = self._sync.run(work, saved)
-        except (Resync, WorkLost) as error:
-            log.warning("round %d: %s; this round's work is dropped", work.round, error)
-            if isinstance(error, Resync):
-                self._state.round = None
-            self._membership.start_over()
-            return
-        except RunEnded as error:
-            log.info("%s", error)
-            return
-        if self._carry.deltas:
-            log.warning("round %d closed without some of this worker's work: it goes into the next", work.round)
-
-    @staticmethod
-    def _is_ours(asked: Assignment, round_number: int, units: UnitRanges) -> bool:
-        return asked.action is Action.TRAIN and asked.round == round_number and asked.units == units
-
-    # --- between rounds -------------------------------------------------------------------------------------------
-
-    def _first_round(self) -> None:
-        """As `_next_round`, and what the last process left behind goes back to where it came from."""
-        asked, resumed = self._ask(), self._state.round is not None
-        if resumed and asked.action is Action.RECOVER and not self._carry.units:
-            # Rounds went by without this worker: the units that its last process had for them return to the pool.
-            self._membership.start_over()
-        if not self._follow(asked):
-            self._next_round()
-
-    def _next_round(self) -> None:
-        """Do what the coordinator says until there are units to train on, or the run is over."""
-        while not self._follow(self._ask()):
-            pass
-
-    def _ask(self) -> Assignment:
-        self._epoch = self._membership.epoch
-        state_round, carried = self._state.round, self._carry.units
-        return self._membership.act(lambda token: self._client.assignment(token, self.name, state_round, carried))
-
-    def _follow(self, assignment: Assignment) -> bool:
-        """Whether training can go on, or is over; otherwise ask again."""
-        match assignment.action:
-            case Action.SEED:
-                self._progress.phase("seed")
-                self._seed()
-            case Action.RECOVER:
-                self._progress.phase("recover")
-                held = 0 if self._maybe_state_0 else self._state.round
-                self._maybe_state_0 = False
-                recovery.recover(self._client, self.spec, self._state, assignment.round, held=held)
-            case Action.WAIT:
-                self._progress.phase("wait")
-                if assignment.reason != self._assignment.reason:
-                    log.info("waiting: %s", assignment.reason)
-                self._assignment = assignment
-                self._client.pause(_PAUSE_S)
-            case Action.TRAIN | Action.FINISH:
-                self._begin(assignment)
-                return True
-        return False
-
-    def _begin(self, assignment: Assignment) -> None:
-        """Start from the global parameters, and from what of our own progress is not in them yet."""
-        self._assignment, self._training = assignment, False
-        if assignment.action is Action.FINISH:
-            log.info("done: %s", assignment.reason)
-            self._finished, self._carry = True, Carry()
-            if assignment.round != self._state.round:  # told to leave before this worker had the run's state
-                return
-        self._steps.begin(assignment)
-        if assignment.round != self._state.round:
-            raise UnexpectedAnswer(f"asked to train on state {assignment.round} while holding {self._state.round}")
-        for p in range(len(self._fragments)):
-            self._fragments.rebase(p, self._state.theta[p], None)
-        if assignment.evaluate and self._evaluate is not None:
-            self._progress.phase("evaluate")
-            report = self._evaluate()
-            log.info("state %d: held-out loss %.4f", assignment.round, report.loss)
-            self._membership.act(lambda token: self._client.report_evaluation(token, assignment.round, report))
-        for p, delta in self._carry.deltas.items():
-            self._fragments.rebase(p, self._state.theta[p], delta)
-        if assignment.action is Action.TRAIN:
-            self._training = True
-            self._progress.begin_round(assignment.round)
-
-    def _still_wanted(self) -> bool:
-        """The lease ended in the middle of a round, or the coordinator says stop: is this round's work still wanted?
-
-        Where it is not, it is dropped and the next round begins, if there is one.
-        """
-        self._heartbeat.run_ended.clear()
-        trained = self._assignment
-        try:
-            asked = self._ask()
-            if self._is_ours(asked, trained.round, trained.units):
-                return True
-            log.warning("the work on round %d is dropped: %s", trained.round, asked.reason)
-            self._carry, self._training = Carry(), False
-            if not self._follow(asked):
-                self._next_round()
-        except Stopped:
-            self._finished = True
-        return False
-
-    def _seed(self) -> None:
-        self._maybe_state_0 = False
-        try:
-            seeding.seed(self._client, self._membership, self.spec, self._fragments, self._state)
-        except Problem as problem:
-            if problem.slug != "state-conflict":
-                raise
-            log.warning("%s", problem.detail)  # another worker was asked to in the meantime
-            self._maybe_state_0 = True
-            self._client.pause(_PAUSE_S)
+            self._rounds.finished = True
 
     # --- snapshot and lifetime ------------------------------------------------------------------------------------
 
@@ -366,9 +217,9 @@ class DiLoCo:
         """Leaving in the middle of a round: contribute the inner steps that were done. The other units return to the
         pool as the worker leaves."""
         units = self._steps.units_used
-        if not self._training or not (units or self._carry.units):
+        if not self._rounds.training or not (units or self._rounds.carry.units):
             return
-        work = self._collect(units)
+        work = self._rounds.collect(units)
         self._save(work, partial=True)  # for a fragment that does not get through
         self._sync.hand_in(work)
 
@@ -379,7 +230,7 @@ class DiLoCo:
             for p in range(len(self._fragments)):
                 self._state.set(p, self._fragments.gather(p), None)
             return
-        self._maybe_state_0, self._steps.warmup_left = False, taken.warmup_left
+        self._rounds.maybe_state_0, self._steps.warmup_left = False, taken.warmup_left
         try:
             self._optimizer.load_state_dict(taken.inner_optimizer)
         except ValueError as error:
@@ -387,8 +238,8 @@ class DiLoCo:
                 f"the inner optimizer is not the one of the snapshot in this state_dir: {error}"
             ) from error
         log.info("resuming with the work of round %d", taken.work.round)
-        self._synchronise(taken.work, None)
-        if taken.partial and not self._carry.units:
+        self._rounds.synchronise(taken.work, None)
+        if taken.partial and not self._rounds.carry.units:
             self._membership.start_over()  # the units that were left may still be ours, if nobody could be told
 
     def __enter__(self) -> Self:
@@ -410,12 +261,23 @@ class DiLoCo:
             encoder = self._fragments.device if on_cuda else torch.device("cpu")
             run_ended = self._heartbeat.run_ended
             self._sync = Sync(self._client, self._membership, self.spec, self._state, encoder, run_ended)
+            self._rounds = Rounds(
+                self._client,
+                self._membership,
+                self.spec,
+                self._fragments,
+                self._state,
+                self._sync,
+                self._steps,
+                self._progress,
+                self._evaluate,
+            )
             self._saver = resources.enter_context(ThreadPoolExecutor(1, "snapshot"))
             try:
                 self._resume()
-                self._first_round()
+                self._rounds.begin_first()
             except Stopped:
-                self._finished = True
+                self._rounds.finished = True
             resources.callback(self._optimizer.register_step_post_hook(self._after_inner_step).remove)
             self._resources = resources.pop_all()
         return self

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from coordinator import (
     assigning,
     contributing,
@@ -26,6 +29,7 @@ from coordinator.live_run import LiveRun
 from protocol.messages import FragmentState
 from worker import fragments, sync
 from worker import outer_state as worker_outer_state
+from worker.work import Carry, Outcome, Work, carry_of
 
 Replacement = tuple[Any, str, Any]
 
@@ -120,8 +124,10 @@ def _no_rebase() -> list[Replacement]:
 
 
 def _carries_what_the_mean_has() -> list[Replacement]:
-    real = sync.carry_of
-    return [(sync, "carry_of", lambda work, outcomes, means: real(work, outcomes, dict.fromkeys(means, 0.0)))]
+    def whole(late: Work, outcomes: list[Outcome], means: dict[int, Tensor]) -> Carry:
+        return carry_of(late, outcomes, {p: torch.zeros_like(mean) for p, mean in means.items()})
+
+    return [(sync, "carry_of", whole)]
 
 
 def _no_units_returned() -> list[Replacement]:

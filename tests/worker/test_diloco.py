@@ -331,7 +331,7 @@ def test_asked_to_stop(tmp_path: Path) -> None:
         run = Toy(coordinator, toy.spec(), tmp_path)
         assert run.worker("a", on_step=stop).inner_step == 2
         assert told(run, "a").state == "left"
-        run.worker("b", on_step=lambda diloco: units.extend(chain(*diloco._assignment.units)))
+        run.worker("b", on_step=lambda diloco: units.extend(chain(*diloco._rounds.assignment.units)))
         info = run.final()
         assert info.state_digest == told(run, "b").state_digest
         assert info.tokens == (toy.STEPS + 2 + toy.STEPS) * info.spec.unit_tokens
@@ -379,7 +379,7 @@ def test_units_of_a_killed_process_are_trained_on(tmp_path: Path) -> None:
         if (diloco.round, diloco.inner_step) == (0, 1):
             everybody.wait(30)
         if (diloco.round, diloco.inner_step) == (1, 2):
-            units.append(diloco._assignment.units)
+            units.append(diloco._rounds.assignment.units)
             diloco._client.die()  # type: ignore[attr-defined]
 
     def a_has_contributed() -> bool:
@@ -397,7 +397,7 @@ def test_units_of_a_killed_process_are_trained_on(tmp_path: Path) -> None:
             assert back.wait(30)
 
     def train_again(diloco: DiLoCo) -> None:
-        units.append(diloco._assignment.units)
+        units.append(diloco._rounds.assignment.units)
         back.set()
 
     def run_a() -> None:

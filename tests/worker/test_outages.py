@@ -197,7 +197,7 @@ def test_each_worker_has_its_own_h(tmp_path: Path) -> None:
     def note(diloco: DiLoCo) -> None:
         if diloco.inner_step == 1:
             diloco._heartbeat._beat()  # otherwise it comes when it comes
-            seen.append((diloco.round, diloco._assignment.inner_steps, diloco.global_step))
+            seen.append((diloco.round, diloco._rounds.assignment.inner_steps, diloco.global_step))
 
     text = toy.spec(rounds=3).replace(
         "inner_steps = 4",
