@@ -61,6 +61,7 @@ def payload(values: F32, codec: str, *, zstd: bool) -> bytes:
         norm=1.0,
         units=[[0, 500]],
         carried=[],
+        carried_share=1.0,
     )
     return pack_header(header) + b"".join(frames)
 

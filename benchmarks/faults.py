@@ -46,7 +46,7 @@ from worker.fragments import Fragments, tensor_specs
 from worker.models import build_model
 from worker.outer_state import OuterState
 from worker.train import build_inner_optimizer, evaluate, learning_rate, mean_loss, set_learning_rate
-from worker.work import Carry, Outcome, Work, carry_of
+from worker.work import Carry, Missed, Work, carry_of
 
 WORKERS = 8
 CPU = torch.device("cpu")
@@ -177,7 +177,7 @@ class Replica:
     def begin(self, state: OuterState) -> None:
         """Start from the global parameters, and from what of its own progress is not in them yet."""
         for p, theta in enumerate(state.theta):
-            self.fragments.rebase(p, theta, self.carry.deltas.get(p))
+            self.fragments.rebase(p, theta, self.carry.delta(p))
 
     def train(self, units: range, first_step: float, steps_per_unit: float = 1.0) -> float:
         """One inner step per unit, as `worker/train.py` does them; the mean loss. The learning rate is that of global
@@ -196,8 +196,8 @@ class Replica:
 
     def collect(self, round_number: int, state: OuterState, units: range, loss: float) -> Work:
         """The pseudo-gradients, and what they were trained on."""
-        carried = self.carry.deltas
-        deltas = [self.fragments.pseudo_gradient(p, theta, carried.get(p)) for p, theta in enumerate(state.theta)]
+        carry = self.carry
+        deltas = [self.fragments.pseudo_gradient(p, theta, carry.delta(p)) for p, theta in enumerate(state.theta)]
         return Work(
             round=round_number,
             units=[*self.carry.units, [units.start, units.stop]],
@@ -206,7 +206,7 @@ class Replica:
             loss=loss,
             norms=[float(torch.linalg.vector_norm(delta)) for delta in deltas],
             deltas=deltas,
-            carried=[self.carry.rounds.get(p, []) for p in range(len(deltas))],
+            late=carry.late,
         )
 
 
@@ -229,7 +229,8 @@ def contribution(worker: int, work: Work, p: int, state: OuterState, spec: RunSp
         loss=work.loss,
         norm=work.norms[p],
         units=work.units,
-        carried=work.carried[p],
+        carried=[],
+        carried_share=1.0,
     )
     return Payload.from_bytes(pack_header(header) + b"".join(frames)), tokens
 
@@ -318,11 +319,12 @@ def run(scenario: Scenario, spec: RunSpec, size: Size, data: TextData, start: St
             in_time = [contribution(worker, works[worker], p, state, spec) for worker in on_time]
             means[p] = step(in_time, p, state, spec)
         for worker, (replica, work) in enumerate(zip(replicas, works, strict=True)):
-            outcome = Outcome.LATE if worker in late else Outcome.ACCEPTED
-            if outcome is Outcome.ACCEPTED:
+            if worker not in late:
                 counted += sum(stop - first for first, stop in work.units) * spec.unit_tokens
             if scenario.then == "carried":
-                replica.carry = carry_of(work, [outcome] * len(state), means)
+                share = len(on_time) / WORKERS
+                missed = {p: Missed(mean, share) for p, mean in means.items()} if worker in late else {}
+                replica.carry = carry_of(work, missed)
         kept = late if scenario.then == "kept" else set()
         virtual += max(steps / speed for steps, speed in zip(inner_steps, SPEEDS.tolist(), strict=True))
 

@@ -186,7 +186,7 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
             ask = partial(client.assignment, worker=membership.worker, state_round=round_)
             while (assignment := membership.act(ask)).action is not Action.TRAIN:
                 pass  # a long poll
-            work = Work(round_, assignment.units, 1, 1, 1.0, [1.0] * len(deltas), deltas, [[]] * len(deltas))
+            work = Work(round_, assignment.units, 1, 1, 1.0, [1.0] * len(deltas), deltas)
             barrier.wait()
             started = time.monotonic()
             sync.run(work, None)

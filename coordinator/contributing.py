@@ -6,7 +6,7 @@ before the answer goes out; a refused upload leaves neither.
 
 from pathlib import Path
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator import diverging, publishing
@@ -96,6 +96,7 @@ def _is_new(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes
             "round-closed",
             f"round {round_} closed for fragment {fragment} without {worker}; carry the work into round {run.round}",
             round=run.round,
+            share=_share(run, round_, fragment),
         )
     if run.ended:
         raise Problem("run-ended", f"the run {run.name} is {run.state}")
@@ -116,6 +117,18 @@ def _note_late(run: LiveRun, worker: str, round_: int, fragment: int) -> None:
     late_s = max(0.0, run.world.now() - row.closed_at)
     with run.world.database.write() as session:
         session.add(LateContributionRow(run_id=run.id, round=round_, fragment=fragment, worker=worker, late_s=late_s))
+
+
+def _share(run: LiveRun, round_: int, fragment: int) -> float:
+    """Which share of a past round's workers contributed to the fragment; 1 where its rows are gone by now."""
+    with run.world.database.read() as session:
+        row = session.get(FragmentRow, (run.id, round_, fragment))
+        assigned = session.scalar(
+            select(func.count()).where(AssignmentRow.run_id == run.id, AssignmentRow.round == round_)
+        )
+    if row is None or not row.contributors or not assigned:
+        return 1.0
+    return min(1.0, len(row.contributors) / assigned)
 
 
 def _await_step(run: LiveRun, round_: int, fragment: int) -> None:

@@ -75,8 +75,9 @@ class ContributionHeader(_Header):
     `units` are the half-open ranges of work units that it was trained on; `loss` is the mean training loss, nats
     per token; `norm` the L2 norm of the fragment's pseudo-gradient before encoding.
 
-    `carried` are the rounds whose late work is in it, less the deltas that those rounds published; `tokens`, its weight
-    in the mean, are those of its own round, while `units` has the carried ones as well."""
+    `carried` are the rounds whose late work is in it, less the deltas that those rounds published, times
+    `carried_share`; `tokens`, its weight in the mean, are those of its own round, while `units` has the carried ones as
+    well."""
 
     kind: Literal["contribution"] = "contribution"
     worker: Annotated[str, Field(max_length=64)]
@@ -87,6 +88,7 @@ class ContributionHeader(_Header):
     norm: Finite
     units: Annotated[list[UnitRange], Field(max_length=MAX_UNIT_RANGES), FailFast()]
     carried: Annotated[list[Index], Field(max_length=MAX_UNIT_RANGES), FailFast()]
+    carried_share: Annotated[Finite, Field(gt=0, le=1)]
 
 
 class DeltaHeader(_Header):

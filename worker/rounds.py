@@ -67,7 +67,7 @@ class Rounds:
         loss = self._progress.end_inner_steps(steps, steps * self._spec.unit_tokens) if steps else carry.loss
         deltas = []
         for p, theta in enumerate(self._state.theta):
-            delta = self._fragments.pseudo_gradient(p, theta, carry.deltas.get(p)).cpu()
+            delta = self._fragments.pseudo_gradient(p, theta, carry.delta(p)).cpu()
             if not self._state.is_sound(p):
                 log.error("round %d: the memory of fragment %d's outer state has changed by itself", round_number, p)
                 delta.zero_()  # nobody knows it any more; the coordinator will refuse it for its base, and tell of it
@@ -80,8 +80,9 @@ class Rounds:
             )
         self.training = False
         weight = count(units) or carry.weight
-        carried = [carry.rounds.get(p, []) for p in range(len(deltas))]
-        return Work(round_number, carry.units + units, weight, carry.inner_steps + steps, loss, norms, deltas, carried)
+        return Work(
+            round_number, carry.units + units, weight, carry.inner_steps + steps, loss, norms, deltas, carry.late
+        )
 
     def synchronise(self, work: Work, saved: Future[None] | None) -> None:
         """Contribute, and step the outer state by what everybody contributed."""
@@ -104,7 +105,7 @@ class Rounds:
         except RunEnded as error:
             log.info("%s", error)
             return
-        if self.carry.deltas:
+        if self.carry.late:
             log.warning("round %d closed without some of this worker's work: it goes into the next", work.round)
 
     @staticmethod
@@ -173,8 +174,8 @@ class Rounds:
             report = self._evaluate()
             log.info("state %d: held-out loss %.4f", assignment.round, report.loss)
             self._membership.act(lambda token: self._client.report_evaluation(token, assignment.round, report))
-        for p, delta in self.carry.deltas.items():
-            self._fragments.rebase(p, self._state.theta[p], delta)
+        for p, late in self.carry.late.items():
+            self._fragments.rebase(p, self._state.theta[p], late.delta)
         if assignment.action is Action.TRAIN:
             self.training = True
             self._progress.begin_round(assignment.round)

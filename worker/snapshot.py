@@ -22,7 +22,7 @@ from protocol.fragments import Layout
 from protocol.messages import RunDetail
 from worker.outer_state import OuterState
 from worker.state_dir import SNAPSHOT, StateDir
-from worker.work import Work
+from worker.work import Late, Work
 
 _VERSION = 3
 
@@ -70,7 +70,7 @@ def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
         "loss": work.loss,
         "norms": work.norms,
         "deltas": work.deltas,
-        "carried": work.carried,
+        "late": {p: (late.lacking, late.share, late.rounds) for p, late in work.late.items()},
         "partial": snapshot.partial,
         "inner_optimizer": snapshot.inner_optimizer,
         "warmup_left": snapshot.warmup_left,
@@ -96,7 +96,7 @@ def load(files: StateDir, owner: str) -> Snapshot | None:
             loss=document["loss"],
             norms=document["norms"],
             deltas=document["deltas"],
-            carried=document["carried"],
+            late={p: Late(*fields) for p, fields in document["late"].items()},
         )
         return Snapshot(
             theta=document["theta"],

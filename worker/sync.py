@@ -13,30 +13,25 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from protocol import wire
 from protocol.errors import Problem
 from protocol.spec import RunSpec
 from worker.client import Client
 from worker.codecs import pack_fragment
-from worker.errors import Resync, RunEnded, Stopped, WorkLost
+from worker.errors import Resync, RunEnded, Stopped, UnexpectedAnswer, WorkLost
 from worker.grace import Grace
 from worker.membership import Membership
 from worker.outer_state import OuterState
-from worker.work import Carry, Outcome, Work, carry_of, count
+from worker.work import Carry, Missed, Work, carry_of, count
 
 # Two uploads hide each other's encoding; more would only delay the first fragment that everybody waits for.
 _UPLOADS = 2
 _DOWNLOADS = 4
 _PAUSE_S = 0.2  # between long polls
 
-# Refusals of a contribution that are no fault: what they mean for the fragment.
-_OUTCOMES = {
-    "round-closed": Outcome.LATE,
-    "run-ended": Outcome.LATE,
-    "contribution-conflict": Outcome.ACCEPTED,  # an earlier upload of ours stands
-}
+# Refusals of a contribution that mean that the round is over for this fragment.
+_LATE = ("round-closed", "run-ended")
 
 log = logging.getLogger(__name__)
 
@@ -91,19 +86,19 @@ class Sync:
         failed = threading.Event()
         with ThreadPoolExecutor(_UPLOADS, "upload") as uploads, ThreadPoolExecutor(_DOWNLOADS, "download") as downloads:
 
-            def contribute(p: int) -> Future[tuple[Outcome, Tensor | None]]:
+            def contribute(p: int) -> Future[Missed | None]:
                 with _abandon_others(failed):
                     if saved is not None and p == len(self._state) - 1:
                         saved.result()
                     return downloads.submit(step, p, self._contribute(work, p))
 
-            def step(p: int, outcome: Outcome) -> tuple[Outcome, Tensor | None]:
+            def step(p: int, missed_by: float | None) -> Missed | None:
                 with _abandon_others(failed):
-                    payload, outcome = self._await_delta(work, p, outcome, failed)
+                    payload, missed_by = self._await_delta(work, p, missed_by, failed)
                     if saved is not None:
                         saved.result()
                     mean = self._state.step(p, payload)
-                    return outcome, mean if outcome is Outcome.LATE else None
+                    return None if missed_by is None else Missed(mean, missed_by)
 
             contributions = [uploads.submit(contribute, p) for p in range(len(self._state))]
             wait(contributions)
@@ -117,9 +112,8 @@ class Sync:
         for error in sorted(filter(None, errors), key=lambda error: isinstance(error, _Abandoned)):
             raise error
         self._state.round = work.round + 1
-        outcomes = [outcome for outcome, _ in (future.result() for future in steps)]
-        means = {p: mean for p, (_, mean) in enumerate(future.result() for future in steps) if mean is not None}
-        return carry_of(work, outcomes, means)
+        missed = {p: future.result() for p, future in enumerate(steps)}
+        return carry_of(work, {p: each for p, each in missed.items() if each is not None})
 
     def hand_in(self, work: Work) -> None:
         """Contribute `work` before leaving, within the grace, and wait for no delta. What does not get through is told
@@ -132,16 +126,17 @@ class Sync:
             error = future.exception()
             if isinstance(error, Stopped | Resync | WorkLost):
                 log.warning("round %d, fragment %d was not handed in: %s", work.round, p, error)
-            elif future.result() is Outcome.LATE:
+            elif future.result() is not None:
                 log.warning("round %d, fragment %d was not handed in: the round has closed", work.round, p)
             else:
                 kept += 1
         if kept:
             log.info("round %d: handed in the work on %d units before leaving", work.round, count(work.units))
 
-    def _contribute(self, work: Work, p: int) -> Outcome:
+    def _contribute(self, work: Work, p: int) -> float | None:
+        """None where fragment p is in the delta, or will be; else the share of the round's workers that is in it."""
         sync = self._spec.sync
-        vector = work.deltas[p].to(self._device)
+        vector, late = work.deltas[p].to(self._device), work.late.get(p)
         frames = pack_fragment(vector, sync.upload_codec, zstd=sync.zstd)
         header = wire.ContributionHeader(
             run=self._client.run,
@@ -158,7 +153,8 @@ class Sync:
             loss=work.loss,
             norm=work.norms[p],
             units=work.units,
-            carried=work.carried[p],
+            carried=late.rounds if late else [],
+            carried_share=late.share if late else 1.0,
         )
         try:
             self._membership.act(partial(self._uploader.contribute, header=header, frames=frames))
@@ -167,26 +163,27 @@ class Sync:
                 raise Resync(problem.detail) from problem
             if problem.slug == "units-not-held":
                 raise WorkLost(problem.detail) from problem
-            if problem.slug not in _OUTCOMES:
+            if problem.slug in _LATE:
+                return share_of(problem)
+            if problem.slug != "contribution-conflict":  # an earlier upload of ours stands
                 raise
-            return _OUTCOMES[problem.slug]
-        return Outcome.ACCEPTED
+        return None
 
     def _await_delta(
-        self, work: Work, p: int, outcome: Outcome, failed: threading.Event
-    ) -> tuple[wire.Payload, Outcome]:
+        self, work: Work, p: int, missed_by: float | None, failed: threading.Event
+    ) -> tuple[wire.Payload, float | None]:
         """The delta, and what became of the contribution in the end: the coordinator's disk may lose it."""
         limit_bytes = wire.max_payload_bytes(self._spec.sync.download_codec, len(self._state.theta[p]))
         fetch = partial(self._client.delta, work.round, p, limit_bytes)
         while True:
             try:
-                return self._membership.act(fetch), outcome
+                return self._membership.act(fetch), missed_by
             except Problem as problem:
                 if problem.slug in ("gone", "round-not-open"):  # the latter where the run went back to a backup
                     raise Resync(problem.detail) from problem
                 if problem.slug == "contribution-lost":
                     log.warning("%s: sending it again", problem.detail)
-                    outcome = self._contribute(work, p)
+                    missed_by = self._contribute(work, p)
                 elif problem.slug != "not-published":
                     raise
             if failed.is_set():
@@ -194,3 +191,11 @@ class Sync:
             if self._run_ended.is_set():
                 raise RunEnded(f"the run ended before the delta of round {work.round}, fragment {p} was published")
             self._client.pause(_PAUSE_S)
+
+
+def share_of(problem: Problem) -> float:
+    """Of a round that closed without us: which share of its workers is in the mean. 1 where that is not told."""
+    share = problem.members.get("share", 1.0)
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise UnexpectedAnswer(f"{problem.slug}: the share is {share!r}, not above 0 and at most 1")
+    return float(share)

@@ -1,7 +1,6 @@
 """What a worker has done since its last accepted contribution, and what came of handing it in."""
 
 from dataclasses import dataclass, field
-from enum import Enum
 
 from torch import Tensor
 
@@ -9,13 +8,57 @@ UnitRanges = list[list[int]]
 
 
 @dataclass(frozen=True)
+class Missed:
+    """A round closed without this worker's fragment: with the mean, float32[n], of the others, `share` of all."""
+
+    mean: Tensor
+    share: float
+
+
+@dataclass(frozen=True)
+class Late:
+    """Late work on one fragment: what the means of `rounds` together lack of it, float32[n], in host memory.
+
+    Of one late Δ_w that is Δ_w − Δ̄. Had it been in time, the mean over all n workers would have been Δ̄ + (Δ_w − Δ̄) / n.
+    The next mean divides by those who are in it: as many, it is taken, as were in the last one, so `share` · n. So
+    `share` times what is lacking goes into the next contribution, with the weight of one round. (To carry the whole Δ_w
+    would take once more what all workers have in common: the outer step would be too long.)
+    """
+
+    lacking: Tensor
+    share: float
+    rounds: list[int]
+
+    @property
+    def delta(self) -> Tensor:
+        """The part of the next pseudo-gradient, float32[n]."""
+        return self.lacking * self.share
+
+
+@dataclass(frozen=True)
+class Carry:
+    """Progress that is in this worker's parameters but in no delta yet: it goes into the next contribution.
+
+    `late`: by fragment. `units` are those that no accepted fragment has consumed; `weight` as in Work.
+    """
+
+    late: dict[int, Late] = field(default_factory=dict)
+    units: UnitRanges = field(default_factory=list)
+    weight: int = 0
+    inner_steps: int = 0
+    loss: float = 0.0
+
+    def delta(self, p: int) -> Tensor | None:
+        return self.late[p].delta if p in self.late else None
+
+
+@dataclass(frozen=True)
 class Work:
     """One round's work, ready to be contributed. `deltas` are the pseudo-gradients of all fragments, float32[n], host
-    memory.
+    memory; what is carried along is part of them, and of `units` and `inner_steps`.
 
-    `units` and `inner_steps` include those of late work that is carried along. `weight` is the number of this round's
-    own units, or where it has none that of the last round that is carried. `carried`: per fragment, the rounds whose
-    late work is in its delta. `loss` is the mean training loss of this round.
+    `weight` is the number of this round's own units, or where it has none that of the last round that is carried.
+    `late`: what of the deltas is carried, by fragment. `loss` is the mean training loss of this round.
     """
 
     round: int
@@ -25,47 +68,27 @@ class Work:
     loss: float
     norms: list[float]
     deltas: list[Tensor]
-    carried: list[list[int]]
+    late: dict[int, Late] = field(default_factory=dict)
 
 
-class Outcome(Enum):
-    """Of one fragment of a contribution."""
-
-    ACCEPTED = "accepted"  # it is in the delta
-    LATE = "late"  # the round closed without it
-
-
-@dataclass(frozen=True)
-class Carry:
-    """Progress that is in this worker's parameters but in no delta yet: it goes into the next contribution.
-
-    `deltas` holds, per fragment that was late, what the published mean lacks of it; `rounds`, since when it has been
-    late. `units` are those that no accepted fragment has consumed, `weight` as in Work.
-    """
-
-    deltas: dict[int, Tensor] = field(default_factory=dict)
-    rounds: dict[int, list[int]] = field(default_factory=dict)
-    units: UnitRanges = field(default_factory=list)
-    weight: int = 0
-    inner_steps: int = 0
-    loss: float = 0.0
-
-
-def carry_of(work: Work, outcomes: list[Outcome], means: dict[int, Tensor]) -> Carry:
-    """What of `work` goes into the next contribution. `means`: the published mean of each late fragment, float32[n].
-
-    Of a late Δ_w that is Δ_w − Δ̄. The mean over the others, Δ̄, has been applied in the place of the mean over all,
-    which is Δ̄ + (Δ_w − Δ̄) / n: so with the weight of one round in the next mean over n workers, the difference is
-    exactly what the model still lacks. To carry all of Δ_w would take once more what all have in common.
+def carry_of(work: Work, missed: dict[int, Missed]) -> Carry:
+    """What of `work` goes into the next contribution. `missed`: the fragments that were late.
 
     The coordinator consumes the units with the first fragment that it accepts. So after one acceptance late fragments
     travel on without units; without any, all of it travels on.
     """
-    late = {p: work.deltas[p] - means[p] for p, outcome in enumerate(outcomes) if outcome is Outcome.LATE}
-    rounds = {p: [*work.carried[p], work.round] for p in late}
-    if Outcome.ACCEPTED in outcomes:
-        return Carry(late, rounds)
-    return Carry(late, rounds, work.units, work.weight, work.inner_steps, work.loss)
+    late = {p: _late(work, p, missed[p]) for p in missed}
+    if len(missed) < len(work.deltas):
+        return Carry(late)
+    return Carry(late, work.units, work.weight, work.inner_steps, work.loss)
+
+
+def _late(work: Work, p: int, missed: Missed) -> Late:
+    before = work.late.get(p)
+    if before is None:
+        return Late(work.deltas[p] - missed.mean, missed.share, [work.round])
+    fresh = work.deltas[p] - before.delta
+    return Late(fresh + before.lacking - missed.mean, missed.share, [*before.rounds, work.round])
 
 
 def count(units: UnitRanges) -> int:

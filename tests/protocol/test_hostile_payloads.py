@@ -39,6 +39,7 @@ def header_fields() -> dict[str, Any]:
         "norm": 1.0,
         "units": [[0, 2]],
         "carried": [],
+        "carried_share": 1.0,
     }
 
 

@@ -53,14 +53,16 @@ GOLDEN: dict[str, tuple[Header, str]] = {
         ContributionHeader(
             **SHARED, worker="w-1", base=BASE, tokens=300, inner_steps=50, loss=1.5, norm=0.25, units=[[0, 4], [9, 10]],
             carried=[3],
+            carried_share=0.5,
         ),
-        "4f535450 0100 0000 e2000000 de0010" + COMMON + "a46b696e64 ac636f6e747269627574696f6e"
+        "4f535450 0100 0000 f9000000 de0011" + COMMON + "a46b696e64 ac636f6e747269627574696f6e"
         "a6776f726b6572 a3772d31" + BASE_HEX + "a6746f6b656e73 cd012c"
         "ab696e6e65725f7374657073 32"
         "a46c6f7373 cb3ff8000000000000"
         "a46e6f726d cb3fd0000000000000"
         "a5756e697473 92 920004 92090a"
-        "a763617272696564 91 03",
+        "a763617272696564 91 03"
+        "ad636172726965645f7368617265 cb3fe0000000000000",
     ),
     "delta": (
         DeltaHeader(**SHARED, base=BASE, contributors=[Contributor(worker="a", tokens=1), Contributor(worker="b", tokens=2)]),
@@ -173,7 +175,16 @@ def test_values_that_cannot_be_encoded() -> None:
 def test_a_header_that_is_too_large_is_not_written() -> None:
     units = [[2**62 + 2 * i, 2**62 + 2 * i + 1] for i in range(60_000)]
     header = ContributionHeader(
-        **SHARED, worker="w", base=BASE, tokens=1, inner_steps=1, loss=0.0, norm=0.0, units=units, carried=[]
+        **SHARED,
+        worker="w",
+        base=BASE,
+        tokens=1,
+        inner_steps=1,
+        loss=0.0,
+        norm=0.0,
+        units=units,
+        carried=[],
+        carried_share=1.0,
     )
     with pytest.raises(WireError, match="at most 1048576 are allowed"):
         pack_header(header)

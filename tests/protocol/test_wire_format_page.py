@@ -44,6 +44,7 @@ def test_the_example_is_what_this_package_writes_and_reads() -> None:
         norm=float(np.linalg.norm(values.astype(np.float64))),
         units=[[0, 1]],
         carried=[],
+        carried_share=1.0,
     )
     example = example_payload()
     assert example.hex(" ") == (wire.pack_header(header) + b"".join(frames)).hex(" ")

@@ -161,15 +161,24 @@ class Ledger:
             demand(worker not in self.contributions.get(key, {}), "I2", f"{where}: contributed twice")
             demand(key not in self.fixed, "I2", f"{where}: accepted after the contributors were fixed")
             self.contributions.setdefault(key, {})[worker] = Kept(row["digest"], row["tokens"], payload)
-            for carried in payload.header.carried:  # type: ignore[union-attr]
-                values += self.means[carried, key[1]]
-            self._count_units(where, key[1], values, payload.header.units)  # type: ignore[union-attr]
+            self._count_units(where, key, values, payload.header)
             for start, stop in payload.header.units:  # type: ignore[union-attr]
                 query = "SELECT 1 FROM unit_ranges WHERE state != 'consumed' AND start < ? AND stop > ?"
                 demand(not self._all(query, stop, start), "I6", f"{where}: accepted, and its units are not consumed")
 
-    def _count_units(self, where: str, fragment: int, values: np.ndarray, units: list[list[int]]) -> None:
-        """Read from a contribution's bytes which units it was trained on."""
+    def _count_units(self, where: str, key: Key, values: np.ndarray, header: Any) -> None:
+        """Read from a contribution's bytes which units it was trained on: each of its own round's units counts 1, each
+        that is carried the share, less the means that it was carried past."""
+        round_, fragment = key
+        share = header.carried_share
+        for carried in header.carried:
+            values += np.float32(share) * self.means[carried, fragment]
+        own = np.zeros(ELEMENTS, bool)
+        query = "SELECT start, stop FROM unit_ranges WHERE worker = ? AND round = ?"
+        for row in self._all(query, header.worker, round_):
+            own[row["start"] : row["stop"]] = True
+        values = np.where(own, values, values / share)
+        units = header.units
         counts = np.rint(values).astype(int)
         demand(bool(np.all(np.abs(values - counts) < 0.3)), "I6", f"{where}: these are no whole units")
         total = self.counts.setdefault(fragment, np.zeros(ELEMENTS, int))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from coordinator import (
     assigning,
@@ -29,7 +28,7 @@ from coordinator.live_run import LiveRun
 from protocol.messages import FragmentState
 from worker import fragments, sync
 from worker import outer_state as worker_outer_state
-from worker.work import Carry, Outcome, Work, carry_of
+from worker.work import Carry, Missed, Work, carry_of
 
 Replacement = tuple[Any, str, Any]
 
@@ -124,8 +123,8 @@ def _no_rebase() -> list[Replacement]:
 
 
 def _carries_what_the_mean_has() -> list[Replacement]:
-    def whole(late: Work, outcomes: list[Outcome], means: dict[int, Tensor]) -> Carry:
-        return carry_of(late, outcomes, {p: torch.zeros_like(mean) for p, mean in means.items()})
+    def whole(late: Work, missed: dict[int, Missed]) -> Carry:
+        return carry_of(late, {p: Missed(torch.zeros_like(each.mean), each.share) for p, each in missed.items()})
 
     return [(sync, "carry_of", whole)]
 

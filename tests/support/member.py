@@ -127,6 +127,7 @@ class Member:
             "norm": float(np.linalg.norm(values)),
             "units": assignment.units,
             "carried": [],
+            "carried_share": 1.0,
         }
         return pack_header(ContributionHeader.model_validate({**fields, **changes})) + b"".join(frames)
 

@@ -244,6 +244,7 @@ HEADER = wire.ContributionHeader(
     norm=0.0,
     units=[],
     carried=[],
+    carried_share=1.0,
 )
 
 

@@ -5,11 +5,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from protocol.codecs import F32
 from protocol.errors import Problem
 from protocol.messages import WorkerInfo
+from protocol.wire import ContributionHeader, Payload, pack_header
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import MortalClient, Toy, coordinator_thread
@@ -33,14 +36,14 @@ def told(run: Toy, name: str) -> WorkerInfo:
 class LateClient(MortalClient):
     """Contributes the fragments in `late`, (round, fragment), only when their round has closed without them.
 
-    `sent` has the bytes of every contribution and `units` what it was trained on; `arrived` is told of each.
+    `sent` has the frames of every contribution and `headers` its header; `arrived` is told of each.
     """
 
     def __init__(self, *arguments: Any, late: set[tuple[int, int]], arrived: "Arrivals", **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._late, self._arrived = late, arrived
         self.sent: dict[tuple[int, int], list[bytes]] = {}
-        self.units: dict[tuple[int, int], list[list[int]]] = {}
+        self.headers: dict[tuple[int, int], ContributionHeader] = {}
 
     def contribute(self, member_token, header, frames):
         key = (header.round, header.fragment)
@@ -52,9 +55,16 @@ class LateClient(MortalClient):
                 if problem.slug != "not-published":
                     raise
         self.sent[key] = [bytes(frame) for frame in frames]
-        self.units[key] = header.units
+        self.headers[key] = header
         super().contribute(member_token, header, frames)
         self._arrived.note(key)
+
+
+def values(header: ContributionHeader, frames: list[bytes]) -> F32:
+    """What a contribution says, float32[n]."""
+    out = np.empty(header.elements, np.float32)
+    Payload.from_bytes(pack_header(header) + b"".join(frames)).decode(out)
+    return out
 
 
 class Arrivals:
@@ -90,8 +100,9 @@ class PatientClient(Client):
 
 def test_late_many_rounds_in_a_row_and_nothing_is_forgotten(tmp_path: Path) -> None:
     """Fragment 1 is late in rounds 0 to 2 and fragment 2 in round 1. The late worker makes progress in round 0 only, and
-    the others none, so that no mean takes anything of it: what gets through at last must be round 0's pseudo-gradient,
-    the same int8 bytes, quantised once and not thrice."""
+    the others none, so that no mean takes anything of it: what is handed in each time, and gets through at last, must be
+    two thirds of round 0's pseudo-gradient (two of three are in each mean), the same bytes, quantised once and not
+    thrice."""
     late, arrived, everybody = {(0, 1), (1, 1), (2, 1), (1, 2)}, Arrivals(), threading.Barrier(3)
     clients: list[LateClient] = []
 
@@ -120,11 +131,18 @@ def test_late_many_rounds_in_a_row_and_nothing_is_forgotten(tmp_path: Path) -> N
         run.workers(["a", "b", "c"], **options)
         info = run.final()
         assert {told(run, name).state_digest for name in "abc"} == {info.state_digest}
-    sent, units = clients[0].sent, clients[0].units
-    assert sent[3, 1] == sent[2, 1] == sent[1, 1] == sent[0, 1]
+    sent, headers = clients[0].sent, clients[0].headers
+    assert sent[3, 1] == sent[2, 1] == sent[1, 1]
+    first, last = (values(headers[key], sent[key]) for key in ((0, 1), (3, 1)))
+    half_a_code = np.abs(first).max() / 254 * 1.01
+    assert np.abs(last - first * np.float32(2 / 3)).max() <= 2 * 2 / 3 * half_a_code, "each was quantised once"
+    carried = {key: header.carried for key, header in headers.items() if header.carried}
+    assert carried == {(1, 1): [0], (2, 1): [0, 1], (3, 1): [0, 1, 2], (2, 2): [1]}
     nothing = sent[3, 0]
     assert sent[1, 0] == sent[2, 0] == nothing != sent[0, 0]
-    assert len({tuple(map(tuple, each)) for each in units.values()}) == 4, "the units went with the fragments in time"
+    assert len({tuple(map(tuple, each)) for each in (header.units for header in headers.values())}) == 4, (
+        "the units went with the fragments in time"
+    )
 
 
 def test_late_work_survives_a_crash(tmp_path: Path) -> None:
@@ -163,5 +181,5 @@ def test_late_work_survives_a_crash(tmp_path: Path) -> None:
         # Not of the whole run: round 1 closes at once on two of three, so one of the others may miss it.
         assert told(run, "c").tokens == 2 * toy.STEPS * info.spec.unit_tokens
     first, second = clients
-    assert second.units[1, 0] == first.units[0, 0] + second.units[1, 0][1:]
-    assert len(second.units[1, 0]) == 2
+    assert second.headers[1, 0].units == first.headers[0, 0].units + second.headers[1, 0].units[1:]
+    assert len(second.headers[1, 0].units) == 2

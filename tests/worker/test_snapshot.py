@@ -13,7 +13,7 @@ from worker.errors import StateDirBusy
 from worker.outer_state import OuterState
 from worker.snapshot import Snapshot
 from worker.state_dir import SNAPSHOT, MemberTokens, StateDir
-from worker.work import Work
+from worker.work import Late, Work
 
 LAYOUT: Layout = plan_fragments([TensorSpec(name="w", shape=[500])], 256)
 OUTER = OuterSpec(learning_rate=0.7, momentum=0.9)
@@ -31,7 +31,16 @@ def take(state: OuterState) -> Snapshot:
     optimizer = torch.optim.AdamW([parameter])
     parameter.grad = torch.randn(5)
     optimizer.step()
-    work = Work(7, [[3, 9]], 4, 6, 0.25, [0.1, 0.2], [torch.randn(n) for n in LAYOUT.elements], [[], [5, 6]])
+    work = Work(
+        7,
+        [[3, 9]],
+        4,
+        6,
+        0.25,
+        [0.1, 0.2],
+        [torch.randn(n) for n in LAYOUT.elements],
+        {1: Late(torch.randn(LAYOUT.elements[1]), 0.5, [5, 6])},
+    )
     return Snapshot(state.theta, state.momentum, state.digests, work, False, optimizer.state_dict(), 3)
 
 
