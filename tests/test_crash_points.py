@@ -19,6 +19,7 @@ import torch
 from protocol.digest import model_digest
 from protocol.messages import Action, LeaveRequest
 from protocol.spec import parse_spec
+from tests.coordinator.crew import play_round
 from tests.support import crash_points
 from tests.support.coordinator import InThread, coordinator_thread
 from tests.support.crash_points import forked
@@ -141,12 +142,7 @@ def play(victim: Victim, run: str) -> str:
         for member in members:
             prepare(member)
         for round_ in range(ROUNDS):
-            for member in members:
-                member.assignment(round_)
-            for member in members:
-                member.take_part(round_)
-            for member in members:
-                member.step(round_)
+            play_round(members, round_)
         digests = {model_digest(member.base(p) for p in range(len(member.theta))).hex() for member in members}
         for member in members:
             told = LeaveRequest(state_round=ROUNDS, state_digest=next(iter(digests)))

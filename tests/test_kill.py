@@ -17,32 +17,12 @@ from protocol.messages import Scope
 from protocol.spec import parse_spec
 from tests.support.coordinator import CoordinatorProcess, Running
 from tests.support.reference import fragment_bounds, run_reference
+from tests.support.specs import tiny_spec
 from tests.support.text import write_text
 from tests.support.waiting import wait_until
 from tests.support.workers import WorkerProcess
 
 NAMES = ["w0", "w1", "w2"]
-
-SPEC = """
-name = "killed"
-seed = 3
-[model]
-preset = "tiny"
-[data]
-source = "{text}"
-sequence_length = 32
-[inner]
-batch_size = 4
-learning_rate = 4e-3
-warmup_steps = 4
-[sync]
-rounds = 8
-inner_steps = 5
-fragment_elements = 50000
-[members]
-min_workers = 3
-lease_s = 3600
-"""
 
 
 def get(running: Running, path: str) -> Any:
@@ -97,7 +77,8 @@ def test_a_kill_9_in_the_middle_of_a_round_changes_nothing(
     tmp_path: Path, disturb: Callable[[CoordinatorProcess, WorkerProcess], None]
 ) -> None:
     torch.set_num_threads(1)
-    spec = SPEC.format(text=write_text(tmp_path / "text", seed=2))
+    text = write_text(tmp_path / "text", seed=2)
+    spec = tiny_spec("killed", text, seed=3, rounds=8, min_workers=3, members="lease_s = 3600")
     coordinator = CoordinatorProcess(tmp_path / "data")
     running = coordinator.start()
     workers: list[WorkerProcess] = []

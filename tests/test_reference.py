@@ -12,34 +12,11 @@ from protocol.spec import RunSpec, parse_spec
 from protocol.wire import Payload
 from tests.support.coordinator import Running, coordinator_thread
 from tests.support.reference import fragment_bounds, run_reference
+from tests.support.specs import tiny_spec
 from tests.support.text import write_text
 from tests.support.workers import WorkerProcess
 
 WORKERS = 3
-
-
-def spec_toml(text: Path, codec: str) -> str:
-    return f"""
-name = "reference"
-seed = 7
-[model]
-preset = "tiny"
-[data]
-source = "{text}"
-sequence_length = 32
-[inner]
-batch_size = 4
-learning_rate = 4e-3
-warmup_steps = 4
-[sync]
-rounds = 4
-inner_steps = 5
-upload_codec = "{codec}"
-download_codec = "{codec}"
-fragment_elements = 50000
-[members]
-min_workers = {WORKERS}
-"""
 
 
 def final_state(running: Running, run: str) -> tuple[CheckpointDetail, np.ndarray]:
@@ -82,7 +59,8 @@ def one_thread() -> None:
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_three_workers_and_four_rounds_equal_the_reference_bit_for_bit(tmp_path: Path, codec: str) -> None:
     text = write_text(tmp_path / "text", seed=1)
-    spec = spec_toml(text, codec)
+    codecs = f'upload_codec = "{codec}"\ndownload_codec = "{codec}"'
+    spec = tiny_spec("reference", text, seed=7, rounds=4, min_workers=WORKERS, sync=codecs)
     checkpoint, theta, told = run_for_real(tmp_path, spec)
     parsed: RunSpec = parse_spec(spec)
     reference = run_reference(parsed, WORKERS)

@@ -1,7 +1,5 @@
 """Members of a run for tests: joined, with state 0 seeded and held by all of them."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +88,3 @@ def blocked(path: Path) -> None:
 def unblocked(path: Path) -> None:
     path.unlink()
     path.with_name(path.name + ".aside").rename(path)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Ask again and again, for at most 20 s."""
-    give_up = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < give_up, "it did not come to pass"

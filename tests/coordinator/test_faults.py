@@ -22,10 +22,10 @@ from tests.coordinator.crew import (
     play_round,
     problem,
     unblocked,
-    until,
 )
 from tests.support.coordinator import InThread, SettableClock, coordinator_thread
 from tests.support.member import Member, spec_toml
+from tests.support.waiting import wait_until
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def test_a_checkpoint_that_could_not_be_completed_is_completed_later(tmp_path: P
         (member,) = crew(running, "r", ["w"], rounds=1)
         with refusing(running, "INSERT ON checkpoints"):
             play_round([member], 0)
-            until(lambda: len(events(running, "r", "fault")) == 1)
+            wait_until(lambda: len(events(running, "r", "fault")) == 1)
         assert info(running, "r", "/checkpoints/latest")["round"] == 0
         clock.advance(5)
         running.coordinator.tick()
@@ -167,12 +167,12 @@ def test_a_run_that_was_stopped_stays_so_though_its_last_delta_could_be_made_aft
     clock = SettableClock()
     with coordinator_thread(tmp_path / "data", clock=clock) as running:
         member, _ = play_one_round_of_two(running, deltas_blocked=True)
-        until(lambda: len(events(running, "r", "fault")) == 2)
+        wait_until(lambda: len(events(running, "r", "fault")) == 2)
         with running.client() as admin:
             admin.patch("/v1/runs/r", json={"state": "stopped"})
         unblocked(running.live("r").files.root / "deltas")
         clock.advance(5)
         running.coordinator.tick()
-        until(lambda: not running.live("r").jobs)
+        wait_until(lambda: not running.live("r").jobs)
         assert info(running, "r")["state"] == "stopped"
         problem(member.delta(0, 0), "run-ended")

@@ -11,10 +11,11 @@ from coordinator.files import intact
 from coordinator.storage import QUIET_S
 from coordinator.tables import ContributionRow, FragmentRow
 from protocol.digest import model_digest
-from tests.coordinator.crew import crew, events, info, play_round, problem, until
+from tests.coordinator.crew import crew, events, info, play_round, problem
 from tests.support.coordinator import InThread, SettableClock, coordinator_thread
 from tests.support.full_disk import FullDisk, small_disk
 from tests.support.member import Member, spec_toml
+from tests.support.waiting import wait_until
 
 
 class Patient(httpx.BaseTransport):
@@ -52,10 +53,10 @@ def one_round(running: InThread, run: str, clock: SettableClock, transport: Pati
             running.coordinator.tick()
             return running.live(run).final_digest is not None
 
-        until(stepped)
+        wait_until(stepped)
         member.step(0)
         running.await_state(run, 1)
-        until(lambda: not running.live(run).jobs)
+        wait_until(lambda: not running.live(run).jobs)
         digest = info(running, run)["state_digest"]
         assert digest == member_digest(member)
     return str(digest)

@@ -33,10 +33,10 @@ from tests.coordinator.crew import (
     play_round,
     problem,
     unblocked,
-    until,
 )
 from tests.support.coordinator import InThread, SettableClock, coordinator_thread
 from tests.support.member import spec_toml
+from tests.support.waiting import wait_until
 
 
 class Lives:
@@ -114,7 +114,7 @@ def test_a_fault_of_the_disk_is_recorded_and_the_aggregation_tried_again_until_i
     clock = SettableClock()
     with coordinator_thread(tmp_path / "data", clock=clock) as running:
         a, _ = play_one_round_of_two(running, deltas_blocked=True)
-        until(lambda: len(events(running, "r", "fault")) == 2)
+        wait_until(lambda: len(events(running, "r", "fault")) == 2)
         assert "could not be published" in events(running, "r", "fault")[0]["message"]
         problem(a.delta(0, 0, wait_s=0), "not-published")
         unblocked(running.live("r").files.root / "deltas")
@@ -269,7 +269,7 @@ def test_stopping_answers_those_who_wait_and_takes_no_time(lives: Lives) -> None
         answers: list[str] = []
         poll = threading.Thread(target=lambda: answers.append(member.assignment(0, wait_s=60).action))
         poll.start()
-        until(lambda: "w" in running.live("r").ready)  # the poll has looked once, and waits
+        wait_until(lambda: "w" in running.live("r").ready)  # the poll has looked once, and waits
         began = time.monotonic()
     poll.join(timeout=5)
     assert answers == ["wait"]

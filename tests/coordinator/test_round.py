@@ -9,6 +9,7 @@ import pytest
 from protocol.codecs import CODECS
 from protocol.messages import Scope
 from protocol.outer_step import outer_step
+from tests.coordinator.crew import play_round
 from tests.support.coordinator import InThread, coordinator_thread
 from tests.support.member import Member, spec_toml
 
@@ -39,12 +40,7 @@ def test_two_workers_and_the_coordinator_hold_the_same_state_after_three_rounds(
     members = join_all(running, "r", ["w1", "w0"])
     for round_ in range(3):
         assert [member.assignment(round_).action for member in members[:1]] == ["wait"] or round_ > 0
-        for member in members:
-            member.assignment(round_)
-        for member in members:
-            member.take_part(round_)
-        for member in members:
-            member.step(round_)
+        play_round(members, round_)
     running.await_state("r", 3)
     info = running.client().get("/v1/runs/r").json()
     assert (info["state"], info["round"]) == ("finished", 3)

@@ -6,9 +6,10 @@ from pathlib import Path
 from coordinator.delta_file import mend_delta
 from coordinator.tables import UnitRangeRow
 from coordinator.verifying import verify
-from tests.coordinator.crew import crew, events, info, play_round, problem, until
+from tests.coordinator.crew import crew, events, info, play_round, problem
 from tests.support.coordinator import InThread, coordinator_thread
 from tests.support.member import Member
+from tests.support.waiting import wait_until
 
 
 def spoil(path: Path) -> None:
@@ -85,7 +86,7 @@ def test_spoilt_deltas_are_made_again_after_a_start(tmp_path: Path) -> None:
         before = path.read_bytes()
     spoil(path)
     with coordinator_thread(tmp_path / "data") as running:
-        until(lambda: len(events(running, "r", "mended")) == 1)
+        wait_until(lambda: len(events(running, "r", "mended")) == 1)
         assert "same bytes" in events(running, "r", "mended")[0]["message"]
         assert path.read_bytes() == before
 

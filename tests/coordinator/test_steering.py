@@ -6,10 +6,11 @@ import pytest
 
 from coordinator.steering import CHANGES
 from protocol.messages import RunState
-from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, until
+from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
 from tests.coordinator.test_restart import Lives
 from tests.support.coordinator import InThread
 from tests.support.member import Member, spec_toml
+from tests.support.waiting import wait_until
 
 SITUATIONS = ["before seeding", "seeding", "between rounds", "open round", "half contributed", "finished"]
 REQUESTS = ["paused", "draining", "running", "stopped"]
@@ -118,7 +119,7 @@ def test_a_drained_run_finishes_its_round_sends_everybody_home_and_can_go_on(sha
         member.http.delete(member.path()).raise_for_status()
     assert info(shared, run)["state"] == "paused"
     assert len(events(shared, run, "drained")) == 1
-    until(lambda: info(shared, run, "/checkpoints")["items"][0]["round"] == 1)
+    wait_until(lambda: info(shared, run, "/checkpoints")["items"][0]["round"] == 1)
     change(shared, run, "running")
     for member in (a, b):
         member.join(shared.admin_token)
@@ -150,11 +151,11 @@ def test_a_run_at_rest_keeps_a_checkpoint_of_its_last_state_also_after_a_restart
         play_round([a, b], 2)
         change(running, "r", state)
         running.await_state("r", 3)
-        until(lambda: info(running, "r", "/checkpoints")["items"][0]["round"] == 3)
+        wait_until(lambda: info(running, "r", "/checkpoints")["items"][0]["round"] == 3)
     with lives.database() as database, database.write() as session:
         session.connection().exec_driver_sql("DELETE FROM checkpoints WHERE round = 3")
         session.connection().exec_driver_sql("DELETE FROM checkpoint_fragments WHERE round = 3 AND fragment = 1")
     with lives.life() as running:
-        until(lambda: info(running, "r", "/checkpoints")["items"][0]["round"] == 3)
+        wait_until(lambda: info(running, "r", "/checkpoints")["items"][0]["round"] == 3)
         described = info(running, "r", "/checkpoints/latest")["fragments"]
         assert [each["state_digest"] for each in described] == [a.base(p).hex() for p in (0, 1)]

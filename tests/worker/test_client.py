@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from protocol import messages, wire
 from protocol.digest import parse_content_digest
 from protocol.errors import Problem
 from protocol.fragments import Layout
+from tests.support.http_server import Handler, serving
 from worker.client import Client, open_http
 from worker.errors import Stopped, UnexpectedAnswer
 from worker.heartbeat import Heartbeat
@@ -22,7 +24,7 @@ from worker.membership import Membership
 from worker.retry import BACKOFF_CAP_S
 from worker.transfer import PART_BYTES
 
-Handler = Callable[[httpx.Request], httpx.Response]
+Answer = Callable[[httpx.Request], httpx.Response]
 LIMIT = 1 << 20
 
 
@@ -43,7 +45,7 @@ def problem(slug: str, detail: str = "why", **headers: str) -> httpx.Response:
     return httpx.Response(document.status, json=document.document(), headers=headers)
 
 
-def make_client(answers: list[httpx.Response | Exception] | Handler) -> tuple[Client, Clock, list[httpx.Request]]:
+def make_client(answers: list[httpx.Response | Exception] | Answer) -> tuple[Client, Clock, list[httpx.Request]]:
     """A client whose requests meet `answers` in turn."""
     clock, seen = Clock(), []
 
@@ -429,13 +431,11 @@ def test_long_polls_ask_to_wait() -> None:
 
 def test_over_a_real_socket_with_a_broken_body() -> None:
     """The same over TCP: the server announces more than it sends and hangs up."""
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
     data = state_payload(100_000)
     etag = f'"{blake3(data).hexdigest()}"'
     ranges: list[str | None] = []
 
-    class Server(BaseHTTPRequestHandler):
+    class Broken(Handler, BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             asked = self.headers.get("Range")
             ranges.append(asked)
@@ -449,25 +449,12 @@ def test_over_a_real_socket_with_a_broken_body() -> None:
         def do_PUT(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             assert parse_content_digest(self.headers["Content-Digest"]) == blake3(body).digest()
-            self.send_response(201)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.created()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        with open_http(f"http://127.0.0.1:{server.server_port}") as http:
-            client = Client(http, "r", "t", sleep=lambda _: None)
-            payload = client.delta(0, 0, LIMIT)
-            client.contribute("m", HEADER, [bytes(length) for length in HEADER.frame_bytes])
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(Broken) as url, open_http(url) as http:
+        client = Client(http, "r", "t", sleep=lambda _: None)
+        payload = client.delta(0, 0, LIMIT)
+        client.contribute("m", HEADER, [bytes(length) for length in HEADER.frame_bytes])
     assert payload.header.elements == 100_000
     assert ranges == [None, "bytes=150000-", "bytes=300000-"]
 

@@ -11,17 +11,11 @@ import pytest
 import torch
 
 from protocol.errors import CodecError, Problem
-from protocol.messages import WorkerInfo
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
 from worker.client import Client, open_http
 from worker.diloco import DiLoCo
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +34,6 @@ def parameters(diloco: DiLoCo) -> list[bytes]:
     return [parameter.detach().numpy().tobytes() for parameter in diloco._model.parameters()]
 
 
-def told(run: Toy, name: str) -> WorkerInfo:
-    with run.coordinator.client() as http:
-        return WorkerInfo.model_validate(http.get(f"/v1/runs/toy/workers/{name}").json())
-
-
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
 def test_replicas_are_identical(tmp_path: Path, codec: str) -> None:
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
@@ -53,8 +42,8 @@ def test_replicas_are_identical(tmp_path: Path, codec: str) -> None:
         info = run.final()
         assert info.state_digest is not None
         for name in "abc":
-            assert told(run, name).state_digest == info.state_digest
-            assert told(run, name).state_round == 3
+            assert run.told(name).state_digest == info.state_digest
+            assert run.told(name).state_round == 3
     assert parameters(done["a"]) == parameters(done["b"]) == parameters(done["c"])
     assert info.tokens == 3 * 3 * toy.STEPS * done["a"].spec.unit_tokens
 
@@ -172,7 +161,7 @@ def test_late_work_goes_into_the_next_round(tmp_path: Path, early: set[int]) -> 
         done = run.workers(["a", "b", "c"], **options)
         info = run.final()
         for name in "abc":
-            assert told(run, name).state_digest == info.state_digest
+            assert run.told(name).state_digest == info.state_digest
     assert parameters(done["a"]) == parameters(done["b"]) == parameters(done["c"])
     first, second = clients[0].units[0, 0], clients[0].units[1, 0]
     if early:
@@ -202,7 +191,7 @@ def test_a_lost_lease_whose_units_nobody_took(tmp_path: Path, undisturbed: str) 
         run = Toy(coordinator, toy.spec(), tmp_path)
         run.worker("a", on_step=lose)
         assert run.final().state_digest == undisturbed
-        assert told(run, "a").epoch == 2
+        assert run.told("a").epoch == 2
 
 
 def test_a_lost_lease_noticed_by_the_heartbeat(tmp_path: Path, undisturbed: str) -> None:
@@ -254,7 +243,7 @@ def test_a_lost_lease_whose_units_somebody_took(tmp_path: Path, noticed: str) ->
         b.join(60)
         info = run.final()
         for name in "ab":
-            assert told(run, name).state_digest == info.state_digest
+            assert run.told(name).state_digest == info.state_digest
         assert info.tokens == 2 * 2 * toy.STEPS * a.spec.unit_tokens
 
 
@@ -314,7 +303,7 @@ def test_a_round_whose_steps_were_all_skipped(tmp_path: Path) -> None:
                 if unit >= toy.STEPS:
                     toy.step(diloco, model, optimizer, unit)
         info = run.final()
-        assert info.state_digest == told(run, "a").state_digest
+        assert info.state_digest == run.told("a").state_digest
         assert info.tokens == 2 * toy.STEPS * info.spec.unit_tokens
 
 
@@ -330,10 +319,10 @@ def test_asked_to_stop(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(), tmp_path)
         assert run.worker("a", on_step=stop).inner_step == 2
-        assert told(run, "a").state == "left"
+        assert run.told("a").state == "left"
         run.worker("b", on_step=lambda diloco: units.extend(chain(*diloco._rounds.assignment.units)))
         info = run.final()
-        assert info.state_digest == told(run, "b").state_digest
+        assert info.state_digest == run.told("b").state_digest
         assert info.tokens == (toy.STEPS + 2 + toy.STEPS) * info.spec.unit_tokens
         assert min(units) == toy.STEPS + 2
 
@@ -348,7 +337,7 @@ def test_a_newcomer_recovers_from_checkpoint_and_deltas(tmp_path: Path) -> None:
         run = Toy(coordinator, rounds, tmp_path)
         run.worker("a", on_step=stop)
         run.worker("b")
-        assert run.final().state_digest == told(run, "b").state_digest
+        assert run.final().state_digest == run.told("b").state_digest
 
 
 def test_a_worker_away_for_long_comes_back(tmp_path: Path) -> None:
@@ -366,7 +355,7 @@ def test_a_worker_away_for_long_comes_back(tmp_path: Path) -> None:
         evict(run, "a")
         run.worker("b", on_step=stop)
         run.worker("a", state_dir=tmp_path / "a")
-        assert run.final().state_digest == told(run, "a").state_digest
+        assert run.final().state_digest == run.told("a").state_digest
 
 
 def test_units_of_a_killed_process_are_trained_on(tmp_path: Path) -> None:
@@ -416,7 +405,7 @@ def test_units_of_a_killed_process_are_trained_on(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert told(run, "a").state_digest == run.final().state_digest
+        assert run.told("a").state_digest == run.final().state_digest
     assert units[0] == units[1]
 
 
@@ -425,7 +414,7 @@ def test_diverged_training_sends_nothing(tmp_path: Path) -> None:
         run = Toy(coordinator, toy.spec(), tmp_path)
         with pytest.raises(CodecError, match="round 0: the training has diverged"):
             run.worker("a", lr=1e35)
-        assert told(run, "a").contributions == 0
+        assert run.told("a").contributions == 0
 
 
 def test_a_refusal_reaches_the_caller(tmp_path: Path) -> None:

@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from protocol.codecs import F32
 from protocol.errors import Problem
-from protocol.messages import WorkerInfo
 from protocol.wire import ContributionHeader, Payload, pack_header
 from tests.support.waiting import wait_until
 from tests.worker import toy
@@ -21,16 +19,6 @@ from worker.diloco import DiLoCo
 
 FRAGMENTS = 3
 AT_ONCE = "grace_factor = 0\ngrace_min_s = 0"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def told(run: Toy, name: str) -> WorkerInfo:
-    with run.coordinator.client() as http:
-        return WorkerInfo.model_validate(http.get(f"/v1/runs/toy/workers/{name}").json())
 
 
 class LateClient(MortalClient):
@@ -130,7 +118,7 @@ def test_late_many_rounds_in_a_row_and_nothing_is_forgotten(tmp_path: Path) -> N
         options = {"a": patient, "b": patient, "c": {"client_class": late_client, "on_step": progress_in_round_0_only}}
         run.workers(["a", "b", "c"], **options)
         info = run.final()
-        assert {told(run, name).state_digest for name in "abc"} == {info.state_digest}
+        assert {run.told(name).state_digest for name in "abc"} == {info.state_digest}
     sent, headers = clients[0].sent, clients[0].headers
     assert sent[3, 1] == sent[2, 1] == sent[1, 1]
     first, last = (values(headers[key], sent[key]) for key in ((0, 1), (3, 1)))
@@ -176,10 +164,10 @@ def test_late_work_survives_a_crash(tmp_path: Path) -> None:
         run.workers(["a", "b"], **{name: {"client_class": patient, "on_step": meet} for name in "ab"})
         c.join(60)
         info = run.final()
-        wait_until(lambda: told(run, "c").state == "left")
-        assert {told(run, name).state_digest for name in "abc"} == {info.state_digest}
+        wait_until(lambda: run.told("c").state == "left")
+        assert {run.told(name).state_digest for name in "abc"} == {info.state_digest}
         # Not of the whole run: round 1 closes at once on two of three, so one of the others may miss it.
-        assert told(run, "c").tokens == 2 * toy.STEPS * info.spec.unit_tokens
+        assert run.told("c").tokens == 2 * toy.STEPS * info.spec.unit_tokens
     first, second = clients
     assert second.headers[1, 0].units == first.headers[0, 0].units + second.headers[1, 0].units[1:]
     assert len(second.headers[1, 0].units) == 2

@@ -9,9 +9,8 @@ from queue import SimpleQueue
 
 import httpx
 import pytest
-import torch
 
-from protocol.messages import RoundDetail, WorkerInfo
+from protocol.messages import RoundDetail
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
@@ -20,16 +19,6 @@ from worker.client import Client
 from worker.diloco import DiLoCo
 from worker.errors import Stopped
 from worker.grace import HAND_IN_S, Grace
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def told(run: Toy, name: str) -> WorkerInfo:
-    with run.coordinator.client() as http:
-        return WorkerInfo.model_validate(http.get(f"/v1/runs/toy/workers/{name}").json())
 
 
 def contributors(run: Toy, number: int) -> list[list[str]]:
@@ -65,9 +54,9 @@ def test_uploads_under_way_are_finished_and_no_delta_is_waited_for(tmp_path: Pat
         a.start()
         run.worker("b", on_step=hold)
         a.join()
-        assert told(run, "a").state == "left"
+        assert run.told("a").state == "left"
         assert contributors(run, 1) == [["a", "b"]] * 3
-        assert told(run, "b").state_digest == run.final().state_digest
+        assert run.told("b").state_digest == run.final().state_digest
 
 
 class HandsInOneFragment(Client):
@@ -128,10 +117,10 @@ def test_a_hand_in_that_was_cut_short_is_completed_by_the_next_process(tmp_path:
         a.start()
         run.worker("b", on_step=hold)
         a.join(60)
-        assert told(run, "a").state_digest == told(run, "b").state_digest == run.final().state_digest
+        assert run.told("a").state_digest == run.told("b").state_digest == run.final().state_digest
         others = ["b"] if back_in_round == 2 else ["a", "b"]
         assert contributors(run, 1) == [others, ["a", "b"], others]
-        assert told(run, "a").tokens == (toy.STEPS + 2 + toy.STEPS) * run.info().spec.unit_tokens
+        assert run.told("a").tokens == (toy.STEPS + 2 + toy.STEPS) * run.info().spec.unit_tokens
 
 
 def test_what_an_exception_leaves_behind_is_not_handed_in(tmp_path: Path) -> None:
@@ -145,7 +134,7 @@ def test_what_an_exception_leaves_behind_is_not_handed_in(tmp_path: Path) -> Non
         run = Toy(coordinator, toy.spec(), tmp_path)
         with pytest.raises(Broken):
             run.worker("a", on_step=fail)
-        assert (told(run, "a").state, told(run, "a").contributions) == ("left", 0)
+        assert (run.told("a").state, run.told("a").contributions) == ("left", 0)
 
 
 def test_a_coordinator_that_is_gone_holds_nobody_longer_than_the_grace() -> None:

@@ -4,32 +4,21 @@ coordinator that goes back to a backup; and what an operator does to it."""
 import shutil
 import threading
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import httpx
-import pytest
-import torch
 
 from coordinator.database import DATABASE_FILE
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
-from protocol.messages import Metrics, WorkerInfo
+from protocol.messages import Metrics
+from tests.support.http_server import Handler, serving
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.client import Client, open_http
 from worker.diloco import DiLoCo
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def told(run: Toy, name: str) -> WorkerInfo:
-    with run.coordinator.client() as http:
-        return WorkerInfo.model_validate(http.get(f"/v1/runs/toy/workers/{name}").json())
 
 
 def event_kinds(run: Toy) -> list[str]:
@@ -43,7 +32,7 @@ def test_uploads_that_break_off_in_the_middle_are_sent_again() -> None:
     arrived: list[tuple[bytes, str]] = []
     attempts: list[int] = []
 
-    class Server(BaseHTTPRequestHandler):
+    class HangsUp(Handler, BaseHTTPRequestHandler):
         def do_PUT(self) -> None:
             length = int(self.headers["Content-Length"])
             attempts.append(length)
@@ -52,24 +41,11 @@ def test_uploads_that_break_off_in_the_middle_are_sent_again() -> None:
                 self.close_connection = True  # with the rest of the body unread: a reset
                 return
             arrived.append((self.rfile.read(length), self.headers["Content-Digest"]))
-            self.send_response(201)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.created()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        with open_http(f"http://127.0.0.1:{server.server_port}") as http:
-            client = Client(http, "r", "t", sleep=lambda _: None)
-            client._upload("m", "/x", frames)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(HangsUp) as url, open_http(url) as http:
+        client = Client(http, "r", "t", sleep=lambda _: None)
+        client._upload("m", "/x", frames)
     body = b"".join(frames)
     assert arrived == [(body, content_digest(digest(body)))]
     assert attempts == [len(body)] * 3
@@ -130,7 +106,7 @@ def test_a_contribution_that_the_coordinator_lost_is_sent_again(tmp_path: Path) 
         run = Toy(coordinator, toy.spec(min_workers=2), tmp_path)
         run.workers(["a", "b"], b={"client_class": partial(SpoilsTheOther, run=run, spoiled=spoiled)})
         info = run.final()
-        assert told(run, "a").state_digest == told(run, "b").state_digest == info.state_digest
+        assert run.told("a").state_digest == run.told("b").state_digest == info.state_digest
         assert event_kinds(run).count("contribution-lost") == 1
         assert info.tokens == 2 * 3 * toy.STEPS * info.spec.unit_tokens
     assert len(spoiled) == 1
@@ -168,7 +144,7 @@ def test_the_run_goes_back_to_a_backup(tmp_path: Path) -> None:
         restored.set()
         worker.join(60)
         assert not worker.is_alive()
-        assert told(run, "a").state_digest == run.final().state_digest
+        assert run.told("a").state_digest == run.final().state_digest
 
 
 def test_a_drained_run_lets_its_workers_finish_the_round(tmp_path: Path) -> None:
@@ -181,13 +157,13 @@ def test_a_drained_run_lets_its_workers_finish_the_round(tmp_path: Path) -> None
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(), tmp_path)
         run.worker("a", on_step=drain)
-        assert (told(run, "a").state, told(run, "a").state_round) == ("left", 2)
+        assert (run.told("a").state, run.told("a").state_round) == ("left", 2)
         wait_until(lambda: run.info().state == "paused")
         assert run.info().tokens == 2 * toy.STEPS * run.info().spec.unit_tokens
         with coordinator.client() as http:
             http.patch("/v1/runs/toy", json={"state": "running"}).raise_for_status()
         run.worker("b")
-        assert told(run, "b").state_digest == run.final().state_digest
+        assert run.told("b").state_digest == run.final().state_digest
 
 
 def test_each_worker_has_its_own_h(tmp_path: Path) -> None:
@@ -207,8 +183,8 @@ def test_each_worker_has_its_own_h(tmp_path: Path) -> None:
         run = Toy(coordinator, text, tmp_path)
         run.worker("a", on_step=note)
         info = run.final()
-        assert info.state_digest == told(run, "a").state_digest
-        metrics: Metrics = told(run, "a").metrics
+        assert info.state_digest == run.told("a").state_digest
+        metrics: Metrics = run.told("a").metrics
         assert metrics.inner_steps_per_second is not None
         assert metrics.inner_steps_per_second > 0
     assert seen[0] == (0, 4, 1)

@@ -9,23 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from protocol.messages import WorkerInfo
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.client import Client
 from worker.diloco import DiLoCo
 
 FRAGMENTS = 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def told(run: Toy, name: str) -> WorkerInfo:
-    with run.coordinator.client() as http:
-        return WorkerInfo.model_validate(http.get(f"/v1/runs/toy/workers/{name}").json())
 
 
 class CountingClient(Client):
@@ -94,7 +83,7 @@ def test_a_newcomer_fetches_the_fewer_bytes(
         coordinator.await_state("toy", joins_at)
         client = partial(CountingClient, counts=counts)
         run.worker("b", client_class=client, on_step=note, model=model)
-        assert run.final().state_digest == told(run, "b").state_digest
+        assert run.final().state_digest == run.told("b").state_digest
     assert counts == fetched
     assert scales[0] == (2 / 11 if joins_at else 1), "the inner optimizer of a newcomer warms up"
 
@@ -119,8 +108,8 @@ def test_a_flipped_bit_is_found_and_healed(tmp_path: Path, where: str) -> None:
         run = Toy(coordinator, toy.spec(), tmp_path)
         diloco = run.worker("a", on_step=hit)
         info = run.final()
-        assert info.state_digest == told(run, "a").state_digest
-        assert (info.divergences, told(run, "a").divergences) == (1, 1)
+        assert info.state_digest == run.told("a").state_digest
+        assert (info.divergences, run.told("a").divergences) == (1, 1)
         with coordinator.client() as http:
             events = [event["kind"] for event in http.get("/v1/runs/toy/events?limit=1000").json()["items"]]
         assert events.count("diverged") == 1

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from protocol.messages import RunDetail, Scope
+from protocol.messages import RunDetail, Scope, WorkerInfo
 from tests.support.coordinator import InThread, coordinator_thread
 from tests.support.waiting import wait_until
 from worker.client import Client, open_http
@@ -109,6 +109,11 @@ class Toy:
     def info(self) -> RunDetail:
         with self.coordinator.client() as http:
             return RunDetail.model_validate(http.get("/v1/runs/toy").json())
+
+    def told(self, name: str) -> WorkerInfo:
+        """What the coordinator says of a worker."""
+        with self.coordinator.client() as http:
+            return WorkerInfo.model_validate(http.get(f"/v1/runs/toy/workers/{name}").json())
 
     def final(self) -> RunDetail:
         """The run once it is finished and the coordinator has taken the last outer step itself."""
