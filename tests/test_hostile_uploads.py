@@ -64,7 +64,7 @@ class Target:
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     data_dir: Path = tmp_path_factory.mktemp("hostile") / "data"
     with coordinator_thread(data_dir) as running:
-        running.create_run(spec_toml(rounds=2, min_workers=1))
+        running.create_run(spec_toml(rounds=2, members="lease_s = 3600"))
         running.create_run(spec_toml("other", rounds=2))
         member = Member(running.client(), "r", "w0")
         member.join(running.token(Scope.WORKER))
