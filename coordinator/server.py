@@ -35,7 +35,7 @@ class Server(uvicorn.Server):
 
 def make_server(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> tuple[Server, socket.socket]:
     """A server and its bound socket. OSError where the address is taken, OuterstepError where the directory is."""
-    listening = socket.create_server((settings.host, settings.port), backlog=2048)
+    listening = _listen(settings.host, settings.port)
     try:
         coordinator = Coordinator(settings, clock=clock)
     except BaseException:
@@ -52,7 +52,20 @@ def make_server(settings: Settings, *, clock: Callable[[], float] = time.monoton
     )
     scheme = "https" if settings.tls_certificate else "http"
     host, port = listening.getsockname()[:2]
-    return Server(config, coordinator, f"{scheme}://{host}:{port}"), listening
+    return Server(config, coordinator, f"{scheme}://{netloc(host, port)}"), listening
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A name stands for its IPv4 address where it has one. `::` takes IPv4 as well, where the system can."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = min(found, key=lambda each: each[0] is not socket.AF_INET)
+    both = host == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
+
+
+def netloc(host: str, port: int) -> str:
+    """Host and port as they stand in a URL: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def serve(settings: Settings) -> None:

@@ -13,7 +13,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="OUTERSTEP_COORDINATOR_", extra="forbid")
 
     data_dir: Path = Field(Path("outerstep-data"), description="database, contributions, deltas and checkpoints")
-    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all, :: for all of IPv6 too")
     port: int = Field(8470, ge=0, le=65_535, description="port to listen on; 0 for any that is free")
     tls_certificate: Path | None = Field(None, description="PEM certificate chain, to serve HTTPS without a proxy")
     tls_key: Path | None = Field(None, description="PEM private key of the certificate")

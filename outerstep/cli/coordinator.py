@@ -26,7 +26,9 @@ DataOption = Annotated[
 
 def coordinator(
     data: DataOption = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all, :: for all of IPv6 too.")
+    ] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for any that is free.")] = None,
     tls_certificate: Annotated[
         Path | None,
@@ -64,9 +66,8 @@ def coordinator(
     try:
         server.serve(settings)
     except OSError as error:  # a port that is taken, a certificate that is not there, a directory that is not ours
-        raise UsageError(
-            f"cannot serve at {settings.host}:{settings.port} from {settings.data_dir}: {error}"
-        ) from error
+        address = server.netloc(settings.host, settings.port)
+        raise UsageError(f"cannot serve at {address} from {settings.data_dir}: {error}") from error
 
 
 def migrate(data: DataOption = None) -> None:

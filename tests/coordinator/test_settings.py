@@ -1,5 +1,6 @@
 """The coordinator's settings, by argument and by environment."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,10 @@ from pydantic import ValidationError
 
 from coordinator.server import make_server
 from coordinator.settings import Settings
+from outerstep.cli.coordinator import coordinator as cli_coordinator
+from outerstep.cli.faults import UsageError
+from outerstep.rest import connect
+from tests.support.coordinator import CoordinatorProcess
 
 PREFIX = "OUTERSTEP_COORDINATOR_"
 
@@ -58,6 +63,50 @@ def test_wrong_values_are_refused_and_named(monkeypatch: pytest.MonkeyPatch, key
 def test_an_unknown_setting_is_refused() -> None:
     with pytest.raises(ValidationError, match="colour"):
         Settings(colour="red")  # type: ignore[call-arg]
+
+
+def no_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return True
+    return False
+
+
+@pytest.mark.skipif(no_ipv6(), reason="this machine has no IPv6 loopback")
+def test_an_ipv6_address_stands_in_brackets_in_the_url(tmp_path: Path) -> None:
+    coordinator = CoordinatorProcess(tmp_path / "data", host="::1")
+    running = coordinator.start()
+    try:
+        assert running.url == f"http://[::1]:{coordinator.port}"
+        with connect(running.url, running.admin_token) as client:
+            assert list(client.runs()) == []
+        with pytest.raises(UsageError, match=rf"cannot serve at \[::1\]:{coordinator.port} from .* in use"):
+            cli_coordinator(data=tmp_path / "other", host="::1", port=coordinator.port)
+    finally:
+        coordinator.stop()
+
+
+@pytest.mark.parametrize(
+    ("host", "bound"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("localhost", "127.0.0.1"),
+        ("", "0.0.0.0"),
+        pytest.param("::", "::", marks=pytest.mark.skipif(no_ipv6(), reason="this machine has no IPv6 loopback")),
+    ],
+)
+def test_a_name_stands_for_its_ipv4_address_and_all_of_ipv6_for_all_of_ipv4_too(
+    tmp_path: Path, host: str, bound: str
+) -> None:
+    server, listening = make_server(Settings(data_dir=tmp_path, host=host, port=0))
+    try:
+        assert listening.getsockname()[0] == bound
+        socket.create_connection(("127.0.0.1", listening.getsockname()[1])).close()
+    finally:
+        server.coordinator.close()
+        listening.close()
 
 
 def test_an_address_that_is_taken_is_an_error_and_leaves_the_directory_free(tmp_path: Path) -> None:

@@ -96,8 +96,8 @@ def coordinator_thread(
 class CoordinatorProcess:
     """... as a process of its own, to be killed. `start` returns when it serves; the port stays the same."""
 
-    def __init__(self, data_dir: Path, *, python: Path = Path(sys.executable)) -> None:
-        self.data_dir = data_dir
+    def __init__(self, data_dir: Path, *, host: str = "127.0.0.1", python: Path = Path(sys.executable)) -> None:
+        self.data_dir, self.host = data_dir, host
         self.port = 0
         self._python = str(python)
         self.process: subprocess.Popen[str] | None = None
@@ -106,7 +106,7 @@ class CoordinatorProcess:
         command = [self._python, "-m", "outerstep", "coordinator", "--data", str(self.data_dir)]
         log = (self.data_dir.parent / f"{self.data_dir.name}.log").open("a")
         self.process = subprocess.Popen(
-            [*command, "--port", str(self.port)], stdout=subprocess.PIPE, stderr=log, text=True
+            [*command, "--host", self.host, "--port", str(self.port)], stdout=subprocess.PIPE, stderr=log, text=True
         )
         log.close()
         assert self.process.stdout is not None
