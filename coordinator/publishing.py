@@ -2,6 +2,9 @@
 
 import logging
 
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
 from coordinator import assigning, checkpointing, outer_state, steering
 from coordinator.database import disk_is_full
 from coordinator.delta_file import lost_contributions, write_delta
@@ -10,7 +13,7 @@ from coordinator.files import make_durable
 from coordinator.live_run import LiveRun, OpenRound
 from coordinator.losing import lose_contributions
 from coordinator.rounds import Close, advance, decide, has_quorum
-from coordinator.tables import FragmentRow, RoundRow
+from coordinator.tables import EventRow, FragmentRow, RoundRow
 from coordinator.units import tidy
 from protocol.messages import FragmentState, RunState
 
@@ -56,11 +59,24 @@ def _close(run: LiveRun, index: int, decision: Close) -> None:
         row = session.get_one(FragmentRow, (run.id, run.open.number, index))
         row.state, row.reason, row.contributors = advance(fragment.state, "closed"), decision.reason, contributors
         row.closed_at = run.world.now()
-        if late:
-            message = f"round {run.open.number}, fragment {index} {decision.reason}"
+        if late and not _told_late(run, session, late):
+            message = f"round {run.open.number}, first in fragment {index}: {decision.reason}"
             run.record(session, "late", message, round=run.open.number, fragment=index, workers=late)
     fragment.state, fragment.closes_at = advance(fragment.state, "closed"), None
     start_job(run, index)
+
+
+def _told_late(run: LiveRun, session: Session, workers: list[str]) -> bool:
+    """Whether an event says already that a fragment of the open round closed without just these workers."""
+    assert run.open is not None
+    told = session.scalars(
+        select(EventRow.data).where(
+            EventRow.run_id == run.id,
+            EventRow.kind == "late",
+            EventRow.data["round"].as_integer() == run.open.number,
+        )
+    )
+    return any(data["workers"] == workers for data in told)
 
 
 def start_job(run: LiveRun, index: int) -> None:

@@ -34,9 +34,34 @@ def test_a_round_closes_without_the_straggler_once_quorum_and_grace_have_passed(
     fragment = info(shared, run, "/rounds/0")["fragments"][0]
     assert fragment["contributors"] == ["a", "b"]
     assert fragment["reason"] == "closed without c after 1 s of grace; 2 of 3 workers have contributed"
-    late = events(shared, run, "late")
-    assert [event["data"]["workers"] for event in late] == [["c"], ["c"]]
-    assert "round 0, fragment 0 closed without c" in late[0]["message"]
+    (late,) = events(shared, run, "late")  # of both fragments
+    assert late["data"] == {"round": 0, "fragment": 0, "workers": ["c"]}
+    assert late["message"].startswith("round 0, first in fragment 0: closed without c after 1 s of grace")
+
+
+def test_fragments_that_close_without_different_workers_are_told_of_each(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    members = crew(shared, run, ["a", "b", "c", "d", "e"], rounds=2, members=GRACE_OF_A_SECOND)
+    for round_ in range(2):
+        assignments = [member.assignment(round_) for member in members]
+        without = [("e",), ("d", "e")]
+        for member, assignment in zip(members, assignments, strict=True):
+            for p, values in enumerate(member.pseudo_gradients(round_)):
+                if member.name not in without[p]:
+                    assert member.contribute(assignment, p, values).status_code == 201
+        clock.advance(1)
+        shared.coordinator.tick()
+        for member in members:
+            member.step(round_)
+    told = [event["data"] for event in events(shared, run, "late")]
+    assert told == [
+        {"round": round_, "fragment": fragment, "workers": workers}
+        for round_ in range(2)
+        for fragment, workers in [(0, ["e"]), (1, ["d", "e"])]
+    ]
+    reasons = [fragment["reason"] for fragment in info(shared, run, "/rounds/1")["fragments"]]
+    assert ["closed without e " in reason for reason in reasons] == [True, False]
 
 
 def test_the_grace_is_in_proportion_to_the_time_that_the_quorum_took(
