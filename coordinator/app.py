@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, problem+json, request ids, limits, and the ticking of the clock."""
+"""The FastAPI application: routes, problem+json, request ids, tokens, limits, and the ticking of the clock."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,6 +10,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi_offline import FastAPIOffline
 
 from coordinator.api import checkpoints, events, health, problems, rounds, runs, tokens, workers
+from coordinator.api.authentication import Authenticate
 from coordinator.api.limits import LimitBody, RequestId
 from coordinator.service import Coordinator
 
@@ -39,6 +40,7 @@ def create_app(coordinator: Coordinator) -> FastAPI:
     for group in (runs, workers, rounds, checkpoints, events, tokens, health):
         app.include_router(group.router)
     app.add_middleware(LimitBody)
+    app.add_middleware(Authenticate)
     app.add_middleware(RequestId)
     return app
 

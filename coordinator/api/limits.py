@@ -8,13 +8,25 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.api.problems import fault_response, problem_response
+from coordinator.api.problems import fault_response, refuse
 from protocol.errors import Problem
+from protocol.spec import MAX_SPEC_BYTES
 
-MAX_MESSAGE_BYTES = 16 << 20  # a join lists every tensor of the model
+# Exactly these addresses: a worker or a run may be called "assignment" or "fragments".
+_MAX_BYTES = {
+    re.compile(r"POST /v1/runs"): MAX_SPEC_BYTES,
+    re.compile(r"PUT /v1/runs/[^/]+/workers/[^/]+"): 16 << 20,  # a join lists every tensor of the model
+    re.compile(r"PUT /v1/runs/[^/]+/workers/[^/]+/assignment"): 4 << 20,  # with the units that are carried
+}
+_MAX_OTHER_BYTES = 16 << 10
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-# Exactly these: a worker or a run may be called "fragments".
 _UPLOAD = re.compile(r"/v1/runs/[^/]+/(rounds/[^/]+/fragments/[^/]+/contributions/[^/]+|checkpoints/0/fragments/[^/]+)")
+
+
+def max_message_bytes(method: str, path: str) -> int:
+    """What a JSON body, or a run's spec, may weigh at this address."""
+    asked = f"{method} {path}"
+    return next((limit for address, limit in _MAX_BYTES.items() if address.fullmatch(asked)), _MAX_OTHER_BYTES)
 
 
 class RequestId:
@@ -50,7 +62,7 @@ class RequestId:
 
 
 class LimitBody:
-    """Refuses JSON bodies that are too large, before they are read where they say so, while they are read otherwise.
+    """Refuses messages that are too large, before they are read where they say so, while they are read otherwise.
 
     Payload uploads have limits of their own, which depend on the fragment (`uploads.py`).
     """
@@ -62,10 +74,11 @@ class LimitBody:
         if scope["type"] != "http" or _UPLOAD.fullmatch(scope["path"]):
             await self._app(scope, receive, send)
             return
-        too_large = Problem("payload-too-large", f"a message has at most {MAX_MESSAGE_BYTES} bytes")
+        limit = max_message_bytes(scope["method"], scope["path"])
+        too_large = Problem("payload-too-large", f"a message has at most {limit} bytes here")
         length = Headers(scope=scope).get("content-length", "0")
-        if not length.isdigit() or int(length) > MAX_MESSAGE_BYTES:
-            await problem_response(too_large)(scope, receive, send)
+        if not length.isdigit() or int(length) > limit:
+            await refuse(too_large, scope, receive, send)
             return
         seen = 0
 
@@ -73,7 +86,7 @@ class LimitBody:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > MAX_MESSAGE_BYTES:
+            if seen > limit:
                 # FastAPI makes a 400 of every other exception that reading a body raises.
                 raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, too_large.detail)
             return message

@@ -7,13 +7,16 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
 from coordinator.database import disk_is_full
 from protocol.errors import Problem, WireError
 from protocol.spec import explain
+
+MAX_FORGOTTEN_BYTES = 64 << 20  # a fragment's upload, sent by a worker whose lease has just ended, is within it
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,19 @@ def fault_response(scope: Scope, request_id: str, error: Exception) -> Response:
         return problem_response(Problem("storage-full", "the coordinator's disk is full", retry_after_s=10))
     logger.error("request %s: %s %s failed", request_id, scope["method"], scope["path"], exc_info=error)
     return problem_response(Problem("internal", f"{type(error).__name__}; the log has request {request_id}"))
+
+
+async def refuse(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request whose body has not been read.
+
+    The server reads what still comes of a body, and forgets it, so that the sender is not cut off before it sees the
+    answer and the connection lives on. Of a body that has no end, or one too far away, it need not: it hangs up.
+    """
+    headers, response = Headers(scope=scope), problem_response(problem)
+    length = headers.get("content-length", "0")
+    if "transfer-encoding" in headers or not length.isdigit() or int(length) > MAX_FORGOTTEN_BYTES:
+        response.headers["Connection"] = "close"
+    await response(scope, receive, send)
 
 
 def problem_response(problem: Problem) -> Response:

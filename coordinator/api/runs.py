@@ -9,7 +9,6 @@ from coordinator import epochs, reports, steering
 from coordinator.api.access import Admin, Caller, Limit, ReadableRun, Service
 from protocol.errors import Problem
 from protocol.messages import EpochInfo, Page, RunChange, RunDetail, RunInfo, RunState
-from protocol.spec import MAX_SPEC_BYTES
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
@@ -19,13 +18,8 @@ _TOML_BODY = {"requestBody": {"required": True, "content": {"application/toml": 
 @router.post("", status_code=201, openapi_extra=_TOML_BODY)
 async def create_run(request: Request, response: Response, service: Service, _: Admin) -> RunDetail:
     """Create a run from a TOML spec. The same spec again answers 200 and changes nothing."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_SPEC_BYTES:
-            raise Problem("payload-too-large", f"a spec has at most {MAX_SPEC_BYTES} bytes")
     try:
-        text = body.decode()
+        text = (await request.body()).decode()
     except UnicodeDecodeError as error:
         raise Problem("invalid-spec", f"the spec is not UTF-8: {error}") from error
     run, created = await run_in_threadpool(service.create_run, text)

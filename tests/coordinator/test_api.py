@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import socket
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.api.limits import MAX_MESSAGE_BYTES
+from coordinator.api.limits import max_message_bytes
+from coordinator.app import create_app
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
 from protocol.messages import JoinRequest, Scope
 from protocol.spec import MAX_SPEC_BYTES
@@ -187,22 +189,88 @@ def test_every_answer_carries_a_request_id_the_clients_own_where_it_is_decent(ad
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/tokens", "/v1/runs/fragments/workers/fragments", "/v1/runs/a/workers/fragments/lease"]
+    ("method", "path", "limit"),
+    [
+        ("POST", "/v1/tokens", 16 << 10),
+        ("POST", "/v1/runs", MAX_SPEC_BYTES),
+        ("PUT", "/v1/runs/fragments/workers/fragments", 16 << 20),
+        ("PUT", "/v1/runs/a/workers/assignment", 16 << 20),
+        ("PUT", "/v1/runs/a/workers/b/assignment", 4 << 20),
+        ("PUT", "/v1/runs/a/workers/fragments/lease", 16 << 10),
+        ("DELETE", "/v1/runs/a/workers/b", 16 << 10),
+    ],
 )
-@pytest.mark.parametrize("token", ["admin", "none"])
 @pytest.mark.parametrize("announced", [True, False], ids=["with Content-Length", "chunked"])
-def test_a_message_over_the_limit_is_refused_whoever_sends_it(
-    shared: InThread, path: str, token: str, announced: bool
+def test_a_message_over_the_limit_of_its_address_is_refused(
+    admin: httpx.Client, method: str, path: str, limit: int, announced: bool
 ) -> None:
-    piece = b" " * (1 << 20)
-    count = MAX_MESSAGE_BYTES // len(piece) + 1
+    assert max_message_bytes(method, path) == limit
+    piece = b" " * (1 << 12)
+    count = limit // len(piece) + 1
     headers = {"Content-Type": "application/json"}
     if announced:
         headers["Content-Length"] = str(count * len(piece))
-    with shared.client("" if token == "none" else None) as client:
-        method = "POST" if path == "/v1/tokens" else "PUT"
-        reply = client.request(method, path, content=(piece for _ in range(count)), headers=headers)
+    reply = admin.request(method, path, content=(piece for _ in range(count)), headers=headers)
     problem(reply, "payload-too-large")
+
+
+def ask_and_wait(running: InThread, method: str, path: str, *headers: str) -> tuple[http.client.HTTPResponse, Any]:
+    """The answer, and its document, to a request of which the headers alone are sent. Then the line must be cut."""
+    address = httpx.URL(running.url)
+    with socket.create_connection((address.host, address.port), timeout=20) as line:
+        line.sendall("\r\n".join([f"{method} {path} HTTP/1.1", f"Host: {address.host}", *headers, "", ""]).encode())
+        answer = http.client.HTTPResponse(line)
+        answer.begin()
+        document = json.loads(answer.read())
+        assert line.recv(1) == b"", "the connection goes on"
+    return answer, document
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/tokens"),
+        ("POST", "/v1/runs"),
+        ("PUT", "/v1/runs/r/workers/w"),
+        ("PUT", "/v1/runs/r/rounds/0/fragments/0/contributions/w"),
+        ("PUT", "/v1/runs/r/checkpoints/0/fragments/0"),
+        ("PATCH", "/v1/nowhere"),
+    ],
+)
+@pytest.mark.parametrize("body", [f"Content-Length: {1 << 40}", "Transfer-Encoding: chunked"], ids=["huge", "endless"])
+@pytest.mark.parametrize("token", [None, "Bearer", "Bearer ost_unknown", "Basic b3N0X3Vua25vd24="])
+def test_whoever_shows_no_token_is_refused_before_a_byte_of_the_body(
+    shared: InThread, method: str, path: str, body: str, token: str | None
+) -> None:
+    authorization = [] if token is None else [f"Authorization: {token}"]
+    answer, document = ask_and_wait(shared, method, path, body, *authorization)
+    assert answer.status == 401
+    assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert document["type"] == PROBLEM_PREFIX + "unauthorized"
+
+
+def test_every_address_wants_a_token_before_it_looks_at_the_body(shared: InThread) -> None:
+    paths = create_app(shared.coordinator).openapi()["paths"]
+    asked = [(method.upper(), path) for path, methods in paths.items() for method in methods if path.startswith("/v1/")]
+    assert len(asked) > 20
+    for method, path in asked:
+        with httpx.Client(base_url=shared.url, verify=False) as client:
+            refused = client.request(method, re.sub(r"\{\w+\}", "0", path), content=b"{no json")
+        problem(refused, "unauthorized")
+
+
+def test_a_message_that_is_announced_to_be_huge_is_refused_before_a_byte_of_it(shared: InThread) -> None:
+    authorization = f"Authorization: Bearer {shared.admin_token}"
+    answer, _ = ask_and_wait(shared, "POST", "/v1/tokens", f"Content-Length: {1 << 40}", authorization)
+    assert answer.status == 413
+
+
+def test_a_worker_whose_lease_has_ended_learns_of_it_on_the_same_connection(shared: InThread, member: Member) -> None:
+    """What it was uploading is not kept, but the line is not cut either: the answer must get there."""
+    with shared.client("ost_ended") as client:
+        refused = client.put(member.contribution_path(0, 0), content=bytes(8 << 20))
+        problem(refused, "unauthorized")
+        assert "connection" not in refused.headers
 
 
 def test_an_upload_must_say_its_length_and_digest_and_stay_within_what_a_fragment_can_be(member: Member) -> None:

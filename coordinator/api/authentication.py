@@ -1,0 +1,34 @@
+"""Who is asking is looked at first: nobody without a token gets as much as a body read."""
+
+from fastapi.security.utils import get_authorization_scheme_param
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from coordinator.api.problems import refuse
+from protocol.errors import Problem
+
+
+class Authenticate:
+    """Finds the holder of the bearer token and leaves it in `request.state.identity`, or answers 401.
+
+    All of the interface lies under /v1; health and documentation are for everybody.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        scheme, secret = get_authorization_scheme_param(Headers(scope=scope).get("authorization"))
+        if scheme.lower() != "bearer" or not secret:
+            await refuse(Problem("unauthorized", "send a token: Authorization: Bearer TOKEN"), scope, receive, send)
+            return
+        identity = scope["app"].state.coordinator.identify(secret)
+        if identity is None:
+            detail = "this token is unknown, was revoked, or belongs to a lease that has ended"
+            await refuse(Problem("unauthorized", detail), scope, receive, send)
+            return
+        scope.setdefault("state", {})["identity"] = identity
+        await self._app(scope, receive, send)
