@@ -19,7 +19,7 @@ def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: li
     collecting = advance(fragment.state, "contribution lost")
     with run.world.database.write() as session:
         row = session.get_one(FragmentRow, (run.id, round_, index))
-        row.state, row.reason, row.contributors, row.closed_at = collecting, "", None, None
+        row.state, row.reason, row.contributors, row.quorum_at, row.closed_at = collecting, "", None, None, None
         for worker in workers:
             _forget(run, session, session.get_one(ContributionRow, (run.id, round_, index, worker)))
         message = f"round {round_}, fragment {index}: the disk has lost the contribution of {', '.join(workers)}"

@@ -6,7 +6,7 @@ import secrets
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import assigning, publishing, steering
+from coordinator import accounting, assigning, publishing, steering
 from coordinator.live_run import LiveRun, worker_row
 from coordinator.tables import WorkerRow
 from coordinator.units import return_units
@@ -138,6 +138,8 @@ def leave(run: LiveRun, worker: str, request: LeaveRequest) -> None:
             raise Problem("not-found", f"the run {run.name} has no live worker {worker}")
         if "metrics" in request.model_fields_set:
             run.metrics[worker] = request.metrics
+        if request.report is not None:
+            accounting.keep(run, worker, request.report)
         _end_lease(run, worker, WorkerState.LEFT, "left", request)
 
 

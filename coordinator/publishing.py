@@ -59,6 +59,8 @@ def _close(run: LiveRun, index: int, decision: Close) -> None:
         row = session.get_one(FragmentRow, (run.id, run.open.number, index))
         row.state, row.reason, row.contributors = advance(fragment.state, "closed"), decision.reason, contributors
         row.closed_at = run.world.now()
+        if fragment.quorum_at is not None:
+            row.quorum_at = row.closed_at - (run.world.clock() - fragment.quorum_at)
         if late and not _told_late(run, session, late):
             message = f"round {run.open.number}, first in fragment {index}: {decision.reason}"
             run.record(session, "late", message, round=run.open.number, fragment=index, workers=late)
@@ -148,15 +150,16 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
             close_due(run)
         return
     temporary, size, digest = write_delta(run, opening.number, index, contributed, base)
+    aggregated_at = run.world.now()
     try:
         make_durable(temporary, run.files.delta(opening.number, index))
     finally:
         temporary.unlink(missing_ok=True)
     with run.lock:
-        _record_delta(run, opening, index, size, digest)
+        _record_delta(run, opening, index, size, digest, aggregated_at)
 
 
-def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, digest: bytes) -> None:
+def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, digest: bytes, aggregated_at: float) -> None:
     """Publish: from here on the delta never changes. The last fragment ends the round. Holds the lock."""
     if run.state is RunState.STOPPED:  # while the delta was made
         return
@@ -166,6 +169,7 @@ def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, diges
     with run.world.database.write() as session:
         row = session.get_one(FragmentRow, (run.id, round_, index))
         row.state, row.delta_bytes, row.delta_digest = advance(fragment.state, "published"), size, digest
+        row.aggregated_at, row.published_at = aggregated_at, run.world.now()
         if last:
             session.get_one(RoundRow, (run.id, round_)).closed_at = run.world.now()
             run_row = run.row(session)

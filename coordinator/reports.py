@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator import checkpointing, retention
+from coordinator import accounting, checkpointing, retention
 from coordinator.files import disk_bytes
 from coordinator.live_run import LiveRun
 from coordinator.tables import (
@@ -20,6 +20,7 @@ from coordinator.tables import (
 )
 from protocol.errors import Problem
 from protocol.messages import (
+    Account,
     CheckpointDetail,
     CheckpointInfo,
     Event,
@@ -51,7 +52,12 @@ def run_detail(run: LiveRun) -> RunDetail:
 def _run_fields(run: LiveRun) -> dict[str, Any]:
     with run.world.database.read() as session:
         row = run.row(session)
-        totals = {"tokens": row.tokens, "upload_bytes": row.upload_bytes, "divergences": row.divergences}
+        totals = {
+            "tokens": row.tokens,
+            "upload_bytes": row.upload_bytes,
+            "divergences": row.divergences,
+            "account": Account.model_validate(row.account),
+        }
         held_out_loss = session.scalar(
             select(EvaluationRow.loss)
             .where(EvaluationRow.run_id == run.id)
@@ -125,6 +131,7 @@ def round_detail(run: LiveRun, number: int) -> RoundDetail:
         return RoundDetail(
             **_round_fields(run, session, row),
             fragments=fragments,
+            accounts=accounting.by_worker(session, run.id, number),
             late=[LateContribution(worker=each.worker, fragment=each.fragment, late_s=each.late_s) for each in late],
         )
 
@@ -135,6 +142,11 @@ def _round_fields(run: LiveRun, session: Session, row: RoundRow) -> dict[str, An
         if row.tokens is None
         else (row.tokens, row.loss, row.upload_bytes, row.delta_bytes)
     )
+    quorum_at, collected_at, aggregated_at = (
+        retention.latest(session, run.id, row.round)
+        if row.tokens is None
+        else (row.quorum_at, row.collected_at, row.aggregated_at)
+    )
     evaluation = session.get(EvaluationRow, (run.id, row.round))
     is_open = run.open is not None and run.open.number == row.round
     state, reason = _least_advanced(run) if is_open else (FragmentState.PUBLISHED, "published")
@@ -143,12 +155,16 @@ def _round_fields(run: LiveRun, session: Session, row: RoundRow) -> dict[str, An
         "state": state,
         "reason": reason,
         "opened_at": row.opened_at,
+        "quorum_at": quorum_at,
+        "collected_at": collected_at,
+        "aggregated_at": aggregated_at,
         "closed_at": row.closed_at,
         "tokens": tokens,
         "loss": loss,
         "held_out_loss": None if evaluation is None else evaluation.loss,
         "upload_bytes": upload_bytes,
         "delta_bytes": delta_bytes,
+        "account": Account.model_validate(row.account),
     }
 
 
@@ -165,6 +181,10 @@ def _fragment(run: LiveRun, row: FragmentRow) -> FragmentInfo:
         reason=reason,
         contributors=sorted(contributors),
         closes_in_s=closes_in_s,
+        quorum_at=row.quorum_at,
+        closed_at=row.closed_at,
+        aggregated_at=row.aggregated_at,
+        published_at=row.published_at,
         delta_bytes=row.delta_bytes,
         delta_digest=None if row.delta_digest is None else row.delta_digest.hex(),
     )
@@ -202,6 +222,7 @@ def _worker(run: LiveRun, row: WorkerRow) -> WorkerInfo:
         contributions=row.contributions,
         tokens=row.tokens,
         upload_bytes=row.upload_bytes,
+        account=Account.model_validate(row.account),
         divergences=row.divergences,
         state_round=row.state_round,
         state_digest=None if row.state_digest is None else row.state_digest.hex(),

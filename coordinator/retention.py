@@ -4,11 +4,11 @@ Files. The newest `checkpoints.keep` checkpoints stay, and every delta from the 
 always come from there to the present; the delta that led to the newest one stays in any case, for workers are just
 fetching it. Contributions go once the newest checkpoint covers them.
 
-Rows. Of the last `retention.rounds` rounds, and of every round that has a delta, each contribution and assignment is
-kept; of older rounds their sums. `retention.events` events are kept.
+Rows. Of the last `retention.rounds` rounds, and of every round that has a delta, each contribution, assignment and
+report is kept; of older rounds their sums. `retention.events` events are kept.
 """
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import case, delete, func, select
 from sqlalchemy.orm import Session
 
 from coordinator.live_run import LiveRun
@@ -20,6 +20,7 @@ from coordinator.tables import (
     EventRow,
     FragmentRow,
     LateContributionRow,
+    ReportRow,
     RoundRow,
 )
 
@@ -69,9 +70,10 @@ def _forget_history(run: LiveRun, session: Session, before: int) -> None:
     ).all()
     for row in rows:
         row.tokens, row.loss, row.upload_bytes, row.delta_bytes = sums(session, run.id, row.round)
+        row.quorum_at, row.collected_at, row.aggregated_at = latest(session, run.id, row.round)
     if rows:
         session.flush()
-        for table in (ContributionRow, LateContributionRow, FragmentRow, AssignmentRow):
+        for table in (ContributionRow, LateContributionRow, FragmentRow, AssignmentRow, ReportRow):
             session.execute(delete(table).where(table.run_id == run.id, table.round < before))
 
 
@@ -92,6 +94,16 @@ def sums(session: Session, run_id: int, round_: int) -> tuple[int, float | None,
         select(func.sum(FragmentRow.delta_bytes)).where(FragmentRow.run_id == run_id, FragmentRow.round == round_)
     )
     return tokens or 0, weighted / tokens if tokens else None, uploaded or 0, delta or 0
+
+
+def latest(session: Session, run_id: int, round_: int) -> tuple[float | None, float | None, float | None]:
+    """When the last of one round's fragments had its quorum, was closed, was aggregated; None before."""
+    columns = (FragmentRow.quorum_at, FragmentRow.closed_at, FragmentRow.aggregated_at)
+    query = select(*(case((func.count(each) == func.count(), func.max(each))) for each in columns))
+    quorum_at, collected_at, aggregated_at = session.execute(
+        query.where(FragmentRow.run_id == run_id, FragmentRow.round == round_)
+    ).one()
+    return quorum_at, collected_at, aggregated_at
 
 
 def trim_events(run: LiveRun) -> None:

@@ -26,6 +26,11 @@ def _counter() -> Any:
     return mapped_column(default=0, server_default="0")
 
 
+def _account() -> Any:
+    """What `accounting.py` adds up: a `protocol.messages.Account`."""
+    return mapped_column(default=dict, server_default="{}")
+
+
 class TokenRow(Base):
     """A bearer token of an operator, a worker or a viewer; only the hash of its secret is stored."""
 
@@ -61,6 +66,7 @@ class RunRow(Base):
     upload_bytes: Mapped[int] = _counter()
     divergences: Mapped[int] = _counter()
     checked_epochs: Mapped[int] = _counter()
+    account: Mapped[dict[str, Any]] = _account()
 
 
 class WorkerRow(Base):
@@ -87,6 +93,7 @@ class WorkerRow(Base):
     tokens: Mapped[int] = _counter()
     upload_bytes: Mapped[int] = _counter()
     divergences: Mapped[int] = _counter()
+    account: Mapped[dict[str, Any]] = _account()
 
 
 class UnitRangeRow(Base):
@@ -140,6 +147,10 @@ class RoundRow(Base):
     loss: Mapped[float | None]
     upload_bytes: Mapped[int | None]
     delta_bytes: Mapped[int | None]
+    quorum_at: Mapped[float | None]  # like the next two: the latest of its fragments
+    collected_at: Mapped[float | None]
+    aggregated_at: Mapped[float | None]
+    account: Mapped[dict[str, Any]] = _account()  # complete at any time, and so never summed up
 
 
 class FragmentRow(Base):
@@ -160,6 +171,9 @@ class FragmentRow(Base):
     delta_bytes: Mapped[int | None]
     delta_digest: Mapped[bytes | None]
     closed_at: Mapped[float | None]  # when collecting ended
+    quorum_at: Mapped[float | None]
+    aggregated_at: Mapped[float | None]
+    published_at: Mapped[float | None]
 
 
 class LateContributionRow(Base):
@@ -190,6 +204,21 @@ class ContributionRow(Base):
     loss: Mapped[float]
     norm: Mapped[float]
     accepted_at: Mapped[float]
+
+
+class ReportRow(Base):
+    """What a worker has told of the cost of a round, once per epoch of its membership.
+
+    `account` is a `protocol.messages.Account`.
+    """
+
+    __tablename__ = "reports"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    round: Mapped[int] = mapped_column(primary_key=True)
+    worker: Mapped[str] = mapped_column(String(64), primary_key=True)
+    epoch: Mapped[int] = mapped_column(primary_key=True)
+    account: Mapped[dict[str, Any]]
 
 
 class OuterStateRow(Base):

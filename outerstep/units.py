@@ -1,4 +1,8 @@
-"""Quantities as people read them: decimal prefixes, few digits, a dash for what is not known."""
+"""Quantities as people read and write them: decimal prefixes, few digits, a dash for what is not known."""
+
+import math
+import re
+import sys
 
 UNKNOWN = "–"
 PREFIXES = ("", "k", "M", "G", "T", "P")
@@ -37,3 +41,37 @@ def duration_text(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+# --- read ---------------------------------------------------------------------------------------------------------
+
+_QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*(?P<unit>[a-z/]*)", re.IGNORECASE)
+_FACTORS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+_SECONDS = {"": 1, "us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600}
+
+
+def parse_count(text: str) -> int:
+    """'1.2e9', '150M' or '1.2B' -> 1200000000. Raises ValueError."""
+    return round(_parse(text, _FACTORS, "a number such as 1.2e9, 150M or 1.2B"))
+
+
+def parse_rate(text: str) -> float:
+    """'10mbit', '2.5Gbit/s' -> bits per second. Raises ValueError, for a rate without its unit as well."""
+    units = {f"{prefix}bit{end}": _FACTORS[prefix] for prefix in ("", "k", "m", "g", "t") for end in ("", "/s")}
+    return _parse(text, units, "a rate in bits per second such as 10mbit or 2.5Gbit/s")
+
+
+def parse_seconds(text: str) -> float:
+    """'40ms', '1.5' or '2min' -> seconds. Raises ValueError."""
+    return _parse(text, _SECONDS, "a time such as 40ms or 1.5 (seconds)", least=0.0)
+
+
+def _parse(text: str, units: dict[str, float], expected: str, least: float = sys.float_info.min) -> float:
+    found = _QUANTITY.fullmatch(text.strip())
+    factor = units.get(found["unit"].lower()) if found else None
+    if found is None or factor is None:
+        raise ValueError(f"{text!r} is not {expected}")
+    value = float(found["number"]) * factor
+    if not least <= value < math.inf:
+        raise ValueError(f"{text!r} is too {'small' if value < least else 'large'}; give {expected}")
+    return value

@@ -34,6 +34,61 @@ class Page(_Reply, Generic[Item]):
     next: str | None = None
 
 
+# --- what it cost: bytes and seconds ------------------------------------------------------------------------------
+
+
+class Stage(StrEnum):
+    """What a worker's time goes to. Those up to `leave` follow one another, so that their seconds add up to all of it;
+    the others lie within them, on threads of their own, and overlap."""
+
+    JOIN = "join"
+    SEED = "seed"
+    RECOVER = "recover"
+    WAIT = "wait"  # for a round to open
+    EVALUATE = "evaluate"
+    TRAIN = "train"  # inner steps
+    GATHER = "gather"  # pseudo-gradients
+    SYNC = "sync"  # from the pseudo-gradients to the outer step of the last fragment
+    LEAVE = "leave"
+    SNAPSHOT = "snapshot"
+    ENCODE = "encode"
+    UPLOAD = "upload"  # until it is acknowledged, attempts and pauses between them included
+    AWAIT_DELTA = "await-delta"  # until its first byte
+    DOWNLOAD = "download"
+    OUTER_STEP = "outer-step"  # decoding included
+
+
+SUCCESSIVE = frozenset(list(Stage)[: list(Stage).index(Stage.LEAVE) + 1])
+
+
+class Account(_Reply):
+    """What workers have told of their rounds, added up. Bytes are of payloads, repeated attempts included.
+    Seconds of a stage are those during which at least one thread of a worker was in it."""
+
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    seconds: dict[Stage, float] = Field(default_factory=dict)
+
+    @property
+    def total_s(self) -> float:
+        """The time of the workers, which the successive stages share out."""
+        return sum(seconds for stage, seconds in self.seconds.items() if stage in SUCCESSIVE)
+
+
+class RoundReport(_Request):
+    """What one round has cost one worker: from its last report, so mostly from the end of the round before, to now.
+
+    `epoch` is that of the worker's membership as it made the report: together with the round it makes a report that is
+    repeated count once.
+    """
+
+    round: Count
+    epoch: Count
+    upload_bytes: Annotated[int, Field(ge=0, lt=1 << 60)]
+    download_bytes: Annotated[int, Field(ge=0, lt=1 << 60)]
+    seconds: dict[Stage, Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]]
+
+
 # --- runs ---------------------------------------------------------------------------------------------------------
 
 
@@ -59,6 +114,7 @@ class RunInfo(_Reply):
     elements: int | None
     tokens: int  # trained on, in accepted contributions
     upload_bytes: int  # accepted contributions
+    account: Account = Field(default_factory=Account)  # over all workers
     divergences: int = 0  # times that a worker was found to hold another state than the run's, and had to resync
     held_out_loss: float | None  # the latest, nats per token
     state_digest: HexDigest | None  # of the finished run's outer state
@@ -148,6 +204,7 @@ class LeaveRequest(_Request):
     state_round: Count | None = None
     state_digest: HexDigest | None = None
     metrics: Metrics = Field(default_factory=Metrics)
+    report: RoundReport | None = None  # of the time since the last one
 
 
 class WorkerState(StrEnum):
@@ -175,6 +232,7 @@ class WorkerInfo(_Reply):
     contributions: int
     tokens: int
     upload_bytes: int  # accepted contributions
+    account: Account = Field(default_factory=Account)
     divergences: int = 0  # times that it was found to hold another state than the run's
     state_round: int | None  # told when it left
     state_digest: HexDigest | None
@@ -191,10 +249,11 @@ class Action(StrEnum):
 class AssignmentRequest(_Request):
     """`state_round` is the state that the worker holds; null for none. `carried` are half-open ranges of work units of
     earlier rounds whose work will be in its next contribution: what else it has of earlier rounds returns to the pool
-    when it is told to train. Without it nothing does."""
+    when it is told to train. Without it nothing does. `report` is the latest: told again, it counts once."""
 
     state_round: Count | None = None
     carried: Annotated[list[UnitRange], Field(max_length=MAX_UNIT_RANGES)] | None = None
+    report: RoundReport | None = None
 
 
 class Assignment(_Reply):
@@ -231,6 +290,10 @@ class FragmentInfo(_Reply):
     reason: str
     contributors: list[str]
     closes_in_s: float | None  # null where no deadline is running
+    quorum_at: float | None = None
+    closed_at: float | None = None  # collecting ended
+    aggregated_at: float | None = None
+    published_at: float | None = None
     delta_bytes: int | None
     delta_digest: HexDigest | None
 
@@ -240,12 +303,16 @@ class RoundInfo(_Reply):
     state: FragmentState  # the least advanced of its fragments
     reason: str
     opened_at: float
-    closed_at: float | None
+    quorum_at: float | None = None  # this and the next two: when the last of its fragments had come so far
+    collected_at: float | None = None
+    aggregated_at: float | None = None
+    closed_at: float | None  # the last delta was published
     tokens: int
     loss: float | None  # mean training loss over the contributors, weighted by tokens
     held_out_loss: float | None  # of the state that the round started from
-    upload_bytes: int
+    upload_bytes: int  # accepted contributions
     delta_bytes: int
+    account: Account = Field(default_factory=Account)  # over its workers
 
 
 class LateContribution(_Reply):
@@ -257,7 +324,10 @@ class LateContribution(_Reply):
 
 
 class RoundDetail(RoundInfo):
+    """`accounts`: by worker, as soon as it has told; a worker tells of a round when it asks for the next."""
+
     fragments: list[FragmentInfo]
+    accounts: dict[str, Account] = Field(default_factory=dict)
     late: list[LateContribution] = Field(default_factory=list)
 
 

@@ -23,6 +23,7 @@ from protocol.errors import WireError
 from worker.errors import UnexpectedAnswer
 from worker.grace import Signal
 from worker.retry import Retry, Transient
+from worker.stages import Stages
 from worker.transfer import PART_BYTES, Download, Part, Traffic, pieces, raise_for_problem
 
 T = TypeVar("T")
@@ -62,6 +63,7 @@ class Client:
         self._until: Signal = self.stop
         self._silence_s: float | None = None
         self.traffic = Traffic()
+        self.stages = Stages(clock)
         self._http = http
         self._token = token
         self._retry = Retry(self.stop, sleep=sleep, rng=rng, clock=clock)
@@ -112,10 +114,15 @@ class Client:
         return self._json("PUT", f"{self._path}/workers/{worker}/lease", messages.LeaseReply, metrics, member_token)
 
     def assignment(
-        self, member_token: str, worker: str, state_round: int | None, carried: list[list[int]] | None = None
+        self,
+        member_token: str,
+        worker: str,
+        state_round: int | None,
+        carried: list[list[int]] | None = None,
+        report: messages.RoundReport | None = None,
     ) -> messages.Assignment:
         """What to do next; the coordinator may take its time to answer."""
-        request = messages.AssignmentRequest(state_round=state_round, carried=carried)
+        request = messages.AssignmentRequest(state_round=state_round, carried=carried, report=report)
         path = f"{self._path}/workers/{worker}/assignment"
         return self._json("PUT", path, messages.Assignment, request, member_token, headers=_long_poll())
 
@@ -135,7 +142,8 @@ class Client:
         `contribution-lost` where the round lacks the contribution of the member who asks."""
         path = f"{self._path}/rounds/{round_number}/fragments/{p}/delta"
         headers = self._headers(member_token) | _long_poll()
-        data = self._retry(Download(self._http, path, headers, limit_bytes, self.traffic, self._until).attempt)
+        download = Download(self._http, path, headers, limit_bytes, self.traffic, self.stages, self._until)
+        data = self._retry(download.attempt)
         return _payload(path, data)
 
     def newest_rounds(self, before: int, count: int) -> list[messages.RoundInfo]:
@@ -167,7 +175,7 @@ class Client:
         def fetch() -> None:
             options = (self._http, path, self._headers(), data)
             starts = range(0, len(data), PART_BYTES)
-            parts = [Part(*options, start, self.traffic, self._until) for start in starts]
+            parts = [Part(*options, start, self.traffic, self.stages, self._until) for start in starts]
             for _ in pool.map(lambda part: self._retry(part.attempt), parts):
                 pass
             if blake3(data).hexdigest() != fragment.digest:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from protocol.errors import OuterstepError
-from protocol.messages import DataSummary, EvaluationReport, JoinRequest, RunDetail
+from protocol.messages import DataSummary, EvaluationReport, JoinRequest, RunDetail, Stage
 from protocol.spec import RunSpec
 from worker import snapshot
 from worker.client import Client, open_http
@@ -89,7 +89,7 @@ class DiLoCo:
         self._client = client
         self._files = StateDir(state_dir) if state_dir is not None else None
         self._evaluate = evaluate
-        self._progress = Progress(client.traffic, clock)
+        self._progress = Progress(client.traffic, client.stages, clock)
         request = JoinRequest(tensors=tensor_specs(model), data=data, host=host or {})
         self._membership = Membership(client, name, request, self._files)
         self._steps = InnerSteps(run.spec)
@@ -198,7 +198,7 @@ class DiLoCo:
             if self.spec.sync.inner_steps == "auto":
                 self._heartbeat.beat_now()  # the next round's H depends on how fast this one went
             self._rounds.synchronise(work, self._save(work))
-            self._progress.end_round(work.round)
+            self._progress.end_round(work.round, self._membership.epoch)
             self._rounds.begin_next()
         except Stopped:
             self._rounds.finished = True
@@ -211,7 +211,8 @@ class DiLoCo:
         state, optimizer = self._state, self._optimizer.state_dict()
         warmup_left = self._steps.warmup_left or 0
         taken = Snapshot(state.theta, state.momentum, state.digests, work, partial, optimizer, warmup_left)
-        return self._saver.submit(snapshot.save, self._files, self._owner, taken)
+        save = self._client.stages.timed(Stage.SNAPSHOT, snapshot.save)
+        return self._saver.submit(save, self._files, self._owner, taken)
 
     def _hand_in(self) -> None:
         """Leaving in the middle of a round: contribute the inner steps that were done. The other units return to the
@@ -296,6 +297,7 @@ class DiLoCo:
         round_number = None if state is None else state.round
         state_digest = None if state is None or round_number is None else state.digest()
         try:
-            self._membership.leave(round_number, state_digest, self._progress.metrics())
+            report = self._progress.report(self._membership.epoch)
+            self._membership.leave(round_number, state_digest, self._progress.metrics(), report)
         except (httpx.TransportError, OuterstepError) as error:
             log.warning("could not say goodbye (%s): the lease ends by itself", error)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from protocol.errors import Problem
-from protocol.messages import JoinReply, JoinRequest, LeaveRequest, Metrics
+from protocol.messages import JoinReply, JoinRequest, LeaveRequest, Metrics, RoundReport
 from worker.client import Client
 from worker.state_dir import MemberTokens, StateDir
 
@@ -69,10 +69,15 @@ class Membership:
                     raise
             self._join(None)
 
-    def leave(self, state_round: int | None, state_digest: bytes | None, metrics: Metrics) -> None:
-        request = LeaveRequest(
-            state_round=state_round, state_digest=state_digest.hex() if state_digest else None, metrics=metrics
-        )
+    def leave(
+        self,
+        state_round: int | None,
+        state_digest: bytes | None,
+        metrics: Metrics,
+        report: RoundReport | None = None,
+    ) -> None:
+        hexadecimal = state_digest.hex() if state_digest else None
+        request = LeaveRequest(state_round=state_round, state_digest=hexadecimal, metrics=metrics, report=report)
         self._client.leave(self._token, self.worker, request)
 
     def _join(self, previous: str | None, proposed: str | None = None) -> JoinReply:

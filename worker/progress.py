@@ -1,4 +1,8 @@
-"""A worker's own measurements: what the heartbeat reports and the log line of each round says."""
+"""A worker's own measurements: what the heartbeat tells, what the report on each round tells, and the round's log line.
+
+The phases of the training loop are stages that follow one another; what goes on meanwhile on other threads is measured
+by `Stages` where it happens.
+"""
 
 import logging
 import threading
@@ -7,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from protocol.messages import Metrics
+from protocol.messages import Metrics, RoundReport, Stage
+from worker.stages import Stages
 from worker.transfer import Traffic
 
 log = logging.getLogger(__name__)
@@ -17,22 +22,29 @@ class Progress:
     """Counts and times one worker's rounds. `clock` gives seconds; written by the training loop, read by the
     heartbeat."""
 
-    def __init__(self, traffic: Traffic, clock: Callable[[], float]) -> None:
-        self._traffic, self._clock = traffic, clock
+    def __init__(self, traffic: Traffic, stages: Stages, clock: Callable[[], float]) -> None:
+        self._traffic, self._stages, self._clock = traffic, stages, clock
         self._lock = threading.Lock()
+        self._phase = Stage.JOIN
+        stages.move(None, self._phase)
         self._shown = Metrics(phase="join")
         self._losses: Tensor | None = None
         self._reports = 0
-        self._started = self._trained = clock()
+        self._started = clock()
         self._bytes_before = (0, 0)
+        self._round = 0  # that the next report is on
+        self.last_report: RoundReport | None = None
 
-    def phase(self, name: str, **values: int) -> None:
+    def phase(self, name: str, **values: object) -> None:
+        """What the training loop does from now on."""
+        self._stages.move(self._phase, Stage(name))
+        self._phase = Stage(name)
         with self._lock:
             self._shown = self._shown.model_copy(update={"phase": name, **values})
 
     def begin_round(self, round_number: int) -> None:
         self._losses, self._reports = None, 0
-        self._started = self._clock()
+        self._round, self._started = round_number, self._clock()
         self.phase("train", round=round_number, inner_step=0)
 
     def step(self, inner_step: int) -> None:
@@ -47,35 +59,35 @@ class Progress:
     def end_inner_steps(self, steps: int, tokens: int) -> float:
         """The round's mean loss; 0 where the training loop has reported none."""
         loss = 0.0 if self._losses is None else float(self._losses) / self._reports
-        self._trained = self._clock()
-        seconds = max(self._trained - self._started, 1e-9)
+        seconds = max(self._clock() - self._started, 1e-9)
         finite = loss if torch.isfinite(torch.tensor(loss)) else None
-        with self._lock:
-            self._shown = self._shown.model_copy(
-                update={
-                    "loss": finite,
-                    "tokens_per_second": tokens / seconds,
-                    "inner_steps_per_second": steps / seconds,
-                    "phase": "sync",
-                }
-            )
+        self.phase("gather", loss=finite, tokens_per_second=tokens / seconds, inner_steps_per_second=steps / seconds)
         return loss
 
-    def end_round(self, round_number: int) -> None:
-        """Log the round's line."""
-        up, down = self._traffic.upload_bytes, self._traffic.download_bytes
-        up_before, down_before = self._bytes_before
-        self._bytes_before = (up, down)
+    def end_round(self, round_number: int, epoch: int) -> None:
+        """Make and log the report on the round. From here on the next one is waited for."""
+        self.phase("wait")
+        self._round = round_number
+        self.last_report = report = self.report(epoch)
+        self._round += 1
         metrics = self.metrics()
         log.info(
-            "round %d: loss %s, %.0f tokens/s, %.2f MB up, %.2f MB down, %.2f s compute, %.2f s sync",
+            "round %d: loss %s, %.0f tokens/s, %.2f MB up, %.2f MB down; seconds: %s",
             round_number,
             "unknown" if metrics.loss is None else f"{metrics.loss:.4f}",
             metrics.tokens_per_second or 0.0,
-            (up - up_before) / 1e6,
-            (down - down_before) / 1e6,
-            self._trained - self._started,
-            self._clock() - self._trained,
+            report.upload_bytes / 1e6,
+            report.download_bytes / 1e6,
+            ", ".join(f"{stage} {report.seconds[stage]:.2f}" for stage in Stage if stage in report.seconds),
+        )
+
+    def report(self, epoch: int) -> RoundReport:
+        """Bytes and seconds since the last report."""
+        moved = (self._traffic.upload_bytes, self._traffic.download_bytes)
+        up, down = (now - before for now, before in zip(moved, self._bytes_before, strict=True))
+        self._bytes_before = moved
+        return RoundReport(
+            round=self._round, epoch=epoch, upload_bytes=up, download_bytes=down, seconds=self._stages.take()
         )
 
     def metrics(self) -> Metrics:

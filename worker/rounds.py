@@ -131,8 +131,8 @@ class Rounds:
     def _ask(self) -> Assignment:
         self._epoch = self._membership.epoch
         state_round, carried = self._state.round, self.carry.units
-        worker = self._membership.worker
-        return self._membership.act(lambda token: self._client.assignment(token, worker, state_round, carried))
+        worker, report = self._membership.worker, self._progress.last_report
+        return self._membership.act(lambda token: self._client.assignment(token, worker, state_round, carried, report))
 
     def _follow(self, assignment: Assignment) -> bool:
         """Whether training can go on, or is over; otherwise ask again."""

@@ -16,6 +16,7 @@ import torch
 
 from protocol import wire
 from protocol.errors import Problem
+from protocol.messages import Stage
 from protocol.spec import RunSpec
 from worker.client import Client
 from worker.codecs import pack_fragment
@@ -97,7 +98,8 @@ class Sync:
                     payload, missed_by = self._await_delta(work, p, missed_by, failed)
                     if saved is not None:
                         saved.result()
-                    mean = self._state.step(p, payload)
+                    with self._client.stages(Stage.OUTER_STEP):
+                        mean = self._state.step(p, payload)
                     return None if missed_by is None else Missed(mean, missed_by)
 
             contributions = [uploads.submit(contribute, p) for p in range(len(self._state))]
@@ -137,7 +139,8 @@ class Sync:
         """None where fragment p is in the delta, or will be; else the share of the round's workers that is in it."""
         sync = self._spec.sync
         vector, late = work.deltas[p].to(self._device), work.late.get(p)
-        frames = pack_fragment(vector, sync.upload_codec, zstd=sync.zstd)
+        with self._client.stages(Stage.ENCODE):
+            frames = pack_fragment(vector, sync.upload_codec, zstd=sync.zstd)
         header = wire.ContributionHeader(
             run=self._client.run,
             round=work.round,
@@ -157,7 +160,8 @@ class Sync:
             carried_share=late.share if late else 1.0,
         )
         try:
-            self._membership.act(partial(self._uploader.contribute, header=header, frames=frames))
+            with self._client.stages(Stage.UPLOAD):
+                self._membership.act(partial(self._uploader.contribute, header=header, frames=frames))
         except Problem as problem:
             if problem.slug in ("stale-base", "round-not-open"):
                 raise Resync(problem.detail) from problem
@@ -177,7 +181,8 @@ class Sync:
         fetch = partial(self._client.delta, work.round, p, limit_bytes)
         while True:
             try:
-                return self._membership.act(fetch), missed_by
+                with self._client.stages(Stage.AWAIT_DELTA):
+                    return self._membership.act(fetch), missed_by
             except Problem as problem:
                 if problem.slug in ("gone", "round-not-open"):  # the latter where the run went back to a backup
                     raise Resync(problem.detail) from problem

@@ -13,9 +13,11 @@ from blake3 import blake3
 
 from protocol.digest import Buffer
 from protocol.errors import Problem
+from protocol.messages import Stage
 from worker.errors import Stopped, UnexpectedAnswer
 from worker.grace import Signal
 from worker.retry import Transient
+from worker.stages import Stages
 
 PIECE_BYTES = 1 << 20
 PART_BYTES = 8 << 20
@@ -85,10 +87,17 @@ class Download:
     """
 
     def __init__(
-        self, http: httpx.Client, path: str, headers: dict[str, str], limit_bytes: int, traffic: Traffic, stop: Signal
+        self,
+        http: httpx.Client,
+        path: str,
+        headers: dict[str, str],
+        limit_bytes: int,
+        traffic: Traffic,
+        stages: Stages,
+        stop: Signal,
     ) -> None:
         self._http, self._path, self._headers = http, path, headers
-        self._limit_bytes, self._traffic, self._stop = limit_bytes, traffic, stop
+        self._limit_bytes, self._traffic, self._stages, self._stop = limit_bytes, traffic, stages, stop
         self._restart()
 
     def _restart(self) -> None:
@@ -108,7 +117,7 @@ class Download:
                 raise Transient(f"{self._path} changed while it was fetched")
             raise_for_problem(response)
             self._start(response)
-            for chunk in response.iter_raw():
+            for chunk in self._stages.during(Stage.DOWNLOAD, response.iter_raw()):
                 end = self._received + len(chunk)
                 if end > len(self._data):
                     self._restart()
@@ -160,11 +169,12 @@ class Part:
         data: bytearray,
         start: int,
         traffic: Traffic,
+        stages: Stages,
         stop: Signal,
     ) -> None:
         self._http, self._path, self._headers, self._data = http, path, headers, data
         self._next, self._end = start, min(start + PART_BYTES, len(data))
-        self._traffic, self._stop = traffic, stop
+        self._traffic, self._stages, self._stop = traffic, stages, stop
 
     def attempt(self) -> None:
         """Raises Problem, Transient, httpx.TransportError or UnexpectedAnswer."""
@@ -173,7 +183,7 @@ class Part:
             raise_for_problem(response)
             # A proxy that knows no ranges sends the whole: what lies before our part, or after it, is not ours.
             position = self._next if response.status_code == 206 else 0
-            for chunk in response.iter_raw():
+            for chunk in self._stages.during(Stage.DOWNLOAD, response.iter_raw()):
                 self._take(memoryview(chunk), position)
                 position += len(chunk)
                 if self._next == self._end:

@@ -3,8 +3,9 @@
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
 
-from coordinator import assigning, membership, reports
+from coordinator import accounting, assigning, membership, reports
 from coordinator.api.access import Admin, Caller, Joiner, Limit, MemberRun, PathName, ReadableRun, Service
 from coordinator.api.waiting import poll, preferred_wait_s
 from protocol.errors import Problem
@@ -61,6 +62,9 @@ async def get_assignment(
     http: Request, run: MemberRun, worker: PathName, request: AssignmentRequest, service: Service
 ) -> Assignment:
     """What to do next. Long-polls with `Prefer: wait=SECONDS` while there is nothing to do."""
+
+    if request.report is not None:
+        await run_in_threadpool(accounting.keep, run, worker, request.report)
 
     def look() -> tuple[bool, Assignment]:
         with run.lock:

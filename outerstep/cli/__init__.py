@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from outerstep import __version__
-from outerstep.cli import coordinator, demo, run, token, worker
+from outerstep.cli import coordinator, demo, plan, run, token, worker
 from outerstep.cli.faults import CommandGroup
 
 app = typer.Typer(
@@ -58,6 +58,7 @@ app.command()(worker.worker)
 app.add_typer(run.app, name="run")
 app.add_typer(token.app, name="token")
 app.command()(demo.demo)
+app.command()(plan.plan)
 
 
 def main() -> None:

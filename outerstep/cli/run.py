@@ -16,7 +16,7 @@ from outerstep.display import display_for, round_table, table, worker_table
 from outerstep.follow import FIRST_ROUNDS, follow
 from outerstep.units import UNKNOWN, bytes_text, count_text, loss_text
 from protocol.errors import SpecError
-from protocol.messages import RunChange, RunDetail, RunInfo, WorkerChange
+from protocol.messages import SUCCESSIVE, Account, RunChange, RunDetail, RunInfo, WorkerChange
 from protocol.spec import RunSpec, parse_spec
 
 WATCH_PATIENCE_S = 5.0  # the workers' own figures change without an event
@@ -354,6 +354,8 @@ def _facts(run: RunDetail) -> object:
         ("workers", f"{run.live_workers} live, at least {spec.members.min_workers} needed"),
         ("tokens", count_text(run.tokens)),
         ("uploaded", bytes_text(run.upload_bytes)),
+        ("moved", f"{bytes_text(run.account.upload_bytes)} up, {bytes_text(run.account.download_bytes)} down"),
+        ("workers' time", _shares(run.account)),
         ("on disk", bytes_text(sum(run.disk_bytes.model_dump().values()))),
         ("divergences", str(run.divergences)),
         ("held-out loss", loss_text(run.held_out_loss)),
@@ -364,6 +366,13 @@ def _facts(run: RunDetail) -> object:
     facts = table(["", ""], rows)
     facts.show_header = False
     return facts
+
+
+def _shares(account: Account) -> str:
+    """What the workers' time went to, the largest share first."""
+    shares = {stage: seconds / account.total_s for stage, seconds in account.seconds.items() if stage in SUCCESSIVE}
+    largest = sorted(shares.items(), key=lambda share: -share[1])
+    return ", ".join(f"{stage} {share:.0%}" for stage, share in largest if share >= 0.005) or UNKNOWN
 
 
 def _inner_steps(spec: RunSpec) -> str:

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
 
+from outerstep.plan import FP32_BYTES, allreduce_bytes
 from outerstep.units import bytes_text, duration_text
-from protocol.messages import RoundInfo, RunDetail, WorkerInfo
-
-FP32_BYTES = 4
+from protocol.messages import SUCCESSIVE, RoundInfo, RunDetail, Stage, WorkerInfo
 
 
 @dataclass(frozen=True)
 class Summary:
     """Losses are held out, in nats per byte. Bytes are per worker, the mean over the workers: `upload_bytes` and
     `download_bytes` are the payloads that the workers counted (contributions and deltas, the initial state, and what
-    was sent again), `allreduce_bytes` what per-step fp32 all-reduce sends, and receives as well."""
+    was sent again), `allreduce_bytes` what per-step fp32 all-reduce sends, and receives as well. `stage_seconds` are
+    per worker too, by `protocol.messages.Stage`."""
 
     workers: int
     rounds: int
@@ -26,6 +26,7 @@ class Summary:
     upload_bytes: int
     download_bytes: int
     allreduce_bytes: int
+    stage_seconds: dict[str, float]
     codec: str
     sample: str
 
@@ -48,6 +49,7 @@ def summarise(
         upload_bytes=round(mean(worker.metrics.upload_bytes for worker in workers)),
         download_bytes=round(mean(worker.metrics.download_bytes for worker in workers)),
         allreduce_bytes=allreduce_bytes(len(workers), run.elements or 0, run.round * run.spec.sync.schedule_steps),
+        stage_seconds={stage.value: round(total / len(workers), 2) for stage, total in run.account.seconds.items()},
         codec=run.spec.sync.upload_codec,
         sample=sample,
     )
@@ -61,12 +63,6 @@ def replicas_identical(run: RunDetail, workers: Sequence[WorkerInfo]) -> bool:
     return run.state_digest is not None and all(
         worker.state_digest == run.state_digest and worker.state_round == run.rounds for worker in workers
     )
-
-
-def allreduce_bytes(workers: int, parameters: int, steps: int) -> int:
-    """Bytes that each worker sends, and receives, in `steps` ring all-reduces of fp32 gradients: 2·(n−1)/n of the
-    vector each (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
-    return 2 * (workers - 1) * FP32_BYTES * parameters * steps // workers
 
 
 def summary_text(summary: Summary, run: RunDetail, prompt: str) -> str:
@@ -95,8 +91,23 @@ def summary_text(summary: Summary, run: RunDetail, prompt: str) -> str:
         ]
     lines += [
         f"Time              {duration_text(summary.seconds)}",
+        *_time_lines(summary, run.account.total_s / summary.workers),
         f"The model, given {prompt!r}, writes:",
         "",
         *(f"    {line}".rstrip() for line in summary.sample.splitlines()),
     ]
     return "\n".join(lines)
+
+
+def _time_lines(summary: Summary, total_s: float) -> list[str]:
+    """Where a worker's time went."""
+    if not total_s:
+        return []
+    successive = [stage for stage in Stage if stage in SUCCESSIVE and summary.stage_seconds.get(stage)]
+    within = [stage for stage in Stage if stage not in SUCCESSIVE and summary.stage_seconds.get(stage)]
+    return [
+        f"Time per worker   {duration_text(total_s)}: "
+        + ", ".join(f"{stage} {summary.stage_seconds[stage] / total_s:.0%}" for stage in successive),
+        "                  within these, side by side: "
+        + ", ".join(f"{stage} {duration_text(summary.stage_seconds[stage])}" for stage in within),
+    ]

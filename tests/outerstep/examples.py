@@ -6,6 +6,11 @@ from protocol.spec import parse_spec
 
 SPEC = 'name = "demo"\nmodel.preset = "tiny"\nsync.rounds = 4\nsync.inner_steps = 10\n'
 DIGEST = "ab" * 32
+ACCOUNT = {
+    "upload_bytes": 4000,
+    "download_bytes": 6000,
+    "seconds": {"train": 9.0, "sync": 0.6, "wait": 0.4, "upload": 0.3, "encode": 0.05},
+}
 
 
 def page(items: list[dict[str, Any]], following: str | None) -> dict[str, Any]:
@@ -26,6 +31,7 @@ def run_document(**changes: Any) -> dict[str, Any]:
         "elements": 1000,
         "tokens": 12_800,
         "upload_bytes": 4000,
+        "account": ACCOUNT,
         "held_out_loss": 5.5,
         "state_digest": None,
         "disk_bytes": dict.fromkeys(("contributions", "deltas", "checkpoints", "state", "set_aside"), 0),

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from outerstep.demo.spec import demo_spec
-from outerstep.demo.summary import allreduce_bytes, replicas_identical, summarise, summary_text
+from outerstep.demo.summary import replicas_identical, summarise, summary_text
+from outerstep.plan import allreduce_bytes
 from protocol.messages import RoundInfo, RunDetail, WorkerInfo
 from protocol.spec import CodecName, parse_spec
 from tests.outerstep.examples import DIGEST, round_document, run_document, worker_document
@@ -32,6 +33,7 @@ def test_the_json_has_exactly_the_documented_keys():
         "upload_bytes": 3000,
         "download_bytes": 3000,
         "allreduce_bytes": 160_000,  # 2 · 1/2 · 4 bytes · 1000 parameters · 40 steps
+        "stage_seconds": {"train": 4.5, "sync": 0.3, "wait": 0.2, "upload": 0.15, "encode": 0.03},
         "codec": "int8",
         "sample": "def f():\n    pass",
     }
@@ -74,6 +76,8 @@ def test_the_text_says_the_figures_and_the_formula():
         "per-step fp32 all-reduce: 160 kB up and as much down, 40 and 27 times as much",
         "(ring: 2·(n−1)/n · 4 bytes · 1,000 parameters · 40 steps, n = 2)",
         "1 min 1 s",
+        "Time per worker   5.0 s: wait 4%, train 90%, sync 6%\n",
+        "within these, side by side: encode 0.0 s, upload 0.1 s\n",
         "'def '",
         "    x = 1\n\n    y = 2",
     ):

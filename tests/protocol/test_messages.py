@@ -38,7 +38,13 @@ GOLDEN: list[tuple[BaseModel, str]] = [
         '{"round":1,"inner_step":2,"loss":0.5,"tokens_per_second":null,"inner_steps_per_second":null,"upload_bytes":3,'
         '"download_bytes":0,"phase":null}',
     ),
-    (messages.AssignmentRequest(state_round=3, carried=[[4, 6]]), '{"state_round":3,"carried":[[4,6]]}'),
+    (messages.AssignmentRequest(state_round=3, carried=[[4, 6]]), '{"state_round":3,"carried":[[4,6]],"report":null}'),
+    (
+        messages.RoundReport(
+            round=3, epoch=1, upload_bytes=5, download_bytes=7, seconds={messages.Stage.AWAIT_DELTA: 0.5}
+        ),
+        '{"round":3,"epoch":1,"upload_bytes":5,"download_bytes":7,"seconds":{"await-delta":0.5}}',
+    ),
     (
         messages.Assignment(
             action=messages.Action.TRAIN, reason="round 0 is open", round=0, inner_steps=5, units=[[0, 5]]

@@ -1,0 +1,112 @@
+"""A slow line to a server on this machine: a TCP relay with a rate in each direction and a latency. Needs no root."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self
+
+PIECE_BYTES = 1 << 14
+BURST_S = 0.02  # of lateness that is made up for: timers are not exact
+
+
+class _Way:
+    """One direction of the line, shared by all connections."""
+
+    def __init__(self, bits_per_second: float) -> None:
+        self._rate = bits_per_second
+        self._free_at = 0.0
+
+    def book(self, now: float, size: int) -> float:
+        """When `size` bytes that come now will have passed."""
+        self._free_at = max(self._free_at, now - BURST_S) + 8 * size / self._rate
+        return self._free_at
+
+
+class SlowLine:
+    """Relays connections from `url` to 127.0.0.1:`port`, on a thread of its own. Rates in bit/s, the latency in seconds
+    of a round trip; none of it counts TCP's own bytes."""
+
+    def __init__(self, port: int, *, up: float, down: float, latency_s: float) -> None:
+        self._port, self._delay_s = port, latency_s / 2
+        self._up, self._down = _Way(up), _Way(down)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="line")
+        self._connections: set[asyncio.Task[None]] = set()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._server: asyncio.Server = self._run(asyncio.start_server(self._begin, "127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    async def _stop(self) -> None:
+        self._server.close()
+        for connection in list(self._connections):
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.create_task(self._relay(reader, writer))
+        self._connections.add(connection)
+        connection.add_done_callback(self._connections.discard)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with _closing(writer), _connected(self._port) as (far_reader, far_writer), asyncio.TaskGroup() as ways:
+            ways.create_task(self._carry(reader, far_writer, self._up))
+            ways.create_task(self._carry(far_reader, writer, self._down))
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: _Way) -> None:
+        """Until the sender closes; the receiver is told so."""
+        passed: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._deliver(passed, writer))
+            while True:
+                piece = await reader.read(PIECE_BYTES)
+                at = way.book(self._loop.time(), len(piece))
+                await self._until(at)
+                passed.put_nowait((at + self._delay_s, piece))
+                if not piece:
+                    return
+
+    async def _deliver(self, passed: "asyncio.Queue[tuple[float, bytes]]", writer: asyncio.StreamWriter) -> None:
+        while True:
+            at, piece = await passed.get()
+            await self._until(at)
+            if not piece:
+                writer.write_eof()
+                return
+            writer.write(piece)
+            await writer.drain()
+
+    async def _until(self, at: float) -> None:
+        left = at - self._loop.time()
+        if left > 0:
+            await asyncio.sleep(left)
+
+
+@asynccontextmanager
+async def _closing(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        writer.transport.abort()
+
+
+@asynccontextmanager
+async def _connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with _closing(writer):
+        yield reader, writer

@@ -1,0 +1,178 @@
+"""`outerstep plan` against real syncs: two workers behind slow lines, a coordinator, and what each round cost them.
+
+    python benchmarks/plan.py [--quick] [--json]
+
+The lines are a relay of ours (benchmarks/line.py), so their rates are of payloads, without TCP's own bytes. The workers
+are real ones with a model of one vector and a random gradient; one inner step per round. Seconds and bytes are those
+that the workers tell the coordinator (GET /v1/runs/{run}/rounds/{n}), the stage `sync`; the median over the rounds
+after the first, in which connections are opened and memory is taken.
+"""
+
+import argparse
+import json
+import os
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from benchmarks.line import SlowLine
+from benchmarks.sync import Coordinator
+from outerstep import plan
+from outerstep.plan import Given
+from protocol.messages import RoundDetail, Stage
+from worker.diloco import DiLoCo
+
+WORKERS, ROUNDS = 2, 4
+
+SPEC = """
+name = "{name}"
+[model]
+factory = "none:none"
+[data]
+source = "custom"
+[sync]
+rounds = {rounds}
+inner_steps = 1
+upload_codec = "{up}"
+download_codec = "{down}"
+fragment_elements = {fragment}
+[members]
+min_workers = {workers}
+lease_s = 600
+[checkpoints]
+every_rounds = 1000
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run: codecs, Mbit/s, milliseconds of a round trip, elements per fragment at most."""
+
+    up_codec: str
+    down_codec: str
+    parameters: int
+    up_mbit: float
+    down_mbit: float
+    latency_ms: float
+    fragment: int
+
+    @property
+    def given(self) -> Given:
+        latency_s = self.latency_ms / 1e3
+        return Given(self.parameters, self.up_mbit * 1e6, self.down_mbit * 1e6, 1.0, WORKERS, latency_s, 1000)
+
+
+QUICK = [
+    Case("int8", "int8", 4_000_000, 20, 200, 40, 1 << 20),  # the upload is what takes time
+    Case("int8", "fp32", 2_000_000, 100, 40, 40, 1 << 19),  # the download is
+]
+FULL = [
+    *QUICK,
+    Case("int8", "int8", 16_000_000, 20, 200, 40, 1 << 23),  # two large fragments: all fill and tail
+    Case("bf16", "int8", 4_000_000, 40, 40, 40, 1 << 20),
+    Case("int8", "int8", 1_000_000, 100, 100, 200, 1 << 15),  # many small fragments on a line with latency
+]
+
+
+class Vector(nn.Module):
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(n))
+
+
+def train(url: str, run: str, token: str, rank: int, parameters: int) -> None:
+    """One worker: a step by the same random gradient in every round, so that nothing but the sync takes long."""
+    model = Vector(parameters)
+    model.values.grad = torch.randn(parameters, generator=torch.Generator().manual_seed(rank))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with DiLoCo.connect(model, optimizer, url=url, run=run, token=token, name=f"worker-{rank}") as diloco:
+        for _ in diloco.units():
+            optimizer.step()
+
+
+def measure(coordinator: Coordinator, case: Case, name: str) -> dict[str, Any]:
+    """Run one case; what was predicted and what was measured."""
+    spec = SPEC.format(
+        name=name, rounds=ROUNDS, up=case.up_codec, down=case.down_codec, fragment=case.fragment, workers=WORKERS
+    )
+    port = urlsplit(coordinator.url).port
+    assert port is not None
+    given = case.given
+    headers = {"Authorization": f"Bearer {coordinator.token}"}
+    with ExitStack() as resources:
+        http = resources.enter_context(httpx.Client(base_url=coordinator.url, headers=headers, trust_env=False))
+        http.post("/v1/runs", content=spec.encode()).raise_for_status()
+        lines = [
+            resources.enter_context(SlowLine(port, up=given.up, down=given.down, latency_s=given.latency_s))
+            for _ in range(WORKERS)
+        ]
+        workers = resources.enter_context(ThreadPoolExecutor(WORKERS, "worker"))
+        ended = [
+            workers.submit(train, line.url, name, coordinator.token, rank, case.parameters)
+            for rank, line in enumerate(lines)
+        ]
+        for each in ended:
+            each.result()
+        rounds = [
+            RoundDetail.model_validate_json(http.get(f"/v1/runs/{name}/rounds/{number}").raise_for_status().content)
+            for number in range(1, ROUNDS)
+        ]
+    accounts = [account for each in rounds for account in each.accounts.values()]
+    exchange = plan.exchange(given, case.up_codec, case.down_codec, fragment=case.fragment)
+    measured = {
+        "upload_bytes": statistics.median(account.upload_bytes for account in accounts),
+        "download_bytes": statistics.median(account.download_bytes for account in accounts),
+        "sync_s": statistics.median(account.seconds[Stage.SYNC] for account in accounts),
+    }
+    predicted = {key: asdict(exchange)[key] for key in measured}
+    off = {key: predicted[key] / measured[key] - 1 for key in measured}
+    stages = {stage: statistics.median(each.seconds.get(stage, 0.0) for each in accounts) for stage in Stage}
+    return {"case": asdict(case), "predicted": predicted, "measured": measured, "off": off, "stages": stages}
+
+
+def table(results: list[dict[str, Any]]) -> Table:
+    shown = Table(title=f"{WORKERS} workers, predicted / measured per sync", title_justify="left")
+    shown.add_column("up, down")
+    for column in ("parameters", "fragments of", "Mbit/s up, down", "ms", "MB up", "MB down", "seconds", "off"):
+        shown.add_column(column, justify="right")
+    for each in results:
+        case, predicted, measured = each["case"], each["predicted"], each["measured"]
+        shown.add_row(
+            f"{case['up_codec']}, {case['down_codec']}",
+            f"{case['parameters']:,}",
+            f"{case['fragment']:,}",
+            f"{case['up_mbit']:g}, {case['down_mbit']:g}",
+            f"{case['latency_ms']:g}",
+            f"{predicted['upload_bytes'] / 1e6:.2f} / {measured['upload_bytes'] / 1e6:.2f}",
+            f"{predicted['download_bytes'] / 1e6:.2f} / {measured['download_bytes'] / 1e6:.2f}",
+            f"{predicted['sync_s']:.2f} / {measured['sync_s']:.2f}",
+            f"{each['off']['sync_s']:+.1%}",
+        )
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two cases, in less than a minute")
+    parser.add_argument("--json", action="store_true", help="add one line of JSON with all figures")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with Coordinator.started() as coordinator:
+        cases = QUICK if arguments.quick else FULL
+        results = [measure(coordinator, case, f"plan-{number}") for number, case in enumerate(cases)]
+    Console(width=140).print(table(results))
+    if arguments.json:
+        print(json.dumps({"benchmark": "plan", "cpus": os.cpu_count(), "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""`outerstep plan`."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from outerstep import plan as planning
+from outerstep.cli.faults import UsageError
+from outerstep.cli.printing import console
+from outerstep.display import table
+from outerstep.plan import Given, Setting
+from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, parse_count, parse_rate, parse_seconds
+
+
+def plan(
+    params: Annotated[str, typer.Option(metavar="COUNT", help="Trainable parameters: 1.2e9, 150M, 1.2B.")],
+    up: Annotated[str, typer.Option(metavar="RATE", help="A worker's line towards the coordinator: 10mbit, 1Gbit/s.")],
+    down: Annotated[str, typer.Option(metavar="RATE", help="The same line's other direction.")],
+    step_time: Annotated[str, typer.Option(metavar="TIME", help="Of one inner step: 1.0 (seconds), 350ms.")],
+    workers: Annotated[int, typer.Option(min=1, max=10_000, help="Workers, each with a line like this.")] = 4,
+    latency: Annotated[str, typer.Option(metavar="TIME", help="Of a round trip to the coordinator.")] = "40ms",
+    steps: Annotated[
+        str, typer.Option(metavar="COUNT", help="Inner steps of the whole run; more rounds lose less quality.")
+    ] = "20000",
+    utilisation: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Wanted share of the time in inner steps.")
+    ] = 0.9,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON for programs, instead of tables.")] = False,
+) -> None:
+    """Say what a run would cost on given lines, and recommend codecs and H for it. Nothing is started.
+
+    For every pair of codecs: bytes and seconds per sync, and for several H (inner steps per round) the share of time
+    in inner steps and how many times fewer bytes move than by per-step fp32 all-reduce. docs/performance.md has the
+    model, its sources, and how it compares with measured runs.
+
+    \b
+    Example:
+      outerstep plan --params 1.2e9 --up 10mbit --down 100mbit --step-time 1.0
+    """
+    given = Given(
+        parameters=_parsed("--params", parse_count, params),
+        up=_parsed("--up", parse_rate, up),
+        down=_parsed("--down", parse_rate, down),
+        step_s=_parsed("--step-time", parse_seconds, step_time),
+        workers=workers,
+        latency_s=_parsed("--latency", parse_seconds, latency),
+        steps=_parsed("--steps", parse_count, steps),
+    )
+    found = planning.settings(given)
+    best, reason = planning.recommend(found, utilisation)
+    if as_json:
+        typer.echo(json.dumps(_document(given, found, best, reason), indent=2))
+        return
+    console().print(_table(found))
+    typer.echo("\n" + "\n".join(_lines(given, best, reason)))
+
+
+def _parsed(flag: str, parse: Any, text: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UsageError(f"{flag}: {error}") from error
+
+
+def _document(given: Given, found: Sequence[Setting], best: Setting, reason: str) -> dict[str, Any]:
+    allreduce = {
+        "bytes": planning.allreduce_bytes(given.workers, given.parameters, 1),
+        "seconds": planning.allreduce_seconds(given),
+    }
+    return {
+        "given": asdict(given),
+        "settings": [_flat(each) for each in found],
+        "recommended": _flat(best),
+        "reason": reason,
+        "allreduce_per_step": allreduce,
+    }
+
+
+def _flat(setting: Setting) -> dict[str, Any]:
+    fields = asdict(setting)
+    exchange = fields.pop("exchange")
+    return {**exchange, "codec_loss": exchange["loss"], **fields}
+
+
+def _table(found: Sequence[Setting]) -> Any:
+    """A row per pair of codecs; at each H the utilisation and the factor."""
+    rows = []
+    for start in range(0, len(found), len(planning.INNER_STEPS)):
+        row = found[start : start + len(planning.INNER_STEPS)]
+        each = row[0].exchange
+        rows.append(
+            (
+                each.upload_codec,
+                each.download_codec,
+                bytes_text(each.upload_bytes),
+                bytes_text(each.download_bytes),
+                duration_text(each.sync_s),
+                UNKNOWN if each.loss is None else f"{each.loss:.4f}",
+                *(f"{setting.utilisation:.0%} {count_text(setting.factor)}×" for setting in row),
+            )
+        )
+    columns = ["up", "down", ">bytes up", ">bytes down", ">sync", ">loss"]
+    return table([*columns, *(f">H = {h}" for h in planning.INNER_STEPS)], rows)
+
+
+def _lines(given: Given, best: Setting, reason: str) -> list[str]:
+    allreduce_s = planning.allreduce_seconds(given)
+    exchange = best.exchange
+    hub = [given.workers * 8 * moved / exchange.sync_s for moved in (exchange.upload_bytes, exchange.download_bytes)]
+    return [
+        f"At each H: the share of time in inner steps, and how many times fewer bytes than {given.workers} workers' "
+        "per-step fp32 all-reduce.",
+        f"That would take {duration_text(allreduce_s)} per step on this line: "
+        f"{given.step_s / (given.step_s + allreduce_s):.1%} of the time in inner steps.",
+        f"The coordinator's line must carry {count_text(hub[0])}bit/s in and {count_text(hub[1])}bit/s out meanwhile.",
+        "",
+        f"Recommended: {planning.name(best)}: {duration_text(exchange.sync_s)} of sync per "
+        f"{duration_text(best.inner_steps * given.step_s)} of inner steps, {best.utilisation:.1%}.",
+        reason,
+    ]

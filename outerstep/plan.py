@@ -1,0 +1,246 @@
+"""What a run will cost on given lines: bytes, seconds and quality of every pair of codecs and H. Pure arithmetic.
+
+docs/performance.md explains the model, gives the sources of the figures, and compares it with measured runs.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, get_args
+
+from protocol import wire
+from protocol.codecs import CODECS
+from protocol.digest import DIGEST_BYTES
+from protocol.spec import SyncSpec
+
+INNER_STEPS = (50, 100, 200, 500, 1000, 2000)
+FRAGMENT_ELEMENTS: int = SyncSpec.model_fields["fragment_elements"].default
+
+# What worker/sync.py has under way at once, and the cores that a coordinator is taken to have.
+UPLOADS, DOWNLOADS, COORDINATOR_CORES = 2, 4, 2
+
+FP32_BYTES = 4
+NOISE = 0.001  # nats per byte: smaller differences between codecs were not told apart
+GAP_ROUNDS = 1.1  # DiLoCo ends about this / rounds above synchronous training, in nats per byte
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one codec, measured.
+
+    zstd                       bytes after zstd level 1 as a share of those before, of real pseudo-gradients
+    up, down                   loss above fp32's, nats per byte, as upload and as download codec; None: not measured
+    pack, unpack, accumulate   10^9 elements per second on one core
+    """
+
+    zstd: float
+    up: float | None
+    down: float | None
+    pack: float
+    unpack: float
+    accumulate: float
+
+
+FIGURES = {
+    "fp32": Figures(zstd=0.93, up=0.0, down=0.0, pack=0.16, unpack=0.16, accumulate=2.6),
+    "bf16": Figures(zstd=12.6 / 16, up=0.0007, down=0.0007, pack=0.22, unpack=0.27, accumulate=2.5),
+    "int8": Figures(zstd=7.54 / 8.06, up=0.0003, down=0.0001, pack=0.5, unpack=0.32, accumulate=2.0),
+    "int4": Figures(zstd=3.35 / 4.06, up=0.0005, down=0.0010, pack=0.3, unpack=0.3, accumulate=1.0),
+    "2bit": Figures(zstd=1.95 / 2.06, up=0.0058, down=None, pack=0.2, unpack=0.3, accumulate=1.0),
+    "ternary": Figures(zstd=1.40 / 2.25, up=0.0087, down=None, pack=0.2, unpack=0.3, accumulate=1.0),
+}
+UNKNOWN = Figures(zstd=1.0, up=None, down=None, pack=0.1, unpack=0.1, accumulate=0.5)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the run is to be: lines in bit/s, `latency_s` of a round trip, seconds per inner step, `steps` in all.
+
+    Every worker has a line of its own; the coordinator's is no bottleneck.
+    """
+
+    parameters: int
+    up: float
+    down: float
+    step_s: float
+    workers: int
+    latency_s: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One sync of one worker with a pair of codecs. `loss`: what they cost, nats per byte; None: not measured."""
+
+    upload_codec: str
+    download_codec: str
+    upload_bytes: int
+    download_bytes: int
+    sync_s: float
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An exchange every `inner_steps` steps.
+
+    utilisation   the share of time that goes to inner steps
+    factor        bytes of per-step fp32 all-reduce / bytes of this, both directions together
+    loss          that of the codecs and of `inner_steps`, nats per byte, above synchronous training
+    """
+
+    exchange: Exchange
+    inner_steps: int
+    utilisation: float
+    factor: float
+    loss: float | None
+
+
+def exchanges(given: Given) -> Iterator[Exchange]:
+    """Every pair of codecs that a run spec may name."""
+    uploads, downloads = (get_args(SyncSpec.model_fields[f"{way}load_codec"].annotation) for way in ("up", "down"))
+    for up, down in product(uploads, downloads):
+        yield exchange(given, up, down)
+
+
+def exchange(given: Given, up: str, down: str, *, zstd: bool = True, fragment: int = FRAGMENT_ELEMENTS) -> Exchange:
+    """The bytes and the seconds of one sync, in fragments of at most `fragment` elements."""
+    sizes = fragment_sizes(given.parameters, fragment)
+    upload = sum(count * contribution_bytes(up, n, zstd=zstd) for n, count in sizes.items())
+    download = sum(count * delta_bytes(down, n, given.workers, zstd=zstd) for n, count in sizes.items())
+    losses = (FIGURES.get(up, UNKNOWN).up, FIGURES.get(down, UNKNOWN).down)
+    loss = None if None in losses else sum(filter(None, losses))
+    return Exchange(up, down, upload, download, sync_seconds(given, up, down, upload, download, sizes.total()), loss)
+
+
+def sync_seconds(given: Given, up: str, down: str, upload_bytes: int, download_bytes: int, fragments: int) -> float:
+    """From the pseudo-gradients to the last outer step.
+
+    Fragments go through encoding, line up, aggregation, line down and outer step as through a pipeline: all of it once,
+    for the first that are under way together, and then the slowest of its parts for every other fragment.
+    """
+    n = given.parameters / fragments / 1e9
+    upload, download = FIGURES.get(up, UNKNOWN), FIGURES.get(down, UNKNOWN)
+    encode_s, step_s = n / upload.pack, n / download.unpack
+    up_s, down_s = 8 * upload_bytes / fragments / given.up, 8 * download_bytes / fragments / given.down
+    mean_s = n * (given.workers / upload.accumulate + 1 / download.pack)
+    together = min(UPLOADS, fragments)
+    every = max(
+        up_s,
+        (encode_s + up_s + given.latency_s) / UPLOADS,
+        mean_s / COORDINATOR_CORES,
+        down_s,
+        (given.latency_s + down_s + step_s) / DOWNLOADS,
+    )
+    once = encode_s + together * up_s + given.latency_s + mean_s + given.latency_s + together * down_s + step_s
+    return once + (fragments - together) * every
+
+
+def settings(given: Given) -> list[Setting]:
+    return [setting(given, each, h) for each in exchanges(given) for h in INNER_STEPS]
+
+
+def setting(given: Given, each: Exchange, inner_steps: int) -> Setting:
+    train_s = inner_steps * given.step_s
+    moved = each.upload_bytes + each.download_bytes
+    loss = None if each.loss is None else each.loss + GAP_ROUNDS * inner_steps / given.steps
+    utilisation = train_s / (train_s + each.sync_s + 2 * given.latency_s)  # two: the next round's assignment
+    factor = 2 * allreduce_bytes(given.workers, given.parameters, inner_steps) / moved
+    return Setting(each, inner_steps, utilisation, factor, loss)
+
+
+def recommend(found: list[Setting], wanted: float) -> tuple[Setting, str]:
+    """The setting that loses the least quality of those that reach the utilisation `wanted`, and why in one sentence.
+
+    Of those that lose as little, within the noise of the measurement, it moves the fewest bytes.
+    """
+    measured = [each for each in found if each.loss is not None]
+    enough = [each for each in measured if each.utilisation >= wanted]
+    if not enough:
+        best = max(measured, key=lambda each: each.utilisation)
+        return best, (
+            f"No setting reaches {wanted:.0%} in inner steps: {name(best)} comes nearest, with {best.utilisation:.0%}."
+        )
+    least = min(map(_loss, enough))
+    equal = [each for each in enough if _loss(each) < least + NOISE]
+    best = min(equal, key=lambda each: each.exchange.upload_bytes + each.exchange.download_bytes)
+    return best, (
+        f"{name(best)} loses about {_loss(best):.3f} nats per byte against synchronous training, no more than any other "
+        f"that keeps {wanted:.0%} of the time for inner steps, and moves the fewest bytes of those."
+    )
+
+
+def _loss(each: Setting) -> float:
+    assert each.loss is not None
+    return each.loss
+
+
+def name(each: Setting) -> str:
+    return f"{each.exchange.upload_codec} up, {each.exchange.download_codec} down, H = {each.inner_steps}"
+
+
+# --- bytes --------------------------------------------------------------------------------------------------------
+
+
+def fragment_sizes(parameters: int, fragment: int) -> Counter[int]:
+    """How many fragments have how many elements: `protocol.fragments.plan_fragments` without the tensors."""
+    count = -(-parameters // fragment)
+    larger = parameters % count
+    return Counter({parameters // count: count - larger, parameters // count + 1: larger}) - Counter()
+
+
+def contribution_bytes(codec: str, elements: int, *, zstd: bool) -> int:
+    """Of one worker's payload of one fragment: exact but for what zstd makes of the values."""
+
+    def header(frame_bytes: list[int]) -> wire.Header:
+        return wire.ContributionHeader.model_construct(
+            **_header(codec, elements, frame_bytes),
+            worker="worker-0",
+            base=bytes(DIGEST_BYTES),
+            tokens=1 << 24,
+            inner_steps=500,
+            loss=2.5,
+            norm=1.5,
+            units=[[1 << 24, (1 << 24) + 500]],
+        )
+
+    return _payload_bytes(codec, elements, header, zstd=zstd)
+
+
+def delta_bytes(codec: str, elements: int, workers: int, *, zstd: bool) -> int:
+    """Of the delta of one fragment."""
+    contributors = [wire.Contributor(worker=f"worker-{index}", tokens=1 << 24) for index in range(workers)]
+
+    def header(frame_bytes: list[int]) -> wire.Header:
+        return wire.DeltaHeader.model_construct(
+            **_header(codec, elements, frame_bytes), base=bytes(DIGEST_BYTES), contributors=contributors
+        )
+
+    return _payload_bytes(codec, elements, header, zstd=zstd)
+
+
+def _header(codec: str, elements: int, frame_bytes: list[int]) -> dict[str, Any]:
+    common = {"run": "my-run", "round": 100, "fragment": 100, "codec": codec}
+    return {**common, "elements": elements, "chunk_elements": wire.CHUNK_ELEMENTS, "frame_bytes": frame_bytes}
+
+
+def _payload_bytes(codec: str, elements: int, header: Callable[[list[int]], wire.Header], *, zstd: bool) -> int:
+    ratio = FIGURES.get(codec, UNKNOWN).zstd if zstd else 1.0
+    frames = [round(ratio * CODECS[codec].size(n)) for n in wire.chunk_sizes(elements, wire.CHUNK_ELEMENTS)]
+    return len(wire.pack_header(header(frames))) + sum(frames)
+
+
+# --- what it is compared with -------------------------------------------------------------------------------------
+
+
+def allreduce_bytes(workers: int, parameters: int, steps: int) -> int:
+    """Bytes that each worker sends, and receives, in `steps` ring all-reduces of fp32 gradients: 2·(n−1)/n of the
+    vector each (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
+    return 2 * (workers - 1) * FP32_BYTES * parameters * steps // workers
+
+
+def allreduce_seconds(given: Given) -> float:
+    """Of one fp32 ring all-reduce over these lines: 2·(n−1) steps, each as long as the slower direction takes."""
+    moved = allreduce_bytes(given.workers, given.parameters, 1)
+    return 8 * moved / min(given.up, given.down) + 2 * (given.workers - 1) * given.latency_s

@@ -1,0 +1,122 @@
+"""What rounds cost, as the workers tell it: kept per round and worker, added up per worker, round and run."""
+
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from coordinator.tables import FragmentRow, ReportRow
+from tests.coordinator.crew import crew, info, play_round
+from tests.support.coordinator import InThread
+from tests.support.member import Member
+
+
+def report(round_: int, epoch: int = 1, up: int = 100, down: int = 10, **seconds: float) -> dict[str, Any]:
+    named = {stage.replace("_", "-"): value for stage, value in seconds.items()}
+    return {"round": round_, "epoch": epoch, "upload_bytes": up, "download_bytes": down, "seconds": named}
+
+
+def tell(member: Member, state_round: int, told: dict[str, Any]) -> int:
+    body = {"state_round": state_round, "report": told}
+    return member.http.put(member.path("/assignment"), json=body).status_code
+
+
+def account(up: int = 0, down: int = 0, **seconds: float) -> dict[str, Any]:
+    return {"upload_bytes": up, "download_bytes": down, "seconds": seconds}
+
+
+def test_reports_are_kept_per_round_and_worker_and_added_up(shared: InThread, run: str) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=3, min_workers=2)
+    play_round([a, b], 0)
+    assert info(shared, run)["account"] == account()
+    told = report(0, train=4.0, await_delta=1.5)
+    assert tell(a, 1, told) == 200
+    assert tell(a, 1, told) == 200, "told again, it counts once"
+    assert tell(b, 1, report(0, up=1, down=2, train=2.0)) == 200
+    play_round([a, b], 1)
+    assert tell(a, 2, report(1, train=8.0)) == 200
+
+    first = info(shared, run, "/rounds/0")
+    assert first["accounts"] == {
+        "a": account(100, 10, **{"train": 4.0, "await-delta": 1.5}),
+        "b": account(1, 2, train=2.0),
+    }
+    assert first["account"] == account(101, 12, **{"train": 6.0, "await-delta": 1.5})
+    assert info(shared, run, "/rounds")["items"][0]["account"] == account()
+    assert info(shared, run, "/workers/a")["account"] == account(200, 20, **{"train": 12.0, "await-delta": 1.5})
+    assert info(shared, run)["account"] == account(201, 22, **{"train": 14.0, "await-delta": 1.5})
+
+
+def test_who_leaves_tells_the_rest_and_who_returns_adds_to_it(shared: InThread, run: str) -> None:
+    (member,) = crew(shared, run, ["w"], rounds=2)
+    member.assignment(0)
+    body = {"report": report(0, train=1.0)}
+    member.http.request("DELETE", member.path(), json=body).raise_for_status()
+    member.join(shared.admin_token)
+    assert tell(member, 0, report(0, epoch=2, train=2.0)) == 200
+    assert info(shared, run, "/rounds/0")["accounts"] == {"w": account(200, 20, train=3.0)}
+    assert info(shared, run, "/workers/w")["account"] == account(200, 20, train=3.0)
+
+
+def test_a_round_that_the_run_has_not_come_to_is_not_booked(shared: InThread, run: str) -> None:
+    (member,) = crew(shared, run, ["w"], rounds=2)
+    assert tell(member, 0, report(1)) == 200
+    assert info(shared, run)["account"] == account()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seconds": {"coffee": 1.0}},
+        {"seconds": {"train": -1.0}},
+        {"seconds": {"train": 1e10}},
+        {"upload_bytes": -1},
+        {"download_bytes": 1 << 60},
+        {"round": 1 << 63},
+    ],
+)
+def test_a_report_that_cannot_be_is_refused(shared: InThread, run: str, wrong: dict[str, Any]) -> None:
+    (member,) = crew(shared, run, ["w"], rounds=2)
+    assert tell(member, 0, report(0) | wrong) == 422
+    assert info(shared, run)["account"] == account()
+
+
+def test_reports_go_with_the_history_and_the_sums_stay(shared: InThread, run: str) -> None:
+    spec = {"checkpoints": "every_rounds = 1\nkeep = 1\n[retention]\nrounds = 1"}
+    (member,) = crew(shared, run, ["w"], rounds=5, **spec)
+    for round_ in range(5):
+        play_round([member], round_)
+        assert tell(member, round_ + 1, report(round_, train=1.0)) == 200
+        shared.await_state(run, round_ + 1)
+    with shared.coordinator.database.read() as session:
+        kept = session.scalars(select(ReportRow.round).where(ReportRow.run_id == shared.live(run).id)).all()
+    assert 0 not in kept
+    assert info(shared, run, "/rounds/0")["accounts"] == {}
+    assert info(shared, run, "/rounds/0")["account"] == account(100, 10, train=1.0)
+    assert info(shared, run)["account"] == account(500, 50, train=5.0)
+    assert_in_order(info(shared, run, "/rounds/0"))
+
+
+def test_a_round_says_when_it_came_how_far(shared: InThread, run: str) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=2, min_workers=2)
+    a.assignment(0)
+    b.assignment(0)
+    a.take_part(0)
+    open_ = info(shared, run, "/rounds/0")
+    assert [open_[key] for key in ("quorum_at", "collected_at", "aggregated_at", "closed_at")] == [None] * 4
+    b.take_part(0)
+    a.step(0)
+    shared.await_state(run, 1)
+    done = info(shared, run, "/rounds/0")
+    assert_in_order(done)
+    for fragment in done["fragments"]:
+        times = [fragment[key] for key in ("quorum_at", "closed_at", "aggregated_at", "published_at")]
+        assert times == sorted(times)
+    with shared.coordinator.database.read() as session:
+        rows = session.scalars(select(FragmentRow).where(FragmentRow.run_id == shared.live(run).id)).all()
+    assert done["collected_at"] == max(row.closed_at or 0 for row in rows if row.round == 0)
+
+
+def assert_in_order(round_: dict[str, Any]) -> None:
+    times = [round_[key] for key in ("opened_at", "quorum_at", "collected_at", "aggregated_at", "closed_at")]
+    assert times == sorted(times)

@@ -1,0 +1,182 @@
+"""The planner's arithmetic, against values that were worked out by other means."""
+
+import json
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from outerstep import plan
+from outerstep.cli import app
+from outerstep.plan import FIGURES, Given
+from protocol.codecs import CODECS
+from protocol.fragments import TensorSpec, plan_fragments
+from protocol.spec import SyncSpec
+from protocol.wire import CHUNK_ELEMENTS, Contributor, DeltaHeader, pack_frames, pack_header
+
+GIVEN = Given(parameters=100_000_000, up=10e6, down=100e6, step_s=1.0, workers=4, latency_s=0.04, steps=20_000)
+COMMAND = ["plan", "--params", "1.2e9", "--up", "10mbit", "--down", "100Mbit/s", "--step-time", "1.0"]
+
+
+@pytest.mark.parametrize("parameters", [1, 999, 1 << 23, (1 << 23) + 1, 139_584_000])
+def test_fragments_are_those_of_the_run(parameters: int):
+    layout = plan_fragments([TensorSpec(name="w", shape=[parameters])], plan.FRAGMENT_ELEMENTS)
+    sizes = plan.fragment_sizes(parameters, plan.FRAGMENT_ELEMENTS)
+    assert sorted(layout.elements) == sorted(sizes.elements())
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_bytes_are_those_of_a_real_payload(codec: str):
+    n, workers = 2 * CHUNK_ELEMENTS + 1000, 3
+    values = np.random.default_rng(0).standard_normal(n).astype(np.float32)
+    frames = pack_frames(values, CODECS[codec], zstd=False)
+    header = DeltaHeader(
+        run="my-run",
+        round=100,
+        fragment=100,
+        codec=codec,  # type: ignore[arg-type]
+        elements=n,
+        chunk_elements=CHUNK_ELEMENTS,
+        frame_bytes=[len(frame) for frame in frames],
+        base=bytes(32),
+        contributors=[Contributor(worker=f"worker-{index}", tokens=1 << 24) for index in range(workers)],
+    )
+    real = len(pack_header(header)) + sum(map(len, frames))
+    assert plan.delta_bytes(codec, n, workers, zstd=False) == real
+    packed = plan.delta_bytes(codec, n, workers, zstd=True)
+    assert packed <= real
+    assert 0 < plan.contribution_bytes(codec, n, zstd=False) - sum(map(len, frames)) < 400
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (GIVEN, 8 * 94.27e6 / 10e6),  # 7.54 bits per parameter up
+        (replace(GIVEN, up=1e9), 8 * 94.27e6 / 100e6),  # now the download is the slower one
+    ],
+    ids=["upload", "download"],
+)
+def test_a_sync_takes_as_long_as_its_slower_direction_and_little_more(given: Given, seconds: float):
+    sync_s = plan.exchange(given, "int8", "int8").sync_s
+    assert seconds < sync_s < 1.25 * seconds
+
+
+def test_one_fragment_goes_through_everything_one_after_the_other():
+    given = replace(GIVEN, parameters=1_000_000, latency_s=0.5)
+    each = plan.exchange(given, "int8", "int8")
+    lines = 8 * each.upload_bytes / given.up + 8 * each.download_bytes / given.down
+    cpu = 1e-3 * (1 / FIGURES["int8"].pack + 4 / FIGURES["int8"].accumulate)
+    cpu += 1e-3 * (1 / FIGURES["int8"].pack + 1 / FIGURES["int8"].unpack)
+    assert each.sync_s == pytest.approx(lines + cpu + 2 * 0.5)
+
+
+def test_many_small_fragments_wait_for_the_latency_of_each():
+    given = replace(GIVEN, parameters=1_000_000, latency_s=0.5)
+    assert plan.exchange(given, "int8", "int8", fragment=10_000).sync_s > 100 / plan.UPLOADS * 0.5
+
+
+def test_utilisation_and_factor():
+    each = plan.exchange(GIVEN, "int8", "int8")
+    found = plan.setting(GIVEN, each, 500)
+    assert found.utilisation == pytest.approx(500 / (500 + each.sync_s + 0.08))
+    # 2 · 3/4 · 32 bits per step and direction, against 7.54 bits per round and direction
+    assert found.factor == pytest.approx(48 * 500 / 7.54, rel=1e-3)
+    assert found.loss == pytest.approx(0.0003 + 0.0001 + 1.1 / 40)
+
+
+def test_an_all_reduce_goes_at_the_slower_direction():
+    assert plan.allreduce_seconds(GIVEN) == pytest.approx(8 * 600e6 / 10e6 + 6 * 0.04)
+
+
+def test_every_pair_that_a_spec_may_name_is_there():
+    pairs = {(each.upload_codec, each.download_codec) for each in plan.exchanges(GIVEN)}
+    ups, downs = (get_args(SyncSpec.model_fields[f"{way}load_codec"].annotation) for way in ("up", "down"))
+    assert pairs == {(up, down) for up in ups for down in downs}
+    assert set(ups) | set(downs) <= set(CODECS)
+
+
+def test_a_codec_without_figures_is_planned_for_and_not_recommended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(FIGURES, "int8")
+    found = plan.settings(GIVEN)
+    unknown = [each for each in found if "int8" in (each.exchange.upload_codec, each.exchange.download_codec)]
+    assert unknown
+    assert all(each.loss is None and each.exchange.loss is None for each in unknown)
+    best, _ = plan.recommend(found, 0.0)
+    assert best not in unknown
+
+
+def test_the_recommendation_loses_the_least_of_those_that_reach_the_share():
+    found = plan.settings(GIVEN)
+    best, reason = plan.recommend(found, 0.5)
+    assert best.utilisation >= 0.5
+    assert best.loss is not None
+    for each in found:
+        if each.utilisation >= 0.5 and each.loss is not None:
+            assert each.loss > best.loss - plan.NOISE
+    assert plan.name(best) in reason
+    assert "50%" in reason
+    assert reason.count(".") - reason.count("0.") == 1, "one sentence"
+
+
+def test_on_a_fast_line_fewer_bytes_decide_between_what_loses_as_little():
+    best, _ = plan.recommend(plan.settings(replace(GIVEN, up=1e12, down=1e12)), 0.5)
+    assert best.inner_steps == plan.INNER_STEPS[0]
+    assert best.exchange.upload_codec not in ("fp32", "bf16")
+
+
+def test_where_nothing_reaches_the_share_the_nearest_is_named():
+    found = plan.settings(replace(GIVEN, up=1e3))
+    best, reason = plan.recommend(found, 0.9)
+    assert best.utilisation == max(each.utilisation for each in found)
+    assert reason.startswith("No setting reaches 90% in inner steps")
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, [*COMMAND, *arguments])
+
+
+def test_the_command_prints_a_row_per_pair_and_one_recommendation():
+    result = run()
+    assert result.exit_code == 0, result.output
+    pairs = list(plan.exchanges(GIVEN))
+    lines = result.stdout.splitlines()
+    assert [tuple(line.split()[:2]) for line in lines[1 : 1 + len(pairs)]] == [
+        (each.upload_codec, each.download_codec) for each in pairs
+    ]
+    assert sum(line.startswith("Recommended: ") for line in lines) == 1
+
+
+def test_json_has_every_setting():
+    document = json.loads(run("--json", "--workers", "8", "--latency", "0").stdout)
+    assert document["given"] == {
+        "parameters": 1_200_000_000,
+        "up": 10e6,
+        "down": 100e6,
+        "step_s": 1.0,
+        "workers": 8,
+        "latency_s": 0.0,
+        "steps": 20_000,
+    }
+    assert len(document["settings"]) == len(list(plan.exchanges(GIVEN))) * len(plan.INNER_STEPS)
+    assert document["recommended"] in document["settings"]
+    assert set(document["recommended"]) == {
+        *("upload_codec", "download_codec", "upload_bytes", "download_bytes", "sync_s", "codec_loss"),
+        *("inner_steps", "utilisation", "factor", "loss"),
+    }
+    assert document["allreduce_per_step"]["bytes"] == 2 * 7 * 4 * 1_200_000_000 // 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--up", "10"], "--up: '10' is not a rate in bits per second such as 10mbit"),
+        (["--latency", "soon"], "--latency: 'soon' is not a time"),
+        (["--params", "0"], "--params: '0' is too small"),
+    ],
+)
+def test_what_cannot_be_meant_is_told_with_its_flag(arguments: list[str], said: str):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr

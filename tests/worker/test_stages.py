@@ -1,0 +1,124 @@
+"""The stopwatch, and what a worker tells of a round."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from protocol.messages import Stage
+from worker.progress import Progress
+from worker.stages import Stages
+from worker.transfer import Traffic
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_an_inner_stage_interrupts_the_outer_one(clock: Clock) -> None:
+    stages = Stages(clock)
+    with stages(Stage.AWAIT_DELTA):
+        clock.now += 3
+        with stages(Stage.DOWNLOAD):
+            clock.now += 2
+        clock.now += 1
+    assert stages.take() == {Stage.AWAIT_DELTA: 4, Stage.DOWNLOAD: 2}
+
+
+def test_threads_in_one_stage_count_once_for_as_long_as_there_is_one(clock: Clock) -> None:
+    stages = Stages(clock)
+    inside, leave = threading.Event(), threading.Event()
+
+    def upload() -> None:
+        with stages(Stage.UPLOAD):
+            inside.set()
+            assert leave.wait(30)
+
+    other = threading.Thread(target=upload)
+    with stages(Stage.UPLOAD):
+        clock.now += 1
+        other.start()
+        assert inside.wait(30)
+        clock.now += 2
+    clock.now += 4
+    leave.set()
+    other.join()
+    clock.now += 8
+    assert stages.take() == {Stage.UPLOAD: 7}
+
+
+def test_what_goes_on_is_split_between_two_reports(clock: Clock) -> None:
+    stages = Stages(clock)
+    with stages(Stage.SNAPSHOT):
+        clock.now += 1
+        assert stages.take() == {Stage.SNAPSHOT: 1}
+        clock.now += 2
+    assert stages.take() == {Stage.SNAPSHOT: 2}
+    assert stages.take() == {}
+
+
+def test_a_stage_ends_with_a_fault_and_with_the_items(clock: Clock) -> None:
+    stages = Stages(clock)
+
+    def items() -> Iterator[int]:
+        for item in range(3):
+            clock.now += 1
+            yield item
+
+    def receive() -> None:
+        for item in stages.during(Stage.DOWNLOAD, items()):
+            if item == 1:
+                raise ConnectionError("broke off")
+
+    with pytest.raises(ConnectionError):
+        receive()
+    clock.now += 50
+    assert list(stages.during(Stage.DOWNLOAD, items())) == [0, 1, 2]
+
+    def encode(seconds: float) -> float:
+        clock.now += seconds
+        return seconds
+
+    assert stages.timed(Stage.ENCODE, encode)(4) == 4
+    assert stages.take() == {Stage.DOWNLOAD: 5, Stage.ENCODE: 4}
+
+
+def test_the_phases_of_a_round_add_up_to_its_time(clock: Clock) -> None:
+    traffic, stages = Traffic(), Stages(clock)
+    progress = Progress(traffic, stages, clock)
+    clock.now += 1
+    progress.phase("wait")
+    clock.now += 2
+    progress.begin_round(7)
+    for step in range(4):
+        clock.now += 3
+        progress.report_loss(torch.tensor(float(step)))
+        progress.step(step + 1)
+    assert progress.end_inner_steps(4, 40) == 1.5
+    clock.now += 4
+    progress.phase("sync")
+    traffic.add(up=100, down=10)
+    clock.now += 5
+    progress.end_round(7, epoch=2)
+    report = progress.last_report
+    assert report is not None
+    assert (report.round, report.epoch, report.upload_bytes, report.download_bytes) == (7, 2, 100, 10)
+    seconds = {"join": 1, "wait": 2, "train": 12, "gather": 4, "sync": 5}
+    assert {stage: each for stage, each in report.seconds.items() if each} == seconds
+
+    clock.now += 6
+    traffic.add(down=1)
+    rest = progress.report(epoch=2)
+    assert (rest.round, rest.upload_bytes, rest.download_bytes, rest.seconds) == (8, 0, 1, {"wait": 6})
+    assert progress.metrics().upload_bytes == 100
+    assert progress.metrics().phase == "wait"
