@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 PIECE_BYTES = 1 << 14
-BURST_S = 0.02  # of lateness that is made up for: timers are not exact
+AT_ONCE_S = 0.001  # what is read sooner than this was there already
 
 
 class _Way:
@@ -18,9 +18,11 @@ class _Way:
         self._rate = bits_per_second
         self._free_at = 0.0
 
-    def book(self, now: float, size: int) -> float:
-        """When `size` bytes that come now will have passed."""
-        self._free_at = max(self._free_at, now - BURST_S) + 8 * size / self._rate
+    def book(self, now: float, size: int, *, waited: bool) -> float:
+        """When `size` bytes will have passed. Bytes that had `waited` for us follow right after those before them, even
+        where a busy machine comes late to carry them; others pass from now on."""
+        start = self._free_at if waited else max(self._free_at, now)
+        self._free_at = start + 8 * size / self._rate
         return self._free_at
 
 
@@ -74,8 +76,10 @@ class SlowLine:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._deliver(passed, writer))
             while True:
+                asked_at = self._loop.time()
                 piece = await reader.read(PIECE_BYTES)
-                at = way.book(self._loop.time(), len(piece))
+                now = self._loop.time()
+                at = way.book(now, len(piece), waited=now - asked_at < AT_ONCE_S)
                 await self._until(at)
                 passed.put_nowait((at + self._delay_s, piece))
                 if not piece:

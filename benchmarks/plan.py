@@ -72,14 +72,14 @@ class Case:
 
 
 QUICK = [
-    Case("int8", "int8", 4_000_000, 20, 200, 40, 1 << 20),  # the upload is what takes time
-    Case("int8", "fp32", 2_000_000, 100, 40, 40, 1 << 19),  # the download is
+    Case("int8", "int8", 4_000_000, 10, 100, 40, 1 << 20),  # the upload is what takes time
+    Case("int8", "int8", 4_000_000, 100, 10, 40, 1 << 20),  # the download is
 ]
 FULL = [
     *QUICK,
-    Case("int8", "int8", 16_000_000, 20, 200, 40, 1 << 23),  # two large fragments: all fill and tail
-    Case("bf16", "int8", 4_000_000, 40, 40, 40, 1 << 20),
-    Case("int8", "int8", 1_000_000, 100, 100, 200, 1 << 15),  # many small fragments on a line with latency
+    Case("int8", "int8", 8_000_000, 20, 20, 40, 1 << 22),  # two large fragments: all fill and tail
+    Case("bf16", "int8", 4_000_000, 20, 20, 40, 1 << 20),
+    Case("int8", "int8", 1_000_000, 20, 20, 300, 1 << 15),  # many small fragments and a long way
 ]
 
 
