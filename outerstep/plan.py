@@ -166,8 +166,8 @@ def recommend(found: list[Setting], wanted: float) -> tuple[Setting, str]:
     equal = [each for each in enough if _loss(each) < least + NOISE]
     best = min(equal, key=lambda each: each.exchange.upload_bytes + each.exchange.download_bytes)
     return best, (
-        f"{name(best)} loses about {_loss(best):.3f} nats per byte against synchronous training, no more than any other "
-        f"that keeps {wanted:.0%} of the time for inner steps, and moves the fewest bytes of those."
+        f"{name(best)} loses about {_loss(best):.3f} nats per byte against synchronous training, no more than any "
+        f"other that keeps {wanted:.0%} of the time for inner steps, and moves the fewest bytes of those."
     )
 
 
@@ -203,6 +203,7 @@ def contribution_bytes(codec: str, elements: int, *, zstd: bool) -> int:
             loss=2.5,
             norm=1.5,
             units=[[1 << 24, (1 << 24) + 500]],
+            carried=[],
         )
 
     return _payload_bytes(codec, elements, header, zstd=zstd)
