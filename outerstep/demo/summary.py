@@ -49,7 +49,11 @@ def summarise(
         upload_bytes=round(mean(worker.metrics.upload_bytes for worker in workers)),
         download_bytes=round(mean(worker.metrics.download_bytes for worker in workers)),
         allreduce_bytes=allreduce_bytes(len(workers), run.elements or 0, run.round * run.spec.sync.schedule_steps),
-        stage_seconds={stage.value: round(total / len(workers), 2) for stage, total in run.account.seconds.items()},
+        stage_seconds={
+            stage.value: round(run.account.seconds[stage] / len(workers), 2)
+            for stage in Stage
+            if stage in run.account.seconds
+        },
         codec=run.spec.sync.upload_codec,
         sample=sample,
     )

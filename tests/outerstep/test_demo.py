@@ -85,6 +85,7 @@ def test_the_demo_trains_sums_up_and_leaves_what_it_says(tmp_path: Path):
         "upload_bytes",
         "download_bytes",
         "allreduce_bytes",
+        "stage_seconds",
         "codec",
         "sample",
     ]
@@ -115,6 +116,9 @@ def check_against_rest(data: Path, summary: dict, tmp_path: Path) -> None:
         assert summary["first_loss"] == rounds[-1]["held_out_loss"]
         for key in ("upload_bytes", "download_bytes"):
             assert summary[key] == round(sum(worker["metrics"][key] for worker in workers) / 2)
+            assert [worker["account"][key] for worker in workers] == [worker["metrics"][key] for worker in workers]
+            assert run["account"][key] == sum(worker["account"][key] for worker in workers)
+        assert {"train", "sync", "upload", "download", "outer-step", "snapshot"} <= set(summary["stage_seconds"])
         # What the workers counted holds what the coordinator accepted, and the initial state of one of them.
         assert run["upload_bytes"] <= 2 * summary["upload_bytes"] <= run["upload_bytes"] + 10 * run["elements"]
         steps = 2 * run["spec"]["sync"]["inner_steps"]
