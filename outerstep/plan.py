@@ -204,6 +204,7 @@ def contribution_bytes(codec: str, elements: int, *, zstd: bool) -> int:
             norm=1.5,
             units=[[1 << 24, (1 << 24) + 500]],
             carried=[],
+            carried_share=1.0,
         )
 
     return _payload_bytes(codec, elements, header, zstd=zstd)
