@@ -17,10 +17,12 @@ class _Way:
     def __init__(self, bits_per_second: float) -> None:
         self._rate = bits_per_second
         self._free_at = 0.0
+        self.bytes = 0
 
     def book(self, now: float, size: int, *, waited: bool) -> float:
         """When `size` bytes will have passed. Bytes that had `waited` for us follow right after those before them, even
         where a busy machine comes late to carry them; others pass from now on."""
+        self.bytes += size
         start = self._free_at if waited else max(self._free_at, now)
         self._free_at = start + 8 * size / self._rate
         return self._free_at
@@ -28,11 +30,11 @@ class _Way:
 
 class SlowLine:
     """Relays connections from `url` to 127.0.0.1:`port`, on a thread of its own. Rates in bit/s, the latency in seconds
-    of a round trip; none of it counts TCP's own bytes."""
+    of a round trip; none of it counts TCP's own bytes. `up.bytes` and `down.bytes` have passed."""
 
     def __init__(self, port: int, *, up: float, down: float, latency_s: float) -> None:
         self._port, self._delay_s = port, latency_s / 2
-        self._up, self._down = _Way(up), _Way(down)
+        self.up, self.down = _Way(up), _Way(down)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="line")
         self._connections: set[asyncio.Task[None]] = set()
@@ -67,8 +69,8 @@ class SlowLine:
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with _closing(writer), _connected(self._port) as (far_reader, far_writer), asyncio.TaskGroup() as ways:
-            ways.create_task(self._carry(reader, far_writer, self._up))
-            ways.create_task(self._carry(far_reader, writer, self._down))
+            ways.create_task(self._carry(reader, far_writer, self.up))
+            ways.create_task(self._carry(far_reader, writer, self.down))
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: _Way) -> None:
         """Until the sender closes; the receiver is told so."""

@@ -5,7 +5,8 @@
 The lines are a relay of ours (benchmarks/line.py), so their rates are of payloads, without TCP's own bytes. The workers
 are real ones with a model of one vector and a random gradient; one inner step per round. Seconds and bytes are those
 that the workers tell the coordinator (GET /v1/runs/{run}/rounds/{n}), the stage `sync`; the median over the rounds
-after the first, in which connections are opened and memory is taken.
+after the first, in which connections are opened and memory is taken. `other B`: bytes per fragment and sync, up and
+down, that passed and were no payload.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from benchmarks.line import SlowLine
 from benchmarks.sync import Coordinator
 from outerstep import plan
 from outerstep.plan import Given
-from protocol.messages import RoundDetail, Stage
+from protocol.messages import RoundDetail, RunDetail, Stage
 from worker.diloco import DiLoCo
 
 WORKERS, ROUNDS = 2, 4
@@ -126,6 +127,7 @@ def measure(coordinator: Coordinator, case: Case, name: str) -> dict[str, Any]:
             RoundDetail.model_validate_json(http.get(f"/v1/runs/{name}/rounds/{number}").raise_for_status().content)
             for number in range(1, ROUNDS)
         ]
+        total = RunDetail.model_validate_json(http.get(f"/v1/runs/{name}").raise_for_status().content)
     accounts = [account for each in rounds for account in each.accounts.values()]
     exchange = plan.exchange(given, case.up_codec, case.down_codec, fragment=case.fragment)
     measured = {
@@ -133,16 +135,32 @@ def measure(coordinator: Coordinator, case: Case, name: str) -> dict[str, Any]:
         "download_bytes": statistics.median(account.download_bytes for account in accounts),
         "sync_s": statistics.median(account.seconds[Stage.SYNC] for account in accounts),
     }
+    syncs = WORKERS * ROUNDS * (total.fragments or 1)
+    heads = {  # what passed and is no payload: HTTP's heads and JSON, joining and asking included
+        "up": (sum(line.up.bytes for line in lines) - total.account.upload_bytes) / syncs,
+        "down": (sum(line.down.bytes for line in lines) - total.account.download_bytes) / syncs,
+    }
     predicted = {key: asdict(exchange)[key] for key in measured}
     off = {key: predicted[key] / measured[key] - 1 for key in measured}
     stages = {stage: statistics.median(each.seconds.get(stage, 0.0) for each in accounts) for stage in Stage}
-    return {"case": asdict(case), "predicted": predicted, "measured": measured, "off": off, "stages": stages}
+    figures = {"predicted": predicted, "measured": measured, "off": off, "stages": stages, "head_bytes": heads}
+    return {"case": asdict(case), **figures}
 
 
 def table(results: list[dict[str, Any]]) -> Table:
     shown = Table(title=f"{WORKERS} workers, predicted / measured per sync", title_justify="left")
     shown.add_column("up, down")
-    for column in ("parameters", "fragments of", "Mbit/s up, down", "ms", "MB up", "MB down", "seconds", "off"):
+    for column in (
+        "parameters",
+        "fragments of",
+        "Mbit/s up, down",
+        "ms",
+        "MB up",
+        "MB down",
+        "seconds",
+        "off",
+        "other B",
+    ):
         shown.add_column(column, justify="right")
     for each in results:
         case, predicted, measured = each["case"], each["predicted"], each["measured"]
@@ -156,6 +174,7 @@ def table(results: list[dict[str, Any]]) -> Table:
             f"{predicted['download_bytes'] / 1e6:.2f} / {measured['download_bytes'] / 1e6:.2f}",
             f"{predicted['sync_s']:.2f} / {measured['sync_s']:.2f}",
             f"{each['off']['sync_s']:+.1%}",
+            f"{each['head_bytes']['up']:.0f}, {each['head_bytes']['down']:.0f}",
         )
     return shown
 
