@@ -1,6 +1,6 @@
 """`outerstep plan` against real syncs: two workers behind slow lines, a coordinator, and what each round cost them.
 
-    python benchmarks/plan.py [--quick] [--json]
+    python -m benchmarks.plan [--quick] [--json]
 
 The lines are a relay of ours (benchmarks/line.py), so their rates are of payloads, without TCP's own bytes. The workers
 are real ones with a model of one vector and a random gradient; one inner step per round. Seconds and bytes are those

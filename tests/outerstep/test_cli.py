@@ -37,6 +37,7 @@ COMMANDS = [
     ["migrate"],
     ["worker"],
     ["demo"],
+    ["plan"],
     *(["run", name] for name in RUN_COMMANDS),
     *(["token", name] for name in ("create", "ls", "revoke")),
 ]
