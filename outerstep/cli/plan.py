@@ -6,10 +6,11 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from outerstep import plan as planning
 from outerstep.cli.faults import UsageError
-from outerstep.cli.printing import console
+from outerstep.cli.printing import UNBOUNDED_WIDTH
 from outerstep.display import table
 from outerstep.plan import Given, Setting
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, parse_count, parse_rate, parse_seconds
@@ -54,7 +55,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(_document(given, found, best, reason), indent=2))
         return
-    console().print(_table(found))
+    Console(width=UNBOUNDED_WIDTH, highlight=False).print(_table(found))  # a narrow terminal wraps, it loses nothing
     typer.echo("\n" + "\n".join(_lines(given, best, reason)))
 
 
@@ -99,7 +100,7 @@ def _table(found: Sequence[Setting]) -> Any:
                 bytes_text(each.download_bytes),
                 duration_text(each.sync_s),
                 UNKNOWN if each.loss is None else f"{each.loss:.4f}",
-                *(f"{setting.utilisation:.0%} {count_text(setting.factor)}×" for setting in row),
+                *(f"{setting.utilisation:.0%} {count_text(setting.factor).replace(' ', '')}×" for setting in row),
             )
         )
     columns = ["up", "down", ">bytes up", ">bytes down", ">sync", ">loss"]
