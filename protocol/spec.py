@@ -14,7 +14,7 @@ MAX_SPEC_BYTES = 1 << 16
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-CodecName = Literal["fp32", "bf16", "int8"]
+CodecName = Literal["fp32", "bf16", "int8", "int4"]
 PositiveInt = Annotated[int, Field(gt=0, lt=1 << 40)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codecs import bf16, fp32, int8
+from protocol.codecs import bf16, fp32, int4, int8
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -40,5 +40,5 @@ class Codec:
 
 CODECS: dict[str, Codec] = {
     module.NAME: Codec(module.NAME, module.size, module.encode, module.decode, module.accumulate, module.check)
-    for module in (fp32, bf16, int8)
+    for module in (fp32, bf16, int8, int4)
 }

@@ -16,6 +16,7 @@ from protocol.wire import MAX_FINITE
 F32 = npt.NDArray[np.float32]
 NAMES = sorted(CODECS)
 INT8_LIMIT = 127 * 2.0**120
+MOST = {"int8": 127, "int4": 7}
 
 
 def encode(name: str, values: F32) -> npt.NDArray[np.uint8]:
@@ -52,6 +53,12 @@ GOLDEN: list[tuple[str, list[float], str, list[float]]] = [
     ("int8", [0.0, -0.0, 1e-45], "8000 00 00 00", [0.0, 0.0, 0.0]),
     # The largest that can be held.
     ("int8", [INT8_LIMIT, -INT8_LIMIT], "807b 7f 81", [INT8_LIMIT, -INT8_LIMIT]),
+    # The first half in the lower nibbles, the second half in the upper ones; an odd number leaves the last one 0.
+    ("int4", [7.0, -7.0, 1.0, -1.0], "803f 17 f9", [7, -7, 1, -1]),
+    ("int4", [7.0, 0.5, 1.5, -6.5, 2.5], "803f a7 20 02", [7, 0, 2, -6, 2]),
+    ("int4", [0.0], "8000 00", [0.0]),
+    # 1/7 rounded up to 0x3E13.
+    ("int4", [-1.0, 0.5], "133e 39", [-1.0048828125, 0.4306640625]),
 ]  # fmt: skip
 
 
@@ -73,6 +80,7 @@ def test_int8_scales_of_all_blocks_precede_the_codes() -> None:
 @given(n=st.integers(1, 1 << 22))
 def test_size(name: str, n: int) -> None:
     expected = {"fp32": 4 * n, "bf16": 2 * n, "int8": n + 2 * ((n + 255) // 256)}
+    expected["int4"] = (n + 1) // 2 + 2 * ((n + 255) // 256)
     assert CODECS[name].size(n) == expected[name]
 
 
@@ -94,39 +102,51 @@ def test_bf16_rounds_to_nearest_even(values: F32) -> None:
         assert y.view(np.uint32) == nearest.view(np.uint32)
 
 
-@given(floats(limit=INT8_LIMIT))
+def scales_of(raw: npt.NDArray[np.uint8], blocks: int) -> npt.NDArray[np.float64]:
+    return (raw[: 2 * blocks].view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("name", sorted(MOST))
+@given(values=floats(limit=7 * 2.0**120))
 @settings(max_examples=150)
-def test_int8_round_trip_error_is_at_most_half_a_step(values: F32) -> None:
+def test_round_trip_error_is_at_most_half_a_step(name: str, values: F32) -> None:
     """Half a step of the block's scale; x · (1/s) is rounded twice, which adds less than 2^-16 of a step."""
-    raw = encode("int8", values)
-    CODECS["int8"].check(raw, len(values), MAX_FINITE)
+    raw = encode(name, values)
+    CODECS[name].check(raw, len(values), MAX_FINITE)
     blocks = (len(values) + 255) // 256
-    scales = (raw[: 2 * blocks].view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    scales = scales_of(raw, blocks)
     step = np.repeat(scales, 256)[: len(values)]
-    error = np.abs(values.astype(np.float64) - decode("int8", raw, len(values)))
+    error = np.abs(values.astype(np.float64) - decode(name, raw, len(values)))
     assert (error <= (0.5 + 2**-16) * step).all()
-    # And no step is larger than its block needs: 1/127 of the largest value, rounded up to 8 significant bits.
+    # And no step is larger than its block needs: 1/127 or 1/7 of the largest value, rounded up to 8 significant bits.
     for j in range(blocks):
         absmax = float(np.abs(values[256 * j : 256 * (j + 1)]).max())
-        assert scales[j] <= max(absmax / 127 * (1 + 2**-7) * (1 + 2**-23), 2.0**-126)
+        assert scales[j] <= max(absmax / MOST[name] * (1 + 2**-7) * (1 + 2**-23), 2.0**-126)
+
+
+@given(st.lists(st.integers(-7, 7), min_size=1, max_size=600))
+def test_int4_keeps_whole_numbers_in_their_places(values: list[int]) -> None:
+    """With a 7 in each block the scale is 1."""
+    for start in range(0, len(values), 256):
+        values[start] = 7
+    assert decode("int4", encode("int4", np.array(values, np.float32)), len(values)).tolist() == values
 
 
 @given(floats(limit=INT8_LIMIT))
 def test_int8_decoding_does_not_round(values: F32) -> None:
     raw = encode("int8", values)
     blocks = (len(values) + 255) // 256
-    scales = (raw[: 2 * blocks].view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    exact = raw[2 * blocks :].view(np.int8).astype(np.float64) * np.repeat(scales, 256)[: len(values)]
+    exact = raw[2 * blocks :].view(np.int8).astype(np.float64) * np.repeat(scales_of(raw, blocks), 256)[: len(values)]
     decoded = decode("int8", raw, len(values))
     assert (decoded.astype(np.float64) == exact).all()
     assert ((decoded == 0) | (np.abs(decoded) >= np.float32(2.0**-126))).all(), "a decoded value is denormal"
 
 
 @pytest.mark.parametrize("name", NAMES)
-@given(values=floats(limit=2.0**123), data=st.data())
+@given(values=floats(limit=2.0**122), data=st.data())
 @settings(max_examples=50)
 def test_accumulate_is_the_documented_arithmetic(name: str, values: F32, data: st.DataObject) -> None:
-    """Written out per element: fp32 and bf16 add fl(w·x), int8 adds fl(q · fl(w·s))."""
+    """Written out per element: fp32 and bf16 add fl(w·x), the others add fl(q · fl(w·s))."""
     n = len(values)
     weight = np.float32(data.draw(st.integers(1, 1000)) / data.draw(st.integers(1000, 3000)))
     start = np.resize(data.draw(floats(limit=2.0**123)), n).astype(np.float32)
@@ -135,10 +155,10 @@ def test_accumulate_is_the_documented_arithmetic(name: str, values: F32, data: s
     CODECS[name].accumulate(raw, weight, acc)
 
     for i in {0, n // 2, n - 1, min(255, n - 1), min(256, n - 1)}:
-        if name == "int8":
-            blocks = (n + 255) // 256
+        if name in MOST:
             scale = np.uint32(int(raw[2 * (i // 256)]) << 16 | int(raw[2 * (i // 256) + 1]) << 24).view(np.float32)
-            addend = np.float32(raw[2 * blocks + i].view(np.int8)) * np.float32(weight * scale)
+            code = np.float32(decode(name, raw, n)[i] / scale)
+            addend = code * np.float32(weight * scale)
         else:
             addend = weight * decode(name, raw, n)[i]
         expected = np.float32(start[i]) + np.float32(addend)
@@ -163,6 +183,7 @@ def test_nan_and_infinity_are_the_callers_fault(name: str, bad: float, position:
         ("bf16", 0xFFFFFFFF),
         ("int8", 0x7EFE0001),  # one more than 127 · 2^120 + its rounding
         ("int8", 0x7F7FFFFF),  # the largest finite number
+        ("int4", 0x7CE00001),  # one more than 7 · 2^120
     ],
 )
 def test_values_that_a_codec_cannot_hold(name: str, bits: int) -> None:
@@ -171,23 +192,28 @@ def test_values_that_a_codec_cannot_hold(name: str, bits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "encoded"),
+    ("name", "n", "encoded"),
     [
-        ("fp32", "0000c07f"),
-        ("fp32", "000080ff"),
-        ("bf16", "807f"),
-        ("bf16", "c0ff"),
-        ("int8", "0000 01"),  # scale 0
-        ("int8", "7f00 01"),  # a denormal scale
-        ("int8", "817b 01"),  # more than 2^120
-        ("int8", "803f 80"),  # code -128
-        ("int8", "80bf 01"),  # a negative scale
-        ("int8", "c07f 01"),  # NaN
+        ("fp32", 1, "0000c07f"),
+        ("fp32", 1, "000080ff"),
+        ("bf16", 1, "807f"),
+        ("bf16", 1, "c0ff"),
+        ("int8", 1, "0000 01"),  # scale 0
+        ("int8", 1, "7f00 01"),  # a denormal scale
+        ("int8", 1, "817b 01"),  # more than 2^120
+        ("int8", 1, "803f 80"),  # code -128
+        ("int8", 1, "80bf 01"),  # a negative scale
+        ("int8", 1, "c07f 01"),  # NaN
+        ("int4", 2, "0000 11"),
+        ("int4", 2, "817b 11"),
+        ("int4", 2, "803f 18"),  # code -8 in the lower half
+        ("int4", 2, "803f 81"),  # and in the upper one
+        ("int4", 1, "803f 11"),  # a second code, but one value
     ],
 )
-def test_bytes_that_no_encoder_writes_are_the_peers_fault(name: str, encoded: str) -> None:
+def test_bytes_that_no_encoder_writes_are_the_peers_fault(name: str, n: int, encoded: str) -> None:
     with pytest.raises(WireError, match=name):
-        CODECS[name].check(np.frombuffer(bytes.fromhex(encoded), np.uint8), 1, MAX_FINITE)
+        CODECS[name].check(np.frombuffer(bytes.fromhex(encoded), np.uint8), n, MAX_FINITE)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -150,7 +150,7 @@ CASES: dict[str, tuple[Callable[[], bytes], str]] = {
     "nested too deeply": (lambda: raw_payload(b"\x91" * 5000 + b"\0", []), "not msgpack"),
     "a msgpack timestamp": (lambda: payload(frames(), round=msgpack.Timestamp(1)), "header field contribution.round"),
     "unknown kind": (lambda: payload(frames(), kind="gossip"), "kind"),
-    "unknown codec": (lambda: payload(frames(), codec="int4"), "codec"),
+    "unknown codec": (lambda: payload(frames(), codec="int3"), "codec"),
     "no elements": (lambda: payload(frames(), elements=0), "elements"),
     "elements as text": (lambda: payload(frames(), elements="600"), "elements"),
     "elements as a float": (lambda: payload(frames(), elements=600.0), "elements"),

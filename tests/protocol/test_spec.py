@@ -49,7 +49,7 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     "an unknown section": (LEAST + "[outr]\n", ["outr: there is no such key"]),
     "an unknown codec": (
         edited("rounds = 4", 'rounds = 4\nupload_codec = "int5"'),
-        ["sync.upload_codec = 'int5'", "'fp32', 'bf16' or 'int8'"],
+        ["sync.upload_codec = 'int5'", "'int8' or 'int4'"],
     ),
     "an unknown preset": (edited('"tiny"', '"huge"'), ["model.preset = 'huge'", "'tiny', 'llama-150m' or 'llama-1b'"]),
     "no model chosen": (

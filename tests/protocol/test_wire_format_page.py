@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from protocol import wire
-from protocol.codecs import CODECS, int8
+from protocol.codecs import CODECS, blocks
 from protocol.digest import StateHash, content_digest, digest
 from protocol.outer_step import outer_step
 
@@ -70,7 +70,7 @@ def test_the_limits_are_the_codes() -> None:
     assert (wire.MAX_ELEMENTS, wire.MAX_CHUNK_ELEMENTS) == (1 << 31, 1 << 22)
     assert "1 to 2^31" in PAGE
     assert "1 to 2^22" in PAGE
-    assert (f"`0x{int8.MIN_SCALE_BITS:04X}`" in PAGE, f"`0x{int8.MAX_SCALE_BITS:04X}`" in PAGE) == (True, True)
+    assert (f"`0x{blocks.MIN_SCALE_BITS:04X}`" in PAGE, f"`0x{blocks.MAX_SCALE_BITS:04X}`" in PAGE) == (True, True)
     assert f"Version {wire.VERSION}." in PAGE
 
 

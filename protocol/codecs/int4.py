@@ -1,0 +1,68 @@
+"""int4: blocks of 256 values share one scale s; each value is a code q in [-7, 7] and means q·s.
+
+Encoded chunk of n elements, b = ceil(n / 256) blocks, h = ceil(n / 2):
+
+    b × uint16   scales, the upper half of an fp32 (bf16), little-endian
+    h × uint8    codes in two's complement: byte i has code i in its lower half, code h + i in its upper half
+
+Two halves of the chunk lie side by side, not two neighbours: so nothing has to be interleaved, and packing works at the
+speed of memory. s = absmax / 7, rounded *up* to bf16 and at least 2^-126, so that |q| ≤ 7; q = rint(x · (1/s)), ties
+to even.
+"""
+
+import numpy as np
+
+from protocol.codecs import blocks
+from protocol.codecs.blocks import F32, I8, U8
+from protocol.errors import WireError
+
+NAME = "int4"
+BLOCK = 256
+MOST = 7
+
+
+def _packed(n: int) -> int:
+    return (n + 1) // 2
+
+
+def size(n: int) -> int:
+    return 2 * blocks.count(n, BLOCK) + _packed(n)
+
+
+def encode(x: F32, out: U8) -> None:
+    n, start = len(x), 2 * blocks.count(len(x), BLOCK)
+    codes = np.zeros(2 * _packed(n), np.int8)
+    blocks.encode_absmax(NAME, x, MOST, BLOCK, out[:start].view("<u2"), codes[:n])
+    lower, upper = codes.view(np.uint8).reshape(2, -1)
+    np.bitwise_or(lower & np.uint8(0x0F), upper * np.uint8(16), out=out[start:])
+
+
+def _codes(data: U8, n: int) -> I8:
+    codes = np.empty((2, _packed(n)), np.uint8)
+    np.multiply(data, np.uint8(16), out=codes[0])
+    codes[1] = data
+    signed = codes.view(np.int8).reshape(-1)[:n]
+    signed >>= np.int8(4)
+    return signed
+
+
+def decode(data: U8, out: F32) -> None:
+    start = 2 * blocks.count(len(out), BLOCK)
+    blocks.scaled(_codes(data[start:], len(out)), blocks.unpack_scales(data[:start]), BLOCK, out)
+
+
+def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
+    start = 2 * blocks.count(len(acc), BLOCK)
+    values = np.empty_like(acc)
+    blocks.scaled(_codes(data[start:], len(acc)), blocks.unpack_scales(data[:start]) * weight, BLOCK, values)
+    np.add(acc, values, out=acc)
+
+
+def check(data: U8, n: int, limit: float) -> None:
+    start = 2 * blocks.count(n, BLOCK)
+    blocks.check_scales(NAME, data[:start], MOST, limit)
+    packed = data[start:]
+    if ((packed & np.uint8(0x0F)) == 0x08).any() or ((packed & np.uint8(0xF0)) == 0x80).any():
+        raise WireError("int4: a code is -8; codes are -7 to 7")
+    if n % 2 and packed[-1] > 0x0F:
+        raise WireError("int4: there is a code beyond the last value")
