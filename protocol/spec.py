@@ -14,7 +14,9 @@ MAX_SPEC_BYTES = 1 << 16
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-CodecName = Literal["fp32", "bf16", "int8", "int4"]
+CodecName = Literal["fp32", "bf16", "int8", "int4", "2bit", "ternary", "sparse"]
+# Nothing carries over what the encoding of a delta leaves out, so the codecs that depend on that are for uploads only.
+DownloadCodecName = Literal["fp32", "bf16", "int8", "int4"]
 PositiveInt = Annotated[int, Field(gt=0, lt=1 << 40)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -102,8 +104,10 @@ class SyncSpec(_Section):
     )
     min_inner_steps: PositiveInt = Field(10, description='with "auto": fewest inner steps per round')
     max_inner_steps: PositiveInt = Field(10_000, description='with "auto": most inner steps per round')
-    upload_codec: CodecName = Field("int8", description="codec of contributions")
-    download_codec: CodecName = Field("int8", description="codec of deltas")
+    upload_codec: CodecName = Field(
+        "int8", description='codec of contributions; "sparse" needs many rounds and outer.momentum = 0'
+    )
+    download_codec: DownloadCodecName = Field("int8", description="codec of deltas")
     zstd: bool = Field(True, description="compress payloads by zstd; turn off where lines are faster than 1 Gbit/s")
     fragment_elements: Annotated[int, Field(ge=256, le=1 << 28)] = Field(
         1 << 23, description="elements per fragment, at most"
@@ -193,6 +197,15 @@ class RunSpec(_Section):
     checkpoints: CheckpointSpec = Field(default_factory=CheckpointSpec)
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
     retention: RetentionSpec = Field(default_factory=RetentionSpec)
+
+    @model_validator(mode="after")
+    def _sparse_without_momentum(self) -> "RunSpec":
+        if self.sync.upload_codec == "sparse" and self.outer.momentum != 0:
+            raise ValueError(
+                f'sync.upload_codec = "sparse" needs outer.momentum = 0, not {self.outer.momentum}: what a worker has '
+                "not sent yet is its momentum, and a second one on top makes the training unstable"
+            )
+        return self
 
     @property
     def unit_tokens(self) -> int:

@@ -72,13 +72,26 @@ def kill_both(coordinator: CoordinatorProcess, worker: WorkerProcess) -> None:
     coordinator.start()
 
 
-@pytest.mark.parametrize("disturb", [kill_the_worker, kill_the_coordinator, kill_both])
+INT8 = 'upload_codec = "int8"\ndownload_codec = "int8"'
+ERROR_FEEDBACK = 'upload_codec = "ternary"\ndownload_codec = "int4"'
+
+
+@pytest.mark.parametrize(
+    ("disturb", "codecs"),
+    [
+        (kill_the_worker, INT8),
+        (kill_the_coordinator, INT8),
+        (kill_both, INT8),
+        (kill_the_worker, ERROR_FEEDBACK),  # what it has not sent yet survives
+        (kill_both, ERROR_FEEDBACK),
+    ],
+)
 def test_a_kill_9_in_the_middle_of_a_round_changes_nothing(
-    tmp_path: Path, disturb: Callable[[CoordinatorProcess, WorkerProcess], None]
+    tmp_path: Path, disturb: Callable[[CoordinatorProcess, WorkerProcess], None], codecs: str
 ) -> None:
     torch.set_num_threads(1)
     text = write_text(tmp_path / "text", seed=2)
-    spec = tiny_spec("killed", text, seed=3, rounds=8, min_workers=3, members="lease_s = 3600")
+    spec = tiny_spec("killed", text, seed=3, rounds=8, min_workers=3, sync=codecs, members="lease_s = 3600")
     coordinator = CoordinatorProcess(tmp_path / "data")
     running = coordinator.start()
     workers: list[WorkerProcess] = []

@@ -174,8 +174,9 @@ class Rounds:
             report = self._evaluate()
             log.info("state %d: held-out loss %.4f", assignment.round, report.loss)
             self._membership.act(lambda token: self._client.report_evaluation(token, assignment.round, report))
-        for p, late in self.carry.late.items():
-            self._fragments.rebase(p, self._state.theta[p], late.delta)
+        for p in range(len(self._fragments)):
+            if (carried := self.carry.delta(p)) is not None:
+                self._fragments.rebase(p, self._state.theta[p], carried)
         if assignment.action is Action.TRAIN:
             self.training = True
             self._progress.begin_round(assignment.round)

@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from protocol import wire
+from protocol.codecs import CODECS
 from protocol.errors import Problem
 from protocol.messages import Stage
 from protocol.spec import RunSpec
 from worker.client import Client
-from worker.codecs import pack_fragment
+from worker.codecs import pack_fragment, round_trip
 from worker.errors import Resync, RunEnded, Stopped, UnexpectedAnswer, WorkLost
 from worker.grace import Grace
 from worker.membership import Membership
@@ -80,27 +82,27 @@ class Sync:
         upload waits for it as well: so the round cannot close with this work in it, and only this process know what
         came of it.
 
-        Returns what of the work came too late. Raises Resync where our state is not the run's, WorkLost, RunEnded and
+        Returns what of the work goes into the next contribution. Raises Resync where our state is not the run's, WorkLost, RunEnded and
         Stopped; then `state.round` is None if some fragments have been stepped and others have not.
         """
         self._state.round = None
         failed = threading.Event()
         with ThreadPoolExecutor(_UPLOADS, "upload") as uploads, ThreadPoolExecutor(_DOWNLOADS, "download") as downloads:
 
-            def contribute(p: int) -> Future[Missed | None]:
+            def contribute(p: int) -> Future[Missed | Tensor | None]:
                 with _abandon_others(failed):
                     if saved is not None and p == len(self._state) - 1:
                         saved.result()
                     return downloads.submit(step, p, self._contribute(work, p))
 
-            def step(p: int, missed_by: float | None) -> Missed | None:
+            def step(p: int, missed_by: float | None) -> Missed | Tensor | None:
                 with _abandon_others(failed):
                     payload, missed_by = self._await_delta(work, p, missed_by, failed)
                     if saved is not None:
                         saved.result()
                     with self._client.stages(Stage.OUTER_STEP):
                         mean = self._state.step(p, payload)
-                    return None if missed_by is None else Missed(mean, missed_by)
+                    return self._unsent(work, p) if missed_by is None else Missed(mean, missed_by)
 
             contributions = [uploads.submit(contribute, p) for p in range(len(self._state))]
             wait(contributions)
@@ -114,8 +116,16 @@ class Sync:
         for error in sorted(filter(None, errors), key=lambda error: isinstance(error, _Abandoned)):
             raise error
         self._state.round = work.round + 1
-        missed = {p: future.result() for p, future in enumerate(steps)}
-        return carry_of(work, {p: each for p, each in missed.items() if each is not None})
+        left = {p: future.result() for p, future in enumerate(steps)}
+        missed = {p: each for p, each in left.items() if isinstance(each, Missed)}
+        return carry_of(work, missed, {p: each for p, each in left.items() if isinstance(each, Tensor)})
+
+    def _unsent(self, work: Work, p: int) -> Tensor | None:
+        """Of an accepted fragment, what the coordinator does not decode, where the codec has error feedback."""
+        codec = self._spec.sync.upload_codec
+        if not CODECS[codec].error_feedback:
+            return None
+        return work.deltas[p] - round_trip(work.deltas[p].to(self._device), codec).cpu()
 
     def hand_in(self, work: Work) -> None:
         """Contribute `work` before leaving, within the grace, and wait for no delta. What does not get through is told

@@ -39,7 +39,8 @@ class Late:
 class Carry:
     """Progress that is in this worker's parameters but in no delta yet: it goes into the next contribution.
 
-    `late`: by fragment. `units` are those that no accepted fragment has consumed; `weight` as in Work.
+    `late`: by fragment. `units` are those that no accepted fragment has consumed; `weight` as in Work. `unsent`: by
+    fragment that was accepted, what the codec left out of it, float32[n] (error feedback).
     """
 
     late: dict[int, Late] = field(default_factory=dict)
@@ -47,9 +48,11 @@ class Carry:
     weight: int = 0
     inner_steps: int = 0
     loss: float = 0.0
+    unsent: dict[int, Tensor] = field(default_factory=dict)
 
     def delta(self, p: int) -> Tensor | None:
-        return self.late[p].delta if p in self.late else None
+        """The part of the next pseudo-gradient, float32[n]; the worker starts from the global parameters less this."""
+        return self.late[p].delta if p in self.late else self.unsent.get(p)
 
 
 @dataclass(frozen=True)
@@ -71,15 +74,17 @@ class Work:
     late: dict[int, Late] = field(default_factory=dict)
 
 
-def carry_of(work: Work, missed: dict[int, Missed]) -> Carry:
-    """What of `work` goes into the next contribution. `missed`: the fragments that were late.
+def carry_of(work: Work, missed: dict[int, Missed], unsent: dict[int, Tensor] | None = None) -> Carry:
+    """What of `work` goes into the next contribution. `missed`: the fragments that were late. `unsent`: of the others,
+    what the codec left out, where it has error feedback; all of it travels on (SparseLoCo, arXiv 2508.15706, without its
+    decay).
 
     The coordinator consumes the units with the first fragment that it accepts. So after one acceptance late fragments
     travel on without units; without any, all of it travels on.
     """
     late = {p: _late(work, p, missed[p]) for p in missed}
     if len(missed) < len(work.deltas):
-        return Carry(late)
+        return Carry(late, unsent=unsent or {})
     return Carry(late, work.units, work.weight, work.inner_steps, work.loss)
 
 

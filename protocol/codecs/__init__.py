@@ -9,11 +9,12 @@ all replicas decode the same bytes to the same values on any hardware.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codecs import bf16, fp32, int4, int8
+from protocol.codecs import bf16, fp32, int4, int8, sparse, ternary, two_bit
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -28,6 +29,8 @@ class Codec:
     decode(data, out)              uint8[size(n)] -> float32[n]
     accumulate(data, weight, acc)  acc += weight · decode(data), with the rounding that docs/wire-format.md gives
     check(data, n, limit)          WireError unless all n decoded values are finite and at most `limit` in magnitude
+    error_feedback                 whether the worker carries over what the encoding left out: below 4 bits it must
+    add_weight(data, weight, sum)  sum += weight at each index that was sent; None where every index always is
     """
 
     name: str
@@ -36,9 +39,26 @@ class Codec:
     decode: Callable[[U8, F32], None]
     accumulate: Callable[[U8, np.float32, F32], None]
     check: Callable[[U8, int, float], None]
+    error_feedback: bool
+    add_weight: Callable[[U8, np.float32, F32], None] | None
+
+
+def _codec(
+    module: ModuleType, *, error_feedback: bool = False, add_weight: Callable[[U8, np.float32, F32], None] | None = None
+) -> Codec:
+    functions = (module.size, module.encode, module.decode, module.accumulate, module.check)
+    return Codec(module.NAME, *functions, error_feedback, add_weight)
 
 
 CODECS: dict[str, Codec] = {
-    module.NAME: Codec(module.NAME, module.size, module.encode, module.decode, module.accumulate, module.check)
-    for module in (fp32, bf16, int8, int4)
+    codec.name: codec
+    for codec in (
+        _codec(fp32),
+        _codec(bf16),
+        _codec(int8),
+        _codec(int4),
+        _codec(two_bit, error_feedback=True),
+        _codec(ternary, error_feedback=True),
+        _codec(sparse, error_feedback=True, add_weight=sparse.add_weight),
+    )
 }

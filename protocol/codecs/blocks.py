@@ -74,3 +74,66 @@ def _encode_rows(name: str, x: F32, most: int, scales: U16, codes: I8) -> None:
     np.multiply(x, (np.float32(1) / bits.view(np.float32))[:, None], out=values)
     np.rint(values, out=values)
     np.copyto(codes, values, casting="unsafe")
+
+
+def means(name: str, x: F32, block: int) -> F32:
+    """The mean of each block of values that are not negative, float32[n] -> float32[b].
+
+    The last block is filled up with zeros; then the second half of each block is added to the first, again and again,
+    until one sum is left, and divided by the number of values. Raises CodecError where a sum is not finite.
+    """
+    blocks = count(len(x), block)
+    sums = np.zeros((blocks, block), np.float32)
+    sums.reshape(-1)[: len(x)] = x
+    with np.errstate(over="ignore", invalid="ignore"):
+        while sums.shape[1] > 1:
+            half = sums.shape[1] // 2
+            sums = sums[:, :half] + sums[:, half:]
+    result: F32 = sums[:, 0]
+    if not np.isfinite(result).all():
+        raise CodecError(f"{name}: the values contain NaN or infinity, or are too large to add up in fp32")
+    result[:-1] /= np.float32(block)
+    result[-1] /= np.float32(len(x) - (blocks - 1) * block)
+    return result
+
+
+def rms(name: str, x: F32, block: int) -> F32:
+    """The root of each block's mean square."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        roots: F32 = np.sqrt(means(name, x * x, block))
+    return roots
+
+
+def pack_scales(name: str, values: F32, scales: U16) -> F32:
+    """The scales float32[b], rounded toward zero and at least 2^-126; also written into uint16[b]."""
+    bits = np.maximum(values.view(np.uint32) >> np.uint32(16), np.uint32(MIN_SCALE_BITS))
+    if (bits > MAX_SCALE_BITS).any():
+        raise CodecError(f"{name}: the values are too large: a block's scale may be at most 2^120")
+    scales[:] = bits
+    return (bits << np.uint32(16)).view(np.float32)
+
+
+def pack_pairs(codes: U8, out: U8) -> None:
+    """2-bit codes uint8[n] -> uint8[h], h = ceil(n / 4): byte i has the codes i, h + i, 2h + i and 3h + i, from its
+    lowest bits up. What would lie beyond the end is 0."""
+    h = len(out)
+    out[:] = codes[:h]
+    for k in (1, 2, 3):
+        part = codes[k * h : (k + 1) * h]
+        out[: len(part)] |= part * np.uint8(4**k)
+
+
+def unpack_pairs(data: U8, n: int) -> I8:
+    """The reverse: each code in the two upper bits of an int8, int8[n]; the lower bits are 0."""
+    h = len(data)
+    codes = np.empty((4, h), np.uint8)
+    for k in range(4):
+        np.multiply(data, np.uint8(4 ** (3 - k)), out=codes[k])
+    codes &= np.uint8(0xC0)
+    return codes.reshape(-1)[:n].view(np.int8)
+
+
+def check_padding(name: str, data: U8, n: int) -> None:
+    """WireError where 2-bit codes beyond the n-th are not 0."""
+    if unpack_pairs(data, 4 * len(data))[n:].any():
+        raise WireError(f"{name}: there are codes beyond the last value")

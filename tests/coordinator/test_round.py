@@ -34,9 +34,15 @@ def join_all(running: InThread, run: str, names: list[str]) -> list[Member]:
     return members
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
-def test_two_workers_and_the_coordinator_hold_the_same_state_after_three_rounds(running: InThread, codec: str) -> None:
-    running.create_run(spec_toml(rounds=3, min_workers=2, sync=f'upload_codec = "{codec}"\ndownload_codec = "{codec}"'))
+@pytest.mark.parametrize(
+    ("upload", "download"),
+    [("fp32", "fp32"), ("bf16", "bf16"), ("int8", "int8"), ("int4", "int4"), ("2bit", "int8"), ("ternary", "int4")],
+)
+def test_two_workers_and_the_coordinator_hold_the_same_state_after_three_rounds(
+    running: InThread, upload: str, download: str
+) -> None:
+    codecs = f'upload_codec = "{upload}"\ndownload_codec = "{download}"'
+    running.create_run(spec_toml(rounds=3, min_workers=2, sync=codecs))
     members = join_all(running, "r", ["w1", "w0"])
     for round_ in range(3):
         assert [member.assignment(round_).action for member in members[:1]] == ["wait"] or round_ > 0

@@ -66,6 +66,8 @@ class Ledger:
     digests: dict[Key, bytes] = field(default_factory=dict)
     tokens: dict[str, tuple[str, int]] = field(default_factory=dict)
     counts: dict[int, np.ndarray] = field(default_factory=dict)  # fragment -> how often each unit was contributed
+    parts: dict[int, np.ndarray] = field(default_factory=dict)  # the same, as sums of what was sent: error feedback
+    blurred: set[int] = field(default_factory=set)  # fragments that late work was carried into
     free: set[int] = field(default_factory=set)  # the units in the pool
     round: int = 0
     units: int = 0
@@ -178,7 +180,10 @@ class Ledger:
         for row in self._all(query, header.worker, round_):
             own[row["start"] : row["stop"]] = True
         values = np.where(own, values, values / share)
-        units = header.units
+        named = [unit for start, stop in header.units for unit in range(start, stop)]
+        if CODECS[header.codec].error_feedback:
+            self._count_parts(where, fragment, values, named, header.carried)
+            return
         counts = np.rint(values).astype(int)
         demand(bool(np.all(np.abs(values - counts) < 0.3)), "I6", f"{where}: these are no whole units")
         total = self.counts.setdefault(fragment, np.zeros(ELEMENTS, int))
@@ -186,9 +191,26 @@ class Ledger:
         twice = np.flatnonzero(total > 1)
         demand(not len(twice), "I6", f"{where}: the work of units {twice.tolist()} is contributed twice")
         demand(bool(np.all(counts >= 0)), "I6", f"{where}: work was taken back")
-        named = [unit for start, stop in units for unit in range(start, stop)]
         missing = [unit for unit in named if counts[unit] != 1]
         demand(not missing, "I6", f"{where}: it names units {missing}, whose work is not in it")
+
+    def _count_parts(self, where: str, fragment: int, values: np.ndarray, named: list[int], carried: list[int]) -> None:
+        """The same with error feedback, by which a unit's work comes in parts. What is named is in it; and where no late
+        work has blurred that, no sum of parts is far from 0 or 1: it is off by half of what was sent last, at most.
+        """
+        missing = [unit for unit in named if values[unit] <= 0]
+        demand(not missing, "I6", f"{where}: it names units {missing}, whose work is not in it")
+        if carried:
+            self.blurred.add(fragment)
+        total = self.parts.setdefault(fragment, np.zeros(ELEMENTS))
+        total += values
+        far = np.flatnonzero((total < -0.6) | (total > 1.6))
+        demand(
+            fragment in self.blurred or not len(far),
+            "I6",
+            f"{where}: of units {far.tolist()} {total[far]} times the work is contributed",
+        )
+        self.counts.setdefault(fragment, np.zeros(ELEMENTS, int))[named] = 1
 
     def _check_fragments(self, files: RunFiles) -> None:
         rows = self._all("SELECT * FROM fragments WHERE round >= ? ORDER BY round, fragment", max(0, self.round - 1))

@@ -40,16 +40,36 @@ def fragment_bounds(total: int, fragment_elements: int) -> list[tuple[int, int]]
     return list(itertools.pairwise(cuts))
 
 
-def int8_round_trip(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (as fp32) and each element's scale, block by block of 256."""
+MOST = {"int8": 127, "int4": 7}
+
+
+def to_bf16(x: np.float32, up: bool) -> np.float32:
+    """A positive number rounded to 8 significant bits, at least 2^-126."""
+    bits = (int(x.view(np.uint32)) + (0xFFFF if up else 0)) >> 16 << 16
+    return np.float32(max(np.uint32(bits).view(np.float32), np.float32(2.0**-126)))
+
+
+def tree_sum(x: np.ndarray) -> np.float32:
+    """Of 2^k numbers: element by element the first half plus the second, and so on."""
+    return np.float32(x[0]) if len(x) == 1 else tree_sum(x[: len(x) // 2] + x[len(x) // 2 :])
+
+
+def quantise(x: torch.Tensor, codec: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (as fp32) and each element's scale, block by block."""
     codes, scales = torch.empty_like(x), torch.empty_like(x)
-    for start in range(0, len(x), 256):
-        block = x[start : start + 256].numpy()
-        exact = np.float32(np.abs(block).max()) / np.float32(127)
-        bits = (int(np.float32(exact).view(np.uint32)) + 0xFFFF) >> 16 << 16
-        scale = max(np.uint32(bits).view(np.float32), np.float32(2.0**-126))
-        codes[start : start + 256] = torch.from_numpy(np.rint(block * (np.float32(1) / scale)))
-        scales[start : start + 256] = float(scale)
+    size = 64 if codec == "ternary" else 256
+    for start in range(0, len(x), size):
+        block = x[start : start + size].numpy()
+        if codec == "ternary":
+            squares = np.zeros(size, np.float32)
+            squares[: len(block)] = block * block
+            scale = to_bf16(np.sqrt(tree_sum(squares) / np.float32(len(block))) * np.float32(1.5), up=False)
+            code = np.sign(block) * (np.abs(block) * np.float32(1.5) >= scale)
+        else:
+            scale = to_bf16(np.float32(np.abs(block).max()) / np.float32(MOST[codec]), up=True)
+            code = np.rint(block * (np.float32(1) / scale))
+        codes[start : start + size] = torch.from_numpy(code)
+        scales[start : start + size] = float(scale)
     return codes, scales
 
 
@@ -77,28 +97,33 @@ def run_reference(spec: RunSpec, workers: int, *, outer: str = "written out") ->
     sgd = torch.optim.SGD([outer_parameter], lr=spec.outer.learning_rate, momentum=spec.outer.momentum, nesterov=True)
     steps, weight = spec.sync.schedule_steps, np.float32(1 / workers)
 
+    unsent = [torch.zeros_like(theta) for _ in models]  # what the codec has left out so far
+
     for round_ in range(spec.sync.rounds):
         deltas = []
         for w, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            position = 0
+            position, begin = 0, theta - unsent[w]
             for parameter in model.parameters():
-                parameter.data.copy_(theta[position : position + parameter.numel()].view_as(parameter))
+                parameter.data.copy_(begin[position : position + parameter.numel()].view_as(parameter))
                 position += parameter.numel()
             for h in range(steps):
                 _inner_step(
                     spec, model, optimizer, data, unit=(round_ * workers + w) * steps + h, step=round_ * steps + h
                 )
-            deltas.append(theta - torch.cat([p.detach().flatten() for p in model.parameters()]))
+            progress = begin - torch.cat([p.detach().flatten() for p in model.parameters()])
+            deltas.append(progress + unsent[w])
         mean = torch.zeros_like(theta)
         for start, stop in bounds:
-            for delta in deltas:  # in worker-id order
-                if spec.sync.upload_codec == "int8":
-                    codes, scales = int8_round_trip(delta[start:stop])
+            for w, delta in enumerate(deltas):  # in worker-id order
+                if spec.sync.upload_codec != "fp32":
+                    codes, scales = quantise(delta[start:stop], spec.sync.upload_codec)
                     mean[start:stop] = mean[start:stop] + codes * (scales * float(weight))
+                    if spec.sync.upload_codec == "ternary":
+                        unsent[w][start:stop] = delta[start:stop] - codes * scales
                 else:
                     mean[start:stop] = mean[start:stop] + delta[start:stop] * float(weight)
-            if spec.sync.download_codec == "int8":
-                codes, scales = int8_round_trip(mean[start:stop])
+            if spec.sync.download_codec != "fp32":
+                codes, scales = quantise(mean[start:stop], spec.sync.download_codec)
                 mean[start:stop] = codes * scales
         if outer == "torch":
             outer_parameter.grad = mean

@@ -13,7 +13,7 @@ from protocol import wire
 from protocol.codecs import CODECS
 from protocol.digest import Buffer
 from protocol.errors import CodecError
-from worker.codecs import TORCH_CODECS, pack_fragment, unpack_payload
+from worker.codecs import TORCH_CODECS, pack_fragment, round_trip, unpack_payload
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -68,6 +68,14 @@ def test_magnitudes_and_lengths(codec: str, scale: float, n: int) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
+@given(values=st.integers(1, 9000), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_equal_magnitudes(codec: str, values: int, seed: int) -> None:
+    """Whoever sends only the largest must choose alike where many are the largest."""
+    assert_same(codec, np.random.default_rng(seed).integers(-2, 3, values).astype(np.float32))
+
+
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 def test_not_finite(codec: str, bad: float) -> None:
     values = np.ones(600, np.float32)
@@ -103,3 +111,4 @@ def test_several_chunks(codec: str, zstd: bool) -> None:
     decoded = np.empty(n, np.float32)
     payload.decode(decoded)
     assert unpack_payload(payload, CPU).numpy().tobytes() == decoded.tobytes()
+    assert round_trip(torch.from_numpy(values), codec).numpy().tobytes() == decoded.tobytes()

@@ -34,10 +34,13 @@ def parameters(diloco: DiLoCo) -> list[bytes]:
     return [parameter.detach().numpy().tobytes() for parameter in diloco._model.parameters()]
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
-def test_replicas_are_identical(tmp_path: Path, codec: str) -> None:
+@pytest.mark.parametrize(
+    ("upload", "download"),
+    [("fp32", "fp32"), ("bf16", "bf16"), ("int8", "int8"), ("int4", "int4"), ("2bit", "int8"), ("ternary", "int4")],
+)
+def test_replicas_are_identical(tmp_path: Path, upload: str, download: str) -> None:
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, toy.spec(min_workers=3, codec=codec), tmp_path)
+        run = Toy(coordinator, toy.spec(min_workers=3, upload=upload, download=download), tmp_path)
         done = run.workers(["a", "b", "c"])
         info = run.final()
         assert info.state_digest is not None

@@ -76,7 +76,7 @@ def test_a_newcomer_fetches_the_fewer_bytes(
         scales.append(diloco.warmup_scale)
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        text = toy.spec(rounds=joins_at + 1, codec=codec, checkpoints="every_rounds = 3\nkeep = 9")
+        text = toy.spec(rounds=joins_at + 1, upload=codec, download=codec, checkpoints="every_rounds = 3\nkeep = 9")
         run = Toy(coordinator, text, tmp_path)
         with pytest.raises(Gone):
             run.worker("a", on_step=partial(go_at, joins_at))

@@ -24,7 +24,14 @@ STEPS = 4
 
 
 def spec(
-    *, rounds: int = 3, min_workers: int = 1, codec: str = "int8", members: str = "", checkpoints: str = ""
+    *,
+    rounds: int = 3,
+    min_workers: int = 1,
+    upload: str = "int8",
+    download: str = "int8",
+    momentum: float = 0.9,
+    members: str = "",
+    checkpoints: str = "",
 ) -> str:
     return f"""
 name = "toy"
@@ -32,11 +39,13 @@ name = "toy"
 factory = "tests.worker.toy:make_model"
 [data]
 source = "custom"
+[outer]
+momentum = {momentum}
 [sync]
 rounds = {rounds}
 inner_steps = {STEPS}
-upload_codec = "{codec}"
-download_codec = "{codec}"
+upload_codec = "{upload}"
+download_codec = "{download}"
 fragment_elements = 256
 [members]
 min_workers = {min_workers}

@@ -15,7 +15,7 @@ from torch import Tensor
 from protocol import wire
 from protocol.codecs import CODECS
 from protocol.digest import Buffer
-from worker.codecs import bf16, fp32, int4, int8
+from worker.codecs import bf16, fp32, int4, int8, sparse, ternary, two_bit
 
 U8 = npt.NDArray[np.uint8]
 
@@ -30,8 +30,13 @@ class TorchCodec:
 
 
 TORCH_CODECS: dict[str, TorchCodec] = {
-    name: TorchCodec(module.encode, module.decode)
-    for name, module in {"fp32": fp32, "bf16": bf16, "int8": int8, "int4": int4}.items()
+    "fp32": TorchCodec(fp32.encode, fp32.decode),
+    "bf16": TorchCodec(bf16.encode, bf16.decode),
+    "int8": TorchCodec(int8.encode, int8.decode),
+    "int4": TorchCodec(int4.encode, int4.decode),
+    "2bit": TorchCodec(two_bit.encode, two_bit.decode),
+    "ternary": TorchCodec(ternary.encode, ternary.decode),
+    "sparse": TorchCodec(sparse.encode, sparse.decode),
 }
 
 
@@ -45,6 +50,12 @@ def pack_fragment(vector: Tensor, codec: str, *, zstd: bool) -> list[Buffer]:
         raw: U8 = TORCH_CODECS[codec].encode(chunk).cpu().numpy()
         frames.append(wire.pack_frame(raw, zstd=zstd))
     return frames
+
+
+def round_trip(vector: Tensor, codec: str) -> Tensor:
+    """What the receiver of a fragment decodes, float32[n] on the same device."""
+    encode, decode = TORCH_CODECS[codec].encode, TORCH_CODECS[codec].decode
+    return torch.cat([decode(encode(chunk), len(chunk)) for chunk in vector.split(wire.CHUNK_ELEMENTS)])
 
 
 def unpack_payload(payload: wire.Payload, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from protocol.codecs.blocks import MAX_SCALE_BITS, MIN_SCALE_BITS
+from protocol.codecs.blocks import MAX_SCALE_BITS, MIN_SCALE_BITS, count
 from protocol.errors import CodecError
 
 
@@ -45,3 +45,55 @@ def _encode_rows(name: str, x: Tensor, most: int, scales: Tensor, codes: Tensor)
     scale = bits.bitwise_left_shift_(16).view(torch.float32)
     torch.mul(x, scale.reciprocal()[:, None], out=values)
     codes.copy_(values.round_())
+
+
+def means(name: str, x: Tensor, block: int) -> Tensor:
+    """The mean of each block of values that are not negative, float32[n] -> float32[b]."""
+    blocks = count(len(x), block)
+    sums = torch.zeros(blocks * block, dtype=torch.float32, device=x.device)
+    sums[: len(x)] = x
+    sums = sums.view(blocks, block)
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    result = sums[:, 0]
+    if not bool(torch.isfinite(result).all()):
+        raise CodecError(f"{name}: the values contain NaN or infinity, or are too large to add up in fp32")
+    # A tensor, as in _encode_rows.
+    counts = torch.full((blocks,), float(block), device=x.device)
+    counts[-1] = float(len(x) - (blocks - 1) * block)
+    return result / counts
+
+
+def rms(name: str, x: Tensor, block: int) -> Tensor:
+    """The root of each block's mean square."""
+    return means(name, x * x, block).sqrt_()
+
+
+def pack_scales(name: str, values: Tensor, scales: Tensor) -> Tensor:
+    """The scales float32[b], rounded toward zero and at least 2^-126; also written into int16[b]."""
+    bits = values.view(torch.int32).bitwise_right_shift(16).clamp_(min=MIN_SCALE_BITS)
+    if bool((bits > MAX_SCALE_BITS).any()):
+        raise CodecError(f"{name}: the values are too large: a block's scale may be at most 2^120")
+    scales.copy_(bits)
+    return bits.bitwise_left_shift_(16).view(torch.float32)
+
+
+def of_each(scales: Tensor, block: int, n: int) -> Tensor:
+    """float32[b] -> float32[n], each value's scale."""
+    return scales.repeat_interleave(block)[:n]
+
+
+def pack_pairs(codes: Tensor, out: Tensor) -> None:
+    """2-bit codes uint8[n] -> uint8[h], h = ceil(n / 4)."""
+    h = len(out)
+    out.copy_(codes[:h])
+    for k in (1, 2, 3):
+        part = codes[k * h : (k + 1) * h]
+        out[: len(part)].bitwise_or_(part * 4**k)
+
+
+def unpack_pairs(data: Tensor, n: int) -> Tensor:
+    """The reverse: each code in the two upper bits of an int8, int8[n]; the lower bits are 0."""
+    parts = torch.cat([data * 64, data * 16, data * 4, data])
+    return parts[:n].bitwise_and_(0xC0).view(torch.int8)

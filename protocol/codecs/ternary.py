@@ -1,0 +1,66 @@
+"""ternary: blocks of 64 values share one level s; each value is a code q in {-1, 0, 1} and means q·s.
+
+Encoded chunk of n elements, b = ceil(n / 64) blocks, h = ceil(n / 4):
+
+    b × uint16   levels, the upper half of an fp32 (bf16), little-endian
+    h × uint8    codes in two's complement, 2 bits each: byte i has codes i, h + i, 2h + i, 3h + i, lowest bits first
+
+s = 1.5 · RMS, rounded down to bf16 and at least 2^-126; q is the sign of x where 1.5 · |x| ≥ s, else 0: so a value is
+sent if it is at least the block's RMS. Two thirds of a Gaussian's values are 0 then, which zstd makes use of. What
+is not sent is not lost: the worker carries it over (error feedback).
+"""
+
+import numpy as np
+
+from protocol.codecs import blocks
+from protocol.codecs.blocks import F32, I8, U8
+from protocol.errors import WireError
+
+NAME = "ternary"
+BLOCK = 64
+LEVEL = np.float32(1.5)  # of a block's RMS; the mean of a Gaussian's values beyond it is 1.525
+
+
+def _packed(n: int) -> int:
+    return -(-n // 4)
+
+
+def size(n: int) -> int:
+    return 2 * blocks.count(n, BLOCK) + _packed(n)
+
+
+def encode(x: F32, out: U8) -> None:
+    start = 2 * blocks.count(len(x), BLOCK)
+    levels = blocks.rms(NAME, x, BLOCK) * LEVEL
+    threshold = np.repeat(blocks.pack_scales(NAME, levels, out[:start].view("<u2")), BLOCK)[: len(x)]
+    values = x * LEVEL
+    codes = (values >= threshold).astype(np.uint8)
+    codes |= (values <= -threshold).view(np.uint8) * np.uint8(3)
+    blocks.pack_pairs(codes, out[start:])
+
+
+def _codes(data: U8, n: int) -> I8:
+    codes = blocks.unpack_pairs(data, n)
+    codes >>= np.int8(6)
+    return codes
+
+
+def decode(data: U8, out: F32) -> None:
+    start = 2 * blocks.count(len(out), BLOCK)
+    blocks.scaled(_codes(data[start:], len(out)), blocks.unpack_scales(data[:start]), BLOCK, out)
+
+
+def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
+    start = 2 * blocks.count(len(acc), BLOCK)
+    values = np.empty_like(acc)
+    blocks.scaled(_codes(data[start:], len(acc)), blocks.unpack_scales(data[:start]) * weight, BLOCK, values)
+    np.add(acc, values, out=acc)
+
+
+def check(data: U8, n: int, limit: float) -> None:
+    start = 2 * blocks.count(n, BLOCK)
+    blocks.check_scales(NAME, data[:start], 1, limit)
+    packed = data[start:]
+    if (packed & ~(packed << np.uint8(1)) & np.uint8(0xAA)).any():
+        raise WireError("ternary: a code is -2; codes are -1 to 1")
+    blocks.check_padding(NAME, packed, n)

@@ -1,0 +1,66 @@
+"""2bit: blocks of 256 values share one scale s; each value means one of -97·s, -29·s, 29·s, 97·s.
+
+Encoded chunk of n elements, b = ceil(n / 256) blocks, h = ceil(n / 4):
+
+    b × uint16   scales, the upper half of an fp32 (bf16), little-endian
+    h × uint8    codes, 2 bits each: byte i has codes i, h + i, 2h + i, 3h + i, lowest bits first
+
+A code's lower bit says 97 rather than 29, its upper bit that the value is negative. s = RMS / 64, rounded down to bf16
+and at least 2^-126. 29/64 and 97/64 are the levels 0.4528 and 1.510 of the best quantiser of a Gaussian with four
+levels (Lloyd–Max: Max, "Quantizing for minimum distortion", 1960), and 63/64 lies halfway between. What the rounding
+leaves over is not lost: the worker carries it over (error feedback).
+"""
+
+import numpy as np
+
+from protocol.codecs import blocks
+from protocol.codecs.blocks import F32, I8, U8
+
+NAME = "2bit"
+BLOCK = 256
+SMALL, LARGE = 29, 97
+BETWEEN = np.float32(63)
+PER_RMS = np.float32(1 / 64)
+
+
+def _packed(n: int) -> int:
+    return -(-n // 4)
+
+
+def size(n: int) -> int:
+    return 2 * blocks.count(n, BLOCK) + _packed(n)
+
+
+def encode(x: F32, out: U8) -> None:
+    start = 2 * blocks.count(len(x), BLOCK)
+    scales = blocks.rms(NAME, x, BLOCK) * PER_RMS
+    threshold = np.repeat(blocks.pack_scales(NAME, scales, out[:start].view("<u2")) * BETWEEN, BLOCK)[: len(x)]
+    codes = (np.abs(x) >= threshold).astype(np.uint8)
+    codes |= (x < 0).view(np.uint8) * np.uint8(2)
+    blocks.pack_pairs(codes, out[start:])
+
+
+def _levels(data: U8, n: int) -> I8:
+    """uint8[h] -> int8[n], 29 or 97 with its sign."""
+    codes = blocks.unpack_pairs(data, n)
+    magnitudes = (codes.view(np.uint8) & np.uint8(0x40)) // np.uint8(0x40) * np.uint8(LARGE - SMALL) + np.uint8(SMALL)
+    signs = codes >> np.int8(7)  # -1 or 0
+    return (magnitudes.view(np.int8) ^ signs) - signs
+
+
+def decode(data: U8, out: F32) -> None:
+    start = 2 * blocks.count(len(out), BLOCK)
+    blocks.scaled(_levels(data[start:], len(out)), blocks.unpack_scales(data[:start]), BLOCK, out)
+
+
+def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
+    start = 2 * blocks.count(len(acc), BLOCK)
+    values = np.empty_like(acc)
+    blocks.scaled(_levels(data[start:], len(acc)), blocks.unpack_scales(data[:start]) * weight, BLOCK, values)
+    np.add(acc, values, out=acc)
+
+
+def check(data: U8, n: int, limit: float) -> None:
+    start = 2 * blocks.count(n, BLOCK)
+    blocks.check_scales(NAME, data[:start], LARGE, limit)
+    blocks.check_padding(NAME, data[start:], n)
