@@ -2,8 +2,10 @@
 
     python benchmarks/codecs.py [--quick] [--json]
 
-Bytes are of whole payloads, header included, of one fragment of synthetic values: Gaussian, Laplace, or Student's t
-with 3 degrees of freedom. Speeds are of Gaussian values, median over repeats after a warm-up; 1 GB/s is 10^9 bytes of
+Bytes are of whole payloads, header included, of one fragment. Its values are a real pseudo-gradient, of the preset `tiny`
+in its third round of 50 inner steps on the standard library's sources; or synthetic: Gaussian, Laplace, or Student's t
+with 3 degrees of freedom. The error is of the real one: the L2 norm of what a codec leaves out, as a share of the
+whole; codecs with error feedback send it later. Speeds are of Gaussian values, median over repeats after a warm-up; 1 GB/s is 10^9 bytes of
 fp32 values per second, which is 0.25 G elements per second. encode, decode and accumulate are of the codec alone; pack
 and unpack are of whole frames, zstd and the receiver's check included. Only the coordinator accumulates, and it has no
 torch.
@@ -21,10 +23,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.faults import FULL, Replica
 from protocol.codecs import CODECS
 from protocol.digest import DIGEST_BYTES
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, chunk_sizes, pack_frames, pack_header
 from worker.codecs import TORCH_CODECS, pack_fragment, unpack_payload
+from worker.data import TextData
+
+DISTRIBUTIONS = ("gaussian", "laplace", "student-t3")
+ROUNDS = 3  # of training, until the pseudo-gradients look like those of most of a run
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -41,6 +48,24 @@ def sample(distribution: str, n: int) -> F32:
         "student-t3": lambda: random.standard_t(3, size=n),
     }
     return (1e-3 * draw[distribution]()).astype(np.float32)
+
+
+def real_pseudo_gradient() -> F32:
+    """float32[139584], of one worker's last round."""
+    spec = FULL.spec(seed=0, momentum=0.8)
+    h = spec.sync.schedule_steps
+    replica = Replica(spec, TextData(spec))
+    for number in range(ROUNDS):
+        start = [parameter.detach().clone() for parameter in replica.parameters]
+        replica.train(range(number * h, (number + 1) * h), number * h)
+    deltas = [(old - new.detach()).flatten() for old, new in zip(start, replica.parameters, strict=True)]
+    return torch.cat(deltas).numpy()
+
+
+def relative_error(values: F32, name: str) -> float:
+    codec, decoded = CODECS[name], np.empty_like(values)
+    Payload.from_bytes(payload(values, codec.name, zstd=False)).decode(decoded)
+    return float(np.linalg.norm(values - decoded) / np.linalg.norm(values))
 
 
 def payload(values: F32, codec: str, *, zstd: bool) -> bytes:
@@ -130,18 +155,19 @@ def torch_operations(values: F32, name: str) -> dict[str, Callable[[], object]]:
 
 
 def measure(elements: int, repeats: int) -> dict[str, Any]:
+    real = real_pseudo_gradient()
+    samples = {"real": real, **{distribution: sample(distribution, elements) for distribution in DISTRIBUTIONS}}
     bytes_per_parameter = {
         name: {
             distribution: {
-                "raw": len(payload(values, name, zstd=False)) / elements,
-                "zstd": len(payload(values, name, zstd=True)) / elements,
+                "raw": len(payload(values, name, zstd=False)) / len(values),
+                "zstd": len(payload(values, name, zstd=True)) / len(values),
             }
-            for distribution in ("gaussian", "laplace", "student-t3")
-            for values in [sample(distribution, elements)]
+            for distribution, values in samples.items()
         }
         for name in CODECS
     }
-    values = sample("gaussian", elements)
+    values = samples["gaussian"]
     speed = {
         name: {
             library: {
@@ -159,6 +185,7 @@ def measure(elements: int, repeats: int) -> dict[str, Any]:
         "numpy": np.__version__,
         "torch": torch.__version__,
         "bytes_per_parameter": bytes_per_parameter,
+        "relative_error": {name: relative_error(real, name) for name in CODECS},
         "giga_elements_per_second": speed,
     }
 
@@ -168,11 +195,12 @@ def table(result: dict[str, Any]) -> str:
         f"{result['elements']:,} elements, one core, median of {result['repeats']}",
         "",
         "bytes per parameter, header included (raw / zstd)",
-        f"{'codec':8}" + "".join(f"{name:>18}" for name in ("gaussian", "laplace", "student-t3")),
+        f"{'codec':8}" + "".join(f"{name:>18}" for name in ("real", *DISTRIBUTIONS, "error of real")),
     ]
     for name, sizes in result["bytes_per_parameter"].items():
         cells = (f"{size['raw']:.4f} / {size['zstd']:.4f}" for size in sizes.values())
-        lines.append(f"{name:8}" + "".join(f"{cell:>18}" for cell in cells))
+        error = f"{100 * result['relative_error'][name]:.2g} %"
+        lines.append(f"{name:8}" + "".join(f"{cell:>18}" for cell in (*cells, error)))
     lines += [
         "",
         "GB/s of fp32 values (G elements/s), gaussian",

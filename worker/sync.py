@@ -82,8 +82,9 @@ class Sync:
         upload waits for it as well: so the round cannot close with this work in it, and only this process know what
         came of it.
 
-        Returns what of the work goes into the next contribution. Raises Resync where our state is not the run's, WorkLost, RunEnded and
-        Stopped; then `state.round` is None if some fragments have been stepped and others have not.
+        Returns what of the work goes into the next contribution. Raises Resync where our state is not the run's,
+        WorkLost, RunEnded and Stopped; then `state.round` is None if some fragments have been stepped and others have
+        not.
         """
         self._state.round = None
         failed = threading.Event()

@@ -76,8 +76,8 @@ class Work:
 
 def carry_of(work: Work, missed: dict[int, Missed], unsent: dict[int, Tensor] | None = None) -> Carry:
     """What of `work` goes into the next contribution. `missed`: the fragments that were late. `unsent`: of the others,
-    what the codec left out, where it has error feedback; all of it travels on (SparseLoCo, arXiv 2508.15706, without its
-    decay).
+    what the codec left out, where it has error feedback; all of it travels on (as in SparseLoCo, arXiv 2508.15706, but
+    without decay).
 
     The coordinator consumes the units with the first fragment that it accepts. So after one acceptance late fragments
     travel on without units; without any, all of it travels on.

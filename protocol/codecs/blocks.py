@@ -110,7 +110,8 @@ def pack_scales(name: str, values: F32, scales: U16) -> F32:
     if (bits > MAX_SCALE_BITS).any():
         raise CodecError(f"{name}: the values are too large: a block's scale may be at most 2^120")
     scales[:] = bits
-    return (bits << np.uint32(16)).view(np.float32)
+    rounded: F32 = (bits << np.uint32(16)).view(np.float32)
+    return rounded
 
 
 def pack_pairs(codes: U8, out: U8) -> None:

@@ -49,7 +49,7 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     "an unknown section": (LEAST + "[outr]\n", ["outr: there is no such key"]),
     "an unknown codec": (
         edited("rounds = 4", 'rounds = 4\nupload_codec = "int5"'),
-        ["sync.upload_codec = 'int5'", "'int8' or 'int4'"],
+        ["sync.upload_codec = 'int5'", "'ternary' or 'sparse'"],
     ),
     "an unknown preset": (edited('"tiny"', '"huge"'), ["model.preset = 'huge'", "'tiny', 'llama-150m' or 'llama-1b'"]),
     "no model chosen": (
@@ -66,6 +66,14 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     ),
     "a factory that is none": (edited('preset = "tiny"', 'factory = "my model"'), ["model.factory = 'my model'"]),
     "momentum of one": (LEAST + "[outer]\nmomentum = 1.0\n", ["outer.momentum = 1.0", "less than 1"]),
+    "two momenta": (
+        edited("rounds = 4", 'rounds = 4\nupload_codec = "sparse"'),
+        ['sync.upload_codec = "sparse" needs outer.momentum = 0, not 0.9'],
+    ),
+    "a codec for uploads only": (
+        edited("rounds = 4", 'rounds = 4\ndownload_codec = "ternary"'),
+        ["sync.download_codec = 'ternary'", "'fp32', 'bf16', 'int8' or 'int4'"],
+    ),
     "an infinite rate": (LEAST + "[inner]\nlearning_rate = inf\n", ["inner.learning_rate = inf", "finite"]),
     "grace upside down": (
         LEAST + "[members]\ngrace_min_s = 9.0\ngrace_max_s = 1.0\n",
@@ -91,3 +99,8 @@ def test_errors_name_key_value_and_what_is_allowed(case: str) -> None:
         parse_spec(text)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_sparse_without_momentum() -> None:
+    spec = parse_spec(edited("rounds = 4", 'rounds = 4\nupload_codec = "sparse"') + "\n[outer]\nmomentum = 0.0\n")
+    assert spec.sync.upload_codec == "sparse"

@@ -1,0 +1,77 @@
+"""The mean of contributions where a codec sends only some of the values."""
+
+import numpy as np
+import pytest
+
+from coordinator.aggregating import aggregate
+from protocol.codecs import CODECS
+from protocol.wire import ContributionHeader, Payload, pack_frames, pack_header
+
+F32 = np.float32
+
+
+def contribution(values: np.ndarray, worker: str) -> Payload:
+    frames = pack_frames(values, CODECS["sparse"], zstd=True)
+    header = ContributionHeader(
+        run="r",
+        round=0,
+        fragment=0,
+        codec="sparse",
+        elements=len(values),
+        chunk_elements=1 << 18,
+        frame_bytes=[len(frame) for frame in frames],
+        worker=worker,
+        base=bytes(32),
+        tokens=1,
+        inner_steps=1,
+        loss=0.0,
+        norm=0.0,
+        units=[[0, 1]],
+        carried=[],
+        carried_share=1.0,
+    )
+    return Payload.from_bytes(pack_header(header) + b"".join(frames))
+
+
+def decoded(frames: list[object], n: int) -> np.ndarray:
+    out, start = np.empty(n, np.float32), 0
+    for frame in frames:
+        size = min(1 << 18, n - start)
+        CODECS["fp32"].decode(np.frombuffer(frame, np.uint8), out[start : start + size])  # type: ignore[call-overload]
+        start += size
+    return out
+
+
+def test_each_value_is_the_mean_over_the_workers_that_sent_it() -> None:
+    """Of 64 values each worker sends one: two the same, the third another, which is not watered down to a third."""
+    values = np.zeros((3, 64), np.float32)
+    values[0, 5], values[1, 5], values[2, 9] = 8.0, 16.0, -8.0
+    payloads = [
+        (contribution(each, f"w{i}"), tokens) for i, (each, tokens) in enumerate(zip(values, (1, 3, 4), strict=True))
+    ]
+    mean = decoded(aggregate(payloads, "fp32", zstd=False), 64)
+    weights = [F32(tokens / 8) for tokens in (1, 3, 4)]
+    # A single value of 8 has the scale 8/8 and is nearest to 7 of it.
+    first = (weights[0] * F32(7) + weights[1] * F32(14)) / (weights[0] + weights[1])
+    assert mean[5] == first
+    assert mean[9] == -7.0
+    assert not np.delete(mean, [5, 9]).any()
+
+
+@pytest.mark.parametrize("n", [300, (1 << 18) + 5000])
+def test_it_is_the_weighted_mean_in_every_chunk(n: int) -> None:
+    random = np.random.default_rng(0)
+    payloads = [(contribution(random.standard_normal(n).astype(np.float32), f"w{i}"), 1 + i) for i in range(4)]
+    mean = decoded(aggregate(payloads, "fp32", zstd=False), n)
+    acc, sent = np.zeros(n, np.float32), np.zeros(n, np.float32)
+    for payload, tokens in payloads:
+        values, weight = np.empty(n, np.float32), F32(tokens / 10)
+        payload.decode(values)
+        exact = values.astype(np.float64) * float(weight)
+        there = values != 0
+        acc[there] = acc[there] + exact[there].astype(np.float32)
+        sent[there] += weight
+    expected = np.divide(acc, sent, out=np.zeros(n, np.float32), where=sent > 0)
+    assert np.array_equal(sent > 0, mean != 0)
+    assert np.allclose(mean, expected, rtol=0, atol=1e-6)
+    assert (sent > 0).mean() > 1 / 64, "no two workers sent different values, so nothing is proved"
