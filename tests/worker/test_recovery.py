@@ -1,6 +1,7 @@
 """How a worker comes to the run's state: by deltas or by a checkpoint, whichever is fewer bytes; and when its own state
 is wrong."""
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,20 +19,24 @@ FRAGMENTS = 3
 
 
 class CountingClient(Client):
-    """Counts what it fetches; `counts` has the numbers by kind."""
+    """Counts what it fetches, on several threads; `counts` has the numbers by kind."""
 
     def __init__(self, *arguments, counts: dict[str, int], **options) -> None:
         super().__init__(*arguments, **options)
-        self._counts = counts
+        self._counts, self._counting = counts, threading.Lock()
+
+    def _count(self, kind: str) -> None:
+        with self._counting:
+            self._counts[kind] = self._counts.get(kind, 0) + 1
 
     def delta(self, round_number, p, limit_bytes, member_token=None):
         payload = super().delta(round_number, p, limit_bytes, member_token)
         if member_token is None:  # with it, it is the sync's
-            self._counts["deltas"] = self._counts.get("deltas", 0) + 1
+            self._count("deltas")
         return payload
 
     def checkpoint_fragment(self, state_round, fragment, limit_bytes, pool):
-        self._counts["checkpoint fragments"] = self._counts.get("checkpoint fragments", 0) + 1
+        self._count("checkpoint fragments")
         return super().checkpoint_fragment(state_round, fragment, limit_bytes, pool)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from protocol.messages import RunDetail, Scope, WorkerInfo
 from tests.support.coordinator import InThread, coordinator_thread
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from worker.client import Client, open_http
 from worker.diloco import DiLoCo
 
@@ -167,7 +167,7 @@ class Toy:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE_S)
         assert not failures, failures
         assert set(done) == set(names), "a worker did not end"
         return done
