@@ -178,7 +178,8 @@ class RetentionSpec(_Section):
     """History in the database. Files are kept as `checkpoints` says: what the newest checkpoint covers may go."""
 
     rounds: PositiveInt = Field(
-        100, description="rounds of which each contribution and report is remembered; of older ones the sums and the loss"
+        100,
+        description="rounds of which each contribution and report is remembered; of older ones the sums and the loss",
     )
     events: PositiveInt = Field(10_000, description="events kept; older ones are deleted")
 
