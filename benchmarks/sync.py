@@ -141,10 +141,16 @@ def measure(coordinator: Coordinator, plan: Plan) -> dict[str, Any]:
         ]
         return statistics.median(spans[1:])
 
+    def cpu_seconds(*roles: str) -> float:
+        """Of one round's sync, over all processes of these roles."""
+        return statistics.median(sum(r[role][i] for r in reports for role in roles) for i in range(1, plan.rounds + 1))
+
     report = {
         "workers": plan.workers,
         "parameters": plan.elements,
         "sync_s": round(seconds("sync"), 4),
+        "workers_cpu_s": round(cpu_seconds("worker_cpu"), 3),
+        "coordinator_cpu_s": round(cpu_seconds("coordinator_cpu"), 3),
         "upload_bytes": reports[0]["upload_bytes"] // (plan.rounds + 1),
         "download_bytes": reports[0]["download_bytes"] // (plan.rounds + 1),
         "coordinator_idle_rss": idle,
@@ -164,7 +170,7 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(plan.gloo_port), "GLOO_SOCKET_IFNAME": "lo"}
         torch.distributed.init_process_group("gloo", rank=rank, world_size=plan.workers)
     delta = torch.randn(plan.elements, generator=torch.Generator().manual_seed(rank)) * 1e-3
-    report: dict[str, Any] = {"sync": [], "gloo": []}
+    report: dict[str, Any] = {"sync": [], "gloo": [], "worker_cpu": [], "coordinator_cpu": []}
     with open_http(plan.url) as http:
         client = Client(http, plan.run, plan.token)
         spec = client.run_detail().spec
@@ -188,10 +194,14 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
                 pass  # a long poll
             work = Work(round_, assignment.units, 1, 1, 1.0, [1.0] * len(deltas), deltas)
             barrier.wait()
+            cpu, coordinator_cpu = time.process_time(), _cpu_seconds(plan.coordinator_pid)
             started = time.monotonic()
             sync.run(work, None)
             report["sync"].append((started, time.monotonic()))
+            report["worker_cpu"].append(time.process_time() - cpu)
             barrier.wait()
+            # Of the whole machine's one coordinator, so that one worker tells of it.
+            report["coordinator_cpu"].append((_cpu_seconds(plan.coordinator_pid) - coordinator_cpu) * (rank == 0))
             _await_idle(plan.coordinator_pid)
             if plan.gloo_port is not None:
                 values = delta.clone()
@@ -209,6 +219,11 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
     if plan.gloo_port is not None:
         torch.distributed.destroy_process_group()
     results.put(report)
+
+
+def _cpu_seconds(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
 
 
 def _await_idle(pid: int) -> None:
