@@ -44,7 +44,6 @@ def accept(
                 _check_base(run, round_, fragment, header)
                 _keep(run, header, upload, digest, size)
                 publishing.close_due(run)
-        run.ring()
     return ContributionReply(round=round_, fragment=fragment, digest=digest.hex(), created=created)
 
 
@@ -78,13 +77,12 @@ def _check_header(run: LiveRun, worker: str, round_: int, fragment: int, header:
 
 def _is_new(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> bool:
     """Whether the contribution would be new; Problem where the round does not take it. Holds the lock."""
-    with run.world.database.read() as session:
-        row = session.get(ContributionRow, (run.id, round_, fragment, worker))
-    if row is not None:
-        if row.digest != digest:
+    known = _known(run, worker, round_, fragment)
+    if known is not None:
+        if known != digest:
             raise Problem(
                 "contribution-conflict",
-                f"{worker} has already contributed to round {round_}, fragment {fragment}: digest {row.digest.hex()}",
+                f"{worker} has already contributed to round {round_}, fragment {fragment}: digest {known.hex()}",
             )
         return False
     closed = round_ < run.round
@@ -103,6 +101,16 @@ def _is_new(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes
     if run.open is None or round_ != run.round:
         raise Problem("round-not-open", f"round {round_} is not open: {run.why_not_open}")
     return True
+
+
+def _known(run: LiveRun, worker: str, round_: int, fragment: int) -> bytes | None:
+    """The digest of the contribution that was accepted. Holds the lock."""
+    if run.open is not None and round_ == run.round:
+        contributed = run.open.fragments[fragment].contributed.get(worker)
+        return None if contributed is None else contributed.digest
+    with run.world.database.read() as session:
+        row = session.get(ContributionRow, (run.id, round_, fragment, worker))
+    return None if row is None else row.digest
 
 
 def _note_late(run: LiveRun, worker: str, round_: int, fragment: int) -> None:

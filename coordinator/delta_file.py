@@ -2,36 +2,65 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import select
 
 from coordinator import retention
 from coordinator.aggregating import aggregate
-from coordinator.files import PayloadFile, intact, make_durable, write_pieces
+from coordinator.files import HashedPayloadFile, PayloadFile, intact, make_durable, write_pieces
 from coordinator.live_run import Contributed, LiveRun
 from coordinator.tables import ContributionRow, FragmentRow
+from protocol.digest import Buffer
+from protocol.errors import OuterstepError, WireError
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, pack_header
+
+
+class ContributionsLost(OuterstepError):
+    """The disk no longer has the contributions of `workers` as they were acknowledged."""
+
+    def __init__(self, workers: list[str]) -> None:
+        super().__init__(f"the disk has lost the contribution of {', '.join(workers)}")
+        self.workers = workers
+
+
+@dataclass(frozen=True)
+class DeltaFile:
+    """A delta in a new file under `incoming/`, not yet durable, and in memory."""
+
+    path: Path
+    size: int
+    digest: bytes
+    pieces: list[Buffer]
 
 
 def write_delta(
     run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, Contributed], base: bytes
-) -> tuple[Path, int, bytes]:
-    """Aggregate the contributions into a new file under `incoming/`, not yet durable; its path, size and digest.
+) -> DeltaFile:
+    """Aggregate the contributions, each read once: their digests are checked on the way. Raises ContributionsLost.
 
     The same contributions and `base` give the same bytes.
     """
     assert run.layout is not None
     in_order = sorted(contributed.items())
-    with ExitStack() as stack:
-        payloads = [
-            (
-                stack.enter_context(PayloadFile(run.files.contribution(round_, fragment, worker, each.digest))),
-                each.tokens,
-            )
-            for worker, each in in_order
-        ]
-        frames = aggregate(payloads, run.spec.sync.download_codec, zstd=run.spec.sync.zstd)
+    try:
+        with ExitStack() as stack:
+            files = [
+                stack.enter_context(HashedPayloadFile(run.files.contribution(round_, fragment, worker, each.digest)))
+                for worker, each in in_order
+            ]
+            payloads = [(file, each.tokens) for file, (_, each) in zip(files, in_order, strict=True)]
+            frames = aggregate(payloads, run.spec.sync.download_codec, zstd=run.spec.sync.zstd)
+            lost = [
+                worker for file, (worker, each) in zip(files, in_order, strict=True) if not file.is_intact(each.digest)
+            ]
+    except (OSError, WireError, ValueError, LookupError):  # a file is gone, unreadable, or not what it was
+        lost = lost_contributions(run, round_, fragment, contributed)
+        if not lost:
+            raise
+    if lost:
+        raise ContributionsLost(lost)
     head = pack_header(
         DeltaHeader(
             run=run.name,
@@ -45,13 +74,13 @@ def write_delta(
             contributors=[Contributor(worker=worker, tokens=each.tokens) for worker, each in in_order],
         )
     )
-    temporary = run.world.data.incoming()
+    temporary, pieces = run.world.data.incoming(), [head, *frames]
     try:
-        size, digest = write_pieces(temporary, [head, *frames])
+        size, digest = write_pieces(temporary, pieces)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    return temporary, size, digest
+    return DeltaFile(temporary, size, digest, pieces)
 
 
 def lost_contributions(run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, Contributed]) -> list[str]:
@@ -112,10 +141,10 @@ def _make_again(
     with PayloadFile(run.files.contribution(round_, fragment, worker, first.digest)) as payload:
         assert isinstance(payload.header, ContributionHeader)
         base = payload.header.base  # the run's state of that round, or it had been refused
-    temporary, _, digest = write_delta(run, round_, fragment, contributed, base)
+    delta = write_delta(run, round_, fragment, contributed, base)
     try:
-        if digest == expected:
-            make_durable(temporary, run.files.delta(round_, fragment))
-        return digest == expected
+        if delta.digest == expected:
+            make_durable(delta.path, run.files.delta(round_, fragment))
+        return delta.digest == expected
     finally:
-        temporary.unlink(missing_ok=True)
+        delta.path.unlink(missing_ok=True)

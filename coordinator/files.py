@@ -171,10 +171,13 @@ class PayloadFile(Payload):
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDONLY)
         try:
-            super().__init__(lambda offset, length: os.pread(self._file, length, offset), os.fstat(self._file).st_size)
+            super().__init__(self._read, os.fstat(self._file).st_size)
         except BaseException:
             os.close(self._file)
             raise
+
+    def _read(self, offset: int, length: int) -> bytes:
+        return os.pread(self._file, length, offset)
 
     def close(self) -> None:
         os.close(self._file)
@@ -184,6 +187,30 @@ class PayloadFile(Payload):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class HashedPayloadFile(PayloadFile):
+    """A payload file that is read once, chunk after chunk, and hashed on the way."""
+
+    def __init__(self, path: Path) -> None:
+        self._hasher, self._hashed_bytes = blake3(), 0
+        super().__init__(path)
+
+    def _read(self, offset: int, length: int) -> bytes:
+        data = super()._read(offset, length)
+        if offset == self._hashed_bytes:
+            self._hasher.update(data)
+            self._hashed_bytes += len(data)
+        return data
+
+    def is_intact(self, digest: bytes) -> bool:
+        """Whether all of it was read, in order, and was what `digest` says."""
+        return self._hashed_bytes == self.total_bytes and self._hasher.digest() == digest
+
+    def close(self) -> None:
+        # It is durable, and hardly anybody will read it again: its pages are worth more to the next upload.
+        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+        super().close()
 
 
 def fsync(path: Path) -> None:

@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 from coordinator.database import Database
 from coordinator.files import DataDirectory
 from coordinator.leases import Leases
+from coordinator.recent import Recent
 from coordinator.rounds import Policy
 from coordinator.tables import EventRow, RunRow, WorkerRow
 from protocol.digest import model_digest
@@ -37,6 +38,7 @@ class World:
     submit: Callable[..., Future[None]]
     ring: Callable[[str], None]  # something changed in this run: whoever long-polls looks again
     storage_full: Callable[[], None]  # a write has failed for want of room
+    recent: Recent  # the newest deltas in memory
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
 

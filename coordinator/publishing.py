@@ -7,7 +7,7 @@ from sqlalchemy.orm import Session
 
 from coordinator import assigning, checkpointing, outer_state, steering
 from coordinator.database import disk_is_full
-from coordinator.delta_file import lost_contributions, write_delta
+from coordinator.delta_file import ContributionsLost, write_delta
 from coordinator.epochs import check_epochs
 from coordinator.files import make_durable
 from coordinator.live_run import LiveRun, OpenRound
@@ -143,20 +143,21 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     fragment = opening.fragments[index]
     with run.lock:
         contributed, base = dict(fragment.contributed), run.outer[index][1]
-    lost = lost_contributions(run, opening.number, index, contributed)
-    if lost:
+    try:
+        delta = write_delta(run, opening.number, index, contributed, base)
+    except ContributionsLost as lost:
         with run.lock:
-            lose_contributions(run, opening, index, lost)
+            lose_contributions(run, opening, index, lost.workers)
             close_due(run)
         return
-    temporary, size, digest = write_delta(run, opening.number, index, contributed, base)
     aggregated_at = run.world.now()
     try:
-        make_durable(temporary, run.files.delta(opening.number, index))
+        make_durable(delta.path, run.files.delta(opening.number, index))
     finally:
-        temporary.unlink(missing_ok=True)
+        delta.path.unlink(missing_ok=True)
+    run.world.recent.keep(delta.digest, delta.pieces)
     with run.lock:
-        _record_delta(run, opening, index, size, digest, aggregated_at)
+        _record_delta(run, opening, index, delta.size, delta.digest, aggregated_at)
 
 
 def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, digest: bytes, aggregated_at: float) -> None:

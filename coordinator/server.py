@@ -1,6 +1,7 @@
 """Serving: uvicorn around the application, until SIGTERM or SIGINT."""
 
 import logging
+import resource
 import signal
 import socket
 import time
@@ -73,6 +74,9 @@ def serve(settings: Settings) -> None:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
+    # Every contributor's file is open while a fragment is averaged, and every transfer is a socket.
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     server, listening = make_server(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises the signal again when it is done; being asked to stop and having stopped is no failure.

@@ -15,6 +15,8 @@ from coordinator.bell import Bell
 from coordinator.database import Database, disk_is_full
 from coordinator.files import DataDirectory
 from coordinator.live_run import LiveRun, World
+from coordinator.pieces import Pieces
+from coordinator.recent import Recent
 from coordinator.settings import Settings
 from coordinator.storage import Storage
 from coordinator.tables import EvaluationRow, RunRow
@@ -39,6 +41,7 @@ class Coordinator:
     ) -> None:
         self.settings = settings
         self.bell = Bell()
+        self.pieces = Pieces()
         self.data = DataDirectory(settings.data_dir)
         self.database = Database(settings.data_dir)
         self.tokens = Tokens(self.database)
@@ -49,7 +52,7 @@ class Coordinator:
         self._verifying = ThreadPoolExecutor(1, thread_name_prefix="verify")
         self.storage = Storage(self.data, clock)
         self._world = World(
-            self.database, self.data, self._jobs.submit, self.bell.ring, self.storage.note_full, clock, now
+            self.database, self.data, self._jobs.submit, self.bell.ring, self.storage.note_full, Recent(), clock, now
         )
         self._runs: dict[str, LiveRun] = {}
         self._creating = threading.Lock()

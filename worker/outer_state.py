@@ -12,7 +12,7 @@ from protocol.digest import Buffer, StateHash, model_digest
 from protocol.fragments import Layout
 from protocol.spec import OuterSpec
 from protocol.wire import DeltaHeader, Payload, StateHeader
-from worker.codecs import unpack_payload
+from worker.codecs import decoded, unpack_payload
 from worker.errors import Resync
 from worker.outer_step import outer_step
 
@@ -34,11 +34,22 @@ class OuterState:
         self.round: int | None = None
         self.theta = [torch.zeros(n, dtype=torch.float32, pin_memory=pin_memory) for n in layout.elements]
         self.momentum = [torch.zeros(n, dtype=torch.float32, pin_memory=pin_memory) for n in layout.elements]
-        self.digests = [b""] * len(layout.fragments)
+        self._digests: list[bytes | None] = [None] * len(layout.fragments)
         self._outer = outer
 
     def __len__(self) -> int:
         return len(self.theta)
+
+    def fragment_digest(self, p: int) -> bytes:
+        """The state digest of fragment p. Taken when it is first wanted, which is before the next contribution: so
+        nobody waits for it during a sync, and a bit that flipped while the worker trained is in it."""
+        known = self._digests[p]
+        return self._rehash(p) if known is None else known
+
+    @property
+    def digests(self) -> list[bytes]:
+        """The state digest of every fragment."""
+        return [self.fragment_digest(p) for p in range(len(self))]
 
     def digest(self) -> bytes:
         """One digest of the whole outer state."""
@@ -63,33 +74,38 @@ class OuterState:
             raise Resync(f"fragment {p} of a checkpoint has {len(values)} values, the layout says {2 * n}")
         self.set(p, values[:n], values[n:])
 
-    def step(self, p: int, payload: Payload) -> Tensor:
-        """Fragment p one outer step on; the delta, float32[n]. Raises Resync where it is for another outer state than
-        this one."""
+    def step(self, p: int, payload: Payload) -> None:
+        """Fragment p one outer step on, chunk by chunk while the chunk is in the cache.
+
+        Raises Resync where the delta is for another outer state than this one, and WireError where its values are not
+        finite; then nothing has changed.
+        """
         header = payload.header
         if not isinstance(header, DeltaHeader) or header.elements != len(self.theta[p]) or header.fragment != p:
             raise Resync(
                 f"what came as the delta of fragment {p} is not one: {header.kind}, {header.elements} elements"
             )
-        if header.base != self.digests[p]:
+        if header.base != self.fragment_digest(p):
             raise Resync(
                 f"the delta of round {header.round}, fragment {p} is for outer state {header.base.hex()[:12]}, "
-                f"this worker holds {self.digests[p].hex()[:12]}"
+                f"this worker holds {self.fragment_digest(p).hex()[:12]}"
             )
-        delta = unpack_payload(payload, _HOST)
+        payload.check()
+        size = header.chunk_elements
+        self._digests[p] = None
         lr, beta = self._outer.learning_rate, self._outer.momentum
-        outer_step(self.theta[p], self.momentum[p], delta, learning_rate=lr, beta=beta)
-        self._rehash(p)
-        return delta
+        chunks = zip(decoded(payload), self.theta[p].split(size), self.momentum[p].split(size), strict=True)
+        for delta, theta, momentum in chunks:
+            outer_step(theta, momentum, delta, learning_rate=lr, beta=beta)
 
     def is_sound(self, p: int) -> bool:
-        """Whether fragment p is what was loaded and stepped. A bit that flips in memory must not get into an average;
-        `digests[p]` tells of it from now on."""
-        known = self.digests[p]
-        self._rehash(p)
-        return self.digests[p] == known
+        """Whether fragment p is still what its digest says, if that was taken before. A bit that flips in memory must
+        not get into an average: the digest tells of it from now on, and the coordinator refuses what is based on it."""
+        known = self._digests[p]
+        return self._rehash(p) == known or known is None
 
-    def _rehash(self, p: int) -> None:
+    def _rehash(self, p: int) -> bytes:
         state_hash = StateHash()
         state_hash.update(tensor_bytes(self.theta[p]), tensor_bytes(self.momentum[p]))
-        self.digests[p] = state_hash.digest()
+        self._digests[p] = digest = state_hash.digest()
+        return digest

@@ -21,7 +21,7 @@ from protocol.errors import Problem
 from protocol.messages import Stage
 from protocol.spec import RunSpec
 from worker.client import Client
-from worker.codecs import pack_fragment, round_trip
+from worker.codecs import pack_fragment, round_trip, unpack_payload
 from worker.errors import Resync, RunEnded, Stopped, UnexpectedAnswer, WorkLost
 from worker.grace import Grace
 from worker.membership import Membership
@@ -102,8 +102,10 @@ class Sync:
                     if saved is not None:
                         saved.result()
                     with self._client.stages(Stage.OUTER_STEP):
-                        mean = self._state.step(p, payload)
-                    return self._unsent(work, p) if missed_by is None else Missed(mean, missed_by)
+                        self._state.step(p, payload)
+                    if missed_by is None:
+                        return self._unsent(work, p)
+                    return Missed(unpack_payload(payload, torch.device("cpu")), missed_by)
 
             contributions = [uploads.submit(contribute, p) for p in range(len(self._state))]
             wait(contributions)
@@ -161,7 +163,7 @@ class Sync:
             chunk_elements=wire.CHUNK_ELEMENTS,
             frame_bytes=[len(frame) for frame in frames],
             worker=self._membership.worker,
-            base=self._state.digests[p],
+            base=self._state.fragment_digest(p),
             tokens=work.weight * self._spec.unit_tokens,
             inner_steps=work.inner_steps,
             loss=work.loss,

@@ -1,51 +1,127 @@
-"""Sending immutable files: ETag, Range, If-None-Match, cached for ever."""
+"""Sending immutable bytes: ETag, Range, If-None-Match, cached for ever.
 
+They come from memory where they were just published, and otherwise from their file, which is opened before the answer
+begins: who deletes it meanwhile takes nothing away from it.
+"""
+
+import os
 import re
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from fastapi import Request
-from fastapi.responses import FileResponse, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from coordinator.pieces import Pieces
+from protocol.digest import Buffer
 from protocol.errors import Problem
 
 MAX_RANGES = 100
 PAYLOAD_TYPE = "application/vnd.outerstep.payload"
 
 
-class _BlobResponse(FileResponse):
-    chunk_size = 1 << 17  # one is held per download: twice starlette's, and memory hardly grows with the workers
+class _Blob(Response):
+    """An answer of `size` bytes, sent piece by piece."""
+
+    def __init__(self, status: int, headers: dict[str, str], size: int) -> None:
+        super().__init__(status_code=status, headers={**headers, "Content-Length": str(size)}, media_type=PAYLOAD_TYPE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for piece in self._pieces():
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    def _pieces(self) -> AsyncIterator[Buffer]:
+        raise NotImplementedError
 
 
-def blob(request: Request, path: Path, digest: bytes) -> Response:
-    """The file at `path`, whose BLAKE3 digest is known and is its ETag."""
+class _FromMemory(_Blob):
+    def __init__(self, headers: dict[str, str], blob: Sequence[Buffer]) -> None:
+        super().__init__(200, headers, sum(len(piece) for piece in blob))
+        self._blob = blob
+
+    async def _pieces(self) -> AsyncIterator[Buffer]:
+        for piece in self._blob:
+            yield piece
+
+
+class _FromFile(_Blob):
+    """Bytes [start, stop) of an open file, which is closed at the end."""
+
+    def __init__(
+        self, status: int, headers: dict[str, str], file: BinaryIO, start: int, stop: int, pieces: Pieces
+    ) -> None:
+        super().__init__(status, headers, stop - start)
+        self._file, self._start, self._stop, self._sizes = file, start, stop, pieces
+
+    async def _pieces(self) -> AsyncIterator[Buffer]:
+        with self._file, self._sizes.transfer():
+            at = self._start
+            while at < self._stop:
+                wanted = min(self._sizes.bytes, self._stop - at)
+                piece = await run_in_threadpool(os.pread, self._file.fileno(), wanted, at)
+                if not piece:
+                    raise OSError(f"{self._file.name} ends at byte {at} of {self._stop}")
+                yield piece
+                at += len(piece)
+
+
+def blob(
+    request: Request, path: Path, digest: bytes, pieces: Pieces, recent: Sequence[Buffer] | None = None
+) -> Response:
+    """The file at `path`, whose BLAKE3 digest is known and is its ETag; `recent` is the same in memory, if it is.
+
+    Problem: gone, range-not-satisfiable. Of several ranges the whole is the answer, as RFC 9110 allows.
+    """
     etag = f'"{digest.hex()}"'
     headers = {"ETag": etag, "Cache-Control": "public, max-age=31536000, immutable", "Accept-Ranges": "bytes"}
     wanted = request.headers.get("if-none-match", "")
     if wanted == "*" or etag in (each.strip().removeprefix("W/") for each in wanted.split(",")):
         return Response(status_code=304, headers=headers)
-    if not path.is_file():
-        raise Problem("gone", "these bytes were deleted by the retention rule; recover from the latest checkpoint")
-    if request.headers.get("if-range", etag) == etag:
-        _check_range(request.headers.get("range", "bytes=0-"), path.stat().st_size)
-    return _BlobResponse(path, media_type=PAYLOAD_TYPE, headers=headers)
+    asked = request.headers.get("range") if request.headers.get("if-range", etag) == etag else None
+    try:
+        file = path.open("rb", buffering=0)
+    except FileNotFoundError:
+        raise Problem(
+            "gone", "these bytes were deleted by the retention rule; recover from the latest checkpoint"
+        ) from None
+    if asked is None and recent is not None:
+        file.close()
+        return _FromMemory(headers, recent)
+    try:
+        size = os.fstat(file.fileno()).st_size
+        ranges = [] if asked is None else _ranges(asked, size)
+    except BaseException:
+        file.close()
+        raise
+    if len(ranges) != 1:
+        return _FromFile(200, headers, file, 0, size, pieces)
+    ((start, stop),) = ranges
+    headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+    return _FromFile(206, headers, file, start, stop, pieces)
 
 
-def _check_range(header: str, size: int) -> None:
-    """Problem `range-not-satisfiable` for whatever starlette would refuse in plain text."""
-    unit, _, ranges = header.partition("=")
-    parts = [re.fullmatch(r"\s*([0-9]{1,18})?-([0-9]{1,18})?\s*", part) for part in ranges.split(",")]
-    if (
-        unit.strip().lower() != "bytes"
-        or len(parts) > MAX_RANGES
-        or not all(_lies_within(part, size) for part in parts)
-    ):
-        raise Problem("range-not-satisfiable", f"Range: {header[:100]} does not lie within the {size} bytes")
+def _ranges(header: str, size: int) -> list[tuple[int, int]]:
+    """The half-open ranges that a Range header asks for. Problem `range-not-satisfiable` if not all lie within."""
+    unit, _, listed = header.partition("=")
+    parts = listed.split(",")
+    if unit.strip().lower() == "bytes" and len(parts) <= MAX_RANGES:
+        ranges = [_range(part, size) for part in parts]
+        if all(start < stop for start, stop in ranges):
+            return ranges
+    raise Problem("range-not-satisfiable", f"Range: {header[:100]} does not lie within the {size} bytes")
 
 
-def _lies_within(part: re.Match[str] | None, size: int) -> bool:
-    if part is None:
-        return False
-    first, last = part.groups()
+def _range(part: str, size: int) -> tuple[int, int]:
+    """One half-open range; an empty one where it is not well-formed or begins behind the end."""
+    match = re.fullmatch(r"\s*([0-9]{1,18})?-([0-9]{1,18})?\s*", part)
+    if match is None or match.groups() == (None, None):
+        return 0, 0
+    first, last = match.groups()
     if first is None:
-        return last is not None and int(last) > 0  # the last so many bytes
-    return int(first) < size and (last is None or int(first) <= int(last))
+        return max(0, size - int(last)), size  # the last so many bytes
+    return int(first), size if last is None else min(int(last) + 1, size)

@@ -54,11 +54,13 @@ def get_checkpoint(run: ReadableRun, number: Annotated[str, Path(pattern=r"^(lat
     response_class=Response,
     responses={200: {"content": {PAYLOAD_TYPE: {}}}, 206: {}, 304: {}},
 )
-def get_checkpoint_fragment(http: Request, run: ReadableRun, number: Number, fragment: Number) -> Response:
+def get_checkpoint_fragment(
+    http: Request, run: ReadableRun, number: Number, fragment: Number, service: Service
+) -> Response:
     """One fragment's outer state, θ then u."""
     check_fragment(run, fragment)
     with run.world.database.read() as session:
         row = session.get(CheckpointFragmentRow, (run.id, number, fragment))
     if row is None:
         raise Problem("not-found", f"there is no checkpoint {number}; see /v1/runs/{run.name}/checkpoints")
-    return blob(http, run.files.checkpoint(number, fragment), row.digest)
+    return blob(http, run.files.checkpoint(number, fragment), row.digest, service.pieces)

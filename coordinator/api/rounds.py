@@ -88,7 +88,8 @@ async def get_delta(
     found = await poll(service.bell, run.name, preferred_wait_s(http), look)
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
-    return await run_in_threadpool(blob, http, run.files.delta(number, fragment), found)
+    path, recent = run.files.delta(number, fragment), run.world.recent.get(found)
+    return await run_in_threadpool(blob, http, path, found, service.pieces, recent)
 
 
 def _delta_digest(run: LiveRun, number: int, fragment: int, member: str | None) -> tuple[bool, bytes | str]:

@@ -11,11 +11,10 @@ from blake3 import blake3
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
+from coordinator.pieces import Pieces
 from coordinator.service import Coordinator
 from protocol.digest import parse_content_digest
 from protocol.errors import Problem
-
-PIECE_BYTES = 1 << 17  # handed to a thread at a time; there is one per connection, so it bounds the memory
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ async def received(request: Request, service: Coordinator, max_bytes: int) -> As
     size, announced = _announced(request, max_bytes)
     path = service.data.incoming()
     try:
-        with path.open("xb") as file:
-            digest = await _stream_to(file, request, size, service.settings.upload_idle_s)
+        with path.open("xb") as file, service.pieces.transfer():
+            digest = await _stream_to(file, request, size, service.settings.upload_idle_s, service.pieces)
         if digest != announced:
             raise Problem("digest-mismatch", f"the body's digest is {digest.hex()}, announced was {announced.hex()}")
         yield Upload(path, size, digest)
@@ -60,26 +59,30 @@ def _announced(request: Request, max_bytes: int) -> tuple[int, bytes]:
     return int(length), digest
 
 
-async def _stream_to(file: BinaryIO, request: Request, size: int, idle_s: float) -> bytes:
-    hasher, pending, received_bytes = blake3(), bytearray(), 0
+async def _stream_to(file: BinaryIO, request: Request, size: int, idle_s: float, pieces: Pieces) -> bytes:
+    """Write and hash the body on a thread, as much of it at a time as `pieces` says."""
+    hasher, pending, pending_bytes, received_bytes = blake3(), list[bytes](), 0, 0
 
-    def write(piece: bytearray) -> None:
-        file.write(piece)
-        hasher.update(piece)
+    def write(arrived: list[bytes]) -> None:
+        for each in arrived:
+            file.write(each)
+            hasher.update(each)
 
-    pieces = request.stream()
+    body = request.stream()
     while True:
         try:
-            piece = await asyncio.wait_for(anext(pieces), idle_s)
-        except StopAsyncIteration:
-            break
+            async with asyncio.timeout(idle_s):
+                piece = await anext(body, None)
         except TimeoutError:
             raise Problem("request-timeout", f"nothing arrived for {idle_s:.0f} s; send it again") from None
+        if piece is None:
+            break
         received_bytes += len(piece)
-        pending += piece
-        if len(pending) >= PIECE_BYTES:
+        pending_bytes += len(piece)
+        pending.append(piece)
+        if pending_bytes >= pieces.bytes:
             await run_in_threadpool(write, pending)
-            pending = bytearray()
+            pending, pending_bytes = [], 0
     await run_in_threadpool(write, pending)
     if received_bytes != size:
         raise Problem("digest-mismatch", f"{received_bytes} bytes arrived, announced were {size}")

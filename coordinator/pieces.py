@@ -1,0 +1,33 @@
+"""How much of each transfer lies in memory: all transfers under way share one bound.
+
+Every piece costs a hand-over between the event loop and a thread, so few transfers move in large pieces; many move in
+small ones, so that the memory does not grow with the workers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SHARED_BYTES = 16 << 20
+LARGEST_BYTES = 1 << 20
+SMALLEST_BYTES = 1 << 16
+
+
+class Pieces:
+    """Sizes for the transfers of one server. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._transfers = 0
+
+    @contextmanager
+    def transfer(self) -> Iterator[None]:
+        """One more transfer, while the block runs."""
+        self._transfers += 1
+        try:
+            yield
+        finally:
+            self._transfers -= 1
+
+    @property
+    def bytes(self) -> int:
+        """What one transfer may hold in memory now."""
+        return max(SMALLEST_BYTES, min(LARGEST_BYTES, SHARED_BYTES // max(1, self._transfers)))
