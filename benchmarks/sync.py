@@ -193,6 +193,7 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
             while (assignment := membership.act(ask)).action is not Action.TRAIN:
                 pass  # a long poll
             work = Work(round_, assignment.units, 1, 1, 1.0, [1.0] * len(deltas), deltas)
+            assert all(state.is_sound(p) for p in range(len(state)))  # as `DiLoCo` does with the pseudo-gradients
             barrier.wait()
             cpu, coordinator_cpu = time.process_time(), _cpu_seconds(plan.coordinator_pid)
             started = time.monotonic()

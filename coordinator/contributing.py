@@ -10,7 +10,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator import diverging, publishing
-from coordinator.files import PayloadFile, fsync, place
+from coordinator.files import PayloadFile, make_durable
 from coordinator.live_run import Contributed, LiveRun, worker_row
 from coordinator.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow
 from coordinator.units import consume_units
@@ -34,17 +34,30 @@ def accept(
     with run.lock:
         created = _is_new(run, worker, round_, fragment, digest)  # refuse before it costs an fsync
     if created:
-        fsync(upload)
+        final = run.files.contribution(round_, fragment, worker, digest)
+        make_durable(upload, final)  # without the lock, for the disk takes its time
         with run.lock:
-            _await_step(run, round_, fragment)
-            # Again, for much may have happened meanwhile. From here to the commit the lock is never let go: two
-            # uploads of one contribution share a file name, so the one must not delete what the other committed.
-            created = _is_new(run, worker, round_, fragment, digest)
-            if created:
-                _check_base(run, round_, fragment, header)
-                _keep(run, header, upload, digest, size)
-                publishing.close_due(run)
+            try:
+                created = _commit(run, header, final, digest, size)
+            except BaseException:
+                # Two uploads of one contribution share a file: what the other one committed stays.
+                if _known(run, worker, round_, fragment) != digest:
+                    final.unlink(missing_ok=True)
+                raise
     return ContributionReply(round=round_, fragment=fragment, digest=digest.hex(), created=created)
+
+
+def _commit(run: LiveRun, header: ContributionHeader, file: Path, digest: bytes, size: int) -> bool:
+    """Make the contribution in the durable `file` part of the round; whether it is new. Holds the lock."""
+    _await_step(run, header.round, header.fragment)
+    created = _is_new(run, header.worker, header.round, header.fragment, digest)  # much may have happened meanwhile
+    if created:
+        _check_base(run, header.round, header.fragment, header)
+        if not file.is_file():
+            raise Problem("not-ready", "the same contribution came twice at once; send it again", retry_after_s=1)
+        _keep(run, header, digest, size)
+        publishing.close_due(run)
+    return created
 
 
 def _check_header(run: LiveRun, worker: str, round_: int, fragment: int, header: ContributionHeader) -> None:
@@ -157,32 +170,26 @@ def _check_base(run: LiveRun, round_: int, fragment: int, header: ContributionHe
         )
 
 
-def _keep(run: LiveRun, header: ContributionHeader, upload: Path, digest: bytes, size: int) -> None:
-    """The file's final name, then the row together with the consumption of the units. Holds the lock."""
-    final = run.files.contribution(header.round, header.fragment, header.worker, digest)
-    try:
-        place(upload, final)
-        with run.world.database.write() as session:
-            _count(run, session, header, size)
-            session.add(
-                ContributionRow(
-                    run_id=run.id,
-                    round=header.round,
-                    fragment=header.fragment,
-                    worker=header.worker,
-                    digest=digest,
-                    size=size,
-                    tokens=header.tokens,
-                    inner_steps=header.inner_steps,
-                    loss=header.loss,
-                    norm=header.norm,
-                    accepted_at=run.world.now(),
-                )
-            )
-    except BaseException:
-        final.unlink(missing_ok=True)
-        raise
+def _keep(run: LiveRun, header: ContributionHeader, digest: bytes, size: int) -> None:
+    """The row, together with the consumption of the units. Holds the lock."""
     assert run.open is not None
+    with run.world.database.write() as session:
+        _count(run, session, header, size)
+        session.add(
+            ContributionRow(
+                run_id=run.id,
+                round=header.round,
+                fragment=header.fragment,
+                worker=header.worker,
+                digest=digest,
+                size=size,
+                tokens=header.tokens,
+                inner_steps=header.inner_steps,
+                loss=header.loss,
+                norm=header.norm,
+                accepted_at=run.world.now(),
+            )
+        )
     run.open.fragments[header.fragment].contributed[header.worker] = Contributed(header.tokens, digest)
 
 
@@ -193,11 +200,7 @@ def _count(run: LiveRun, session: Session, header: ContributionHeader, size: int
     row.tokens += units * run.spec.unit_tokens
     row.upload_bytes += size
     worker.upload_bytes += size
-    fragments = select(ContributionRow.fragment).where(
-        ContributionRow.run_id == run.id,
-        ContributionRow.round == header.round,
-        ContributionRow.worker == header.worker,
-    )
-    if session.scalars(fragments.limit(1)).first() is None:  # its other fragments tell of the same units
+    assert run.open is not None
+    if not any(header.worker in each.contributed for each in run.open.fragments):  # they tell of the same units
         worker.contributions += 1
         worker.tokens += sum(stop - start for start, stop in header.units) * run.spec.unit_tokens

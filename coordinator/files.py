@@ -30,7 +30,7 @@ from protocol.wire import Payload
 
 READ_BYTES = 1 << 20
 
-_making_folder = threading.Lock()  # who finds a folder may rely on its being durable
+_folders = threading.Lock()  # who finds a folder may rely on its being durable, and on its staying there
 
 
 class DataDirectory:
@@ -95,7 +95,8 @@ class RunFiles:
         return sorted(int(path.name) for path in (self.root / folder).iterdir())
 
     def remove_round(self, folder: str, round_: int) -> None:
-        shutil.rmtree(self.root / folder / str(round_))
+        with _folders:
+            shutil.rmtree(self.root / folder / str(round_))
 
 
 def write_pieces(path: Path, pieces: Iterable[Buffer]) -> tuple[int, bytes]:
@@ -117,7 +118,7 @@ def make_durable(temporary: Path, final: Path) -> None:
 
 def place(temporary: Path, final: Path) -> None:
     """Give `temporary`, which was fsynced, its final name durably."""
-    with _making_folder:
+    with _folders:
         if not final.parent.is_dir():
             final.parent.mkdir()
             try:
@@ -125,7 +126,7 @@ def place(temporary: Path, final: Path) -> None:
             except BaseException:  # a full disk: who finds it would take it for durable
                 final.parent.rmdir()
                 raise
-    temporary.replace(final)
+        temporary.replace(final)
     fsync(final.parent)
 
 

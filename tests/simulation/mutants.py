@@ -17,6 +17,7 @@ from coordinator import (
     assigning,
     contributing,
     delta_file,
+    files,
     leases,
     live_run,
     membership,
@@ -69,12 +70,17 @@ def _rename_only(temporary: Path, final: Path) -> None:
     shutil.move(temporary, final)
 
 
+def _fsync_and_rename_only(temporary: Path, final: Path) -> None:
+    files.fsync(temporary)
+    _rename_only(temporary, final)
+
+
 def _acknowledge_before_fsync() -> list[Replacement]:
-    return [(contributing, "fsync", _nothing)]
+    return [(contributing, "make_durable", files.place)]
 
 
 def _acknowledge_before_the_folder_is_durable() -> list[Replacement]:
-    return [(contributing, "place", _rename_only)]
+    return [(contributing, "make_durable", _fsync_and_rename_only)]
 
 
 def _publish_before_it_is_durable() -> list[Replacement]:
