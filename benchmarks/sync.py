@@ -1,6 +1,6 @@
 """One outer round over loopback, without training: Outerstep's sync beside gloo's fp32 all-reduce, in the same run.
 
-    python benchmarks/sync.py [--quick] [--json] [--params 25e6 100e6] [--workers 4] [--rounds 5]
+    python benchmarks/sync.py [--quick] [--json] [--params 25e6 100e6] [--workers 4] [--rounds 5] [--only speed]
 
 Each worker process holds a random pseudo-gradient and does alternately
   sync    what `outerstep worker` does with it: encode, upload (durable before it is acknowledged), wait for the delta,
@@ -8,7 +8,11 @@ Each worker process holds a random pseudo-gradient and does alternately
   gloo    torch.distributed.all_reduce of the same fp32 values, by gloo on loopback
 A round takes from the first worker's start to the last worker's end. Reported are medians over the rounds after a
 warm-up, the bytes per worker, the error of the mean against fp32, and the coordinator's peak resident memory above
-what it held before the first worker came; then that peak again with 2 and with 16 workers.
+what it held before the first worker came; then that peak again with 2 and with 32 workers, and with more parameters.
+
+As `DiLoCo` does with the pseudo-gradients, each worker takes the digests of its outer state before the sync begins.
+Core-seconds are of one sync, over all workers and of the coordinator; divided by the cores they are the least that the
+sync could take on this machine.
 """
 
 import argparse
@@ -17,6 +21,7 @@ import json
 import multiprocessing
 import os
 import platform
+import queue
 import socket
 import statistics
 import subprocess
@@ -29,6 +34,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -123,8 +129,10 @@ class Coordinator:
 
 
 def measure(coordinator: Coordinator, plan: Plan) -> dict[str, Any]:
-    """Run one plan with `plan.workers` processes."""
-    context = multiprocessing.get_context("spawn")
+    """Run one plan with `plan.workers` processes; with threads, which need less memory, where gloo is left out."""
+    context: Any = multiprocessing.get_context("spawn")
+    if plan.gloo_port is None:
+        context = SimpleNamespace(Barrier=threading.Barrier, Queue=queue.Queue, Process=threading.Thread)
     barrier, results = context.Barrier(plan.workers), context.Queue()
     idle = coordinator.memory("VmRSS")
     coordinator.create_run(plan.run, plan.workers, plan.rounds + 1)
@@ -193,7 +201,8 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
             while (assignment := membership.act(ask)).action is not Action.TRAIN:
                 pass  # a long poll
             work = Work(round_, assignment.units, 1, 1, 1.0, [1.0] * len(deltas), deltas)
-            assert all(state.is_sound(p) for p in range(len(state)))  # as `DiLoCo` does with the pseudo-gradients
+            # As `DiLoCo` does it: the digests while it asks for units, and again with the pseudo-gradients.
+            assert all(state.fragment_digest(p) and state.is_sound(p) for p in range(len(state)))
             barrier.wait()
             cpu, coordinator_cpu = time.process_time(), _cpu_seconds(plan.coordinator_pid)
             started = time.monotonic()
@@ -254,9 +263,10 @@ def _seed(client: Client, membership: Membership, state: OuterState) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--quick", action="store_true", help="25 M parameters and 3 rounds; memory with 2 and 8 workers"
+        "--quick", action="store_true", help="25 M parameters and 3 rounds; memory with 2 and 8 workers only"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line after the table")
+    parser.add_argument("--only", choices=["speed", "memory"], help="one half of it")
     parser.add_argument("--params", type=float, nargs="+", help="parameters; default 25e6 100e6")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rounds", type=int, help="measured rounds, after a warm-up; default 5")
@@ -265,7 +275,7 @@ def main() -> None:
     rounds = arguments.rounds or (3 if arguments.quick else 5)
 
     reports = []
-    for number, elements in enumerate(sizes):
+    for number, elements in enumerate(sizes if arguments.only != "memory" else []):
         with Coordinator.started() as coordinator:
             plan = Plan(
                 coordinator.url,
@@ -279,13 +289,15 @@ def main() -> None:
             )
             reports.append(measure(coordinator, plan))
     memory = []
-    for workers in (2, 8 if arguments.quick else 16):
+    crews = (
+        [(2, 8_000_000), (8, 8_000_000)] if arguments.quick else [(2, 25_000_000), (32, 25_000_000), (2, 100_000_000)]
+    )
+    for workers, elements in crews if arguments.only != "speed" else []:
         with Coordinator.started() as coordinator:
-            elements = 8_000_000 if arguments.quick else 25_000_000
             plan = Plan(
                 coordinator.url,
                 coordinator.token,
-                f"rss-{workers}",
+                f"rss-{workers}-{elements}",
                 workers,
                 elements,
                 2,
@@ -295,7 +307,6 @@ def main() -> None:
             memory.append(measure(coordinator, plan))
     _print(reports, memory)
     if arguments.json:
-        growth = memory[1]["coordinator_rss_above_idle"] / memory[0]["coordinator_rss_above_idle"] - 1
         total = [m["coordinator_idle_rss"] + m["coordinator_rss_above_idle"] for m in memory]
         document = {
             "benchmark": "sync",
@@ -304,15 +315,15 @@ def main() -> None:
             "torch": torch.__version__,
             "rounds": reports,
             "memory": memory,
-            "rss_growth": round(total[1] / total[0] - 1, 3),
-            "rss_growth_above_idle": round(growth, 3),
+            "rss_growth": [round(each / total[0] - 1, 3) for each in total[1:]],
         }
         print(json.dumps(document))
 
 
 def _print(reports: list[dict[str, Any]], memory: list[dict[str, Any]]) -> None:
-    columns = ["parameters", "workers", "sync s", "gloo fp32 s", "ratio", "up MB", "down MB", "all-reduce MB", "error"]
-    table = Table(*columns, "RSS above idle MB", title="one round, medians")
+    columns = ["parameters", "workers", "sync s", "gloo fp32 s", "ratio", "workers' core-s", "coordinator's core-s"]
+    columns += ["up MB", "down MB", "all-reduce MB", "error", "RSS above idle MB"]
+    table = Table(*columns, title="one round, medians")
     for r in reports:
         table.add_row(
             f"{r['parameters']:,}",
@@ -320,6 +331,8 @@ def _print(reports: list[dict[str, Any]], memory: list[dict[str, Any]]) -> None:
             f"{r['sync_s']:.3f}",
             f"{r['gloo_fp32_s']:.3f}",
             f"{r['ratio']:.2f}",
+            f"{r['workers_cpu_s']:.2f}",
+            f"{r['coordinator_cpu_s']:.2f}",
             f"{r['upload_bytes'] / 1e6:.1f}",
             f"{r['download_bytes'] / 1e6:.1f}",
             f"{r['allreduce_bytes'] / 1e6:.1f}",
@@ -330,9 +343,10 @@ def _print(reports: list[dict[str, Any]], memory: list[dict[str, Any]]) -> None:
     for m in memory:
         above, idle = m["coordinator_rss_above_idle"], m["coordinator_idle_rss"]
         peak.add_row(f"{m['parameters']:,}", f"{m['workers']}", f"{(idle + above) / 1e6:.0f}", f"{above / 1e6:.0f}")
-    console = Console(width=140)
-    console.print(table)
-    console.print(peak)
+    console = Console(width=160)
+    for each, filled in ((table, reports), (peak, memory)):
+        if filled:
+            console.print(each)
 
 
 def _free_port() -> int:

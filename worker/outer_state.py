@@ -41,8 +41,8 @@ class OuterState:
         return len(self.theta)
 
     def fragment_digest(self, p: int) -> bytes:
-        """The state digest of fragment p. Taken when it is first wanted, which is before the next contribution: so
-        nobody waits for it during a sync, and a bit that flipped while the worker trained is in it."""
+        """The state digest of fragment p, taken when it is first wanted: not during a sync, where all wait for it,
+        but before the next inner step, so that `is_sound` can tell of a bit that flips from then on."""
         known = self._digests[p]
         return self._rehash(p) if known is None else known
 

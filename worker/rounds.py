@@ -4,7 +4,7 @@ begin the next round.
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -125,8 +125,12 @@ class Rounds:
 
     def begin_next(self) -> None:
         """Do what the coordinator says until there are units to train on, or the run is over."""
-        while not self._follow(self._ask()):
-            pass
+        with ThreadPoolExecutor(1, "digest") as beside:
+            digests = beside.submit(lambda: self._state.digests)  # while the coordinator thinks, and before training
+            asked = self._ask()
+            digests.result()
+        while not self._follow(asked):
+            asked = self._ask()
 
     def _ask(self) -> Assignment:
         self._epoch = self._membership.epoch

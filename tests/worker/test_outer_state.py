@@ -1,0 +1,73 @@
+"""The worker's outer state: stepped in place, its digest taken when it is wanted."""
+
+import numpy as np
+import pytest
+import torch
+
+from protocol.codecs import CODECS
+from protocol.errors import WireError
+from protocol.fragments import TensorSpec, plan_fragments
+from protocol.outer_step import outer_step
+from protocol.spec import OuterSpec
+from protocol.wire import CHUNK_ELEMENTS, DeltaHeader, Payload, pack_frames, pack_header
+from worker.errors import Resync
+from worker.outer_state import OuterState
+
+N = CHUNK_ELEMENTS + 1000
+LAYOUT = plan_fragments([TensorSpec(name="w", shape=[N])], N)
+OUTER = OuterSpec(learning_rate=0.7, momentum=0.9)
+
+
+@pytest.fixture
+def state() -> OuterState:
+    state = OuterState(LAYOUT, OUTER, pin_memory=False)
+    generator = torch.Generator().manual_seed(1)
+    state.set(0, torch.randn(N, generator=generator), torch.randn(N, generator=generator))
+    return state
+
+
+def delta(values: np.ndarray, codec: str, base: bytes) -> Payload:
+    frames = pack_frames(values, CODECS[codec], zstd=False)
+    header = DeltaHeader(
+        run="r", round=0, fragment=0, codec=codec, elements=len(values), chunk_elements=CHUNK_ELEMENTS,
+        frame_bytes=[len(frame) for frame in frames], base=base, contributors=[],
+    )  # fmt: skip
+    return Payload.from_bytes(pack_header(header) + b"".join(frames))
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
+def test_a_step_chunk_by_chunk_is_the_reference_of_the_whole(state: OuterState, codec: str) -> None:
+    theta, momentum = state.theta[0].numpy().copy(), state.momentum[0].numpy().copy()
+    payload = delta(np.random.default_rng(2).standard_normal(N).astype(np.float32), codec, state.fragment_digest(0))
+    values = np.empty(N, np.float32)
+    payload.decode(values)
+    outer_step(theta, momentum, values, learning_rate=0.7, beta=0.9)
+    before = state.fragment_digest(0)
+    state.step(0, payload)
+    assert state.theta[0].numpy().tobytes() == theta.tobytes()
+    assert state.momentum[0].numpy().tobytes() == momentum.tobytes()
+    assert state.fragment_digest(0) != before
+    with pytest.raises(Resync, match="is for outer state"):
+        state.step(0, payload)
+
+
+def test_a_delta_with_a_bad_value_in_its_last_chunk_changes_nothing(state: OuterState) -> None:
+    before = state.fragment_digest(0)
+    body = bytearray(delta(np.ones(N, np.float32), "fp32", before)._read_at(0, 1 << 30))
+    body[-4:] = np.float32(np.nan).tobytes()
+    with pytest.raises(WireError, match="nan"):
+        state.step(0, Payload.from_bytes(body))
+    assert state.is_sound(0)
+    assert state.fragment_digest(0) == before
+
+
+def test_a_bit_that_flips_after_a_step_is_in_the_digest(state: OuterState) -> None:
+    payload = delta(np.ones(N, np.float32), "int8", state.fragment_digest(0))
+    twin = OuterState(LAYOUT, OUTER, pin_memory=False)
+    twin.set(0, state.theta[0], state.momentum[0])
+    for each in (state, twin):
+        each.step(0, payload)
+    state.theta[0].view(torch.int32)[5] ^= 1
+    assert state.fragment_digest(0) != twin.fragment_digest(0), "the coordinator will refuse it"
+    state.theta[0].view(torch.int32)[7] ^= 1
+    assert not state.is_sound(0), "and from then on this worker sees it by itself"
