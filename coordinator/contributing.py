@@ -4,6 +4,7 @@ Acknowledged means: it will be in the delta. The file is durable before its row 
 before the answer goes out; a refused upload leaves neither.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from sqlalchemy import func, select
@@ -11,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from coordinator import diverging, publishing
 from coordinator.files import PayloadFile, make_durable
-from coordinator.live_run import Contributed, LiveRun, worker_row
+from coordinator.live_run import Arrival, Contributed, LiveRun, worker_row
 from coordinator.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow
 from coordinator.units import consume_units
 from protocol.errors import Problem
@@ -31,33 +32,83 @@ def accept(
             raise Problem("invalid-payload", f"the payload is a {header.kind}, expected a contribution")
         _check_header(run, worker, round_, fragment, header)
         payload.check()
-    with run.lock:
-        created = _is_new(run, worker, round_, fragment, digest)  # refuse before it costs an fsync
+    with run.lock:  # refuse before it costs an fsync
+        created = _is_new(run, worker, round_, fragment, digest)
+        if created:
+            _await_step(run, round_, fragment)
+            _check_base(run, round_, fragment, header)
     if created:
-        final = run.files.contribution(round_, fragment, worker, digest)
-        make_durable(upload, final)  # without the lock, for the disk takes its time
+        file = run.files.contribution(round_, fragment, worker, digest)
+        make_durable(upload, file)  # without the lock, for the disk takes its time
+        arrival = Arrival(header, file, digest, size)
+        run.arrivals.append(arrival)
         with run.lock:
-            try:
-                created = _commit(run, header, final, digest, size)
-            except BaseException:
-                # Two uploads of one contribution share a file: what the other one committed stays.
-                if _known(run, worker, round_, fragment) != digest:
-                    final.unlink(missing_ok=True)
-                raise
+            if not arrival.settled:
+                _commit_arrivals(run)
+        if arrival.error is not None:
+            raise arrival.error
+        created = arrival.created
     return ContributionReply(round=round_, fragment=fragment, digest=digest.hex(), created=created)
 
 
-def _commit(run: LiveRun, header: ContributionHeader, file: Path, digest: bytes, size: int) -> bool:
-    """Make the contribution in the durable `file` part of the round; whether it is new. Holds the lock."""
-    _await_step(run, header.round, header.fragment)
-    created = _is_new(run, header.worker, header.round, header.fragment, digest)  # much may have happened meanwhile
-    if created:
-        _check_base(run, header.round, header.fragment, header)
-        if not file.is_file():
+def _commit_arrivals(run: LiveRun) -> None:
+    """Commit all that is durable, with one transaction and so one fsync: whoever gets the lock does it for everybody
+    who waits for it. One that is refused does not touch the others. Holds the lock."""
+    arrivals: list[Arrival] = []
+    while run.arrivals:
+        arrivals.append(run.arrivals.popleft())
+    try:
+        due = [arrival for arrival in arrivals if _is_due(run, arrival)]
+        if due:
+            _keep_all(run, due)
+    except BaseException as error:
+        for arrival in arrivals:
+            arrival.error = arrival.error or error
+        raise
+    finally:
+        for arrival in arrivals:
+            _tidy(run, arrival)
+            arrival.settled = True
+    publishing.close_due(run)
+
+
+def _keep_all(run: LiveRun, due: Sequence[Arrival]) -> None:
+    """First in the database, then in memory. Holds the lock."""
+    assert run.open is not None
+    kept: list[Arrival] = []
+    with run.world.database.write() as session:
+        for arrival in due:
+            try:
+                with session.begin_nested():
+                    _keep(run, session, arrival, kept)
+                kept.append(arrival)
+            except Problem as problem:
+                arrival.error = problem
+    for arrival in kept:
+        header = arrival.header
+        run.open.fragments[header.fragment].contributed[header.worker] = Contributed(header.tokens, arrival.digest)
+        arrival.created = True
+
+
+def _is_due(run: LiveRun, arrival: Arrival) -> bool:
+    """Whether it is to be committed: much may have happened since it was looked at first. Holds the lock."""
+    header = arrival.header
+    try:
+        if not _is_new(run, header.worker, header.round, header.fragment, arrival.digest):
+            return False
+        if not arrival.file.is_file():
             raise Problem("not-ready", "the same contribution came twice at once; send it again", retry_after_s=1)
-        _keep(run, header, digest, size)
-        publishing.close_due(run)
-    return created
+    except Problem as problem:
+        arrival.error = problem
+        return False
+    return True
+
+
+def _tidy(run: LiveRun, arrival: Arrival) -> None:
+    """Delete the file of what was refused. Two uploads of one contribution share a file: what is committed stays."""
+    header = arrival.header
+    if arrival.error is not None and _known(run, header.worker, header.round, header.fragment) != arrival.digest:
+        arrival.file.unlink(missing_ok=True)
 
 
 def _check_header(run: LiveRun, worker: str, round_: int, fragment: int, header: ContributionHeader) -> None:
@@ -170,37 +221,42 @@ def _check_base(run: LiveRun, round_: int, fragment: int, header: ContributionHe
         )
 
 
-def _keep(run: LiveRun, header: ContributionHeader, digest: bytes, size: int) -> None:
-    """The row, together with the consumption of the units. Holds the lock."""
-    assert run.open is not None
-    with run.world.database.write() as session:
-        _count(run, session, header, size)
-        session.add(
-            ContributionRow(
-                run_id=run.id,
-                round=header.round,
-                fragment=header.fragment,
-                worker=header.worker,
-                digest=digest,
-                size=size,
-                tokens=header.tokens,
-                inner_steps=header.inner_steps,
-                loss=header.loss,
-                norm=header.norm,
-                accepted_at=run.world.now(),
-            )
+def _keep(run: LiveRun, session: Session, arrival: Arrival, kept: Sequence[Arrival]) -> None:
+    """The row, together with the consumption of the units. `kept`: what the same transaction has kept already.
+
+    Holds the lock.
+    """
+    header = arrival.header
+    if any((header.worker, header.fragment) == (each.header.worker, each.header.fragment) for each in kept):
+        raise Problem("not-ready", "the same contribution came twice at once; send it again", retry_after_s=1)
+    _count(run, session, arrival, kept)
+    session.add(
+        ContributionRow(
+            run_id=run.id,
+            round=header.round,
+            fragment=header.fragment,
+            worker=header.worker,
+            digest=arrival.digest,
+            size=arrival.size,
+            tokens=header.tokens,
+            inner_steps=header.inner_steps,
+            loss=header.loss,
+            norm=header.norm,
+            accepted_at=run.world.now(),
         )
-    run.open.fragments[header.fragment].contributed[header.worker] = Contributed(header.tokens, digest)
+    )
 
 
-def _count(run: LiveRun, session: Session, header: ContributionHeader, size: int) -> None:
+def _count(run: LiveRun, session: Session, arrival: Arrival, kept: Sequence[Arrival]) -> None:
     """Consume the units, and add up what the run and its worker have brought."""
+    header, size = arrival.header, arrival.size
     units = consume_units(session, run.id, header.worker, header.round, header.units)
     row, worker = run.row(session), worker_row(run, session, header.worker)
     row.tokens += units * run.spec.unit_tokens
     row.upload_bytes += size
     worker.upload_bytes += size
     assert run.open is not None
-    if not any(header.worker in each.contributed for each in run.open.fragments):  # they tell of the same units
+    known = any(header.worker in each.contributed for each in run.open.fragments)
+    if not known and all(header.worker != each.header.worker for each in kept):  # its fragments tell of the same units
         worker.contributions += 1
         worker.tokens += sum(stop - start for start, stop in header.units) * run.spec.unit_tokens

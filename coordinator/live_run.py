@@ -7,9 +7,11 @@ rebuilds it from the database (`restoring.py`).
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select
@@ -25,6 +27,7 @@ from protocol.digest import model_digest
 from protocol.fragments import Layout
 from protocol.messages import DataSummary, FragmentState, Metrics, RunState
 from protocol.spec import RunSpec, parse_spec
+from protocol.wire import ContributionHeader
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,19 @@ class Contributed:
 
     tokens: int
     digest: bytes
+
+
+@dataclass
+class Arrival:
+    """A contribution in its durable `file` that waits to be committed, and then what came of it."""
+
+    header: ContributionHeader
+    file: Path
+    digest: bytes
+    size: int
+    settled: bool = False
+    created: bool = False
+    error: BaseException | None = None
 
 
 @dataclass
@@ -105,6 +121,7 @@ class LiveRun:
         self.seeder: str | None = None
         self.evaluator: str | None = None  # of the final state
         self.outer: list[tuple[int, bytes]] = []  # per fragment: round and digest of the coordinator's own state
+        self.arrivals: deque[Arrival] = deque()  # contributions to be committed, by whoever gets the lock next
         self.jobs: set[int] = set()  # fragments with a publishing job at work
         self.retry_at: float | None = None  # take up again what a fault, such as a full disk, interrupted
         self.faults: dict[int, str] = {}  # per fragment: what its job last failed of, so that it is told once
