@@ -40,7 +40,7 @@ from coordinator.aggregating import aggregate
 from protocol.fragments import plan_fragments
 from protocol.spec import RunSpec, SyncSpec, parse_spec
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
-from worker.codecs import pack_fragment
+from worker.codecs import pack_fragment, unpack_payload
 from worker.data import TextData
 from worker.fragments import Fragments, tensor_specs
 from worker.models import build_model
@@ -254,7 +254,9 @@ def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState
             if isinstance(header, ContributionHeader)
         ],
     )
-    return state.step(p, Payload.from_bytes(pack_header(header) + b"".join(frames)))
+    payload = Payload.from_bytes(pack_header(header) + b"".join(frames))
+    state.step(p, payload)
+    return unpack_payload(payload, torch.device("cpu"))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Accepting a contribution: check it, make it durable, and only then acknowledge it.
 
 Acknowledged means: it will be in the delta. The file is durable before its row is committed, and the row is committed
-before the answer goes out; a refused upload leaves neither.
+before the answer goes out; a refused upload leaves neither. Files become durable side by side; rows that wait for the
+lock at the same time are committed together.
 """
 
 from collections.abc import Sequence

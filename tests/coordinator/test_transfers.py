@@ -104,7 +104,7 @@ def test_a_delta_is_the_same_bytes_from_memory_and_from_its_file(shared: InThrea
     assert from_memory.content == live.files.delta(0, 0).read_bytes()
 
 
-def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """`act` happens once, between a contribution's becoming durable and its commit."""
 
     def durable(temporary: Path, final: Path) -> None:
