@@ -129,8 +129,9 @@ def _no_rebase() -> list[Replacement]:
 
 
 def _carries_what_the_mean_has() -> list[Replacement]:
-    def whole(late: Work, missed: dict[int, Missed]) -> Carry:
-        return carry_of(late, {p: Missed(torch.zeros_like(each.mean), each.share) for p, each in missed.items()})
+    def whole(late: Work, missed: dict[int, Missed], unsent: Any) -> Carry:
+        all_of_it = {p: Missed(torch.zeros_like(each.mean), each.share) for p, each in missed.items()}
+        return carry_of(late, all_of_it, unsent)
 
     return [(sync, "carry_of", whole)]
 
@@ -178,7 +179,7 @@ MUTANTS = [
     Mutant("sums in the order of arrival", ("I2",), 1, _arrival_order),
     Mutant("aggregates other contributors after a restart", ("I2", "I4"), 1, _other_contributors_after_a_restart),
     Mutant("forgets its workers in a restart", ("I4",), 1, _forgets_its_workers),
-    Mutant("lets stale member tokens in", ("I7",), 0, _stale_tokens_work),
+    Mutant("lets stale member tokens in", ("I7", "I4"), 0, _stale_tokens_work),
     Mutant("drops the rebase of late work", ("I6",), 2, _no_rebase),
     Mutant("carries all of late work, as if the mean had none of it", ("I6",), 2, _carries_what_the_mean_has),
     Mutant("returns no units of the dead", ("I6",), 0, _no_units_returned),
