@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from protocol.messages import Scope
-from tests.soak.lines import slow_lines, why_not
 from tests.soak.proxy import Proxy
 from tests.support.coordinator import CoordinatorProcess, Running
+from tests.support.lines import Rate, slow_lines, why_not
 from tests.support.text import write_text
 from tests.support.workers import WorkerProcess
 
 WORKERS = [f"w{number}" for number in range(6)]
 BEHIND_SLOW_LINES = WORKERS[:2]
+SLOW = Rate(up_kbit=2_000, down_kbit=10_000, loss_per_mille=5)
 DECADE = 10  # rounds in which each worker is killed once, and the coordinator twice
 STEP_S = 0.25
 RETRY_EXIT = 75
@@ -142,14 +143,15 @@ def soak(plan: Plan, folder: Path, *, patience_s: float, say: Callable[[str], No
     with ExitStack() as cleanup:
         running = coordinator.start()
         cleanup.callback(coordinator.kill)
-        lines = cleanup.enter_context(slow_lines(BEHIND_SLOW_LINES if reason is None else []))
+        lines = cleanup.enter_context(slow_lines(BEHIND_SLOW_LINES if reason is None else [], SLOW))
         proxy = cleanup.enter_context(Proxy(coordinator.port, plan.seed, mean_bytes=600_000, delay_s=0.04))
         running.create_run(plan.spec(write_text(folder / "text", seed=plan.seed, files=24)))
         token = running.token(Scope.WORKER)
         for name in WORKERS:
             line = lines.get(name)
-            url = proxy.listen("127.0.0.1" if line is None else line.address, name)
-            workers[name] = Worker([] if line is None else line.prefix, url, name, token, folder)
+            address, port = proxy.listen("127.0.0.1" if line is None else line.address, name)
+            prefix = [] if line is None else line.prefix
+            workers[name] = Worker(prefix, f"http://{address}:{port}", name, token, folder)
             workers[name].start()
             cleanup.callback(workers[name].kill)
         _until_finished(plan, running, coordinator, workers, outcome, patience_s, say)

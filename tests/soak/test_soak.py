@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak import lines
 from tests.soak.soak import WORKERS, Outcome, Plan, show, soak
 from tests.soak.verdict import faults, lost_contributions, report, wrong_units
+from tests.support import lines
 
 # What the verdict must see: SQL -> what it says.
 TAMPERINGS = {

@@ -9,8 +9,18 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-UP_KBIT, DOWN_KBIT, LOSS_PER_MILLE = 2_000, 10_000, 5
+QUEUE_MS = 200  # what waits in front of a full line, as in a home router
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a line carries, kbit/s from and to its far end, and how many of 1000 packets it loses, each way."""
+
+    up_kbit: int
+    down_kbit: int
+    loss_per_mille: int = 0
 
 
 @dataclass(frozen=True)
@@ -19,6 +29,24 @@ class Line:
 
     prefix: list[str]
     address: str
+    space: str
+    near: str
+    far: str
+
+    def shape(self, rate: Rate) -> None:
+        """Carry so much from now on."""
+        _do(f"tc qdisc replace dev {self.near} root {_bucket(rate.down_kbit)}")
+        _do(f"tc -n {self.space} qdisc replace dev {self.far} root {_bucket(rate.up_kbit)}")
+        for hook in ("input", "output"):
+            _do(f"ip netns exec {self.space} nft flush chain inet line {hook}")
+            if rate.loss_per_mille:
+                loss = f"numgen random mod 1000 lt {rate.loss_per_mille} drop"
+                _do(f"ip netns exec {self.space} nft add rule inet line {hook} {loss}")
+
+    def wire_bytes(self) -> tuple[int, int]:
+        """Bytes that have come up and gone down the line, with all headers and whatever was sent again."""
+        counters = Path(f"/sys/class/net/{self.near}/statistics")
+        return int((counters / "rx_bytes").read_text()), int((counters / "tx_bytes").read_text())
 
 
 def why_not() -> str | None:
@@ -29,21 +57,21 @@ def why_not() -> str | None:
     if missing:
         return f"no {' and no '.join(missing)} (Debian: apt install iproute2 nftables)"
     try:
-        with slow_lines(["probe"]):
+        with slow_lines(["probe"], Rate(2_000, 10_000, 5)):
             return None
     except subprocess.CalledProcessError as error:
         return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
 
 
 @contextmanager
-def slow_lines(names: list[str]) -> Iterator[dict[str, Line]]:
+def slow_lines(names: list[str], rate: Rate) -> Iterator[dict[str, Line]]:
     """A line for each name, gone at the end whatever happens. CalledProcessError where the kernel refuses."""
     made: list[tuple[str, str]] = []
     lines = {}
     block = f"10.213.{os.getpid() % 250}"
     try:
         for index, name in enumerate(names):
-            space, near, far = f"soak{os.getpid()}-{index}", f"sk{os.getpid()}n{index}", f"sk{os.getpid()}f{index}"
+            space, near, far = f"line{os.getpid()}-{index}", f"ln{os.getpid()}n{index}", f"ln{os.getpid()}f{index}"
             here, there = f"{block}.{4 * index + 1}", f"{block}.{4 * index + 2}"
             made.append((space, near))
             _do(f"ip netns add {space}")
@@ -53,19 +81,22 @@ def slow_lines(names: list[str]) -> Iterator[dict[str, Line]]:
             _do(f"ip -n {space} addr add {there}/30 dev {far}")
             _do(f"ip -n {space} link set {far} up")
             _do(f"ip -n {space} link set lo up")
-            _do(f"tc qdisc add dev {near} root tbf rate {DOWN_KBIT}kbit burst 16kb latency 200ms")
-            _do(f"tc -n {space} qdisc add dev {far} root tbf rate {UP_KBIT}kbit burst 16kb latency 200ms")
             inside = f"ip netns exec {space} nft"
-            _do(f"{inside} add table inet soak")
+            _do(f"{inside} add table inet line")
             for hook in ("input", "output"):
-                _do(f"{inside} add chain inet soak {hook} {{ type filter hook {hook} priority 0 ; }}")
-                _do(f"{inside} add rule inet soak {hook} numgen random mod 1000 < {LOSS_PER_MILLE} drop")
-            lines[name] = Line(["ip", "netns", "exec", space], here)
+                _do(f"{inside} add chain inet line {hook} {{ type filter hook {hook} priority 0 ; }}")
+            lines[name] = Line(["ip", "netns", "exec", space], here, space, near, far)
+            lines[name].shape(rate)
         yield lines
     finally:
         for space, near in made:
             for command in (f"ip link del {near}", f"ip netns del {space}"):  # the one before may not have been made
                 subprocess.run(command.split(), capture_output=True, check=False)
+
+
+def _bucket(kbit: int) -> str:
+    """The token bucket of a rate: it holds 2 ms, so that it keeps up with the timers, and at least ten packets."""
+    return f"tbf rate {kbit}kbit burst {max(16_000, kbit // 4)} latency {QUEUE_MS}ms"
 
 
 def _do(command: str) -> None:
