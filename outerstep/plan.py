@@ -3,22 +3,22 @@
 docs/performance.md explains the model, gives the sources of the figures, and compares it with measured runs.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, get_args
 
 from protocol import wire
 from protocol.codecs import CODECS
 from protocol.digest import DIGEST_BYTES
+from protocol.fragments import cut
 from protocol.spec import SyncSpec
 
 INNER_STEPS = (50, 100, 200, 500, 1000, 2000)
 FRAGMENT_ELEMENTS: int = SyncSpec.model_fields["fragment_elements"].default
 
 # What worker/sync.py has under way at once, and the cores that a coordinator is taken to have.
-UPLOADS, DOWNLOADS, COORDINATOR_CORES = 2, 4, 2
+UPLOADS, DOWNLOADS, COORDINATOR_CORES = 3, 4, 2
 
 FP32_BYTES = 4
 NOISE = 0.001  # nats per byte: smaller differences between codecs were not told apart
@@ -108,34 +108,38 @@ def exchanges(given: Given) -> Iterator[Exchange]:
 def exchange(given: Given, up: str, down: str, *, zstd: bool = True, fragment: int = FRAGMENT_ELEMENTS) -> Exchange:
     """The bytes and the seconds of one sync, in fragments of at most `fragment` elements."""
     sizes = fragment_sizes(given.parameters, fragment)
-    upload = sum(count * contribution_bytes(up, n, zstd=zstd) for n, count in sizes.items())
-    download = sum(count * delta_bytes(down, n, given.workers, zstd=zstd) for n, count in sizes.items())
+    upload = {n: contribution_bytes(up, n, zstd=zstd) for n in set(sizes)}
+    download = {n: delta_bytes(down, n, given.workers, zstd=zstd) for n in set(sizes)}
     losses = (FIGURES.get(up, UNKNOWN).up, FIGURES.get(down, UNKNOWN).down)
-    loss = None if None in losses else sum(filter(None, losses))
-    return Exchange(up, down, upload, download, sync_seconds(given, up, down, upload, download, sizes.total()), loss)
-
-
-def sync_seconds(given: Given, up: str, down: str, upload_bytes: int, download_bytes: int, fragments: int) -> float:
-    """From the pseudo-gradients to the last outer step.
-
-    Fragments go through encoding, line up, aggregation, line down and outer step as through a pipeline: all of it once,
-    for the first that are under way together, and then the slowest of its parts for every other fragment.
-    """
-    n = given.parameters / fragments / 1e9
-    upload, download = FIGURES.get(up, UNKNOWN), FIGURES.get(down, UNKNOWN)
-    encode_s, step_s = n / upload.pack, n / download.unpack
-    up_s, down_s = 8 * upload_bytes / fragments / given.up, 8 * download_bytes / fragments / given.down
-    mean_s = n * (given.workers / upload.accumulate + 1 / download.pack)
-    together = min(UPLOADS, fragments)
-    every = max(
-        up_s,
-        (encode_s + up_s + given.latency_s) / UPLOADS,
-        mean_s / COORDINATOR_CORES,
-        down_s,
-        (given.latency_s + down_s + step_s) / DOWNLOADS,
+    return Exchange(
+        up,
+        down,
+        sum(upload[n] for n in sizes),
+        sum(download[n] for n in sizes),
+        sync_seconds(given, up, down, [(n, upload[n], download[n]) for n in sizes]),
+        None if None in losses else sum(filter(None, losses)),
     )
-    once = encode_s + together * up_s + given.latency_s + mean_s + given.latency_s + together * down_s + step_s
-    return once + (fragments - together) * every
+
+
+def sync_seconds(given: Given, up: str, down: str, fragments: Sequence[tuple[int, int, int]]) -> float:
+    """From the pseudo-gradients to the last outer step; `fragments`: elements, bytes up and bytes down of each.
+
+    Fragments go through encoding, line up, aggregation, line down and outer step as through a pipeline, one after the
+    other, as soon as what comes before is done with them and what they come to is free.
+    """
+    upload, download = FIGURES.get(up, UNKNOWN), FIGURES.get(down, UNKNOWN)
+    encoded = sent = fetched = 0.0
+    acknowledged, averaged, stepped = ([0.0] * ways for ways in (UPLOADS, COORDINATOR_CORES, DOWNLOADS))
+    for elements, upload_bytes, download_bytes in fragments:
+        n = elements / 1e9
+        encoded = max(encoded, acknowledged[-UPLOADS]) + n / upload.pack
+        sent = max(sent, encoded) + 8 * upload_bytes / given.up
+        acknowledged.append(sent + given.latency_s)
+        mean_s = n * (given.workers / upload.accumulate + 1 / download.pack)
+        averaged.append(max(averaged[-COORDINATOR_CORES], sent + given.latency_s) + mean_s)
+        fetched = max(fetched, stepped[-DOWNLOADS], averaged[-1] + given.latency_s) + 8 * download_bytes / given.down
+        stepped.append(fetched + n / download.unpack)
+    return max(stepped)
 
 
 def settings(given: Given) -> list[Setting]:
@@ -184,11 +188,9 @@ def name(each: Setting) -> str:
 # --- bytes --------------------------------------------------------------------------------------------------------
 
 
-def fragment_sizes(parameters: int, fragment: int) -> Counter[int]:
-    """How many fragments have how many elements: `protocol.fragments.plan_fragments` without the tensors."""
-    count = -(-parameters // fragment)
-    larger = parameters % count
-    return Counter({parameters // count: count - larger, parameters // count + 1: larger}) - Counter()
+def fragment_sizes(parameters: int, fragment: int) -> list[int]:
+    """How many elements the fragments have: `protocol.fragments.plan_fragments` without the tensors."""
+    return [stop - start for start, stop in pairwise(cut(parameters, fragment))]
 
 
 def contribution_bytes(codec: str, elements: int, *, zstd: bool) -> int:

@@ -1,8 +1,9 @@
 """Fragments: how a model's trainable tensors become a few fp32 vectors of about equal length.
 
-The trainable tensors, in the model's own order, are thought of as one long vector, and that is cut into P nearly
-equal parts. So a big embedding is cut, small tensors are packed together, and a fragment is an ordered
-list of slices. Every participant computes the same layout from the same tensors; tied tensors are listed once.
+The trainable tensors, in the model's own order, are thought of as one long vector, and that is cut into nearly equal
+parts, the last of which is halved again and again. So a big embedding is cut, small tensors are packed together, and a
+fragment is an ordered list of slices. Every participant computes the same layout from the same tensors; tied tensors
+are listed once.
 """
 
 from math import prod
@@ -13,6 +14,9 @@ from protocol.digest import digest
 from protocol.errors import LayoutError
 
 MAX_FRAGMENTS = 1 << 16
+# The last fragment's delta cannot come down while something else goes up. So it is small, though not so small that
+# round trips would count for more than its bytes.
+LAST_ELEMENTS = 1 << 19
 
 
 class _Strict(BaseModel):
@@ -58,7 +62,7 @@ class Layout(_Strict):
 
 
 def plan_fragments(tensors: list[TensorSpec], fragment_elements: int) -> Layout:
-    """Cut `tensors` into the fewest fragments of at most `fragment_elements` elements, nearly equal in size.
+    """Cut `tensors` into fragments of at most `fragment_elements` elements, as `cut` says.
 
     Raises LayoutError for no tensors, a negative dimension, a name that occurs twice or more than MAX_FRAGMENTS.
     """
@@ -79,8 +83,8 @@ def plan_fragments(tensors: list[TensorSpec], fragment_elements: int) -> Layout:
             f"{total} trainable elements are {count} fragments of {fragment_elements}, at most {MAX_FRAGMENTS} are "
             f"allowed; raise sync.fragment_elements"
         )
-    bounds = [total * p // count for p in range(count + 1)]
-    fragments: list[list[Slice]] = [[] for _ in range(count)]
+    bounds = cut(total, fragment_elements)
+    fragments: list[list[Slice]] = [[] for _ in bounds[1:]]
     p, position = 0, 0  # position: of the tensor's first element in the long vector
     for index, tensor in enumerate(tensors):
         start = 0
@@ -92,6 +96,19 @@ def plan_fragments(tensors: list[TensorSpec], fragment_elements: int) -> Layout:
             start = stop
         position += tensor.elements
     return Layout(tensors=tensors, fragments=fragments)
+
+
+def cut(total: int, fragment_elements: int) -> list[int]:
+    """The bounds of the fragments of one long vector of `total` > 0 elements, from 0 to `total`.
+
+    The fewest parts of at most `fragment_elements` elements, nearly equal in size; then the last of them into halves,
+    the last half again, and so on while the halves have LAST_ELEMENTS elements or more.
+    """
+    count = -(-total // fragment_elements)
+    bounds = [total * p // count for p in range(count)]
+    while total - bounds[-1] >= 2 * LAST_ELEMENTS:
+        bounds.append((bounds[-1] + total) // 2)
+    return [*bounds, total]
 
 
 def first_difference(ours: list[TensorSpec], theirs: list[TensorSpec]) -> str | None:

@@ -22,6 +22,7 @@ from protocol.digest import Buffer, content_digest
 from protocol.errors import WireError
 from worker.errors import UnexpectedAnswer
 from worker.grace import Signal
+from worker.line import Line
 from worker.retry import Retry, Transient
 from worker.stages import Stages
 from worker.transfer import PART_BYTES, Download, Part, Traffic, pieces, raise_for_problem
@@ -66,6 +67,7 @@ class Client:
         self.stages = Stages(clock)
         self._http = http
         self._token = token
+        self._line = Line()
         self._retry = Retry(self.stop, sleep=sleep, rng=rng, clock=clock)
         self._path = f"/v1/runs/{run}"
 
@@ -233,8 +235,8 @@ class Client:
         }
 
         def attempt() -> None:
-            body: Any = pieces(buffers, self.traffic, self._until)
-            raise_for_problem(self._http.put(path, content=body, headers=headers, timeout=self._timeout()))
+            with self._line.taken(pieces(buffers, self.traffic, self._until)) as body:
+                raise_for_problem(self._http.put(path, content=body, headers=headers, timeout=self._timeout()))
 
         self._retry(attempt)
 

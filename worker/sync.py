@@ -28,8 +28,8 @@ from worker.membership import Membership
 from worker.outer_state import OuterState
 from worker.work import Carry, Missed, Work, carry_of, count
 
-# Two uploads hide each other's encoding; more would only delay the first fragment that everybody waits for.
-_UPLOADS = 2
+# One body goes over the line at a time (line.py); meanwhile the next fragment is encoded and the last one acknowledged.
+_UPLOADS = 3
 _DOWNLOADS = 4
 _PAUSE_S = 0.2  # between long polls
 
@@ -74,6 +74,7 @@ class Sync:
         self._run_ended = run_ended
         self._grace = Grace(client.stop, client.clock)
         self._uploader = client.until(self._grace)
+        self._encoding = threading.Lock()
 
     def run(self, work: Work, saved: Future[None] | None) -> Carry:
         """Contribute `work` and step the outer state by the round's deltas.
@@ -152,7 +153,8 @@ class Sync:
         """None where fragment p is in the delta, or will be; else the share of the round's workers that is in it."""
         sync = self._spec.sync
         vector, late = work.deltas[p].to(self._device), work.late.get(p)
-        with self._client.stages(Stage.ENCODE):
+        # One after the other: so the fragment that goes over the line first is ready first.
+        with self._encoding, self._client.stages(Stage.ENCODE):
             frames = pack_fragment(vector, sync.upload_codec, zstd=sync.zstd)
         header = wire.ContributionHeader(
             run=self._client.run,

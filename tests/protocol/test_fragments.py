@@ -1,4 +1,4 @@
-"""Fragments cover every element exactly once, in order, and are balanced within one element."""
+"""Fragments cover every element exactly once, in order, and are balanced within one element; the last one tapers."""
 
 from itertools import pairwise
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import LayoutError
-from protocol.fragments import MAX_FRAGMENTS, Layout, TensorSpec, first_difference, plan_fragments
+from protocol.fragments import LAST_ELEMENTS, MAX_FRAGMENTS, Layout, TensorSpec, first_difference, plan_fragments
 
 shapes = st.lists(st.lists(st.integers(0, 30), max_size=2), min_size=1, max_size=8)
 
@@ -47,6 +47,32 @@ def test_a_big_tensor_is_cut_and_small_ones_are_packed() -> None:
         [(0, 8, 10), (1, 0, 1), (3, 0, 2)],
     ]
     assert layout.elements == [4, 4, 5]
+
+
+@given(total=st.integers(1, 1 << 31), fragment_elements=st.integers(1 << 16, 1 << 28))
+def test_a_large_last_fragment_is_halved_until_it_is_small(total: int, fragment_elements: int) -> None:
+    count = -(-total // fragment_elements)
+    if count > MAX_FRAGMENTS:
+        return
+    elements = plan_fragments(tensors([total]), fragment_elements).elements
+    equal, halves = elements[: count - 1], elements[count - 1 :]
+    assert sum(elements) == total
+    assert max([*equal, sum(halves)]) - min([*equal, sum(halves)]) <= 1
+    assert halves[-1] < 2 * LAST_ELEMENTS
+    for index, half in enumerate(halves[:-1]):
+        assert half >= LAST_ELEMENTS
+        assert sum(halves[index + 1 :]) - half in (0, 1)
+
+
+def test_the_layout_of_a_small_language_model() -> None:
+    assert plan_fragments(tensors([25_000_000]), 1 << 23).elements == [
+        8_333_333,
+        8_333_333,
+        4_166_667,
+        2_083_333,
+        1_041_667,
+        1_041_667,
+    ]
 
 
 def test_the_digest_tells_layouts_apart() -> None:
