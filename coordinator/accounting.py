@@ -17,12 +17,43 @@ from protocol.messages import Account, RoundReport
 def keep(run: LiveRun, worker: str, report: RoundReport) -> None:
     """Book the report. One that was booked before changes nothing, and one of a round that the run has not come to is
     dropped: the run went back to a backup since."""
+    tell(run, worker, report)
     with run.lock:
-        with run.world.database.read() as session:
-            if report.round > run.round or _booked(run, session, worker, report):
-                return
+        book(run)
+
+
+def tell(run: LiveRun, worker: str, report: RoundReport) -> None:
+    """Put the report where the next `book` finds it. Takes no lock and does no I/O: all workers report at once, when a
+    round is over, and whoever books first books for all of them."""
+    run.reports.append((worker, report))
+
+
+def book(run: LiveRun) -> None:
+    """Book what was told, in one transaction; where that fails, the next one tries it. Holds the lock."""
+    told: dict[tuple[str, int, int], RoundReport] = {}
+    while run.reports:
+        name, each = run.reports.popleft()
+        told[name, each.round, each.epoch] = each
+    if not told:
+        return
+    try:
+        _book_new(run, told)
+    except BaseException:
+        run.reports.extend((name, each) for (name, *_), each in told.items())
+        raise
+
+
+def _book_new(run: LiveRun, told: dict[tuple[str, int, int], RoundReport]) -> None:
+    with run.world.database.read() as session:
+        new = [
+            (worker, report)
+            for (worker, *_), report in told.items()
+            if report.round <= run.round and not _booked(run, session, worker, report)
+        ]
+    if new:
         with run.world.database.write() as session:
-            _book(run, session, worker, report)
+            for worker, report in new:
+                _book(run, session, worker, report)
 
 
 def _booked(run: LiveRun, session: Session, worker: str, report: RoundReport) -> bool:

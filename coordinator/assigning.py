@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from sqlalchemy.orm import Session
 
 from coordinator import pacing, seeding, steering
-from coordinator.live_run import LiveRun, OpenFragment, OpenRound
+from coordinator.bell import ASSIGNMENTS
+from coordinator.live_run import Given, LiveRun, OpenFragment, OpenRound
 from coordinator.tables import AssignmentRow, EvaluationRow, FragmentRow, RoundRow
-from coordinator.units import assign_units, assigned_units, return_forgotten_units
+from coordinator.units import assign_units, assigned_units, deal_units, holders, return_forgotten_units
 from protocol.messages import Action, Assignment, FragmentState, RunState
 
 
@@ -44,24 +45,34 @@ def assign(
         try_open(run)
         if run.open is None:
             return Assignment(action=Action.WAIT, reason=run.why_not_open, round=run.round)
-        with run.world.database.write() as session:
-            row = _take_part(run, session, worker, late=True)
-            if carried is not None:
-                return_forgotten_units(session, run.id, worker, run.round, carried)
-            units = assigned_units(session, run.id, worker, run.round)
-            if not units:  # its lease had ended, and they went back to the pool
-                units = assign_units(session, run.row(session), worker, run.round, row.inner_steps)
-            # A restarted worker has lost time: of its units it trains on those that it still manages.
-            inner_steps, evaluate = min(row.inner_steps, _inner_steps(run, worker)), row.evaluate
-        run.open.assigned.add(worker)
+        given = run.open.given.get(worker)
+        if given is None or not (carried is None or worker in run.open.settled):
+            given = _give(run, run.open, worker, carried)
         return Assignment(
             action=Action.TRAIN,
             reason=f"round {run.round} is open",
             round=run.round,
-            inner_steps=inner_steps,
-            units=[list(unit_range) for unit_range in units],
-            evaluate=evaluate,
+            # A restarted worker has lost time: of its units it trains on those that it still manages.
+            inner_steps=min(given.inner_steps, _inner_steps(run, worker)),
+            units=[list(unit_range) for unit_range in given.units],
+            evaluate=given.evaluate,
         )
+
+
+def _give(run: LiveRun, opening: OpenRound, worker: str, carried: Sequence[Sequence[int]] | None) -> Given:
+    """The worker's assignment for the open round, from the database; made where it has none. Holds the lock."""
+    with run.world.database.write() as session:
+        row = _take_part(run, session, worker)
+        if carried is not None:
+            return_forgotten_units(session, run.id, worker, run.round, carried)
+        units = assigned_units(session, run.id, worker, run.round)
+        if not units:  # its lease had ended, and they went back to the pool
+            units = assign_units(session, run.row(session), worker, run.round, row.inner_steps)
+    opening.assigned.add(worker)
+    given = opening.given[worker] = Given(row.inner_steps, row.evaluate, units)
+    if carried is not None and not carried:
+        opening.settled.add(worker)
+    return given
 
 
 def try_open(run: LiveRun) -> None:
@@ -98,9 +109,13 @@ def try_open(run: LiveRun) -> None:
                     reason="",
                 )
             )
+        opening.settled = set(workers) - holders(session, run.id)
+        inner_steps = {worker: _inner_steps(run, worker) for worker in workers}
+        units = deal_units(session, run.row(session), run.round, inner_steps)
         for worker in workers:
-            row = _take_part(run, session, worker, late=False)
-            assign_units(session, run.row(session), worker, run.round, row.inner_steps)
+            evaluate = worker == workers[0] and _is_evaluated(run)
+            opening.given[worker] = Given(inner_steps[worker], evaluate, units[worker])
+            session.add(_row(run, worker, opening.given[worker]))
         run.record(
             session,
             "round-opened",
@@ -110,26 +125,29 @@ def try_open(run: LiveRun) -> None:
         )
     run.open = opening
     run.ready.clear()
-    run.ring()
+    run.wake(ASSIGNMENTS)
 
 
-def _take_part(run: LiveRun, session: Session, worker: str, *, late: bool) -> AssignmentRow:
-    """The worker's assignment for the open round, made where it has none. The first worker evaluates."""
+def _take_part(run: LiveRun, session: Session, worker: str) -> AssignmentRow:
+    """The worker's assignment for the open round, made where it has none. The first worker of a round evaluates."""
     row = session.get(AssignmentRow, (run.id, run.round, worker))
     if row is None:
-        evaluated_round = run.round % run.spec.evaluation.every_rounds == 0
         first = session.query(AssignmentRow).filter_by(run_id=run.id, round=run.round).count() == 0
-        row = AssignmentRow(
-            run_id=run.id,
-            round=run.round,
-            worker=worker,
-            inner_steps=_inner_steps(run, worker),
-            evaluate=evaluated_round and first,
-        )
+        row = _row(run, worker, Given(_inner_steps(run, worker), first and _is_evaluated(run), []))
         session.add(row)
-        if late:
-            run.record(session, "entered", f"{worker} entered round {run.round} while it was open", worker=worker)
+        run.record(session, "entered", f"{worker} entered round {run.round} while it was open", worker=worker)
     return row
+
+
+def _row(run: LiveRun, worker: str, given: Given) -> AssignmentRow:
+    return AssignmentRow(
+        run_id=run.id, round=run.round, worker=worker, inner_steps=given.inner_steps, evaluate=given.evaluate
+    )
+
+
+def _is_evaluated(run: LiveRun) -> bool:
+    """Whether the state that the open round starts from is."""
+    return run.round % run.spec.evaluation.every_rounds == 0
 
 
 def _inner_steps(run: LiveRun, worker: str) -> int:

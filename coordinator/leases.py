@@ -1,21 +1,36 @@
 """Leases: who is alive, by the coordinator's own monotonic clock. No other host's clock is ever looked at."""
 
+import threading
 from dataclasses import dataclass, field
 
 
 @dataclass
 class Leases:
-    """Worker name -> when it was last heard of. A worker silent for `term_s` has lost its lease."""
+    """Worker name -> when it was last heard of. A worker silent for `term_s` has lost its lease.
+
+    Leases are granted and ended under the run's lock. Heartbeats do without it, for others hold it while they write to
+    the disk.
+    """
 
     term_s: float
     _seen_at: dict[str, float] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=lambda: threading.Lock())
 
     def renew(self, worker: str, now: float) -> None:
         """Grant a lease, or a full new term of one."""
         self._seen_at[worker] = now
 
+    def renew_live(self, worker: str, now: float) -> bool:
+        """Give a lease a full new term, unless it has ended; whether it had not."""
+        with self._lock:
+            if worker not in self._seen_at:
+                return False
+            self._seen_at[worker] = now
+            return True
+
     def end(self, worker: str) -> None:
-        self._seen_at.pop(worker, None)
+        with self._lock:
+            self._seen_at.pop(worker, None)
 
     def expired(self, now: float) -> list[str]:
         """Workers whose lease has run out and has not been ended yet, in worker-id order."""

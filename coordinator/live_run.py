@@ -17,6 +17,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from coordinator.bell import EVENTS
 from coordinator.database import Database
 from coordinator.files import DataDirectory
 from coordinator.leases import Leases
@@ -25,7 +26,7 @@ from coordinator.rounds import Policy
 from coordinator.tables import EventRow, RunRow, WorkerRow
 from protocol.digest import model_digest
 from protocol.fragments import Layout
-from protocol.messages import DataSummary, FragmentState, Metrics, RunState
+from protocol.messages import DataSummary, FragmentState, Metrics, RoundReport, RunState
 from protocol.spec import RunSpec, parse_spec
 from protocol.wire import ContributionHeader
 
@@ -39,7 +40,7 @@ class World:
     database: Database
     data: DataDirectory
     submit: Callable[..., Future[None]]
-    ring: Callable[[str], None]  # something changed in this run: whoever long-polls looks again
+    ring: Callable[[str, str | None], None]  # run, topic: something changed; whoever waits for that looks again
     storage_full: Callable[[], None]  # a write has failed for want of room
     recent: Recent  # the newest deltas in memory
     clock: Callable[[], float] = time.monotonic
@@ -78,14 +79,29 @@ class OpenFragment:
     closes_at: float | None = None
 
 
+@dataclass(frozen=True)
+class Given:
+    """One worker's assignment for the open round, as the database has it. `units`: half-open ranges."""
+
+    inner_steps: int
+    evaluate: bool
+    units: list[tuple[int, int]]
+
+
 @dataclass
 class OpenRound:
-    """The round that is being worked on. `assigned`: workers that hold an assignment for it."""
+    """The round that is being worked on. `assigned`: workers that hold an assignment for it.
+
+    `given` and `settled` spare the database what it would answer a thousand workers at once, as the round opens: their
+    assignments, and of whom it holds no work units of earlier rounds.
+    """
 
     number: int
     opened_at: float
     assigned: set[str]
     fragments: list[OpenFragment]
+    given: dict[str, Given] = field(default_factory=dict)
+    settled: set[str] = field(default_factory=set)
 
 
 class LiveRun:
@@ -120,6 +136,8 @@ class LiveRun:
         self.why_not_open = "waiting for the first worker"
         self.seeder: str | None = None
         self.evaluator: str | None = None  # of the final state
+        self.reports: deque[tuple[str, RoundReport]] = deque()  # of workers, not booked yet
+        self.deltas: dict[tuple[int, int], bytes] = {}  # (round, fragment) -> digest, of the last rounds published
         self.outer: list[tuple[int, bytes]] = []  # per fragment: round and digest of the coordinator's own state
         self.arrivals: deque[Arrival] = deque()  # contributions to be committed, by whoever gets the lock next
         self.jobs: set[int] = set()  # fragments with a publishing job at work
@@ -165,7 +183,14 @@ class LiveRun:
         self.events_recorded += 1
 
     def ring(self) -> None:
-        self.world.ring(self.name)
+        """Something was recorded: whoever follows the events looks again."""
+        self.world.ring(self.name, EVENTS)
+
+    def wake(self, topic: str | None = None) -> None:
+        """Something changed that long polls of `topic` (None: all of them) wait for; they look again."""
+        self.world.ring(self.name, topic)
+        if topic is not None:
+            self.ring()
 
 
 def worker_row(run: LiveRun, session: Session, worker: str) -> WorkerRow:

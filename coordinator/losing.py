@@ -28,7 +28,8 @@ def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: li
         lost = fragment.contributed.pop(worker)
         run.files.contribution(round_, index, worker, lost.digest).unlink(missing_ok=True)
     fragment.state, fragment.quorum_at = collecting, None
-    run.ring()
+    opening.settled.clear()
+    run.wake()
 
 
 def _forget(run: LiveRun, session: Session, row: ContributionRow) -> None:

@@ -115,20 +115,26 @@ def _data(data: object) -> str:
 
 
 def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:
-    """A heartbeat. It renews a lease that lives; it does not revive one that ended while the request was on its way."""
-    with run.lock:
-        check_lease(run, worker)
-        run.leases.renew(worker, run.world.clock())
-        run.metrics[worker] = metrics
-        directive = DIRECTIVES.get(run.state, Directive.CONTINUE)
-        reason = f"the run is {run.state}" if run.open is None else f"round {run.open.number} is open"
-        return LeaseReply(directive=directive, reason=reason, lease_s=run.leases.term_s)
+    """A heartbeat. It renews a lease that lives; it does not revive one that ended while the request was on its way.
+
+    It neither takes the run's lock nor touches the database.
+    """
+    if not run.leases.renew_live(worker, run.world.clock()):
+        raise _ended(worker)
+    run.metrics[worker] = metrics
+    state, opening = run.state, run.open  # not under the lock: each is what it was at some moment
+    reason = f"the run is {state}" if opening is None else f"round {opening.number} is open"
+    return LeaseReply(directive=DIRECTIVES.get(state, Directive.CONTINUE), reason=reason, lease_s=run.leases.term_s)
 
 
 def check_lease(run: LiveRun, worker: str) -> None:
     """Problem `unauthorized` unless `worker` is live. Holds the lock."""
     if worker not in run.leases:
-        raise Problem("unauthorized", f"the lease of {worker} has ended; join again")
+        raise _ended(worker)
+
+
+def _ended(worker: str) -> Problem:
+    return Problem("unauthorized", f"the lease of {worker} has ended; join again")
 
 
 def leave(run: LiveRun, worker: str, request: LeaveRequest) -> None:
@@ -147,7 +153,10 @@ def expire(run: LiveRun) -> None:
     """End the leases that ran out."""
     with run.lock:
         for worker in run.leases.expired(run.world.clock()):
-            _end_lease(run, worker, WorkerState.LOST, f"was silent for {run.leases.term_s:.0f} s and is taken for dead")
+            silent_s = run.leases.last_seen_s(worker, run.world.clock())
+            if silent_s is not None and silent_s > run.leases.term_s:  # nor was it heard of while others were ended
+                message = f"was silent for {run.leases.term_s:.0f} s and is taken for dead"
+                _end_lease(run, worker, WorkerState.LOST, message)
 
 
 def change(run: LiveRun, worker: str, request: WorkerChange) -> None:
@@ -199,7 +208,9 @@ def _end_lease(run: LiveRun, worker: str, state: WorkerState, what: str, told: L
     if run.evaluator == worker:
         run.evaluator = None
     run.diverged.pop(worker, None)
+    if run.open is not None:
+        run.open.given.pop(worker, None)
     publishing.close_due(run)
     assigning.try_open(run)
     steering.note_drained(run)
-    run.ring()
+    run.wake()

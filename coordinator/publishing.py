@@ -6,6 +6,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from coordinator import assigning, checkpointing, outer_state, steering
+from coordinator.bell import delta_of
 from coordinator.database import disk_is_full
 from coordinator.delta_file import ContributionsLost, write_delta
 from coordinator.epochs import check_epochs
@@ -115,7 +116,6 @@ def _job(run: LiveRun, index: int) -> None:
                     return
             if opening is not None:
                 _publish(run, opening, index)
-                run.ring()
     except Exception as error:  # the job's thread has nobody to tell but the log and the events
         with run.lock:
             run.jobs.discard(index)
@@ -182,10 +182,14 @@ def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, diges
                 run_row.state = RunState.FINISHED
                 run.record(session, "finished", f"the run is finished after {run_row.round} rounds")
     fragment.state = advance(fragment.state, "published")
+    run.deltas[round_, index] = digest
+    run.wake(delta_of(index))
     if last:
+        run.deltas = {key: kept for key, kept in run.deltas.items() if key[0] >= round_}
         run.open, run.previous, run.round = None, opening.assigned, round_ + 1
         if finished:
             run.state = RunState.FINISHED
+            run.wake()
         for each in range(len(opening.fragments)):
             start_job(run, each)  # the outer steps
         assigning.try_open(run)

@@ -80,7 +80,7 @@ def _complete(run: LiveRun) -> None:
             outer_state.set_rows(run, session, 0, [other.state_digest for other in rows])
         run.outer = [(0, other.state_digest) for other in rows]
         assigning.try_open(run)
-        run.ring()
+        run.wake()
 
 
 def _halves(payload: PayloadFile, elements: int) -> Iterator[tuple[F32, F32]]:

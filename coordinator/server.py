@@ -15,6 +15,8 @@ from coordinator.settings import Settings
 
 GRACE_S = 10
 
+logger = logging.getLogger(__name__)
+
 
 class Server(uvicorn.Server):
     """Tells long-polling requests to answer before it waits for them, and says when and where it is ready."""
@@ -69,14 +71,22 @@ def netloc(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def allow_open_files() -> None:
+    """As many open files as the system lets this process have: every transfer is a socket, and every contributor's file
+    is open while a fragment is averaged."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:  # macOS says "unlimited", and then refuses it
+        logger.warning("no more than %d files can be open at once: %s", soft, error)
+
+
 def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. When ready, prints one line with the address on stdout."""
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
-    # Every contributor's file is open while a fragment is averaged, and every transfer is a socket.
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    allow_open_files()
     server, listening = make_server(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises the signal again when it is done; being asked to stop and having stopped is no failure.

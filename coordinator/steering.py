@@ -36,7 +36,7 @@ def change_state(run: LiveRun, state: RunState) -> None:
         note_drained(run)
         for fragment in range(len(run.outer)):
             publishing.start_job(run, fragment)  # a run at rest keeps a checkpoint
-    run.ring()
+    run.wake()
 
 
 def note_drained(run: LiveRun) -> None:

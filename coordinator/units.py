@@ -6,7 +6,8 @@ counts and checks them.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 
 from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
@@ -29,27 +30,49 @@ def assigned_units(session: Session, run_id: int, worker: str, round_: int) -> l
 
 def assign_units(session: Session, run: RunRow, worker: str, round_: int, count: int) -> list[Range]:
     """Give `worker` `count` units for `round_`: those that came back to the pool first, then new ones."""
-    taken: list[Range] = []
-    free = session.scalars(
-        select(UnitRangeRow)
-        .where(UnitRangeRow.run_id == run.id, UnitRangeRow.state == "free")
-        .order_by(UnitRangeRow.start)
-    ).all()
-    for row in free:
-        if count == 0:
-            break
-        _cut(session, row, min(row.stop, row.start + count))
-        row.state, row.worker, row.round = "assigned", worker, round_
-        taken.append((row.start, row.stop))
-        count -= row.stop - row.start
-    if count:
-        new = (run.next_unit, run.next_unit + count)
-        session.add(
-            UnitRangeRow(run_id=run.id, start=new[0], stop=new[1], state="assigned", worker=worker, round=round_)
+    return deal_units(session, run, round_, {worker: count})[worker]
+
+
+def deal_units(session: Session, run: RunRow, round_: int, counts: Mapping[str, int]) -> dict[str, list[Range]]:
+    """Give each worker its count of units for `round_`, one after the other."""
+    free = deque(
+        session.scalars(
+            select(UnitRangeRow)
+            .where(UnitRangeRow.run_id == run.id, UnitRangeRow.state == "free")
+            .order_by(UnitRangeRow.start)
         )
-        run.next_unit = new[1]
-        taken.append(new)
-    return joined(taken)
+    )
+    dealt: dict[str, list[Range]] = {}
+    for worker, count in counts.items():
+        taken: list[Range] = []
+        while count and free:
+            row = free.popleft()
+            rest = _cut(session, row, min(row.stop, row.start + count))
+            if rest is not None:
+                free.appendleft(rest)
+            row.state, row.worker, row.round = "assigned", worker, round_
+            taken.append((row.start, row.stop))
+            count -= row.stop - row.start
+        if count:
+            new = (run.next_unit, run.next_unit + count)
+            session.add(
+                UnitRangeRow(run_id=run.id, start=new[0], stop=new[1], state="assigned", worker=worker, round=round_)
+            )
+            run.next_unit = new[1]
+            taken.append(new)
+        dealt[worker] = joined(taken)
+    return dealt
+
+
+def holders(session: Session, run_id: int) -> set[str]:
+    """The workers to which units are assigned that no accepted contribution has consumed."""
+    return set(
+        session.scalars(
+            select(UnitRangeRow.worker)
+            .where(UnitRangeRow.run_id == run_id, UnitRangeRow.state == "assigned", UnitRangeRow.worker.is_not(None))
+            .distinct()
+        )
+    )
 
 
 def return_units(session: Session, run_id: int, worker: str) -> None:
@@ -172,12 +195,13 @@ def joined(ranges: list[Range]) -> list[Range]:
     return result
 
 
-def _cut(session: Session, row: UnitRangeRow, stop: int) -> None:
-    """Make `row` end at `stop`; the units after it get a row of the same kind."""
-    if stop < row.stop:
-        session.add(
-            UnitRangeRow(
-                run_id=row.run_id, start=stop, stop=row.stop, state=row.state, worker=row.worker, round=row.round
-            )
-        )
-        row.stop = stop
+def _cut(session: Session, row: UnitRangeRow, stop: int) -> UnitRangeRow | None:
+    """Make `row` end at `stop`; the units after it, if any, get a row of the same kind, which is returned."""
+    if stop >= row.stop:
+        return None
+    rest = UnitRangeRow(
+        run_id=row.run_id, start=stop, stop=row.stop, state=row.state, worker=row.worker, round=row.round
+    )
+    session.add(rest)
+    row.stop = stop
+    return rest

@@ -9,7 +9,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from coordinator import reports
 from coordinator.api.access import Limit, ReadableRun, Service
-from coordinator.bell import Bell
+from coordinator.bell import EVENTS, Bell
 from coordinator.live_run import LiveRun
 from protocol.messages import Event, Page
 
@@ -35,7 +35,7 @@ async def get_events(
 
 async def _stream(run: LiveRun, bell: Bell, after: int) -> AsyncIterator[ServerSentEvent]:
     while not bell.closed:
-        ring = bell.next_ring(run.name)
+        ring = bell.next_ring(run.name, EVENTS)
         page = await run_in_threadpool(reports.events, run, STREAM_PAGE, after)
         for event in page.items:
             yield ServerSentEvent(id=str(event.id), event=event.kind, data=event.model_dump_json())

@@ -10,6 +10,7 @@ from coordinator.api.access import Caller, Limit, MemberRun, Number, PathName, R
 from coordinator.api.blobs import PAYLOAD_TYPE, blob
 from coordinator.api.uploads import received
 from coordinator.api.waiting import poll, preferred_wait_s
+from coordinator.bell import delta_of
 from coordinator.live_run import LiveRun
 from coordinator.tables import FragmentRow
 from protocol.errors import Problem
@@ -85,7 +86,7 @@ async def get_delta(
     def look() -> tuple[bool, bytes | str]:
         return _delta_digest(run, number, fragment, caller.worker)
 
-    found = await poll(service.bell, run.name, preferred_wait_s(http), look)
+    found = await poll(service.bell, run.name, delta_of(fragment), preferred_wait_s(http), look)
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
     path, recent = run.files.delta(number, fragment), run.world.recent.get(found)
@@ -98,6 +99,9 @@ def _delta_digest(run: LiveRun, number: int, fragment: int, member: str | None) 
     A member asks for the delta of its own contribution, so it is told where the coordinator does not have that: the
     disk has lost it, or the database was restored from a backup.
     """
+    recent = run.deltas.get((number, fragment))
+    if recent is not None:
+        return True, recent
     with run.lock:
         if number >= run.published_rounds(fragment):
             if run.ended:

@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
+import anyio.to_thread
 from fastapi import Request
-from fastapi.concurrency import run_in_threadpool
 
 from coordinator.bell import Bell
 
@@ -20,17 +20,20 @@ def preferred_wait_s(request: Request) -> float:
     return min(float(match[1]), MAX_WAIT_S) if match else 0.0
 
 
-async def poll(bell: Bell, run: str, wait_s: float, look: Callable[[], tuple[bool, Answer]]) -> Answer:
-    """Call `look` now and at every ring until it says (True, answer) or the time is up; the last answer."""
+async def poll(bell: Bell, run: str, topic: str, wait_s: float, look: Callable[[], tuple[bool, Answer]]) -> Answer:
+    """Call `look` now and at every ring of `topic` until it says (True, answer) or the time is up; the last answer.
+
+    The time is up to a fifth shorter than `wait_s`: those who were woken together do not ask again all at once.
+    """
     loop = asyncio.get_running_loop()
-    until = loop.time() + wait_s
+    until = loop.time() + wait_s * (1 - bell.spread() / 5)
     while True:
-        ring = bell.next_ring(run)
-        settled, answer = await run_in_threadpool(look)
+        ring = bell.next_ring(run, topic)
+        settled, answer = await anyio.to_thread.run_sync(look, limiter=bell.looks)
         remaining = until - loop.time()
         if settled or remaining <= 0 or bell.closed:
             return answer
         try:
             await asyncio.wait_for(ring.wait(), remaining)
         except TimeoutError:
-            continue  # look once more, then answer
+            return answer

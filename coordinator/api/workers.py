@@ -3,11 +3,11 @@
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.concurrency import run_in_threadpool
 
 from coordinator import accounting, assigning, membership, reports
 from coordinator.api.access import Admin, Caller, Joiner, Limit, MemberRun, PathName, ReadableRun, Service
 from coordinator.api.waiting import poll, preferred_wait_s
+from coordinator.bell import ASSIGNMENTS
 from protocol.errors import Problem
 from protocol.messages import (
     Action,
@@ -52,7 +52,7 @@ def change_worker(run: ReadableRun, worker: PathName, change: WorkerChange, _: A
 
 
 @router.put("/{worker}/lease")
-def renew_lease(run: MemberRun, worker: PathName, metrics: Metrics) -> LeaseReply:
+async def renew_lease(run: MemberRun, worker: PathName, metrics: Metrics) -> LeaseReply:
     """Heartbeat."""
     return membership.renew(run, worker, metrics)
 
@@ -64,15 +64,16 @@ async def get_assignment(
     """What to do next. Long-polls with `Prefer: wait=SECONDS` while there is nothing to do."""
 
     if request.report is not None:
-        await run_in_threadpool(accounting.keep, run, worker, request.report)
+        accounting.tell(run, worker, request.report)
 
     def look() -> tuple[bool, Assignment]:
         with run.lock:
+            accounting.book(run)
             membership.check_lease(run, worker)  # it may have ended during the wait, and no units go to the dead
             assignment = assigning.assign(run, worker, request.state_round, request.carried)
         return assignment.action is not Action.WAIT, assignment
 
-    return await poll(service.bell, run.name, preferred_wait_s(http), look)
+    return await poll(service.bell, run.name, ASSIGNMENTS, preferred_wait_s(http), look)
 
 
 @router.get("")

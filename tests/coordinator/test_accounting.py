@@ -1,14 +1,17 @@
 """What rounds cost, as the workers tell it: kept per round and worker, added up per worker, round and run."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
+from coordinator import accounting
 from coordinator.tables import FragmentRow, ReportRow
 from tests.coordinator.crew import crew, info, play_round
 from tests.support.coordinator import InThread
 from tests.support.member import Member
+from tests.support.waiting import wait_until
 
 
 def report(round_: int, epoch: int = 1, up: int = 100, down: int = 10, **seconds: float) -> dict[str, Any]:
@@ -45,6 +48,33 @@ def test_reports_are_kept_per_round_and_worker_and_added_up(shared: InThread, ru
     assert info(shared, run, "/rounds")["items"][0]["account"] == account()
     assert info(shared, run, "/workers/a")["account"] == account(200, 20, **{"train": 12.0, "await-delta": 1.5})
     assert info(shared, run)["account"] == account(201, 22, **{"train": 14.0, "await-delta": 1.5})
+
+
+def test_reports_that_wait_for_the_run_are_booked_together_and_none_is_lost(shared: InThread, run: str) -> None:
+    names = [f"w{number}" for number in range(8)]
+    members = crew(shared, run, names, min_workers=8)
+    live = shared.live(run)
+    with ThreadPoolExecutor(8) as pool:
+        with live.lock:
+            answers = [pool.submit(tell, member, 0, report(0, up=1, down=2)) for member in members]
+            wait_until(lambda: len(live.reports) == 8)
+        assert [answer.result() for answer in answers] == [200] * 8
+    assert not live.reports
+    assert info(shared, run, "/rounds/0")["accounts"] == dict.fromkeys(names, account(1, 2))
+    assert info(shared, run)["account"] == account(8, 16)
+
+
+def test_a_report_that_could_not_be_booked_is_booked_with_the_next(
+    shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = crew(shared, run, ["a", "b"], min_workers=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(accounting, "_book", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+        assert tell(a, 0, report(0, up=1, down=2)) == 500
+        assert tell(a, 0, report(0, up=1, down=2)) == 500
+    assert len(shared.live(run).reports) == 1
+    assert tell(b, 0, report(0, up=10, down=20)) == 200
+    assert info(shared, run)["account"] == account(11, 22)
 
 
 def test_who_leaves_tells_the_rest_and_who_returns_adds_to_it(shared: InThread, run: str) -> None:

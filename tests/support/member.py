@@ -51,9 +51,10 @@ class Member:
     run: str
     name: str
     tensors: list[TensorSpec] = field(default_factory=lambda: list(TENSORS))
+    data: DataSummary | None = field(default_factory=lambda: DATA)
 
     def join(self, token: str, previous: str | None = None, member_token: str | None = None) -> JoinReply:
-        request = JoinRequest(tensors=self.tensors, data=DATA, previous=previous, member_token=member_token)
+        request = JoinRequest(tensors=self.tensors, data=self.data, previous=previous, member_token=member_token)
         headers = {"Authorization": f"Bearer {token}"}
         reply = self.http.put(self.path(), json=request.model_dump(mode="json"), headers=headers)
         reply.raise_for_status()

@@ -1,0 +1,319 @@
+"""A thousand workers on one coordinator that has one core: how long do heartbeats take, and is a lease missed?
+
+    python -m benchmarks.control_plane [--quick] [--json] [--workers 1000] [--round-s 30]
+
+The coordinator is a process as anybody would start it, pinned to one core; the workers are coroutines of this process,
+on the others, with two connections each, as `outerstep worker` has. One renews the lease every 5 s. The other goes
+through rounds of a model of 256 parameters: it asks for its assignment (a long poll of 5 s), waits as long as inner
+steps would take, contributes, and asks for the delta (a long poll). The measurement lasts for two rounds, from the
+opening of the first. Reported are, in milliseconds,
+
+  heartbeat      from request to answer
+  nothing yet    of long polls that end without news: how much later than after the 5 s that were asked for, if at all
+  contribute     from request to answer; the contribution is durable by then
+  woken          of long polls that end with news: how long after the first worker that heard the same
+  asked          of long polls whose news were there already: from request to answer
+
+Targets: p99 of heartbeats ≤ 100 ms (they come at all times alike), no lease missed, peak RSS ≤ 300 MB. `own lag` is how
+late this process woke from short sleeps: what it adds to all the others.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import re
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from protocol.digest import content_digest, digest
+from protocol.fragments import TensorSpec
+from protocol.messages import (
+    Action,
+    Assignment,
+    AssignmentRequest,
+    JoinRequest,
+    Metrics,
+    RoundReport,
+    Scope,
+    Stage,
+)
+from tests.support.coordinator import CoordinatorProcess, Running
+from tests.support.member import Member
+
+HEARTBEAT_S = 5.0
+WAIT_S = 5
+JOINS_AT_ONCE = 16
+KINDS = ("heartbeat", "nothing yet", "contribute", "woken", "asked", "own lag")
+ZEROS = np.zeros(256, np.float32)  # everybody's pseudo-gradient: so the state stays what it is, and nobody need step
+TENSORS = [TensorSpec(name="w", shape=[len(ZEROS)])]
+
+SPEC = """
+name = "crowd"
+[model]
+factory = "none:none"
+[data]
+source = "custom"
+[sync]
+rounds = 100000
+inner_steps = 1
+[members]
+min_workers = {workers}
+lease_s = {lease_s}
+"""
+
+
+class Connection:
+    """One keep-alive connection, HTTP/1.1 by hand: an HTTP library would cost more than the coordinator."""
+
+    def __init__(self, port: int, token: str) -> None:
+        self._port, self._token = port, token
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, method: str, path: str, body: bytes, *headers: str) -> tuple[int, bytes, float]:
+        """Status, body, and the seconds that it took."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = self._streams
+        lines = [
+            f"{method} {path} HTTP/1.1",
+            "Host: coordinator",
+            f"Authorization: Bearer {self._token}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            *headers,
+        ]
+        asked = time.perf_counter()
+        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
+        content = await reader.readexactly(int(length[1])) if length else b""
+        return int(head[9:12]), content, time.perf_counter() - asked
+
+
+@dataclass
+class Crowd:
+    """What the workers share, and what they measured: seconds by kind."""
+
+    member: Member  # makes everybody's payloads
+    round_s: float
+    seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    heard: dict[tuple[str, int], float] = field(default_factory=dict)  # news -> when the first worker heard them
+    missed_leases: int = 0
+
+    def note(self, kind: str, seconds: float) -> None:
+        if ("assignment", 0) in self.heard:
+            self.seconds[kind].append(seconds)
+
+
+@dataclass
+class Worker:
+    """A connection for the rounds and one for the heartbeats."""
+
+    crowd: Crowd
+    name: str
+    main: Connection
+    side: Connection
+
+    async def ask(self, connection: Connection, *request: Any) -> tuple[int, bytes, float]:
+        status, body, took = await connection.ask(*request)
+        if status == 401:
+            self.crowd.missed_leases += 1
+        if status >= 400 and b":not-published" not in body:
+            raise RuntimeError(f"{self.name}: {body.decode()}")
+        return status, body, took
+
+    async def heartbeats(self, offset: float) -> None:
+        body = Metrics(phase="train").model_dump_json().encode()
+        due = time.perf_counter() + HEARTBEAT_S * offset
+        while True:
+            await asyncio.sleep(due - time.perf_counter())
+            due += HEARTBEAT_S
+            _, _, took = await self.ask(self.side, "PUT", f"/v1/runs/crowd/workers/{self.name}/lease", body)
+            self.crowd.note("heartbeat", took)
+
+    async def rounds(self, offset: float) -> None:
+        """Two rounds, and the beginning of the third; contributes at `offset` of each, from 0 to 1."""
+        for round_ in range(3):
+            report = None if round_ == 0 else _report(round_ - 1)
+            request = AssignmentRequest(state_round=round_, carried=[], report=report).model_dump_json().encode()
+            path = f"/v1/runs/crowd/workers/{self.name}/assignment"
+            answer = await self._poll(("assignment", round_), "PUT", path, request)
+            if round_ == 2:
+                return
+            assignment = Assignment.model_validate_json(answer)
+            if assignment.action is not Action.TRAIN:
+                raise RuntimeError(f"{self.name} is told to {assignment.action}: {assignment.reason}")
+            opened = self.crowd.heard["assignment", round_]
+            await asyncio.sleep(opened + self.crowd.round_s * offset - time.perf_counter())
+            await self._contribute(assignment)
+            path = f"/v1/runs/crowd/rounds/{round_}/fragments/0/delta"
+            await self._poll(("delta", round_), "GET", path, b"")
+
+    async def _poll(self, news: tuple[str, int], *request: Any) -> bytes:
+        """Long polls, until there are `news`."""
+        while True:
+            status, body, took = await self.ask(self.main, *request, f"Prefer: wait={WAIT_S}")
+            if status == 404 or b'"action":"wait"' in body:
+                self.crowd.note("nothing yet", max(took - WAIT_S, 0))
+                continue
+            now = time.perf_counter()
+            first = self.crowd.heard.setdefault(news, now)
+            was_waiting = now - took < first
+            self.crowd.note("woken" if was_waiting else "asked", now - first if was_waiting else took)
+            return body
+
+    async def _contribute(self, assignment: Assignment) -> None:
+        self.crowd.member.name = self.name
+        body = self.crowd.member.payload(assignment, 0, ZEROS)
+        path = self.crowd.member.contribution_path(assignment.round, 0)
+        headers = f"Content-Digest: {content_digest(digest(body))}"
+        _, _, took = await self.ask(self.main, "PUT", path, body, headers)
+        self.crowd.note("contribute", took)
+
+
+def _report(round_: int) -> RoundReport:
+    """What a worker tells of the round before, as it asks for the next."""
+    seconds = dict.fromkeys((Stage.TRAIN, Stage.SYNC, Stage.ENCODE, Stage.UPLOAD, Stage.DOWNLOAD), 1.0)
+    return RoundReport(round=round_, epoch=1, upload_bytes=1000, download_bytes=1000, seconds=seconds)
+
+
+async def measure(running: Running, workers: int, round_s: float) -> dict[str, Any]:
+    """Everybody joins, two rounds go by: the crowd's figures."""
+    token, port = running.token(Scope.WORKER), int(running.url.rsplit(":", 1)[1])
+    running.create_run(SPEC.format(workers=workers, lease_s=3 * HEARTBEAT_S))
+    with running.client() as http:
+        member = Member(http, "crowd", "w0000", TENSORS, data=None)
+        crowd = Crowd(member, round_s)
+        join_request = JoinRequest(tensors=TENSORS).model_dump_json().encode()
+        queue = list(range(1, workers))
+        beating: list[asyncio.Task[None]] = []
+        crowded: list[Worker] = []
+
+        def begin(number: int, member_token: str) -> None:
+            connections = (Connection(port, member_token) for _ in range(2))
+            worker = Worker(crowd, f"w{number:04}", *connections)
+            crowded.append(worker)
+            beating.append(group.create_task(worker.heartbeats(number / workers)))
+
+        async def join_some() -> None:
+            connection = Connection(port, token)
+            while queue:
+                number = queue.pop()
+                status, body, _ = await connection.ask("PUT", f"/v1/runs/crowd/workers/w{number:04}", join_request)
+                if status != 200:
+                    raise RuntimeError(body.decode())
+                begin(number, json.loads(body)["member_token"])
+
+        async with asyncio.TaskGroup() as group:
+            beating.append(group.create_task(_note_own_lag(crowd)))
+            started = time.perf_counter()
+            begin(0, member.join(token).member_token)
+            await asyncio.gather(*(join_some() for _ in range(JOINS_AT_ONCE)))
+            joined_s = time.perf_counter() - started
+            member.assignment(None)
+            member.seed(0.0)
+            await asyncio.gather(*(worker.rounds(rank / workers) for rank, worker in enumerate(crowded)))
+            for task in beating:
+                task.cancel()
+        lost = [item for item in http.get("/v1/runs/crowd/events?limit=1000").json()["items"] if item["kind"] == "lost"]
+    figures = {
+        kind: {
+            "count": len(crowd.seconds[kind]),
+            **{
+                name: round(1000 * float(np.quantile(crowd.seconds[kind], q)), 1)
+                for name, q in (("p50_ms", 0.5), ("p99_ms", 0.99), ("max_ms", 1.0))
+            },
+        }
+        for kind in KINDS
+        if crowd.seconds[kind]
+    }
+    return {
+        "workers": workers,
+        "join_s": round(joined_s, 1),
+        "seconds": round(crowd.heard["assignment", 2] - crowd.heard["assignment", 0], 1),
+        "missed_leases": crowd.missed_leases + len(lost),
+        "kinds": figures,
+    }
+
+
+async def _note_own_lag(crowd: Crowd) -> None:
+    while True:
+        due = time.perf_counter() + 0.01
+        await asyncio.sleep(0.01)
+        crowd.note("own lag", time.perf_counter() - due)
+
+
+def pin(pid: int, cpus: set[int]) -> None:
+    """Keep a process to these CPUs: all of its threads, and those that they begin."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cpus)
+
+
+def _status(pid: int, name: str) -> int:
+    """A size in /proc/pid/status, bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.control_plane",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="rounds of 6 s")
+    parser.add_argument("--json", action="store_true", help="print one JSON line after the table")
+    parser.add_argument("--workers", type=int, default=1000)
+    parser.add_argument("--round-s", type=float, help="inner steps of the slowest worker; default 30")
+    arguments = parser.parse_args()
+    round_s = arguments.round_s or (6.0 if arguments.quick else 30.0)
+
+    first, *others = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory(prefix="outerstep-crowd-") as folder:
+        coordinator = CoordinatorProcess(Path(folder) / "data")
+        running = coordinator.start()
+        assert coordinator.process is not None
+        pid = coordinator.process.pid
+        try:
+            pin(pid, {first})
+            pin(os.getpid(), set(others) or {first})
+            report = asyncio.run(measure(running, arguments.workers, round_s))
+            report["peak_rss_mb"] = round(_status(pid, "VmHWM") / 1e6, 1)
+            ticks = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
+            report["cpu_s"] = round(sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK"), 1)
+        finally:
+            coordinator.stop()
+    _print(report)
+    if arguments.json:
+        machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
+        print(json.dumps({"benchmark": "control_plane", **machine, **report}))
+
+
+def _print(report: dict[str, Any]) -> None:
+    table = Table(
+        *("milliseconds", "count", "p50", "p99", "most"),
+        title=f"{report['workers']} workers, {report['seconds']} s, coordinator on one core",
+    )
+    for kind, r in report["kinds"].items():
+        table.add_row(kind, f"{r['count']:,}", f"{r['p50_ms']:.1f}", f"{r['p99_ms']:.1f}", f"{r['max_ms']:.1f}")
+    console = Console(width=100)
+    console.print(table)
+    console.print(
+        f"{report['missed_leases']} leases missed; peak RSS {report['peak_rss_mb']} MB; all joined in "
+        f"{report['join_s']} s; {report['cpu_s']} s of CPU",
+        highlight=False,
+    )
+
+
+if __name__ == "__main__":
+    main()

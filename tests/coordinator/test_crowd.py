@@ -1,0 +1,115 @@
+"""What keeps a coordinator of a thousand workers responsive: who waits for whom, and who is woken by what."""
+
+import asyncio
+import resource
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from coordinator.bell import ASSIGNMENTS, EVENTS, Bell, delta_of
+from protocol.messages import Action, Assignment
+from tests.coordinator.crew import GRACE_OF_A_SECOND, crew
+from tests.support.coordinator import CoordinatorProcess, InThread, SettableClock
+
+
+@contextmanager
+def database_busy(running: InThread) -> Iterator[None]:
+    """Somebody else writes into the database."""
+    with closing(sqlite3.connect(running.data_dir / "outerstep.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+        other.execute("ROLLBACK")
+
+
+def test_a_heartbeat_waits_neither_for_the_run_nor_for_the_database(shared: InThread, run: str) -> None:
+    (member,) = crew(shared, run, ["a"])
+    with shared.live(run).lock, database_busy(shared):
+        assert member.http.put(member.path("/lease"), json={}).status_code == 200
+
+
+def test_a_heartbeat_does_not_revive_a_lease_that_has_ended(shared: InThread, run: str) -> None:
+    (member,) = crew(shared, run, ["a"])
+    shared.live(run).leases.end("a")
+    assert member.http.put(member.path("/lease"), json={}).status_code == 401
+    assert "a" not in shared.live(run).leases
+
+
+def test_the_assignment_of_an_open_round_is_known_without_the_database(shared: InThread, run: str) -> None:
+    a, b = crew(shared, run, ["a", "b"], min_workers=2)
+    a.assignment(0)
+    opened = {member.name: member.assignment(0) for member in (b, a)}
+    with database_busy(shared):
+        again = {member.name: member.assignment(0) for member in (a, b)}
+    assert again == opened
+    assert {each.action for each in again.values()} == {Action.TRAIN}
+    opening = shared.live(run).open
+    assert opening is not None
+    opening.given.clear()
+    assert {member.name: member.assignment(0) for member in (a, b)} == opened  # the database says the same
+
+
+def test_who_rejoins_gets_the_units_that_are_left_in_the_database(shared: InThread, run: str) -> None:
+    a, b = crew(shared, run, ["a", "b"], min_workers=2)
+    b.assignment(0)
+    before = a.assignment(0).units
+    a.http.delete(a.path()).raise_for_status()
+    late = b.assignment(0)
+    a.join(shared.admin_token)
+    a.theta = b.theta
+    assert late.units == b.assignment(0).units
+    assert a.assignment(0).units == before  # from the pool, not from memory of the lease that ended
+
+
+def test_units_of_a_round_that_a_worker_missed_are_taken_back_although_its_assignment_is_known(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    a, b, c = members = crew(shared, run, ["a", "b", "c"], min_workers=2, members=GRACE_OF_A_SECOND)
+    for member in members:
+        member.assignment(0)
+    missed = b.assignment(0).units
+    for member in (a, c):
+        member.take_part(0)
+    clock.advance(2)
+    shared.await_state(run, 1)
+    for member in members:
+        member.step(0)
+    a.assignment(1)  # opens the round for all three
+    asked = b.http.put(b.path("/assignment"), json={"state_round": 1, "carried": []})
+    units = Assignment.model_validate(asked.json()).units
+    with closing(sqlite3.connect(shared.data_dir / "outerstep.db")) as database:
+        rows = database.execute(
+            "SELECT start, stop FROM unit_ranges JOIN runs ON runs.id = run_id "
+            "WHERE runs.name = ? AND worker = 'b' AND unit_ranges.state = 'assigned'",
+            [run],
+        )
+        assert [list(row) for row in rows] == units != missed
+
+
+def test_a_ring_wakes_those_whom_it_concerns() -> None:
+    async def rung(topic: str | None) -> set[str]:
+        bell = Bell()
+        bell.attach(asyncio.get_running_loop())
+        waiting = {each: bell.next_ring("r", each) for each in (EVENTS, ASSIGNMENTS, delta_of(0), delta_of(1))}
+        other = bell.next_ring("another run", EVENTS)
+        bell.ring("r", topic)
+        await asyncio.sleep(0)
+        assert not other.is_set()
+        return {each for each, event in waiting.items() if event.is_set()}
+
+    assert asyncio.run(rung(delta_of(1))) == {delta_of(1)}
+    assert asyncio.run(rung(EVENTS)) == {EVENTS}
+    assert asyncio.run(rung(None)) == {EVENTS, ASSIGNMENTS, delta_of(0), delta_of(1)}
+
+
+def test_the_server_may_open_as_many_files_as_the_system_allows(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    coordinator = CoordinatorProcess(tmp_path / "data")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        coordinator.start()
+        assert coordinator.process is not None
+        assert resource.prlimit(coordinator.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        coordinator.stop()

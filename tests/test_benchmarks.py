@@ -1,0 +1,94 @@
+"""The benchmarks of lines and of the control plane, at sizes that say nothing about speed: what they print is complete."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import wan
+from benchmarks.control_plane import measure
+from tests.support import lines
+from tests.support.coordinator import CoordinatorProcess
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_lines_are_measured_or_it_is_said_why_they_cannot_be() -> None:
+    command = [sys.executable, "-m", "benchmarks.wan", "--quick", "--json", "--params", "3e5"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if lines.why_not() is not None:
+        assert (done.returncode, done.stdout) == (wan.NO_LINES_EXIT, "")
+        assert done.stderr.startswith("There are no slow lines on this machine: ")
+        return
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert [sync["loss"] for sync in report["syncs"]] == [0, 0.005]
+    for sync in report["syncs"]:
+        assert 0 < max(sync["goodput_up_mbit_s"]) < 10 < max(sync["goodput_down_mbit_s"]) < 100
+        assert sync["payload_bytes_up"] >= 3e5 * 0.9  # a byte per parameter, a little less with zstd
+        assert sync["wire_bytes_up"] > sync["payload_bytes_up"]
+        assert sync["wire_bytes_down"] > sync["payload_bytes_down"] >= 3e5 * 0.9
+        assert sync["ratio"] == pytest.approx(sync["sync_s"] / sync["limit_s"], abs=0.01)
+        assert sync["ratio"] > 1  # faster than the line would be a wrong measurement
+    assert 0 < report["training"]["share_in_steps"] < 1
+
+
+def test_without_root_it_says_so_and_ends_with_a_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sys, "argv", ["wan"])
+    assert wan.main() == wan.NO_LINES_EXIT
+    assert capsys.readouterr().err == "There are no slow lines on this machine: not root.\n"
+
+
+def test_the_relay_adds_a_round_trip_and_changes_nothing() -> None:
+    sent = os.urandom(3_000_000)
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.readexactly(1))
+        while piece := await reader.read(1 << 16):
+            writer.write(piece)
+            await writer.drain()
+        writer.close()
+
+    async def through() -> tuple[float, bytes]:
+        server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        with wan.Delay(server.sockets[0].getsockname()[1]) as relay:
+            reader, writer = await asyncio.open_connection(*await asyncio.to_thread(relay.listen, "127.0.0.1", "w"))
+            started = time.monotonic()
+            writer.write(sent[:1])
+            received = await reader.readexactly(1)
+            took = time.monotonic() - started
+            writer.write(sent[1:])
+            received += await reader.readexactly(len(sent) - 1)
+            writer.close()
+            server.close()
+            return took, received
+
+    took, received = asyncio.run(through())
+    assert took >= wan.ROUND_TRIP_S
+    assert received == sent
+
+
+def test_a_small_crowd_goes_through_its_rounds(tmp_path: Path) -> None:
+    coordinator = CoordinatorProcess(tmp_path / "data")
+    running = coordinator.start()
+    try:
+        report = asyncio.run(measure(running, workers=8, round_s=0.5))
+    finally:
+        coordinator.stop()
+    kinds = report["kinds"]
+    assert report["missed_leases"] == 0
+    assert kinds["contribute"]["count"] == 2 * 8
+    assert (
+        kinds["woken"]["count"] + kinds["asked"]["count"] == (3 + 2) * 8
+    )  # assignments of three rounds, deltas of two
+    assert kinds["heartbeat"]["count"] > 0
+    assert 0 < kinds["heartbeat"]["p50_ms"] <= kinds["heartbeat"]["p99_ms"]
