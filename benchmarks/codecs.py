@@ -1,14 +1,15 @@
 """What each codec costs: bytes per parameter on the wire, and speed on one core, in numpy and in torch.
 
-    python benchmarks/codecs.py [--quick] [--json]
+    python -m benchmarks.codecs [--quick] [--json]
 
-Bytes are of whole payloads, header included, of one fragment. Its values are a real pseudo-gradient, of the preset `tiny`
-in its third round of 50 inner steps on the standard library's sources; or synthetic: Gaussian, Laplace, or Student's t
-with 3 degrees of freedom. The error is of the real one: the L2 norm of what a codec leaves out, as a share of the
-whole; codecs with error feedback send it later. Speeds are of Gaussian values, median over repeats after a warm-up; 1 GB/s is 10^9 bytes of
-fp32 values per second, which is 0.25 G elements per second. encode, decode and accumulate are of the codec alone; pack
-and unpack are of whole frames, zstd and the receiver's check included. Only the coordinator accumulates, and it has no
-torch.
+Bytes are of whole payloads, header included, of one fragment. Its values are a real pseudo-gradient (of the preset
+`tiny` in its third round of 50 inner steps on the standard library's sources) or synthetic: Gaussian, Laplace, or
+Student's t with 3 degrees of freedom. The error is of the real one: the L2 norm of what a codec leaves out, as a share
+of the whole; codecs with error feedback send it later.
+
+Speeds are of Gaussian values, median over repeats after a warm-up; 1 GB/s is 10^9 bytes of fp32 values per second, that
+is 0.25 G elements per second. encode, decode and accumulate are of the codec alone; pack and unpack are of whole
+frames, zstd and the receiver's check included. Only the coordinator accumulates, and it has no torch.
 """
 
 import argparse

@@ -85,6 +85,7 @@ ERROR_FEEDBACK = 'upload_codec = "ternary"\ndownload_codec = "int4"'
         (kill_the_worker, ERROR_FEEDBACK),  # what it has not sent yet survives
         (kill_both, ERROR_FEEDBACK),
     ],
+    ids=["worker", "coordinator", "both", "worker, error feedback", "both, error feedback"],
 )
 def test_a_kill_9_in_the_middle_of_a_round_changes_nothing(
     tmp_path: Path, disturb: Callable[[CoordinatorProcess, WorkerProcess], None], codecs: str

@@ -1,10 +1,13 @@
 """The mean of contributions where a codec sends only some of the values."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from coordinator.aggregating import aggregate
 from protocol.codecs import CODECS
+from protocol.digest import Buffer
 from protocol.wire import ContributionHeader, Payload, pack_frames, pack_header
 
 F32 = np.float32
@@ -33,11 +36,11 @@ def contribution(values: np.ndarray, worker: str) -> Payload:
     return Payload.from_bytes(pack_header(header) + b"".join(frames))
 
 
-def decoded(frames: list[object], n: int) -> np.ndarray:
+def decoded(frames: Sequence[Buffer], n: int) -> np.ndarray:
     out, start = np.empty(n, np.float32), 0
     for frame in frames:
         size = min(1 << 18, n - start)
-        CODECS["fp32"].decode(np.frombuffer(frame, np.uint8), out[start : start + size])  # type: ignore[call-overload]
+        CODECS["fp32"].decode(np.frombuffer(frame, np.uint8), out[start : start + size])
         start += size
     return out
 

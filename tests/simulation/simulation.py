@@ -82,8 +82,8 @@ class Simulation:
         self.spec = SPEC.format(
             rounds=self.rounds,
             inner_steps=rng.randint(1, 3),
-            upload=rng.choice(["fp32", "bf16", "int8", "ternary"]),
-            download=rng.choice(["fp32", "bf16", "int8", "int4"]),
+            upload=rng.choice(["fp32", "ternary", "int8"]),
+            download=rng.choice(["fp32", "int4", "int8"]),
             zstd=rng.choice(["true", "false"]),
             min_workers=self.min_workers,
             lease_s=LEASE_S,

@@ -73,12 +73,21 @@ def test_what_was_left_out_is_sent_in_the_rounds_after(tmp_path: Path, codec: st
         assert missing == sorted(missing, reverse=True)
 
 
+@pytest.fixture(scope="module", params=["ternary", "sparse"])
+def undisturbed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[tuple[int, int], np.ndarray], str]:
+    """Codec, what was sent, and the run's state digest."""
+    return request.param, *recorded(tmp_path_factory.mktemp("undisturbed"), request.param)
+
+
 @pytest.mark.parametrize("point", ["before upload", "after upload", "before download", "after download"])
-@pytest.mark.parametrize("codec", ["ternary", "sparse"])
-def test_what_was_left_out_survives_a_crash(tmp_path: Path, codec: str, point: str) -> None:
-    undisturbed, expected = recorded(tmp_path / "undisturbed", codec)
-    sent, digest = recorded(tmp_path / "killed", codec, dies=(point, 2))
-    assert digest == expected
-    assert sent.keys() == undisturbed.keys()
+def test_what_was_left_out_survives_a_crash(
+    tmp_path: Path, undisturbed: tuple[str, dict[tuple[int, int], np.ndarray], str], point: str
+) -> None:
+    codec, expected, expected_digest = undisturbed
+    sent, digest = recorded(tmp_path, codec, dies=(point, 2))
+    assert digest == expected_digest
+    assert sent.keys() == expected.keys()
     for key, values in sent.items():
-        assert values.tobytes() == undisturbed[key].tobytes()
+        assert values.tobytes() == expected[key].tobytes()
