@@ -35,7 +35,8 @@ async def received(request: Request, service: Coordinator, max_bytes: int) -> As
     size, announced = _announced(request, max_bytes)
     path = service.data.incoming()
     try:
-        with path.open("xb") as file, service.pieces.transfer():
+        # A disk that is busy takes its time for a new name: not on the event loop, where heartbeats are answered.
+        with await run_in_threadpool(path.open, "xb") as file, service.pieces.transfer():
             digest = await _stream_to(file, request, size, service.settings.upload_idle_s, service.pieces)
         if digest != announced:
             raise Problem("digest-mismatch", f"the body's digest is {digest.hex()}, announced was {announced.hex()}")

@@ -25,6 +25,7 @@ from coordinator import (
     publishing,
     restoring,
 )
+from coordinator.leases import Leases
 from coordinator.live_run import LiveRun
 from protocol.messages import FragmentState
 from worker import fragments, sync
@@ -116,7 +117,15 @@ def _stale_tokens_work() -> list[Replacement]:
         real(self, *args)
         self.member_tokens = _Sticky()
 
-    return [(live_run.LiveRun, "__init__", init), (membership, "check_lease", _nothing)]
+    def renew(self: Leases, worker: str, now: float) -> bool:
+        self.renew(worker, now)
+        return True
+
+    return [
+        (live_run.LiveRun, "__init__", init),
+        (membership, "check_lease", _nothing),
+        (Leases, "renew_live", renew),
+    ]
 
 
 def _no_rebase() -> list[Replacement]:
@@ -129,9 +138,9 @@ def _no_rebase() -> list[Replacement]:
 
 
 def _carries_what_the_mean_has() -> list[Replacement]:
-    def whole(late: Work, missed: dict[int, Missed], unsent: Any) -> Carry:
-        all_of_it = {p: Missed(torch.zeros_like(each.mean), each.share) for p, each in missed.items()}
-        return carry_of(late, all_of_it, unsent)
+    def whole(late: Work, missed: dict[int, Missed], unsent: dict[int, torch.Tensor]) -> Carry:
+        lacking = {p: Missed(torch.zeros_like(each.mean), each.share) for p, each in missed.items()}
+        return carry_of(late, lacking, unsent)
 
     return [(sync, "carry_of", whole)]
 
@@ -179,7 +188,7 @@ MUTANTS = [
     Mutant("sums in the order of arrival", ("I2",), 1, _arrival_order),
     Mutant("aggregates other contributors after a restart", ("I2", "I4"), 1, _other_contributors_after_a_restart),
     Mutant("forgets its workers in a restart", ("I4",), 1, _forgets_its_workers),
-    Mutant("lets stale member tokens in", ("I7", "I4"), 0, _stale_tokens_work),
+    Mutant("lets stale member tokens in", ("I4", "I7"), 0, _stale_tokens_work),
     Mutant("drops the rebase of late work", ("I6",), 2, _no_rebase),
     Mutant("carries all of late work, as if the mean had none of it", ("I6",), 2, _carries_what_the_mean_has),
     Mutant("returns no units of the dead", ("I6",), 0, _no_units_returned),
