@@ -17,7 +17,7 @@ from outerstep.demo import Plan, run_demo
 from outerstep.demo.processes import ChildError
 from outerstep.demo.spec import ROUNDS
 from outerstep.display import display_for
-from protocol.spec import CodecName
+from protocol.spec import DownloadCodecName
 
 FAILED = 1
 NEEDED = {"torch": "worker", "transformers": "worker", "fastapi": "coordinator", "sqlalchemy": "coordinator"}
@@ -28,7 +28,7 @@ def demo(
     rounds: Annotated[
         int, typer.Option(min=1, max=10_000, help="Rounds; 24 take about a minute on two cores.")
     ] = ROUNDS,
-    codec: Annotated[CodecName, typer.Option(help="What pseudo-gradients and deltas travel as.")] = "int8",
+    codec: Annotated[DownloadCodecName, typer.Option(help="What pseudo-gradients and deltas travel as.")] = "int8",
     keep: Annotated[
         Path | None,
         typer.Option(help="An empty or new directory to keep data, logs and the trained model in.", show_default=False),

@@ -11,7 +11,7 @@ from outerstep.demo.summary import Summary, summarise, summary_text
 from outerstep.display import Display
 from outerstep.follow import ENDED, follow
 from protocol.messages import RunDetail, Scope, TokenRequest
-from protocol.spec import CodecName
+from protocol.spec import DownloadCodecName
 
 PATIENCE_S = 0.5  # between two looks at the run and at the processes
 LEAVE_WITHIN_S = 60.0
@@ -26,7 +26,7 @@ class Plan:
 
     workers: int
     rounds: int
-    codec: CodecName
+    codec: DownloadCodecName
     directory: Path
 
 

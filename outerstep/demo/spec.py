@@ -1,6 +1,6 @@
 """The run that the demo trains."""
 
-from protocol.spec import CodecName
+from protocol.spec import DownloadCodecName
 
 RUN = "demo"
 ROUNDS = 24
@@ -46,6 +46,6 @@ max_tokens = 8_192
 """
 
 
-def demo_spec(*, workers: int, rounds: int, codec: CodecName) -> str:
+def demo_spec(*, workers: int, rounds: int, codec: DownloadCodecName) -> str:
     """The run spec, TOML."""
     return SPEC.format(name=RUN, workers=workers, rounds=rounds, codec=codec)
