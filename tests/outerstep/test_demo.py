@@ -45,10 +45,17 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
         return []
 
 
+def command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has ended
+        return []
+
+
 def wait_for_family(process: subprocess.Popen[str], size: int) -> list[psutil.Process]:
-    """The demo's processes, once there are `size` of them, by their command: the coordinator, then the workers."""
+    """The demo's processes, once there are `size` of them. One that was just forked still has its parent's command."""
     deadline = time.monotonic() + DEADLINE_S
-    while len(family(process)) < size:
+    while sum("outerstep.demo.child" in command(each) for each in family(process)) < size:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "the demo did not start its processes"
         time.sleep(0.02)
@@ -181,7 +188,7 @@ def test_no_process_outlives_a_demo_that_is_killed(tmp_path: Path):
 def test_a_process_that_dies_is_told_with_its_log_and_ends_the_demo(tmp_path: Path, victim: str):
     with demo(tmp_path, "--keep", str(tmp_path / "kept")) as process:
         processes = wait_for_family(process, 3)
-        [chosen] = [each for each in processes if victim in each.cmdline()]
+        [chosen] = [each for each in processes if victim in command(each)]
         chosen.kill()
         out, err = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 1, out + err
