@@ -87,8 +87,7 @@ def test_a_small_crowd_goes_through_its_rounds(tmp_path: Path) -> None:
     kinds = report["kinds"]
     assert report["missed_leases"] == 0
     assert kinds["contribute"]["count"] == 2 * 8
-    assert (
-        kinds["woken"]["count"] + kinds["asked"]["count"] == (3 + 2) * 8
-    )  # assignments of three rounds, deltas of two
+    answered = sum(kinds[kind]["count"] for kind in ("woken", "asked") if kind in kinds)
+    assert answered == (3 + 2) * 8, "assignments of three rounds, deltas of two"
     assert kinds["heartbeat"]["count"] > 0
     assert 0 < kinds["heartbeat"]["p50_ms"] <= kinds["heartbeat"]["p99_ms"]

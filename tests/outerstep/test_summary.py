@@ -8,7 +8,7 @@ from outerstep.demo.spec import demo_spec
 from outerstep.demo.summary import replicas_identical, summarise, summary_text
 from outerstep.plan import allreduce_bytes
 from protocol.messages import RoundInfo, RunDetail, WorkerInfo
-from protocol.spec import CodecName, parse_spec
+from protocol.spec import DownloadCodecName, parse_spec
 from tests.outerstep.examples import DIGEST, round_document, run_document, worker_document
 
 FINISHED = RunDetail.model_validate(run_document(state="finished", round=4, held_out_loss=1.5, state_digest=DIGEST))
@@ -89,8 +89,8 @@ def test_one_worker_has_no_all_reduce_to_compare_with():
     assert "all-reduce" not in text
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
-def test_the_demos_run_is_what_its_options_say(codec: CodecName):
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
+def test_the_demos_run_is_what_its_options_say(codec: DownloadCodecName):
     spec = parse_spec(demo_spec(workers=3, rounds=7, codec=codec))
     assert (spec.members.min_workers, spec.sync.rounds) == (3, 7)
     assert (spec.sync.upload_codec, spec.sync.download_codec) == (codec, codec)
