@@ -35,14 +35,18 @@ async def received(request: Request, service: Coordinator, max_bytes: int) -> As
     size, announced = _announced(request, max_bytes)
     path = service.data.incoming()
     try:
-        # A disk that is busy takes its time for a new name: not on the event loop, where heartbeats are answered.
-        with await run_in_threadpool(path.open, "xb") as file, service.pieces.transfer():
+        with await run_in_threadpool(_new_file, path) as file, service.pieces.transfer():
             digest = await _stream_to(file, request, size, service.settings.upload_idle_s, service.pieces)
         if digest != announced:
             raise Problem("digest-mismatch", f"the body's digest is {digest.hex()}, announced was {announced.hex()}")
         yield Upload(path, size, digest)
     finally:
         path.unlink(missing_ok=True)
+
+
+def _new_file(path: Path) -> BinaryIO:
+    """On a thread: a busy disk takes its time for a new name, and heartbeats are answered on the event loop."""
+    return path.open("xb")
 
 
 def _announced(request: Request, max_bytes: int) -> tuple[int, bytes]:
