@@ -183,19 +183,19 @@ def _forgets_its_workers() -> list[Replacement]:
 
 MUTANTS = [
     Mutant("acknowledges a contribution before it is fsynced", ("I2",), 1, _acknowledge_before_fsync),
-    Mutant("acknowledges before the folder is fsynced", ("I2",), 1, _acknowledge_before_the_folder_is_durable),
+    Mutant("acknowledges before the folder is fsynced", ("I2",), 12, _acknowledge_before_the_folder_is_durable),
     Mutant("publishes a delta before it is durable", ("I1",), 1, _publish_before_it_is_durable),
     Mutant("sums in the order of arrival", ("I2",), 1, _arrival_order),
     Mutant("aggregates other contributors after a restart", ("I2", "I4"), 1, _other_contributors_after_a_restart),
     Mutant("forgets its workers in a restart", ("I4",), 1, _forgets_its_workers),
     Mutant("lets stale member tokens in", ("I4", "I7"), 0, _stale_tokens_work),
     Mutant("drops the rebase of late work", ("I6",), 2, _no_rebase),
-    Mutant("carries all of late work, as if the mean had none of it", ("I6",), 2, _carries_what_the_mean_has),
+    Mutant("carries all of late work, as if the mean had none of it", ("I6",), 9, _carries_what_the_mean_has),
     Mutant("returns no units of the dead", ("I6",), 0, _no_units_returned),
     Mutant("returns no units of rounds that were missed", ("I6",), 10, _forgotten_units_kept),
     Mutant("consumes units outside the transaction", ("I6",), 0, _units_consumed_elsewhere),
-    Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 2, _trusts_its_state_file),
+    Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 14, _trusts_its_state_file),
     Mutant("fuses two operations of the outer step", ("I3",), 0, _fused_outer_step),
-    Mutant("never tries again after a fault", ("I5",), 16, _never_tries_again),
+    Mutant("never tries again after a fault", ("I5",), 49, _never_tries_again),
     Mutant("never ends a lease", ("I5",), 8, _leases_never_end),
 ]
