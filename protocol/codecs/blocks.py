@@ -5,6 +5,8 @@ bits and no code has more than 7, so q · s is exact in fp32 and decoding does n
 1/s finite and every decoded value out of the denormals, which some GPUs flush to zero.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -47,6 +49,20 @@ def scaled(codes: I8, scales: F32, block: int, out: F32) -> None:
     np.multiply(rows, scales[: full // block, None], out=rows)
     if full < len(out):
         out[full:] *= scales[-1]
+
+
+def decode(data: U8, block: int, codes: Callable[[U8, int], I8], out: F32) -> None:
+    """An encoded chunk, scales and then codes, uint8[size(n)] -> float32[n]. `codes` unpacks n codes."""
+    start = 2 * count(len(out), block)
+    scaled(codes(data[start:], len(out)), unpack_scales(data[:start]), block, out)
+
+
+def accumulate(data: U8, weight: np.float32, block: int, codes: Callable[[U8, int], I8], acc: F32) -> None:
+    """acc += codes · (scales · weight), the product in brackets first."""
+    start = 2 * count(len(acc), block)
+    values = np.empty_like(acc)
+    scaled(codes(data[start:], len(acc)), unpack_scales(data[:start]) * weight, block, values)
+    np.add(acc, values, out=acc)
 
 
 def encode_absmax(name: str, x: F32, most: int, block: int, scales: U16, codes: I8) -> None:

@@ -11,7 +11,7 @@ s = absmax / 127, rounded *up* to bf16 and at least 2^-126, so that |q| ≤ 127;
 import numpy as np
 
 from protocol.codecs import blocks
-from protocol.codecs.blocks import F32, U8
+from protocol.codecs.blocks import F32, I8, U8
 from protocol.errors import WireError
 
 NAME = "int8"
@@ -28,16 +28,16 @@ def encode(x: F32, out: U8) -> None:
     blocks.encode_absmax(NAME, x, MOST, BLOCK, out[:start].view("<u2"), out[start:].view(np.int8))
 
 
+def _codes(data: U8, n: int) -> I8:
+    return data.view(np.int8)
+
+
 def decode(data: U8, out: F32) -> None:
-    start = 2 * blocks.count(len(out), BLOCK)
-    blocks.scaled(data[start:].view(np.int8), blocks.unpack_scales(data[:start]), BLOCK, out)
+    blocks.decode(data, BLOCK, _codes, out)
 
 
 def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
-    start = 2 * blocks.count(len(acc), BLOCK)
-    values = np.empty_like(acc)
-    blocks.scaled(data[start:].view(np.int8), blocks.unpack_scales(data[:start]) * weight, BLOCK, values)
-    np.add(acc, values, out=acc)
+    blocks.accumulate(data, weight, BLOCK, _codes, acc)
 
 
 def check(data: U8, n: int, limit: float) -> None:

@@ -46,15 +46,11 @@ def _codes(data: U8, n: int) -> I8:
 
 
 def decode(data: U8, out: F32) -> None:
-    start = 2 * blocks.count(len(out), BLOCK)
-    blocks.scaled(_codes(data[start:], len(out)), blocks.unpack_scales(data[:start]), BLOCK, out)
+    blocks.decode(data, BLOCK, _codes, out)
 
 
 def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
-    start = 2 * blocks.count(len(acc), BLOCK)
-    values = np.empty_like(acc)
-    blocks.scaled(_codes(data[start:], len(acc)), blocks.unpack_scales(data[:start]) * weight, BLOCK, values)
-    np.add(acc, values, out=acc)
+    blocks.accumulate(data, weight, BLOCK, _codes, acc)
 
 
 def check(data: U8, n: int, limit: float) -> None:
