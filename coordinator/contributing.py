@@ -80,15 +80,27 @@ def _keep_all(run: LiveRun, due: Sequence[Arrival]) -> None:
     with run.world.database.write() as session:
         for arrival in due:
             try:
-                with session.begin_nested():
-                    _keep(run, session, arrival, kept)
-                kept.append(arrival)
+                if _is_first(arrival, kept):
+                    with session.begin_nested():
+                        _keep(run, session, arrival, kept)
+                    kept.append(arrival)
             except Problem as problem:
                 arrival.error = problem
     for arrival in kept:
         header = arrival.header
         run.open.fragments[header.fragment].contributed[header.worker] = Contributed(header.tokens, arrival.digest)
         arrival.created = True
+
+
+def _is_first(arrival: Arrival, kept: Sequence[Arrival]) -> bool:
+    """Whether the same transaction has not kept it already; Problem where it has kept another in its place."""
+    header = arrival.header
+    for each in kept:
+        if (each.header.worker, each.header.fragment) == (header.worker, header.fragment):
+            if each.digest != arrival.digest:
+                raise _conflict(header.worker, header.round, header.fragment, each.digest)
+            return False
+    return True
 
 
 def _is_due(run: LiveRun, arrival: Arrival) -> bool:
@@ -145,10 +157,7 @@ def _is_new(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes
     known = _known(run, worker, round_, fragment)
     if known is not None:
         if known != digest:
-            raise Problem(
-                "contribution-conflict",
-                f"{worker} has already contributed to round {round_}, fragment {fragment}: digest {known.hex()}",
-            )
+            raise _conflict(worker, round_, fragment, known)
         return False
     closed = round_ < run.round
     if run.open is not None and round_ == run.round:
@@ -166,6 +175,13 @@ def _is_new(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes
     if run.open is None or round_ != run.round:
         raise Problem("round-not-open", f"round {round_} is not open: {run.why_not_open}")
     return True
+
+
+def _conflict(worker: str, round_: int, fragment: int, known: bytes) -> Problem:
+    return Problem(
+        "contribution-conflict",
+        f"{worker} has already contributed to round {round_}, fragment {fragment}: digest {known.hex()}",
+    )
 
 
 def _known(run: LiveRun, worker: str, round_: int, fragment: int) -> bytes | None:
@@ -228,8 +244,6 @@ def _keep(run: LiveRun, session: Session, arrival: Arrival, kept: Sequence[Arriv
     Holds the lock.
     """
     header = arrival.header
-    if any((header.worker, header.fragment) == (each.header.worker, each.header.fragment) for each in kept):
-        raise Problem("not-ready", "the same contribution came twice at once; send it again", retry_after_s=1)
     _count(run, session, arrival, kept)
     session.add(
         ContributionRow(

@@ -7,11 +7,17 @@ import re
 import sqlite3
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
+from coordinator import contributing
+from coordinator.files import make_durable
+from coordinator.live_run import LiveRun
+from protocol.digest import digest
 from tests.coordinator.crew import (
     GRACE_OF_A_SECOND,
     crew,
@@ -25,7 +31,7 @@ from tests.coordinator.crew import (
 )
 from tests.support.coordinator import InThread, SettableClock, coordinator_thread
 from tests.support.member import Member, spec_toml
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 @contextmanager
@@ -41,15 +47,33 @@ def refusing(running: InThread, statement: str) -> Iterator[None]:
             database.execute(f"DROP TRIGGER {name}")
 
 
-def at_once(count: int, request: Member, path: str, body: bytes) -> list[httpx.Response]:
-    """The same PUT `count` times at once."""
-    replies: list[httpx.Response] = []
-    threads = [threading.Thread(target=lambda: replies.append(request.put(path, body))) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    return replies
+def at_once(member: Member, path: str, bodies: list[bytes]) -> list[httpx.Response]:
+    """One PUT of each body, all at once."""
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(lambda body: member.put(path, body), bodies))
+
+
+@contextmanager
+def committed_together(live: LiveRun, count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The next `count` contributions, which must come at once, are committed with one transaction."""
+    together = threading.Barrier(count + 1, timeout=PATIENCE_S)
+
+    def make_durable_together(temporary: Path, final: Path) -> None:
+        make_durable(temporary, final)
+        together.wait()  # all are durable
+        together.wait()  # and the lock is taken
+
+    def hold_back() -> None:
+        together.wait()
+        with live.lock:
+            together.wait()
+            wait_until(lambda: len(live.arrivals) == count)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(contributing, "make_durable", make_durable_together)
+        held = pool.submit(hold_back)
+        yield
+        held.result()
 
 
 def test_a_contribution_that_arrives_several_times_at_once_is_accepted_once_and_kept(
@@ -60,10 +84,40 @@ def test_a_contribution_that_arrives_several_times_at_once_is_accepted_once_and_
         assignment = member.assignment(round_)
         for p, values in enumerate(member.pseudo_gradients(round_)):
             body = member.payload(assignment, p, values)
-            replies = at_once(4, member, member.contribution_path(round_, p), body)
+            replies = at_once(member, member.contribution_path(round_, p), [body] * 4)
             assert sorted(reply.status_code for reply in replies) == [200, 200, 200, 201]
         member.step(round_)
     assert events(shared, run, "fault") == []
+
+
+def test_a_contribution_that_waits_several_times_for_one_transaction_is_accepted_once(
+    shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (member,) = crew(shared, run, ["w"], rounds=1)
+    assignment = member.assignment(0)
+    for p, values in enumerate(member.pseudo_gradients(0)):
+        body = member.payload(assignment, p, values)
+        with committed_together(shared.live(run), 4, monkeypatch):
+            replies = at_once(member, member.contribution_path(0, p), [body] * 4)
+        assert sorted(reply.status_code for reply in replies) == [200, 200, 200, 201]
+    member.step(0)
+    assert info(shared, run, "/workers/w")["contributions"] == 1
+
+
+def test_of_two_contributions_that_wait_for_one_transaction_one_stands(
+    shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (member,) = crew(shared, run, ["w"], rounds=1)
+    assignment = member.assignment(0)
+    values = member.pseudo_gradients(0)[0]
+    bodies = [member.payload(assignment, 0, values), member.payload(assignment, 0, 2 * values)]
+    with committed_together(shared.live(run), 2, monkeypatch):
+        replies = at_once(member, member.contribution_path(0, 0), bodies)
+    accepted, refused = sorted(replies, key=lambda reply: reply.status_code)
+    assert accepted.status_code == 201
+    assert accepted.json()["digest"] in problem(refused, "contribution-conflict")["detail"]
+    (file,) = (shared.live(run).files.root / "contributions" / "0").iterdir()
+    assert digest(file.read_bytes()).hex() == accepted.json()["digest"]
 
 
 def test_a_contribution_that_cannot_be_recorded_leaves_no_file_and_may_be_sent_again(
