@@ -42,8 +42,8 @@ def main() -> None:
     say(at="started")
     for line in sys.stdin:
         order = json.loads(line)
-        what: Callable[..., None] = {"sync": synchronise, "train": train}[order.pop("do")]
-        what(**order)
+        act: dict[str, Callable[..., None]] = {"sync": synchronise, "train": train}
+        act[order.pop("do")](**order)
 
 
 def say(**answer: Any) -> None:
@@ -88,9 +88,12 @@ def synchronise(url: str, run: str, token: str, rank: int, elements: int, rounds
             say(started=started, ended=ended, up=up, down=down)
 
 
-def train(url: str, run: str, token: str, rank: int, elements: int, step_s: float) -> None:
-    """Train to the run's end; when the first inner step began and the last sync was over, and the seconds in steps."""
-    model, in_steps, first = Flat(elements), 0.0, None
+def train(url: str, run: str, token: str, rank: int, elements: int, step_s: float, measured: int) -> None:
+    """Train to the run's end; when the first inner step began and when `measured` rounds were over, and the seconds in
+    steps until then."""
+    model, in_steps = Flat(elements), 0.0
+    first: float | None = None
+    ended: float | None = None
     model.w.grad = noise(elements, rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     step_ended = 0.0
@@ -108,8 +111,10 @@ def train(url: str, run: str, token: str, rank: int, elements: int, step_s: floa
                 first = began if first is None else first
                 time.sleep(step_s)
                 optimizer.step()
-                in_steps += step_ended - began
-            ended = time.monotonic()
+                if ended is None:
+                    in_steps += step_ended - began
+                    if diloco.round == measured or diloco.finished:
+                        ended = time.monotonic()
     say(started=first, ended=ended, in_steps=in_steps)
 
 

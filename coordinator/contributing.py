@@ -38,6 +38,7 @@ def accept(
         if created:
             _await_step(run, round_, fragment)
             _check_base(run, round_, fragment, header)
+            _check_weight(run, header)
     if created:
         file = run.files.contribution(round_, fragment, worker, digest)
         make_durable(upload, file)  # without the lock, for the disk takes its time
@@ -143,12 +144,30 @@ def _check_header(run: LiveRun, worker: str, round_: int, fragment: int, header:
         raise Problem(
             "invalid-payload", f"header field units is {header.units[:3]}…: give at least one range, none of them empty"
         )
-    most = units * run.spec.unit_tokens
-    if header.tokens > most or header.tokens % run.spec.unit_tokens or (header.tokens < most and not header.carried):
+    if header.tokens % run.spec.unit_tokens:
+        raise Problem(
+            "invalid-payload", f"header field tokens is {header.tokens}, no multiple of {run.spec.unit_tokens} per unit"
+        )
+
+
+def _check_weight(run: LiveRun, header: ContributionHeader) -> None:
+    """It weighs what it was trained on, and carried work does not count. Holds the lock.
+
+    Where fragments are sent in the middle of a round, each was trained on a whole round since it was sent last, though
+    the contribution names only the units that no other one has named.
+    """
+    units = sum(stop - start for start, stop in header.units)
+    weight = header.tokens // run.spec.unit_tokens
+    least, most = (1 if header.carried else units), units
+    if run.spec.sync.streams:
+        with run.world.database.read() as session:
+            row = session.get(AssignmentRow, (run.id, header.round, header.worker))
+        least, most = 1, max(units, row.inner_steps if row is not None else 0)
+    if not least <= weight <= most:
         raise Problem(
             "invalid-payload",
-            f"header field tokens is {header.tokens}; {units} units of {run.spec.unit_tokens} tokens are {most}, and "
-            "only carried ones do not count",
+            f"header field tokens is {header.tokens}: {weight} units; the contribution names {units}, and its weight "
+            f"is {least} to {most} of them",
         )
 
 
@@ -270,8 +289,8 @@ def _count(run: LiveRun, session: Session, arrival: Arrival, kept: Sequence[Arri
     row.tokens += units * run.spec.unit_tokens
     row.upload_bytes += size
     worker.upload_bytes += size
+    worker.tokens += units * run.spec.unit_tokens
     assert run.open is not None
     known = any(header.worker in each.contributed for each in run.open.fragments)
-    if not known and all(header.worker != each.header.worker for each in kept):  # its fragments tell of the same units
+    if not known and all(header.worker != each.header.worker for each in kept):  # one contribution, whatever its parts
         worker.contributions += 1
-        worker.tokens += sum(stop - start for start, stop in header.units) * run.spec.unit_tokens

@@ -92,7 +92,13 @@ def _model(run: LiveRun, session: Session, request: JoinRequest) -> Layout:
     """The run's layout: fixed by the first worker; Problem where this worker's model or training set is another."""
     if run.layout is None:
         try:
-            layout = plan_fragments(request.tensors, run.spec.sync.fragment_elements)
+            sync = run.spec.sync
+            layout = plan_fragments(
+                request.tensors,
+                sync.fragment_elements,
+                strided=sync.fragment_layers == "strided",
+                taper=sync.offsets == "together",
+            )
         except LayoutError as error:
             raise Problem("model-mismatch", str(error)) from error
         row = run.row(session)

@@ -80,6 +80,8 @@ def _type(schema: dict[str, Any]) -> str:
         return " or ".join(_type(choice) for choice in schema["anyOf"] if choice.get("type") != "null")
     if "enum" in schema:
         return ", ".join(f"`{choice}`" for choice in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
     if schema["type"] == "object":
         return "table"
     name = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}[schema["type"]]

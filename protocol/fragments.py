@@ -1,11 +1,12 @@
 """Fragments: how a model's trainable tensors become a few fp32 vectors of about equal length.
 
-The trainable tensors, in the model's own order, are thought of as one long vector, and that is cut into nearly equal
-parts, the last of which is halved again and again. So a big embedding is cut, small tensors are packed together, and a
-fragment is an ordered list of slices. Every participant computes the same layout from the same tensors; tied tensors
-are listed once.
+The trainable tensors, in the model's own order or strided, are thought of as one long vector, and that is cut into
+nearly equal parts, the last of which is halved again and again where all are sent together. So a big embedding is cut,
+small tensors are packed together, and a fragment is an ordered list of slices. Every participant computes the same
+layout from the same tensors; tied tensors are listed once.
 """
 
+import re
 from math import prod
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -61,8 +62,12 @@ class Layout(_Strict):
         return digest(self.model_dump_json().encode())
 
 
-def plan_fragments(tensors: list[TensorSpec], fragment_elements: int) -> Layout:
+def plan_fragments(
+    tensors: list[TensorSpec], fragment_elements: int, *, strided: bool = False, taper: bool = True
+) -> Layout:
     """Cut `tensors` into fragments of at most `fragment_elements` elements, as `cut` says.
+
+    `strided`: a fragment has layers that are far apart, as Streaming DiLoCo prefers them (arXiv 2501.18512, figure 4).
 
     Raises LayoutError for no tensors, a negative dimension, a name that occurs twice or more than MAX_FRAGMENTS.
     """
@@ -83,11 +88,11 @@ def plan_fragments(tensors: list[TensorSpec], fragment_elements: int) -> Layout:
             f"{total} trainable elements are {count} fragments of {fragment_elements}, at most {MAX_FRAGMENTS} are "
             f"allowed; raise sync.fragment_elements"
         )
-    bounds = cut(total, fragment_elements)
+    bounds = cut(total, fragment_elements, taper=taper)
     fragments: list[list[Slice]] = [[] for _ in bounds[1:]]
     p, position = 0, 0  # position: of the tensor's first element in the long vector
-    for index, tensor in enumerate(tensors):
-        start = 0
+    for index in _strided(tensors, count) if strided else range(len(tensors)):
+        tensor, start = tensors[index], 0
         while start < tensor.elements:
             stop = min(tensor.elements, bounds[p + 1] - position)
             fragments[p].append(Slice(tensor=index, start=start, stop=stop))
@@ -98,15 +103,33 @@ def plan_fragments(tensors: list[TensorSpec], fragment_elements: int) -> Layout:
     return Layout(tensors=tensors, fragments=fragments)
 
 
-def cut(total: int, fragment_elements: int) -> list[int]:
+def _strided(tensors: list[TensorSpec], count: int) -> list[int]:
+    """The numbers of the tensors, those of the layers 0, count, 2·count, … first, then those of 1, count + 1, … A layer
+    is known by the first number in its tensors' names; what has none, as embedding and head, keeps its place around."""
+    layers = [re.search(r"\.(\d+)\.", tensor.name) for tensor in tensors]
+    numbered = [index for index, layer in enumerate(layers) if layer]
+    if not numbered:
+        return list(range(len(tensors)))
+
+    def place(index: int) -> tuple[int, int, int]:
+        layer = layers[index]
+        if layer is None:
+            return (-1 if index < numbered[0] else count, 0, index)
+        number = int(layer[1])
+        return (number % count, number, index)
+
+    return sorted(range(len(tensors)), key=place)
+
+
+def cut(total: int, fragment_elements: int, *, taper: bool = True) -> list[int]:
     """The bounds of the fragments of one long vector of `total` > 0 elements, from 0 to `total`.
 
-    The fewest parts of at most `fragment_elements` elements, nearly equal in size; then the last of them into halves,
-    the last half again, and so on while the halves have LAST_ELEMENTS elements or more.
+    The fewest parts of at most `fragment_elements` elements, nearly equal in size; then, to `taper`, the last of them
+    into halves, the last half again, and so on while the halves have LAST_ELEMENTS elements or more.
     """
     count = -(-total // fragment_elements)
     bounds = [total * p // count for p in range(count)]
-    while total - bounds[-1] >= 2 * LAST_ELEMENTS:
+    while taper and total - bounds[-1] >= 2 * LAST_ELEMENTS:
         bounds.append((bounds[-1] + total) // 2)
     return [*bounds, total]
 

@@ -112,6 +112,44 @@ class SyncSpec(_Section):
     fragment_elements: Annotated[int, Field(ge=256, le=1 << 28)] = Field(
         1 << 23, description="elements per fragment, at most"
     )
+    fragment_layers: Literal["sequential", "strided"] = Field(
+        "sequential", description='layers of a fragment: neighbours, or far apart ("strided", for offsets = "spread")'
+    )
+    offsets: Literal["together", "spread"] = Field(
+        "together", description="when fragments are due: all at the end of the round, or one after the other within it"
+    )
+    overlap: Annotated[int, Field(ge=0)] | Literal["eager"] = Field(
+        0,
+        description=(
+            "inner steps that go on while a fragment is sent, averaged and fetched (Streaming DiLoCo's tau); "
+            '"eager": a whole round of them'
+        ),
+    )
+    alpha: Literal["carry"] | Annotated[float, Field(ge=0, lt=1)] = Field(
+        "carry",
+        description=(
+            'what becomes of the progress of those inner steps: "carry" keeps it, a number mixes so much of the '
+            "local parameters into the new global ones (Streaming DiLoCo's alpha; 0 drops it)"
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _overlap_within_the_round(self) -> "SyncSpec":
+        if isinstance(self.overlap, int) and self.overlap >= self.schedule_steps:
+            raise ValueError(
+                f"overlap = {self.overlap} is a whole round or more; give less than {self.schedule_steps}, or "
+                '"eager" for a whole round'
+            )
+        if self.overlap == "eager" and self.offsets == "spread":
+            raise ValueError('overlap = "eager" needs offsets = "together": every fragment has a whole round anyway')
+        if self.alpha != "carry" and self.overlap == 0:
+            raise ValueError(f"alpha = {self.alpha}: without an overlap there is nothing to mix")
+        return self
+
+    @property
+    def streams(self) -> bool:
+        """Whether fragments travel while training goes on, or at different times of the round."""
+        return self.overlap != 0 or self.offsets == "spread"
 
     @model_validator(mode="after")
     def _auto_needs_a_budget(self) -> "SyncSpec":

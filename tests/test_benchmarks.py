@@ -36,7 +36,8 @@ def test_lines_are_measured_or_it_is_said_why_they_cannot_be() -> None:
         assert sync["wire_bytes_down"] > sync["payload_bytes_down"] >= 3e5 * 0.9
         assert sync["ratio"] == pytest.approx(sync["sync_s"] / sync["limit_s"], abs=0.01)
         assert sync["ratio"] > 1  # faster than the line would be a wrong measurement
-    assert 0 < report["training"]["share_in_steps"] < 1
+    assert [training["overlap_s"] > 0 for training in report["training"]] == [False, True]
+    assert all(0 < training["share_in_steps"] < 1 for training in report["training"])
 
 
 def test_without_root_it_says_so_and_ends_with_a_code_of_its_own(

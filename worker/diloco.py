@@ -42,8 +42,9 @@ from worker.progress import Progress
 from worker.rounds import Rounds
 from worker.snapshot import Snapshot
 from worker.state_dir import StateDir
+from worker.streaming import StreamedRounds
 from worker.sync import Sync
-from worker.work import Work
+from worker.work import Midway, Work
 
 _PAUSE_S = 0.2  # between long polls
 
@@ -94,6 +95,7 @@ class DiLoCo:
         self._membership = Membership(client, name, request, self._files)
         self._steps = InnerSteps(run.spec)
         self._owned_http: httpx.Client | None = None
+        self._leaving = False
 
     @classmethod
     def connect(
@@ -160,7 +162,7 @@ class DiLoCo:
                 if self.finished or self._rounds.assignment is not assignment:
                     break
             else:
-                self._end_round()  # fewer than H steps: some were skipped
+                self._move_on(ends=True)  # fewer than H steps: some were skipped
 
     def report_loss(self, loss: Tensor) -> None:
         """Tell one inner step's mean loss (a scalar, nats per token) before `optimizer.step()`; it costs no device
@@ -187,42 +189,30 @@ class DiLoCo:
             run_ended.clear()
             if not self._rounds.still_wanted():
                 return
-        if self.inner_step >= self._rounds.assignment.inner_steps:
-            self._end_round()
+        self._move_on(ends=self.inner_step >= self._rounds.assignment.inner_steps)
 
-    def _end_round(self) -> None:
-        """The H inner steps are done: exchange pseudo-gradients, take the outer step, begin the next round."""
+    def _move_on(self, *, ends: bool) -> None:
+        """Do what is due: at the end of the round, exchange pseudo-gradients, take the outer step, begin the next."""
         try:
-            # Where a GradScaler skipped every step, the units are spent all the same.
-            work = self._rounds.collect(self._steps.units_used or self._rounds.assignment.units)
-            if self.spec.sync.inner_steps == "auto":
-                self._heartbeat.beat_now()  # the next round's H depends on how fast this one went
-            self._rounds.synchronise(work, self._save(work))
-            self._progress.end_round(work.round, self._membership.epoch)
-            self._rounds.begin_next()
+            if ends:
+                self._rounds.end(self._save)
+            else:
+                self._rounds.after_step()
         except Stopped:
             self._rounds.finished = True
 
     # --- snapshot and lifetime ------------------------------------------------------------------------------------
 
-    def _save(self, work: Work, *, partial: bool = False) -> Future[None] | None:
+    def _save(self, work: Work | Midway) -> Future[None] | None:
         if self._files is None:
             return None
         state, optimizer = self._state, self._optimizer.state_dict()
-        warmup_left = self._steps.warmup_left or 0
+        if isinstance(work, Midway):
+            optimizer = snapshot.copied(optimizer)  # the training goes on while it is written
+        warmup_left, partial = self._steps.warmup_left or 0, self._leaving
         taken = Snapshot(state.theta, state.momentum, state.digests, work, partial, optimizer, warmup_left)
         save = self._client.stages.timed(Stage.SNAPSHOT, snapshot.save)
         return self._saver.submit(save, self._files, self._owner, taken)
-
-    def _hand_in(self) -> None:
-        """Leaving in the middle of a round: contribute the inner steps that were done. The other units return to the
-        pool as the worker leaves."""
-        units = self._steps.units_used
-        if not self._rounds.training or not (units or self._rounds.carry.units):
-            return
-        work = self._rounds.collect(units)
-        self._save(work, partial=True)  # for a fragment that does not get through
-        self._sync.hand_in(work)
 
     def _resume(self) -> None:
         """Go on with the sync in which, or after which, the last process with this state directory ended."""
@@ -239,9 +229,7 @@ class DiLoCo:
                 f"the inner optimizer is not the one of the snapshot in this state_dir: {error}"
             ) from error
         log.info("resuming with the work of round %d", taken.work.round)
-        self._rounds.synchronise(taken.work, None)
-        if taken.partial and not self._rounds.carry.units:
-            self._membership.start_over()  # the units that were left may still be ours, if nobody could be told
+        self._rounds.resume(taken.work, partial=taken.partial)
 
     def __enter__(self) -> Self:
         with ExitStack() as resources:
@@ -262,7 +250,8 @@ class DiLoCo:
             encoder = self._fragments.device if on_cuda else torch.device("cpu")
             run_ended = self._heartbeat.run_ended
             self._sync = Sync(self._client, self._membership, self.spec, self._state, encoder, run_ended)
-            self._rounds = Rounds(
+            rounds = StreamedRounds if self.spec.sync.streams else Rounds
+            self._rounds = rounds(
                 self._client,
                 self._membership,
                 self.spec,
@@ -272,7 +261,9 @@ class DiLoCo:
                 self._steps,
                 self._progress,
                 self._evaluate,
+                self._heartbeat.beat_now,
             )
+            resources.callback(self._rounds.close)
             self._saver = resources.enter_context(ThreadPoolExecutor(1, "snapshot"))
             try:
                 self._resume()
@@ -287,8 +278,9 @@ class DiLoCo:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._resources:
+            self._leaving = True
             if kind is None:
-                self._hand_in()
+                self._rounds.hand_in(self._save)
 
     def _leave(self) -> None:
         """Tell the coordinator, so that nobody waits for this worker and its units return to the pool."""

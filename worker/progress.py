@@ -56,9 +56,13 @@ class Progress:
         self._losses = detached.clone() if self._losses is None else self._losses + detached
         self._reports += 1
 
+    def mean_loss(self) -> float | None:
+        """Of the round so far; None where the training loop has reported none."""
+        return None if self._losses is None else float(self._losses) / self._reports
+
     def end_inner_steps(self, steps: int, tokens: int) -> float:
         """The round's mean loss; 0 where the training loop has reported none."""
-        loss = 0.0 if self._losses is None else float(self._losses) / self._reports
+        loss = self.mean_loss() or 0.0
         seconds = max(self._clock() - self._started, 1e-9)
         finite = loss if torch.isfinite(torch.tensor(loss)) else None
         self.phase("gather", loss=finite, tokens_per_second=tokens / seconds, inner_steps_per_second=steps / seconds)

@@ -1,12 +1,14 @@
-"""One worker's way through the rounds: collect what the inner steps did, exchange it, do what the coordinator says,
-begin the next round.
+"""One worker's way through the rounds of classic DiLoCo: collect what the inner steps did, exchange it, do what the
+coordinator says, begin the next round. (streaming.py: where training goes on meanwhile.)
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from protocol.errors import CodecError, Problem
 from protocol.messages import Action, Assignment, EvaluationReport
@@ -20,11 +22,16 @@ from worker.membership import Membership
 from worker.outer_state import OuterState
 from worker.progress import Progress
 from worker.sync import Sync
-from worker.work import Carry, UnitRanges, Work, count
+from worker.work import Carry, Midway, UnitRanges, Work, count
 
 _PAUSE_S = 0.2  # between long polls
 
+LATE = "round %d closed without some of this worker's work: it goes into the next"
+
 log = logging.getLogger(__name__)
+
+
+Save = Callable[[Work | Midway], Future[None] | None]  # begins to write a snapshot
 
 
 class Rounds:
@@ -48,47 +55,92 @@ class Rounds:
         steps: InnerSteps,
         progress: Progress,
         evaluate: Callable[[], EvaluationReport] | None,
+        beat_now: Callable[[], None],
     ) -> None:
         self._client, self._membership, self._spec = client, membership, spec
         self._fragments, self._state, self._sync = fragments, state, sync
         self._steps, self._progress, self._evaluate = steps, progress, evaluate
+        self._beat_now = beat_now
         self._epoch = membership.epoch
         self.assignment = Assignment(action=Action.WAIT, reason="not asked yet", round=0)
         self.carry = Carry()
         self.training = False
         self.maybe_state_0 = True
         self.finished = False
+        self._stands = False  # whether the model holds what the next round starts from
 
     # --- the end of a round ---------------------------------------------------------------------------------------
 
-    def collect(self, units: UnitRanges) -> Work:
+    def after_step(self) -> bool:
+        """An inner step is done, and it was not the round's last. Whether the round goes on."""
+        return True
+
+    def end(self, save: Save) -> None:
+        """The inner steps are done: exchange what they did, and begin the next round. Raises Stopped."""
+        # Where a GradScaler skipped every step, the units are spent all the same.
+        work = self._collect(self._steps.units_used or self.assignment.units)
+        if self._spec.sync.inner_steps == "auto":
+            self._beat_now()  # the next round's H depends on how fast this one went
+        self._synchronise(work, save(work))
+        self._progress.end_round(work.round, self._membership.epoch)
+        self.begin_next()
+
+    def hand_in(self, save: Save) -> None:
+        """Leaving in the middle of a round: contribute the inner steps that were done. The other units return to the
+        pool as the worker leaves."""
+        units = self._steps.units_used
+        if not self.training or not (units or self.carry.units):
+            return
+        work = self._collect(units)
+        save(work)  # for a fragment that does not get through
+        self._sync.hand_in([work.piece(p) for p in range(len(self._state))])
+
+    def resume(self, saved: Work | Midway, *, partial: bool) -> None:
+        """Go on where the last process with this state directory saved its last snapshot."""
+        assert isinstance(saved, Work), "the spec says how a run is saved, and never changes"
+        self._synchronise(saved, None)
+        if partial and not self.carry.units:
+            self._membership.start_over()  # the units that were left may still be ours, if nobody could be told
+
+    def close(self) -> None:
+        """Leave nothing running behind."""
+
+    def _collect(self, units: UnitRanges) -> Work:
         """The pseudo-gradients of the round so far, and what they were trained on."""
         round_number, steps, carry = self.assignment.round, self._steps.done, self.carry
         loss = self._progress.end_inner_steps(steps, steps * self._spec.unit_tokens) if steps else carry.loss
-        deltas = []
-        for p, theta in enumerate(self._state.theta):
-            delta = self._fragments.pseudo_gradient(p, theta, carry.delta(p)).cpu()
-            if not self._state.is_sound(p):
-                log.error("round %d: the memory of fragment %d's outer state has changed by itself", round_number, p)
-                delta.zero_()  # nobody knows it any more; the coordinator will refuse it for its base, and tell of it
-            deltas.append(delta)
+        deltas = [self._sound(p, self._pseudo_gradient(p)) for p in range(len(self._state))]
         norms = [float(torch.linalg.vector_norm(delta)) for delta in deltas]
-        if not torch.isfinite(torch.tensor([loss, *norms])).all():
-            raise CodecError(
-                f"round {round_number}: the training has diverged: loss {loss}, pseudo-gradient norms {norms}; "
-                "nothing was sent; lower the learning rate or clip gradients, in a new run"
-            )
+        self._check_finite(loss, norms)
         self.training = False
         weight = count(units) or carry.weight
         return Work(
             round_number, carry.units + units, weight, carry.inner_steps + steps, loss, norms, deltas, carry.late
         )
 
-    def synchronise(self, work: Work, saved: Future[None] | None) -> None:
+    def _pseudo_gradient(self, p: int) -> Tensor:
+        """Of fragment p, as it is now, float32[n], in host memory."""
+        return self._fragments.pseudo_gradient(p, self._state.theta[p], self.carry.delta(p)).cpu()
+
+    def _sound(self, p: int, delta: Tensor) -> Tensor:
+        """`delta`, which was taken against the outer state of fragment p; zeros if bits of that have flipped."""
+        if not self._state.is_sound(p):
+            log.error("round %d: the memory of fragment %d's outer state changed by itself", self.assignment.round, p)
+            delta.zero_()  # nobody knows it any more; the coordinator will refuse it for its base, and tell of it
+        return delta
+
+    def _check_finite(self, loss: float, norms: list[float]) -> None:
+        if not torch.isfinite(torch.tensor([loss, *norms])).all():
+            raise CodecError(
+                f"round {self.assignment.round}: the training has diverged: loss {loss}, pseudo-gradient norms {norms};"
+                " nothing was sent; lower the learning rate or clip gradients, in a new run"
+            )
+
+    def _synchronise(self, work: Work, saved: Future[None] | None) -> None:
         """Contribute, and step the outer state by what everybody contributed."""
         self._progress.phase("sync")
         self.carry = Carry()
-        try:
+        with self._or_dropped(work.round):
             try:
                 self.carry = self._sync.run(work, saved)
             except WorkLost:
@@ -96,17 +148,21 @@ class Rounds:
                 if not self._is_ours(self._ask(), work.round, work.units):
                     raise
                 self.carry = self._sync.run(work, saved)
+        if self.carry.late:
+            log.warning(LATE, work.round)
+
+    @contextmanager
+    def _or_dropped(self, round_number: int) -> Iterator[None]:
+        """The work of the round is dropped where the coordinator cannot take it; then a later state is the way on."""
+        try:
+            yield
         except (Resync, WorkLost) as error:
-            log.warning("round %d: %s; this round's work is dropped", work.round, error)
+            log.warning("round %d: %s; this round's work is dropped", round_number, error)
             if isinstance(error, Resync):
                 self._state.round = None
             self._membership.start_over()
-            return
         except RunEnded as error:
             log.info("%s", error)
-            return
-        if self.carry.late:
-            log.warning("round %d closed without some of this worker's work: it goes into the next", work.round)
 
     @staticmethod
     def _is_ours(asked: Assignment, round_number: int, units: UnitRanges) -> bool:
@@ -117,11 +173,16 @@ class Rounds:
     def begin_first(self) -> None:
         """As `begin_next`, and what the last process left behind goes back to where it came from."""
         asked, resumed = self._ask(), self._state.round is not None
-        if resumed and asked.action is Action.RECOVER and not self.carry.units:
-            # Rounds went by without this worker: the units that its last process had for them return to the pool.
-            self._membership.start_over()
+        if resumed and asked.action is Action.RECOVER:
+            self._fall_behind()
         if not self._follow(asked):
             self.begin_next()
+
+    def _fall_behind(self) -> None:
+        """Rounds went by without this worker: the units that its last process had for them return to the pool, if
+        nothing that was trained on them goes into the next contribution."""
+        if not self.carry.units:
+            self._membership.start_over()
 
     def begin_next(self) -> None:
         """Do what the coordinator says until there are units to train on, or the run is over."""
@@ -134,7 +195,9 @@ class Rounds:
 
     def _ask(self) -> Assignment:
         self._epoch = self._membership.epoch
-        state_round, carried = self._state.round, self.carry.units
+        return self._question(self._state.round, self.carry.units)
+
+    def _question(self, state_round: int | None, carried: UnitRanges) -> Assignment:
         worker, report = self._membership.worker, self._progress.last_report
         return self._membership.act(lambda token: self._client.assignment(token, worker, state_round, carried, report))
 
@@ -146,6 +209,7 @@ class Rounds:
                 self._seed()
             case Action.RECOVER:
                 self._progress.phase("recover")
+                self._take_back()
                 held = 0 if self.maybe_state_0 else self._state.round
                 self.maybe_state_0 = False
                 recovery.recover(self._client, self._spec, self._state, assignment.round, held=held)
@@ -171,6 +235,17 @@ class Rounds:
         self._steps.begin(assignment)
         if assignment.round != self._state.round:
             raise UnexpectedAnswer(f"asked to train on state {assignment.round} while holding {self._state.round}")
+        stands = self._stands and assignment.action is Action.TRAIN
+        if not stands or assignment.evaluate:
+            local = [self._fragments.gather(p) for p in range(len(self._fragments))] if stands else None
+            self._evaluate_global(assignment)
+            self._load(local)
+        if assignment.action is Action.TRAIN:
+            self.training = True
+            self._progress.begin_round(assignment.round)
+
+    def _evaluate_global(self, assignment: Assignment) -> None:
+        """The global parameters into the model, and their held-out loss to the coordinator if it asks for it."""
         for p in range(len(self._fragments)):
             self._fragments.rebase(p, self._state.theta[p], None)
         if assignment.evaluate and self._evaluate is not None:
@@ -178,12 +253,22 @@ class Rounds:
             report = self._evaluate()
             log.info("state %d: held-out loss %.4f", assignment.round, report.loss)
             self._membership.act(lambda token: self._client.report_evaluation(token, assignment.round, report))
+
+    def _load(self, local: list[Tensor] | None) -> None:
+        """Put `local` into the model, which holds the global parameters; None: what of our progress is not in these."""
         for p in range(len(self._fragments)):
-            if (carried := self.carry.delta(p)) is not None:
+            carried = self.carry.delta(p)
+            if local is not None:
+                self._fragments.scatter(p, local[p])
+            elif carried is not None:
                 self._fragments.rebase(p, self._state.theta[p], carried)
-        if assignment.action is Action.TRAIN:
-            self.training = True
-            self._progress.begin_round(assignment.round)
+
+    def _take_back(self) -> None:
+        """Before another state is loaded: of what was trained, all that is to be kept is in `carry`."""
+
+    def _drop(self) -> None:
+        """What was done since the last contribution is not wanted."""
+        self.carry, self.training = Carry(), False
 
     @property
     def lease_ended(self) -> bool:
@@ -201,8 +286,8 @@ class Rounds:
             if self._is_ours(asked, trained.round, trained.units):
                 return True
             log.warning("the work on round %d is dropped: %s", trained.round, asked.reason)
-            self.carry, self.training = Carry(), False
-            if not self._follow(asked):
+            self._drop()
+            if self._state.round != asked.round or not self._follow(asked):
                 self.begin_next()
         except Stopped:
             self.finished = True

@@ -22,9 +22,9 @@ from protocol.fragments import Layout
 from protocol.messages import RunDetail
 from worker.outer_state import OuterState
 from worker.state_dir import SNAPSHOT, StateDir
-from worker.work import Late, Work
+from worker.work import Carry, Late, Midway, Work
 
-_VERSION = 3
+_VERSION = 4
 
 # What torch.load and the look-ups after it raise for a file whose bytes are wrong: it seeks to nonsense, for example.
 _DAMAGE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError)
@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State `work.round` of the run, the work done on it, and the inner optimizer after it.
+    """State `work.round` of the run, the work done on it, and the inner optimizer after it. Or, where training goes on
+    while fragments travel, that state, where the worker stands at the beginning of that round, and the inner optimizer.
 
     `partial`: the worker left in the middle of the round. `warmup_left`: inner steps until a joiner is warm.
     """
@@ -42,7 +43,7 @@ class Snapshot:
     theta: list[Tensor]
     momentum: list[Tensor]
     digests: list[bytes]
-    work: Work
+    work: Work | Midway
     partial: bool
     inner_optimizer: dict[str, Any]
     warmup_left: int
@@ -56,21 +57,13 @@ def identity(run: RunDetail, layout: Layout, worker: str) -> str:
 
 def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
     """Write the snapshot. Nothing in it may change before this returns. Raises OSError."""
-    work = snapshot.work
     document = {
         "version": _VERSION,
         "identity": owner,
         "theta": snapshot.theta,
         "momentum": snapshot.momentum,
         "digests": snapshot.digests,
-        "round": work.round,
-        "units": work.units,
-        "weight": work.weight,
-        "inner_steps": work.inner_steps,
-        "loss": work.loss,
-        "norms": work.norms,
-        "deltas": work.deltas,
-        "late": {p: (late.lacking, late.share, late.rounds) for p, late in work.late.items()},
+        "midway" if isinstance(snapshot.work, Midway) else "work": _document(snapshot.work),
         "partial": snapshot.partial,
         "inner_optimizer": snapshot.inner_optimizer,
         "warmup_left": snapshot.warmup_left,
@@ -88,21 +81,11 @@ def load(files: StateDir, owner: str) -> Snapshot | None:
         if document["version"] != _VERSION or document["identity"] != owner:
             log.warning("%s belongs to another run, model or worker: ignored; recovering from the coordinator", path)
             return None
-        work = Work(
-            round=document["round"],
-            units=document["units"],
-            weight=document["weight"],
-            inner_steps=document["inner_steps"],
-            loss=document["loss"],
-            norms=document["norms"],
-            deltas=document["deltas"],
-            late={p: Late(*fields) for p, fields in document["late"].items()},
-        )
         return Snapshot(
             theta=document["theta"],
             momentum=document["momentum"],
             digests=document["digests"],
-            work=work,
+            work=_midway(**document["midway"]) if "midway" in document else _work(**document["work"]),
             partial=document["partial"],
             inner_optimizer=document["inner_optimizer"],
             warmup_left=document["warmup_left"],
@@ -111,6 +94,35 @@ def load(files: StateDir, owner: str) -> Snapshot | None:
         reason = f"{type(error).__name__}: {error}".split(". ")[0]
         log.warning("%s is damaged (%s): ignored; recovering from the coordinator", path, reason)
         return None
+
+
+def copied(value: Any) -> Any:
+    """The same dictionaries, lists and tuples, with copies of the tensors in host memory."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied(each) for each in value)
+    return value
+
+
+def _document(value: Any) -> Any:
+    """Dataclasses as dictionaries of their fields, which are not copied."""
+    if isinstance(value, Work | Midway | Carry | Late):
+        return {name: _document(each) for name, each in vars(value).items()}
+    if isinstance(value, dict):
+        return {key: _document(each) for key, each in value.items()}
+    return value
+
+
+def _work(late: dict[int, Any], **fields: Any) -> Work:
+    return Work(**fields, late={p: Late(**each) for p, each in late.items()})
+
+
+def _midway(carry: dict[str, Any], **fields: Any) -> Midway:
+    late = {p: Late(**each) for p, each in carry.pop("late").items()}
+    return Midway(**fields, carry=Carry(**carry, late=late))
 
 
 def restore(state: OuterState, snapshot: Snapshot) -> bool:

@@ -7,17 +7,19 @@ published deltas are. Once the worker is asked to stop, uploads have the grace, 
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
+import httpx
 import torch
 from torch import Tensor
 
 from protocol import wire
 from protocol.codecs import CODECS
-from protocol.errors import Problem
+from protocol.errors import OuterstepError, Problem
 from protocol.messages import Stage
 from protocol.spec import RunSpec
 from worker.client import Client
@@ -26,7 +28,7 @@ from worker.errors import Resync, RunEnded, Stopped, UnexpectedAnswer, WorkLost
 from worker.grace import Grace
 from worker.membership import Membership
 from worker.outer_state import OuterState
-from worker.work import Carry, Missed, Work, carry_of, count
+from worker.work import Carry, Missed, Piece, Work, carry_of, count
 
 # One body goes over the line at a time (line.py); meanwhile the next fragment is encoded and the last one acknowledged.
 _UPLOADS = 3
@@ -43,18 +45,115 @@ class _Abandoned(Exception):
     """This fragment was given up because another one failed."""
 
 
-@contextmanager
-def _abandon_others(failed: threading.Event) -> Iterator[None]:
-    """Do nothing once another fragment has failed; let the others know of a failure in here."""
-    if failed.is_set():
-        raise _Abandoned
-    try:
-        yield
-    except Stopped:
-        raise  # no failure: whoever still uploads may do so within the grace
-    except BaseException:
-        failed.set()
-        raise
+class Flight:
+    """The fragments of one round that are on their way: contributed, averaged, fetched, stepped, all of them at once.
+
+    `saved` is the writing of a snapshot of the outer state as it is now, and no step changes it before that is done.
+    `arrived` is called once all fragments have been stepped, on a thread of its own. Until then, `state.round` is None;
+    after `end` as well, if some fragments have been stepped and others have not.
+    """
+
+    def __init__(
+        self,
+        sync: "Sync",
+        round_number: int,
+        saved: Future[None] | None,
+        arrived: Callable[["Flight"], Any] | None = None,
+    ) -> None:
+        self._sync, self.round, self._saved, self._arrived = sync, round_number, saved, arrived
+        self._uploads = ThreadPoolExecutor(_UPLOADS, "upload")
+        self._downloads = ThreadPoolExecutor(_DOWNLOADS, "download")
+        self._contributions: dict[int, Future[Future[Missed | Tensor | None]]] = {}
+        self._lock = threading.Lock()
+        self._failed = threading.Event()
+        self._stepped: set[int] = set()
+        self._ended = False
+        self.arrival: Future[Any] | None = None  # of the call of `arrived`
+        self.accepted = 0  # units of the contribution that has the most of them, of those that are in a delta
+        sync.state.round = None
+
+    def send(self, piece: Piece, *, first: Callable[[], object] | None = None) -> None:
+        """Contribute `piece`, on another thread and after `first`, and step its fragment by the round's delta."""
+        self._contributions[piece.fragment] = self._uploads.submit(self._contribute, piece, first)
+
+    def land(self, p: int) -> Missed | Tensor | None:
+        """Wait until fragment p is stepped; what of it is not in the delta. Raises as `end` does."""
+        try:
+            return self._contributions[p].result().result()
+        except Exception:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Wait for all that was sent. Raises Resync where our state is not the run's, WorkLost, RunEnded and Stopped;
+        the first time only."""
+        if self._ended:
+            return
+        self._ended = True
+        contributions = list(self._contributions.values())
+        wait(contributions)
+        steps = [future.result() for future in contributions if future.exception() is None]
+        wait(steps)
+        if self._saved is not None:
+            wait([self._saved])  # whatever happened: it reads the state, which changes from here on
+        self._uploads.shutdown()
+        self._downloads.shutdown()
+        if not self._stepped:
+            self._sync.state.round = self.round  # nothing was stepped, so that nothing is mixed
+        errors = [future.exception() for future in contributions] + [future.exception() for future in steps]
+        for error in sorted(filter(None, errors), key=lambda error: isinstance(error, _Abandoned)):
+            raise error
+
+    def abandon(self) -> None:
+        """Nobody wants what is under way: begin nothing, wait for nothing that others do, and only then return."""
+        self._failed.set()
+        try:
+            self.end()
+        except (_Abandoned, OuterstepError, httpx.HTTPError, OSError) as error:
+            log.info("round %d: given up: %s", self.round, error or type(error).__name__)
+
+    def _contribute(self, piece: Piece, first: Callable[[], object] | None) -> Future[Missed | Tensor | None]:
+        with self._abandon_others():
+            if first is not None:
+                first()
+            return self._downloads.submit(self._step, piece, self._sync.contribute(piece))
+
+    def _step(self, piece: Piece, missed_by: float | None) -> Missed | Tensor | None:
+        sync, p = self._sync, piece.fragment
+        with self._abandon_others():
+            payload, missed_by = sync.await_delta(piece, missed_by, self._failed)
+            if self._saved is not None:
+                self._saved.result()
+            with sync.client.stages(Stage.OUTER_STEP):
+                sync.state.step(p, payload)
+            self._note_step(piece, missed_by is None)
+            if missed_by is None:
+                return sync.unsent(piece)
+            return Missed(unpack_payload(payload, torch.device("cpu")), missed_by)
+
+    def _note_step(self, piece: Piece, accepted: bool) -> None:
+        with self._lock:
+            self._stepped.add(piece.fragment)
+            if accepted:
+                self.accepted = max(self.accepted, count(piece.units))
+            if len(self._stepped) < len(self._sync.state):
+                return
+            self._sync.state.round = self.round + 1
+        if self._arrived is not None:
+            self.arrival = self._downloads.submit(self._arrived, self)
+
+    @contextmanager
+    def _abandon_others(self) -> Iterator[None]:
+        """Do nothing once another fragment has failed; let the others know of a failure in here."""
+        if self._failed.is_set():
+            raise _Abandoned
+        try:
+            yield
+        except Stopped:
+            raise  # no failure: whoever still uploads may do so within the grace
+        except BaseException:
+            self._failed.set()
+            raise
 
 
 class Sync:
@@ -69,8 +168,8 @@ class Sync:
         device: torch.device,
         run_ended: threading.Event,
     ) -> None:
-        self._client, self._membership, self._spec = client, membership, spec
-        self._state, self._device = state, device
+        self.client, self._membership, self._spec = client, membership, spec
+        self.state, self._device = state, device
         self._run_ended = run_ended
         self._grace = Grace(client.stop, client.clock)
         self._uploader = client.until(self._grace)
@@ -83,99 +182,68 @@ class Sync:
         upload waits for it as well: so the round cannot close with this work in it, and only this process know what
         came of it.
 
-        Returns what of the work goes into the next contribution. Raises Resync where our state is not the run's,
-        WorkLost, RunEnded and Stopped; then `state.round` is None if some fragments have been stepped and others have
-        not.
+        Returns what of the work goes into the next contribution. Raises as `Flight.end` does.
         """
-        self._state.round = None
-        failed = threading.Event()
-        with ThreadPoolExecutor(_UPLOADS, "upload") as uploads, ThreadPoolExecutor(_DOWNLOADS, "download") as downloads:
-
-            def contribute(p: int) -> Future[Missed | Tensor | None]:
-                with _abandon_others(failed):
-                    if saved is not None and p == len(self._state) - 1:
-                        saved.result()
-                    return downloads.submit(step, p, self._contribute(work, p))
-
-            def step(p: int, missed_by: float | None) -> Missed | Tensor | None:
-                with _abandon_others(failed):
-                    payload, missed_by = self._await_delta(work, p, missed_by, failed)
-                    if saved is not None:
-                        saved.result()
-                    with self._client.stages(Stage.OUTER_STEP):
-                        self._state.step(p, payload)
-                    if missed_by is None:
-                        return self._unsent(work, p)
-                    return Missed(unpack_payload(payload, torch.device("cpu")), missed_by)
-
-            contributions = [uploads.submit(contribute, p) for p in range(len(self._state))]
-            wait(contributions)
-            steps = [future.result() for future in contributions if future.exception() is None]
-            wait(steps)
-            if saved is not None:
-                wait([saved])  # whatever happened: it reads the state, which changes from here on
-        errors = [future.exception() for future in contributions] + [future.exception() for future in steps]
-        if all(future.exception() for future in steps):
-            self._state.round = work.round  # nothing was stepped, so that nothing is mixed
-        for error in sorted(filter(None, errors), key=lambda error: isinstance(error, _Abandoned)):
-            raise error
-        self._state.round = work.round + 1
-        left = {p: future.result() for p, future in enumerate(steps)}
+        flight, last = Flight(self, work.round, saved), len(work.deltas) - 1
+        for p in range(len(work.deltas)):
+            flight.send(work.piece(p), first=saved.result if saved is not None and p == last else None)
+        flight.end()
+        left = {p: flight.land(p) for p in range(len(work.deltas))}
         missed = {p: each for p, each in left.items() if isinstance(each, Missed)}
         return carry_of(work, missed, {p: each for p, each in left.items() if isinstance(each, Tensor)})
 
-    def _unsent(self, work: Work, p: int) -> Tensor | None:
+    def unsent(self, piece: Piece) -> Tensor | None:
         """Of an accepted fragment, what the coordinator does not decode, where the codec has error feedback."""
         codec = self._spec.sync.upload_codec
         if not CODECS[codec].error_feedback:
             return None
-        return work.deltas[p] - round_trip(work.deltas[p].to(self._device), codec).cpu()
+        return piece.delta - round_trip(piece.delta.to(self._device), codec).cpu()
 
-    def hand_in(self, work: Work) -> None:
-        """Contribute `work` before leaving, within the grace, and wait for no delta. What does not get through is told
-        in the log: its units return to the pool."""
+    def hand_in(self, pieces: Sequence[Piece]) -> None:
+        """Contribute `pieces` before leaving, within the grace, and wait for no delta. What does not get through is
+        told in the log: its units return to the pool."""
         self._grace.begin()
         with ThreadPoolExecutor(_UPLOADS, "upload") as uploads:
-            contributions = [uploads.submit(self._contribute, work, p) for p in range(len(self._state))]
-        kept = 0
-        for p, future in enumerate(contributions):
+            contributions = [uploads.submit(self.contribute, piece) for piece in pieces]
+        kept: list[int] = []
+        for piece, future in zip(pieces, contributions, strict=True):
             error = future.exception()
             if isinstance(error, Stopped | Resync | WorkLost):
-                log.warning("round %d, fragment %d was not handed in: %s", work.round, p, error)
+                log.warning("round %d, fragment %d was not handed in: %s", piece.round, piece.fragment, error)
             elif future.result() is not None:
-                log.warning("round %d, fragment %d was not handed in: the round has closed", work.round, p)
+                log.warning("round %d, fragment %d was not handed in: the round closed", piece.round, piece.fragment)
             else:
-                kept += 1
+                kept.append(count(piece.units))
         if kept:
-            log.info("round %d: handed in the work on %d units before leaving", work.round, count(work.units))
+            log.info("round %d: handed in the work on %d units before leaving", pieces[0].round, max(kept))
 
-    def _contribute(self, work: Work, p: int) -> float | None:
-        """None where fragment p is in the delta, or will be; else the share of the round's workers that is in it."""
-        sync = self._spec.sync
-        vector, late = work.deltas[p].to(self._device), work.late.get(p)
+    def contribute(self, piece: Piece) -> float | None:
+        """None where it is in the delta, or will be; else the share of the round's workers that is in it."""
+        sync, late = self._spec.sync, piece.late
+        vector = piece.delta.to(self._device)
         # One after the other: so the fragment that goes over the line first is ready first.
-        with self._encoding, self._client.stages(Stage.ENCODE):
+        with self._encoding, self.client.stages(Stage.ENCODE):
             frames = pack_fragment(vector, sync.upload_codec, zstd=sync.zstd)
         header = wire.ContributionHeader(
-            run=self._client.run,
-            round=work.round,
-            fragment=p,
+            run=self.client.run,
+            round=piece.round,
+            fragment=piece.fragment,
             codec=sync.upload_codec,
             elements=len(vector),
             chunk_elements=wire.CHUNK_ELEMENTS,
             frame_bytes=[len(frame) for frame in frames],
             worker=self._membership.worker,
-            base=self._state.fragment_digest(p),
-            tokens=work.weight * self._spec.unit_tokens,
-            inner_steps=work.inner_steps,
-            loss=work.loss,
-            norm=work.norms[p],
-            units=work.units,
+            base=self.state.fragment_digest(piece.fragment),
+            tokens=piece.weight * self._spec.unit_tokens,
+            inner_steps=piece.inner_steps,
+            loss=piece.loss,
+            norm=piece.norm,
+            units=piece.units,
             carried=late.rounds if late else [],
             carried_share=late.share if late else 1.0,
         )
         try:
-            with self._client.stages(Stage.UPLOAD):
+            with self.client.stages(Stage.UPLOAD):
                 self._membership.act(partial(self._uploader.contribute, header=header, frames=frames))
         except Problem as problem:
             if problem.slug in ("stale-base", "round-not-open"):
@@ -188,29 +256,30 @@ class Sync:
                 raise
         return None
 
-    def _await_delta(
-        self, work: Work, p: int, missed_by: float | None, failed: threading.Event
+    def await_delta(
+        self, piece: Piece, missed_by: float | None, failed: threading.Event
     ) -> tuple[wire.Payload, float | None]:
         """The delta, and what became of the contribution in the end: the coordinator's disk may lose it."""
-        limit_bytes = wire.max_payload_bytes(self._spec.sync.download_codec, len(self._state.theta[p]))
-        fetch = partial(self._client.delta, work.round, p, limit_bytes)
+        p = piece.fragment
+        limit_bytes = wire.max_payload_bytes(self._spec.sync.download_codec, len(self.state.theta[p]))
+        fetch = partial(self.client.delta, piece.round, p, limit_bytes)
         while True:
             try:
-                with self._client.stages(Stage.AWAIT_DELTA):
+                with self.client.stages(Stage.AWAIT_DELTA):
                     return self._membership.act(fetch), missed_by
             except Problem as problem:
                 if problem.slug in ("gone", "round-not-open"):  # the latter where the run went back to a backup
                     raise Resync(problem.detail) from problem
                 if problem.slug == "contribution-lost":
                     log.warning("%s: sending it again", problem.detail)
-                    missed_by = self._contribute(work, p)
+                    missed_by = self.contribute(piece)
                 elif problem.slug != "not-published":
                     raise
             if failed.is_set():
                 raise _Abandoned
             if self._run_ended.is_set():
-                raise RunEnded(f"the run ended before the delta of round {work.round}, fragment {p} was published")
-            self._client.pause(_PAUSE_S)
+                raise RunEnded(f"the run ended before the delta of round {piece.round}, fragment {p} was published")
+            self.client.pause(_PAUSE_S)
 
 
 def share_of(problem: Problem) -> float:

@@ -1,10 +1,12 @@
 """What a worker has done since its last accepted contribution, and what came of handing it in."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from torch import Tensor
 
 UnitRanges = list[list[int]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Carry:
     """Progress that is in this worker's parameters but in no delta yet: it goes into the next contribution.
 
     `late`: by fragment. `units` are those that no accepted fragment has consumed; `weight` as in Work. `unsent`: by
-    fragment that was accepted, what the codec left out of it, float32[n] (error feedback).
+    fragment that was accepted, what the codec left out of it, float32[n] (error feedback). `ahead`: by fragment, what
+    was trained while it was on its way, float32[n] (streaming.py).
     """
 
     late: dict[int, Late] = field(default_factory=dict)
@@ -49,10 +52,24 @@ class Carry:
     inner_steps: int = 0
     loss: float = 0.0
     unsent: dict[int, Tensor] = field(default_factory=dict)
+    ahead: dict[int, Tensor] = field(default_factory=dict)
 
     def delta(self, p: int) -> Tensor | None:
         """The part of the next pseudo-gradient, float32[n]; the worker starts from the global parameters less this."""
-        return self.late[p].delta if p in self.late else self.unsent.get(p)
+        left = self.late[p].delta if p in self.late else self.unsent.get(p)
+        ahead = self.ahead.get(p)
+        if left is None or ahead is None:
+            return ahead if left is None else left
+        return left + ahead
+
+    def merged(self, p: int, *, late: Late | None, unsent: Tensor | None, ahead: Tensor | None) -> "Carry":
+        """The same, but for what is carried of fragment p."""
+        return replace(
+            self,
+            late=_with(self.late, p, late),
+            unsent=_with(self.unsent, p, unsent),
+            ahead=_with(self.ahead, p, ahead),
+        )
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,57 @@ class Work:
     deltas: list[Tensor]
     late: dict[int, Late] = field(default_factory=dict)
 
+    def piece(self, p: int) -> "Piece":
+        """What is contributed to fragment p."""
+        return Piece(
+            self.round,
+            p,
+            self.units,
+            self.weight,
+            self.inner_steps,
+            self.loss,
+            self.norms[p],
+            self.deltas[p],
+            self.late.get(p),
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is contributed to one fragment in one round; the fields are those of Work."""
+
+    round: int
+    fragment: int
+    units: UnitRanges
+    weight: int
+    inner_steps: int
+    loss: float
+    norm: float
+    delta: Tensor
+    late: Late | None = None
+
+    def missed(self, missed: Missed) -> Late:
+        """The late work on it, once the round has closed without it."""
+        before = self.late
+        if before is None:
+            return Late(self.delta - missed.mean, missed.share, [self.round])
+        fresh = self.delta - before.delta
+        return Late(fresh + before.lacking - missed.mean, missed.share, [*before.rounds, self.round])
+
+
+@dataclass(frozen=True)
+class Midway:
+    """Where a worker whose training goes on while fragments travel stands as `round` begins: with the local parameters
+    `local` of each fragment, float32[n], host memory, that were trained from the global ones less `carry`.
+
+    `fresh`: how many units each fragment was trained on since it was sent last.
+    """
+
+    round: int
+    local: list[Tensor]
+    carry: Carry
+    fresh: list[int]
+
 
 def carry_of(work: Work, missed: dict[int, Missed], unsent: dict[int, Tensor] | None = None) -> Carry:
     """What of `work` goes into the next contribution. `missed`: the fragments that were late. `unsent`: of the others,
@@ -82,18 +150,15 @@ def carry_of(work: Work, missed: dict[int, Missed], unsent: dict[int, Tensor] | 
     The coordinator consumes the units with the first fragment that it accepts. So after one acceptance late fragments
     travel on without units; without any, all of it travels on.
     """
-    late = {p: _late(work, p, missed[p]) for p in missed}
+    late = {p: work.piece(p).missed(missed[p]) for p in missed}
     if len(missed) < len(work.deltas):
         return Carry(late, unsent=unsent or {})
     return Carry(late, work.units, work.weight, work.inner_steps, work.loss)
 
 
-def _late(work: Work, p: int, missed: Missed) -> Late:
-    before = work.late.get(p)
-    if before is None:
-        return Late(work.deltas[p] - missed.mean, missed.share, [work.round])
-    fresh = work.deltas[p] - before.delta
-    return Late(fresh + before.lacking - missed.mean, missed.share, [*before.rounds, work.round])
+def _with(by_fragment: dict[int, T], p: int, value: T | None) -> dict[int, T]:
+    others = {q: each for q, each in by_fragment.items() if q != p}
+    return others if value is None else others | {p: value}
 
 
 def count(units: UnitRanges) -> int:
@@ -109,3 +174,13 @@ def first_units(units: UnitRanges, most: int) -> UnitRanges:
             taken.append([start, start + length])
         most -= length
     return taken
+
+
+def last_units(units: UnitRanges, most: int) -> UnitRanges:
+    """The ranges of the last `most` of `units`."""
+    skipped, left = count(units) - most, []
+    for start, stop in units:
+        if stop - start > max(skipped, 0):
+            left.append([start + max(skipped, 0), stop])
+        skipped -= stop - start
+    return left

@@ -39,6 +39,36 @@ def test_every_element_is_in_exactly_one_fragment(shapes: list[list[int]], fragm
     assert sum(layout.elements) == layout.total_elements == total
 
 
+def test_strided_fragments_have_layers_that_are_far_apart() -> None:
+    names = ["embedding", *(f"model.layers.{n}.{part}" for n in range(6) for part in ("attention", "mlp")), "head"]
+    specs = [TensorSpec(name=name, shape=[10]) for name in names]
+    layout = plan_fragments(specs, 50, strided=True)
+    order = [names[piece.tensor] for fragment in layout.fragments for piece in fragment]
+    assert list(dict.fromkeys(order)) == [
+        "embedding",
+        *(f"model.layers.{n}.{part}" for n in (0, 3, 1, 4, 2, 5) for part in ("attention", "mlp")),
+        "head",
+    ]
+    assert layout.elements == [46, 47, 47]
+
+
+@given(shapes=shapes, fragment_elements=st.integers(1, 5000))
+def test_strided_fragments_have_every_element_once(shapes: list[list[int]], fragment_elements: int) -> None:
+    specs = [TensorSpec(name=f"layers.{i}.w" if i else "embedding", shape=shape) for i, shape in enumerate(shapes)]
+    total = sum(spec.elements for spec in specs)
+    if total == 0 or -(-total // fragment_elements) > MAX_FRAGMENTS:
+        return
+    layout = plan_fragments(specs, fragment_elements, strided=True)
+    found = sorted((piece.tensor, piece.start, piece.stop) for fragment in layout.fragments for piece in fragment)
+    elements = [(tensor, i) for tensor, start, stop in found for i in range(start, stop)]
+    assert elements == [(tensor, i) for tensor, spec in enumerate(specs) for i in range(spec.elements)]
+    assert max(layout.elements) <= fragment_elements
+
+
+def test_fragments_that_are_sent_one_by_one_are_of_a_size() -> None:
+    assert len(set(plan_fragments(tensors([8 << 20]), 2 << 20, taper=False).elements)) == 1
+
+
 def test_a_big_tensor_is_cut_and_small_ones_are_packed() -> None:
     layout = plan_fragments(tensors([10], [], [0, 3], [2]), 5)
     assert [[(s.tensor, s.start, s.stop) for s in fragment] for fragment in layout.fragments] == [

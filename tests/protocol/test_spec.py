@@ -51,6 +51,13 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
         edited("rounds = 4", 'rounds = 4\nupload_codec = "int5"'),
         ["sync.upload_codec = 'int5'", "'ternary' or 'sparse'"],
     ),
+    "an overlap of a round": (edited("rounds = 4", "rounds = 4\noverlap = 500"), ["sync: overlap = 500", '"eager"']),
+    "eager and spread": (
+        edited("rounds = 4", 'rounds = 4\noverlap = "eager"\noffsets = "spread"'),
+        ['overlap = "eager" needs offsets = "together"'],
+    ),
+    "an alpha for nothing": (edited("rounds = 4", "rounds = 4\nalpha = 0.5"), ["alpha = 0.5", "nothing to mix"]),
+    "an alpha of all": (edited("rounds = 4", "rounds = 4\noverlap = 5\nalpha = 1.0"), ["sync.alpha"]),
     "an unknown preset": (edited('"tiny"', '"huge"'), ["model.preset = 'huge'", "'tiny', 'llama-150m' or 'llama-1b'"]),
     "no model chosen": (
         edited('preset = "tiny"', ""),

@@ -57,6 +57,7 @@ class Ledger:
     node: CoordinatorNode
     workers: dict[str, WorkerNode]
     outer: OuterSpec
+    streams: bool = False  # fragments travel while training goes on
     contributions: dict[Key, dict[str, Kept]] = field(default_factory=dict)
     acknowledged: dict[tuple[int, int, str], bytes] = field(default_factory=dict)
     fixed: dict[Key, dict[str, int]] = field(default_factory=dict)
@@ -179,6 +180,8 @@ class Ledger:
         query = "SELECT start, stop FROM unit_ranges WHERE worker = ? AND round = ?"
         for row in self._all(query, header.worker, round_):
             own[row["start"] : row["stop"]] = True
+        if self.streams:  # what was trained while the late work was on its way is carried as well, and whole
+            own |= np.abs(values - 1) < 0.3
         values = np.where(own, values, values / share)
         named = [unit for start, stop in header.units for unit in range(start, stop)]
         if CODECS[header.codec].error_feedback:

@@ -28,7 +28,7 @@ from coordinator import (
 from coordinator.leases import Leases
 from coordinator.live_run import LiveRun
 from protocol.messages import FragmentState
-from worker import fragments, sync
+from worker import fragments, streaming, sync
 from worker import outer_state as worker_outer_state
 from worker.work import Carry, Missed, Work, carry_of
 
@@ -145,6 +145,14 @@ def _carries_what_the_mean_has() -> list[Replacement]:
     return [(sync, "carry_of", whole)]
 
 
+def _drops_what_was_trained_meanwhile() -> list[Replacement]:
+    return [(streaming.StreamedRounds, "_ahead", _nothing)]
+
+
+def _forgets_units() -> list[Replacement]:
+    return [(streaming.StreamedRounds, "_not_consumed", lambda self, used, accepted: [])]
+
+
 def _no_units_returned() -> list[Replacement]:
     return [(membership, "return_units", _nothing)]
 
@@ -182,15 +190,17 @@ def _forgets_its_workers() -> list[Replacement]:
 
 
 MUTANTS = [
-    Mutant("acknowledges a contribution before it is fsynced", ("I2",), 1, _acknowledge_before_fsync),
+    Mutant("acknowledges a contribution before it is fsynced", ("I2",), 8, _acknowledge_before_fsync),
     Mutant("acknowledges before the folder is fsynced", ("I2",), 12, _acknowledge_before_the_folder_is_durable),
     Mutant("publishes a delta before it is durable", ("I1",), 1, _publish_before_it_is_durable),
     Mutant("sums in the order of arrival", ("I2",), 1, _arrival_order),
-    Mutant("aggregates other contributors after a restart", ("I2", "I4"), 1, _other_contributors_after_a_restart),
+    Mutant("aggregates other contributors after a restart", ("I2", "I4"), 8, _other_contributors_after_a_restart),
     Mutant("forgets its workers in a restart", ("I4",), 1, _forgets_its_workers),
     Mutant("lets stale member tokens in", ("I4", "I7"), 0, _stale_tokens_work),
     Mutant("drops the rebase of late work", ("I6",), 2, _no_rebase),
-    Mutant("carries all of late work, as if the mean had none of it", ("I6",), 9, _carries_what_the_mean_has),
+    Mutant("carries all of late work, as if the mean had none of it", ("I6",), 16, _carries_what_the_mean_has),
+    Mutant("drops what was trained while a fragment travelled", ("I6",), 3, _drops_what_was_trained_meanwhile),
+    Mutant("forgets units that no fragment has named", ("I6",), 3, _forgets_units),
     Mutant("returns no units of the dead", ("I6",), 0, _no_units_returned),
     Mutant("returns no units of rounds that were missed", ("I6",), 10, _forgotten_units_kept),
     Mutant("consumes units outside the transaction", ("I6",), 0, _units_consumed_elsewhere),

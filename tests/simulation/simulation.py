@@ -44,6 +44,7 @@ upload_codec = "{upload}"
 download_codec = "{download}"
 zstd = {zstd}
 fragment_elements = 256
+{schedule}
 [members]
 min_workers = {min_workers}
 lease_s = {lease_s}
@@ -54,6 +55,21 @@ grace_max_s = 20.0
 every_rounds = {every_rounds}
 keep = {keep}
 """
+
+
+def _schedule(rng: random.Random, inner_steps: int) -> str:
+    """Half of the seeds are classic DiLoCo."""
+    overlap = rng.randrange(inner_steps)
+    return rng.choice(
+        [
+            "",
+            "",
+            "",
+            'overlap = "eager"',
+            f"overlap = {overlap}",
+            f'offsets = "spread"\noverlap = {overlap}',
+        ]
+    )
 
 
 @dataclass
@@ -79,9 +95,11 @@ class Simulation:
         self.fragments = rng.randint(1, 3)
         self.min_workers = rng.randint(1, 2)
         count = rng.randint(max(2, self.min_workers), 4)
+        inner_steps = rng.randint(1, 3)
         self.spec = SPEC.format(
             rounds=self.rounds,
-            inner_steps=rng.randint(1, 3),
+            inner_steps=inner_steps,
+            schedule=_schedule(random.Random(f"{seed} schedule"), inner_steps),
             upload=rng.choice(["fp32", "ternary", "int8"]),
             download=rng.choice(["fp32", "int4", "int8"]),
             zstd=rng.choice(["true", "false"]),
@@ -94,7 +112,8 @@ class Simulation:
         self.node = CoordinatorNode(self.scheduler, random.Random(f"{seed} coordinator"), root)
         self.weather = Weather()
         self.workers: dict[str, WorkerNode] = {}
-        self.ledger = Ledger(self.node, self.workers, parse_spec(self.spec).outer)
+        spec = parse_spec(self.spec)
+        self.ledger = Ledger(self.node, self.workers, spec.outer, spec.sync.streams)
         self.node.on_crash, self.node.on_start = self.ledger.crashing, self._started
         for number in range(count):
             self.add_worker(f"w{number}")

@@ -1,6 +1,7 @@
 """The state directory and the snapshot in it."""
 
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from worker.errors import StateDirBusy
 from worker.outer_state import OuterState
 from worker.snapshot import Snapshot
 from worker.state_dir import SNAPSHOT, MemberTokens, StateDir
-from worker.work import Late, Work
+from worker.work import Carry, Late, Midway, Work
 
 LAYOUT: Layout = plan_fragments([TensorSpec(name="w", shape=[500])], 256)
 OUTER = OuterSpec(learning_rate=0.7, momentum=0.9)
@@ -56,6 +57,8 @@ def test_round_trip(files: StateDir) -> None:
     snapshot.save(files, "me", taken)
     loaded = snapshot.load(files, "me")
     assert loaded is not None
+    assert isinstance(loaded.work, Work)
+    assert isinstance(taken.work, Work)
     assert loaded.work.units == taken.work.units
     assert (loaded.work.round, loaded.work.inner_steps, loaded.work.loss) == (7, 6, 0.25)
     assert (loaded.partial, loaded.warmup_left) == (False, 3)
@@ -65,6 +68,39 @@ def test_round_trip(files: StateDir) -> None:
     fresh = OuterState(LAYOUT, OUTER, pin_memory=False)
     assert snapshot.restore(fresh, loaded)
     assert (fresh.round, fresh.digest()) == (7, state.digest())
+
+
+def test_round_trip_while_fragments_travel(files: StateDir) -> None:
+    elements = LAYOUT.elements
+    late, unsent, ahead = (torch.randn(n) for n in (elements[1], elements[0], elements[0]))
+    carry = Carry({1: Late(late, 0.5, [5, 6])}, [[3, 9]], 4, 0, 0.25, {0: unsent}, {0: ahead})
+    midway = Midway(7, [torch.randn(n) for n in elements], carry, [2, 5])
+    snapshot.save(files, "me", replace(take(make_state()), work=midway))
+    loaded = snapshot.load(files, "me")
+    assert loaded is not None
+    assert isinstance(loaded.work, Midway)
+    assert (loaded.work.round, loaded.work.fresh) == (7, [2, 5])
+    assert all(torch.equal(a, b) for a, b in zip(loaded.work.local, midway.local, strict=True))
+    found = loaded.work.carry
+    assert (found.units, found.weight, found.loss, found.late[1].rounds) == ([[3, 9]], 4, 0.25, [5, 6])
+    for p in range(2):
+        before, after = carry.delta(p), found.delta(p)
+        assert before is not None
+        assert after is not None
+        assert torch.equal(before, after)
+
+
+def test_a_copy_does_not_follow_the_training() -> None:
+    parameter = torch.nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones(5)
+    optimizer.step()
+    taken = snapshot.copied(optimizer.state_dict())
+    before = taken["state"][0]["exp_avg"].clone()
+    optimizer.step()
+    assert torch.equal(taken["state"][0]["exp_avg"], before)
+    assert not torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], before)
+    assert taken["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
 def test_none_yet(files: StateDir) -> None:

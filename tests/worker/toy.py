@@ -32,6 +32,8 @@ def spec(
     momentum: float = 0.9,
     members: str = "",
     checkpoints: str = "",
+    sync: str = "",
+    steps: int = STEPS,
 ) -> str:
     return f"""
 name = "toy"
@@ -43,10 +45,11 @@ source = "custom"
 momentum = {momentum}
 [sync]
 rounds = {rounds}
-inner_steps = {STEPS}
+inner_steps = {steps}
 upload_codec = "{upload}"
 download_codec = "{download}"
 fragment_elements = 256
+{sync}
 [members]
 min_workers = {min_workers}
 {members}

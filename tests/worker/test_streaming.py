@@ -1,0 +1,268 @@
+"""Training that goes on while fragments travel, against the real coordinator: nothing waits, nothing is lost, nothing
+counts twice, and all replicas are identical."""
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from protocol.errors import Problem
+from protocol.messages import EpochInfo, RoundDetail
+from protocol.spec import parse_spec
+from tests.support.waiting import PATIENCE_S
+from tests.worker import toy
+from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
+from worker.client import Client
+from worker.diloco import DiLoCo
+from worker.schedule import schedule
+
+STEPS = 6
+FRAGMENTS = 3
+ROUNDS = 4
+SCHEDULES = {
+    "eager": 'overlap = "eager"',
+    "together": "overlap = 2",
+    "spread": 'offsets = "spread"\noverlap = 2',
+    "longer than the offsets": 'offsets = "spread"\noverlap = 4',
+    "spread, no overlap": 'offsets = "spread"',
+}
+EVERY = pytest.mark.parametrize("sync", SCHEDULES.values(), ids=SCHEDULES.keys())
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def spec(sync: str, **options: Any) -> str:
+    return toy.spec(rounds=options.pop("rounds", ROUNDS), steps=STEPS, sync=sync, **options)
+
+
+def epoch(run: Toy) -> EpochInfo:
+    with run.coordinator.client() as http:
+        (item,) = http.get("/v1/runs/toy/units").json()["items"]
+    return EpochInfo.model_validate(item)
+
+
+@EVERY
+@pytest.mark.parametrize("upload", ["int8", "ternary"])
+def test_replicas_are_identical_and_every_unit_is_in_the_model(tmp_path: Path, sync: str, upload: str) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(sync, min_workers=3, upload=upload), tmp_path)
+        done = run.workers(["a", "b", "c"])
+        info = run.final()
+        assert info.state_digest is not None
+        assert [run.told(name).state_digest for name in "abc"] == [info.state_digest] * 3
+        assert (epoch(run).consumed, epoch(run).assigned) == (3 * ROUNDS * STEPS, {})
+        assert info.tokens == 3 * ROUNDS * STEPS * done["a"].spec.unit_tokens
+        assert info.divergences == 0
+        assert sum(run.told(name).tokens for name in "abc") == info.tokens
+
+
+class Reversed(Client):
+    """A delta comes no sooner than when it is merged: whoever waits for it before that waits for ever."""
+
+    def __init__(self, *arguments: Any, due: "Due", **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._due = due
+
+    def delta(self, round_number, p, limit_bytes, member_token=None):
+        self._due.wait(round_number, p)
+        return super().delta(round_number, p, limit_bytes, member_token)
+
+
+class Due:
+    """Lets the delta of a fragment come once the worker has begun the inner step after which it is merged."""
+
+    def __init__(self, text: str) -> None:
+        self._spec = parse_spec(text)
+        self._changed = threading.Condition()
+        self._at = (0, 0)
+
+    def begun(self, round_number: int, step: int) -> None:
+        with self._changed:
+            self._at = (round_number, step)
+            self._changed.notify_all()
+
+    def wait(self, round_number: int, p: int) -> None:
+        sync = self._spec.sync
+        last, first = round_number + 1 == sync.rounds, round_number == 0
+        merged = schedule(sync, FRAGMENTS, STEPS, last=last, first=first).merged[p]
+        with self._changed:
+            came = self._changed.wait_for(lambda: self._at >= (round_number, merged), PATIENCE_S)
+        assert came, f"round {round_number}, fragment {p}: the training waits for a delta before step {merged}"
+
+
+@EVERY
+def test_the_training_goes_on_until_the_delta_is_needed(tmp_path: Path, sync: str) -> None:
+    text = spec(sync)
+    due = Due(text)
+    due.begun(0, 1)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, text, tmp_path)
+        # Called when a step is done, and so the next one begins.
+        begun = lambda diloco: due.begun(diloco.round, diloco.inner_step + 1)  # noqa: E731
+        run.worker("a", client_class=partial(Reversed, due=due), on_step=begun)
+        assert run.final().state_digest == run.told("a").state_digest
+
+
+@pytest.mark.parametrize("name", ["eager", "together", "spread", "longer than the offsets"])
+def test_alone_and_with_a_plain_outer_step_it_is_plain_training(tmp_path: Path, name: str) -> None:
+    """One worker, fp32, outer learning rate 1 and no momentum: the mean is its own work, so nothing may be lost of what
+    was trained while it travelled, and nothing may count twice."""
+    text = spec(SCHEDULES[name], upload="fp32", download="fp32", momentum=0.0)
+    text = text.replace("[outer]", "[outer]\nlearning_rate = 1.0")
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        done = Toy(coordinator, text, tmp_path).worker("a")
+    model = toy.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for unit in range(ROUNDS * STEPS):
+        x, y = toy.batch(unit)
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, plain in zip(done._model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+class Ones(nn.Module):
+    """Plain gradient descent with learning rate 1 adds 1 to every value in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(FRAGMENTS * 256))
+
+    def forward(self) -> torch.Tensor:
+        return -self.values.sum()
+
+
+@pytest.mark.parametrize(("alpha", "kept"), [('"carry"', 1.0), ("0.5", 0.5), ("0", 0.0)])
+def test_alpha_says_what_becomes_of_the_progress_meanwhile(tmp_path: Path, alpha: str, kept: float) -> None:
+    """4 of 6 steps are in the mean of a worker alone, which is its new global parameters; 2 came while that travelled."""
+    text = spec(f"overlap = 2\nalpha = {alpha}", rounds=2, upload="fp32", download="fp32", momentum=0.0)
+    text = text.replace("[outer]", "[outer]\nlearning_rate = 1.0")
+    model, merged = Ones(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, text, tmp_path)
+        with DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a") as diloco:
+            for _ in diloco.units():
+                model().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if (diloco.round, diloco.inner_step) == (1, 0):
+                    merged = model.values.tolist()
+    assert merged == pytest.approx([4 + 2 * kept] * len(merged), abs=1e-4)
+    assert len(merged) == FRAGMENTS * 256
+
+
+POINTS = ["before upload", "after upload", "before download", "after download"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By schedule, the final state digest of one worker that nobody disturbs."""
+    torch.set_num_threads(1)
+    digests: dict[str, str] = {}
+    for number, sync in enumerate(SCHEDULES.values()):
+        directory = tmp_path_factory.mktemp(f"undisturbed{number}")
+        with coordinator_thread(directory / "coordinator") as coordinator:
+            run = Toy(coordinator, spec(sync), directory)
+            run.worker("a")
+            digests[sync] = str(run.final().state_digest)
+    return digests
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(("name", "round_number"), [("eager", 2), ("spread", 2), ("spread", ROUNDS - 1)])
+def test_killed_while_fragments_travel(
+    tmp_path: Path, undisturbed: dict[str, str], name: str, point: str, round_number: int
+) -> None:
+    """It begins the round again where the snapshot has it. If the round can have closed before its end, which it is made
+    for where all is sent at its beginning, what was not sent returns to the pool."""
+    dies = lambda what, number: (what, number) == (point, round_number)  # noqa: E731
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(SCHEDULES[name]), tmp_path)
+        with pytest.raises(Killed):
+            run.worker("a", client_class=partial(MortalClient, dies=dies), state_dir=tmp_path / "a")
+        resume_to_the_end(run, tmp_path / "a")
+        if name == "spread" or point == "before upload":
+            assert run.final().state_digest == undisturbed[SCHEDULES[name]]
+
+
+def resume_to_the_end(run: Toy, state_dir: Path) -> None:
+    """The killed worker goes on; in the end all units are accounted for, and all replicas of the model agree."""
+    try:
+        run.worker("a", state_dir=state_dir)
+    except Problem as problem:  # the last round needs nothing more of it once its uploads are there
+        if problem.slug != "run-ended":
+            raise
+    else:
+        assert run.told("a").state_digest == run.final().state_digest
+    info, told = run.final(), epoch(run)
+    assert told.assigned == {}
+    assert info.tokens == told.consumed * info.spec.unit_tokens
+    assert info.divergences == 0
+
+
+def killed_at(run: Toy, state_dir: Path, round_number: int, step: int) -> None:
+    def kill(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (round_number, step):
+            diloco._client.die()  # type: ignore[attr-defined]
+
+    mortal = partial(MortalClient, dies=lambda what, number: False)
+    with pytest.raises(Killed):
+        run.worker("a", client_class=mortal, state_dir=state_dir, on_step=kill)
+
+
+@pytest.mark.parametrize("name", ["together", "spread", "spread, no overlap"])
+def test_killed_before_the_last_fragment_is_sent(tmp_path: Path, undisturbed: dict[str, str], name: str) -> None:
+    """Twice, so that the second process resumes from the snapshot that the first one resumed from."""
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(SCHEDULES[name]), tmp_path)
+        killed_at(run, tmp_path / "a", 2, 3)
+        killed_at(run, tmp_path / "a", 2, 3)
+        resume_to_the_end(run, tmp_path / "a")
+        assert run.final().state_digest == undisturbed[SCHEDULES[name]]
+
+
+@EVERY
+def test_killed_after_the_last_fragment_was_sent(tmp_path: Path, sync: str) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(sync), tmp_path)
+        killed_at(run, tmp_path / "a", 2, STEPS - 1)
+        resume_to_the_end(run, tmp_path / "a")
+
+
+@EVERY
+def test_leaving_in_the_middle_of_a_round_loses_no_unit(tmp_path: Path, sync: str) -> None:
+    """The one that stays trains on what the other one gave back; together it is all of the units."""
+
+    def leave(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (1, 3):
+            diloco._client.stop.set()
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(sync, min_workers=1), tmp_path)
+        run.workers(["a", "b"], a={"on_step": leave})
+        info = run.final()
+        assert run.told("b").state_digest == info.state_digest
+        assert run.told("a").state == "left"
+        told = epoch(run)
+        assert told.assigned == {}
+        assert info.tokens == told.consumed * parse_spec(spec(sync)).unit_tokens
+
+
+def test_rest_tells_how_long_the_training_waited(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(SCHEDULES["spread"]), tmp_path)
+        run.worker("a")
+        run.final()
+        with coordinator.client() as http:
+            detail = RoundDetail.model_validate(http.get("/v1/runs/toy/rounds/1").json())
+        seconds = detail.accounts["a"].seconds
+        assert {"train", "gather", "sync", "upload", "outer-step"} <= seconds.keys()
