@@ -15,7 +15,7 @@ from outerstep.cli.faults import UsageError
 from outerstep.cli.printing import console
 from outerstep.demo import Plan, run_demo
 from outerstep.demo.processes import ChildError
-from outerstep.demo.spec import ROUNDS
+from outerstep.demo.spec import ROUNDS, demo_spec
 from outerstep.display import display_for
 from protocol.spec import DownloadCodecName
 
@@ -57,7 +57,8 @@ def demo(
     _turn_signals_into_exits()
     with _directory(keep) as directory:
         try:
-            summary, text = run_demo(Plan(workers, rounds, codec, directory), display_for(out))
+            spec = demo_spec(workers=workers, rounds=rounds, codec=codec)
+            summary, text = run_demo(Plan(workers, spec, directory), display_for(out))
         except ChildError as error:
             typer.echo(f"outerstep: {error}", err=True)
             raise typer.Exit(FAILED) from error

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from outerstep import rest
 from outerstep.demo.processes import Child, Processes, unreachable, wait_until_ended, wait_until_ready
-from outerstep.demo.spec import PROMPT, RUN, demo_spec
+from outerstep.demo.spec import PROMPT, RUN
 from outerstep.demo.summary import Summary, summarise, summary_text
 from outerstep.display import Display
 from outerstep.follow import ENDED, follow
 from protocol.messages import RunDetail, Scope, TokenRequest
-from protocol.spec import DownloadCodecName
 
 PATIENCE_S = 0.5  # between two looks at the run and at the processes
 LEAVE_WITHIN_S = 60.0
@@ -22,11 +21,11 @@ NO_PROXY = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. `directory` exists and is empty: data, logs and the trained model go there."""
+    """What to run. `spec` is of a run called RUN. `directory` exists and is empty: data, logs and the trained model go
+    there."""
 
     workers: int
-    rounds: int
-    codec: DownloadCodecName
+    spec: str
     directory: Path
 
 
@@ -53,7 +52,7 @@ def run_demo(plan: Plan, display: Display) -> tuple[Summary, str]:
 
 def _train(client: rest.Client, url: str, processes: Processes, plan: Plan, display: Display) -> RunDetail:
     """Create the run, start the workers, show the run until it ends and the workers have left; the run as it ended."""
-    client.create_run(demo_spec(workers=plan.workers, rounds=plan.rounds, codec=plan.codec))
+    client.create_run(plan.spec)
     token = client.create_token(TokenRequest(scope=Scope.WORKER, note="the demo's workers")).token
     workers = [_start_worker(processes, index, url, token, plan.directory) for index in range(plan.workers)]
     _watch(client, processes, workers, display)
