@@ -3,6 +3,7 @@
 docs/performance.md explains the model, gives the sources of the figures, and compares it with measured runs.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -87,6 +88,8 @@ class Setting:
     """An exchange every `inner_steps` steps.
 
     utilisation   the share of time that goes to inner steps
+    overlap       the least `sync.overlap` with which the training never waits for this exchange: inner steps, or
+                  "eager"; None where it takes longer than the H inner steps
     factor        bytes of per-step fp32 all-reduce / bytes of this, both directions together
     loss          that of the codecs and of `inner_steps`, nats per byte, above synchronous training
     """
@@ -94,6 +97,7 @@ class Setting:
     exchange: Exchange
     inner_steps: int
     utilisation: float
+    overlap: int | str | None
     factor: float
     loss: float | None
 
@@ -150,9 +154,11 @@ def setting(given: Given, each: Exchange, inner_steps: int) -> Setting:
     train_s = inner_steps * given.step_s
     moved = each.upload_bytes + each.download_bytes
     loss = None if each.loss is None else each.loss + GAP_ROUNDS * inner_steps / given.steps
-    utilisation = train_s / (train_s + each.sync_s + 2 * given.latency_s)  # two: the next round's assignment
+    stands_s = each.sync_s + 2 * given.latency_s  # two: the next round's assignment
+    utilisation, hidden = train_s / (train_s + stands_s), math.ceil(stands_s / given.step_s)
+    overlap = hidden if hidden < inner_steps else "eager" if hidden == inner_steps else None
     factor = 2 * allreduce_bytes(given.workers, given.parameters, inner_steps) / moved
-    return Setting(each, inner_steps, utilisation, factor, loss)
+    return Setting(each, inner_steps, utilisation, overlap, factor, loss)
 
 
 def recommend(found: list[Setting], wanted: float) -> tuple[Setting, str]:

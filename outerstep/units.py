@@ -61,9 +61,9 @@ def parse_rate(text: str) -> float:
     return _parse(text, units, "a rate in bits per second such as 10mbit or 2.5Gbit/s")
 
 
-def parse_seconds(text: str) -> float:
-    """'40ms', '1.5' or '2min' -> seconds. Raises ValueError."""
-    return _parse(text, _SECONDS, "a time such as 40ms or 1.5 (seconds)", least=0.0)
+def parse_seconds(text: str, *, least: float = 0.0) -> float:
+    """'40ms', '1.5' or '2min' -> seconds. Raises ValueError, for less than `least` as well."""
+    return _parse(text, _SECONDS, "a time such as 40ms or 1.5 (seconds)", least=least)
 
 
 def _parse(text: str, units: dict[str, float], expected: str, least: float = sys.float_info.min) -> float:

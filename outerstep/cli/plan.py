@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,8 @@ from outerstep.cli.printing import UNBOUNDED_WIDTH
 from outerstep.display import table
 from outerstep.plan import Given, Setting
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, parse_count, parse_rate, parse_seconds
+
+LEAST_STEP_S = 1e-6
 
 
 def plan(
@@ -45,7 +48,7 @@ def plan(
         parameters=_parsed("--params", parse_count, params),
         up=_parsed("--up", parse_rate, up),
         down=_parsed("--down", parse_rate, down),
-        step_s=_parsed("--step-time", parse_seconds, step_time),
+        step_s=_parsed("--step-time", partial(parse_seconds, least=LEAST_STEP_S), step_time),
         workers=workers,
         latency_s=_parsed("--latency", parse_seconds, latency),
         steps=_parsed("--steps", parse_count, steps),
@@ -121,4 +124,12 @@ def _lines(given: Given, best: Setting, reason: str) -> list[str]:
         f"Recommended: {planning.name(best)}: {duration_text(exchange.sync_s)} of sync per "
         f"{duration_text(best.inner_steps * given.step_s)} of inner steps, {best.utilisation:.1%}.",
         reason,
+        _overlap_line(given, best),
     ]
+
+
+def _overlap_line(given: Given, best: Setting) -> str:
+    if best.overlap is None:
+        return "Its sync takes longer than its inner steps, so that no overlap hides it."
+    wanted = f'"{best.overlap}"' if isinstance(best.overlap, str) else f"{best.overlap} or more"
+    return f"With sync.overlap = {wanted} the training goes on meanwhile, and never waits for the line."

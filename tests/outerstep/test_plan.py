@@ -87,6 +87,13 @@ def test_utilisation_and_factor():
     assert found.loss == pytest.approx(0.0003 + 0.0001 + 1.1 / 40)
 
 
+def test_the_overlap_is_as_many_inner_steps_as_a_sync_takes():
+    """A sync of 5 s and 80 ms for the next assignment."""
+    each = plan.Exchange("int8", "int8", 1, 1, 5.0, 0.0)
+    steps = {h: plan.setting(replace(GIVEN, step_s=1.0, latency_s=0.04), each, h).overlap for h in (5, 6, 7, 500)}
+    assert steps == {5: None, 6: "eager", 7: 6, 500: 6}
+
+
 def test_an_all_reduce_goes_at_the_slower_direction():
     assert plan.allreduce_seconds(GIVEN) == pytest.approx(8 * 600e6 / 10e6 + 6 * 0.04)
 
@@ -164,7 +171,7 @@ def test_json_has_every_setting():
     assert document["recommended"] in document["settings"]
     assert set(document["recommended"]) == {
         *("upload_codec", "download_codec", "upload_bytes", "download_bytes", "sync_s", "codec_loss"),
-        *("inner_steps", "utilisation", "factor", "loss"),
+        *("inner_steps", "utilisation", "overlap", "factor", "loss"),
     }
     assert document["allreduce_per_step"]["bytes"] == 2 * 7 * 4 * 1_200_000_000 // 8
 
@@ -174,6 +181,7 @@ def test_json_has_every_setting():
     [
         (["--up", "10"], "--up: '10' is not a rate in bits per second such as 10mbit"),
         (["--latency", "soon"], "--latency: 'soon' is not a time"),
+        (["--step-time", "0"], "--step-time: '0' is too small"),
         (["--params", "0"], "--params: '0' is too small"),
     ],
 )
