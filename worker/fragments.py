@@ -48,14 +48,14 @@ class Fragments:
     def scatter(self, p: int, vector: Tensor) -> None:
         """Write fragment p into the model, cast to each parameter's dtype."""
         for parameter, piece, part in self._pieces(p):
-            flat = parameter.detach().reshape(-1)  # a view, or a copy where the parameter's memory has gaps
-            flat[piece].copy_(vector[part])
-            if not parameter.is_contiguous():
-                parameter.copy_(flat.view_as(parameter))
+            self._write(parameter, piece, vector[part])
 
     @torch.no_grad()
-    def pseudo_gradient(self, p: int, theta: Tensor, carry: Tensor | None = None) -> Tensor:
+    def pseudo_gradient(
+        self, p: int, theta: Tensor, carry: Tensor | None = None, local: Tensor | None = None
+    ) -> Tensor:
         """Δ = θ_global − θ_local of fragment p, on the model's device; so defined, the outer optimizer descends.
+        θ_local is that of the model now, or `local`, which `gather` gave before.
 
         `carry` is what `rebase` was given: it is part of Δ, exactly. θ_global is taken as the model started from it,
         cast to its own dtype: so neither the rounding of a bf16 model nor that of its rebase is mistaken for progress
@@ -64,19 +64,22 @@ class Fragments:
         delta = torch.empty(len(theta), dtype=torch.float32, device=self.device)
         for parameter, piece, part in self._pieces(p):
             start = self._start(parameter, theta, carry, part)
-            torch.sub(start.float(), parameter.reshape(-1)[piece].float(), out=delta[part])
+            reached = parameter.reshape(-1)[piece].float() if local is None else local[part]
+            torch.sub(start.float(), reached, out=delta[part])
         return delta if carry is None else delta.add_(carry.to(self.device))
 
     @torch.no_grad()
     def rebase(self, p: int, theta: Tensor, carry: Tensor | None) -> None:
         """Start from `theta`, plus the progress −`carry` that has not been averaged yet."""
-        if carry is None:
-            self.scatter(p, theta)
-            return
-        start = torch.empty(len(theta), dtype=torch.float32, device=self.device)
-        for parameter, _, part in self._pieces(p):
-            start[part] = self._start(parameter, theta, carry, part)
-        self.scatter(p, start)
+        for parameter, piece, part in self._pieces(p):
+            self._write(parameter, piece, theta[part] if carry is None else self._start(parameter, theta, carry, part))
+
+    @staticmethod
+    def _write(parameter: nn.Parameter, piece: slice, values: Tensor) -> None:
+        flat = parameter.detach().reshape(-1)  # a view, or a copy where the parameter's memory has gaps
+        flat[piece].copy_(values)
+        if not parameter.is_contiguous():
+            parameter.copy_(flat.view_as(parameter))
 
     def _start(self, parameter: Tensor, theta: Tensor, carry: Tensor | None, part: slice) -> Tensor:
         """What the training of this part of a parameter starts from, in the parameter's dtype."""

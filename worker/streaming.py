@@ -16,6 +16,7 @@ The compute waits only where a merge is due and its delta is not there; that is 
 """
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
@@ -40,10 +41,9 @@ class StreamedRounds(Rounds):
         fragments = len(self._state)
         self._flight: Flight | None = None
         self._due = Schedule([], [])
-        self._fresh = [
-            0
-        ] * fragments  # units each was trained on since it was sent last, those of this round not counted
-        self._sent: dict[int, Piece] = {}  # this round's
+        # Units each fragment was trained on since it was sent last, those of this round not counted.
+        self._fresh = [0] * fragments
+        self._sent: set[int] = set()  # this round's, as is _merged
         self._snapshots: dict[int, Tensor] = {}  # of those that were sent and not merged yet: the parameters as sent
         self._merged: set[int] = set()
         self._saved: Future[None] | None = None  # the writing of the snapshot that this round begins with
@@ -60,7 +60,7 @@ class StreamedRounds(Rounds):
         last = assignment.round + 1 == self._spec.sync.rounds
         steps, first = assignment.inner_steps, not self.carry.units
         self._due = schedule(self._spec.sync, len(self._state), steps, last=last, first=first)
-        self._sent, self._merged, self._ending = {}, set(), False
+        self._sent, self._merged, self._ending = set(), set(), False
         self._flight = Flight(self._sync, assignment.round, self._saved, self._ask_ahead)
         self._move(0)
 
@@ -103,38 +103,48 @@ class StreamedRounds(Rounds):
         self.begin_next()
 
     def _send(self, p: int) -> None:
+        """Only the parameters are copied here; all else is done on the thread that uploads them."""
         self._progress.phase("gather")
-        piece = self._piece(p)
-        self._sent[p], self._fresh[p] = piece, -count(self._used)
-        if self._due.merged[p] > self._steps.done:
-            self._snapshots[p] = self._fragments.gather(p)
+        local, saved = self._fragments.gather(p), self._saved
+        make = self._maker(p, local)
+
+        def make_when_saved() -> Piece:
+            piece = make()
+            if saved is not None:
+                saved.result()
+            return piece
+
         assert self._flight is not None
-        self._flight.send(piece, first=lambda: self._make_ready(piece, self._saved))
+        self._flight.send(p, make_when_saved)
+        self._sent.add(p)
+        self._fresh[p] = -count(self._used)
+        if self._due.merged[p] > self._steps.done:
+            self._snapshots[p] = local
         self._progress.phase("train")
 
-    def _piece(self, p: int) -> Piece:
-        """What is to be contributed to fragment p now."""
-        named, fresh = self.carry.units + self._used, self._fresh[p] + count(self._used)
-        delta, loss = self._pseudo_gradient(p), self._progress.mean_loss()
-        if loss is None:
-            loss = self.carry.loss
-        norm = float(torch.linalg.vector_norm(delta))
-        self._check_finite(loss, [norm])
+    def _maker(self, p: int, local: Tensor) -> Callable[[], Piece]:
+        """Makes what is to be contributed to fragment p, whose parameters are `local` now."""
+        carry, round_number = self.carry, self.assignment.round
+        named, fresh = carry.units + self._used, self._fresh[p] + count(self._used)
         # At most what the coordinator lets one round weigh.
-        weight = min(fresh, max(count(named), self.assignment.inner_steps)) or self.carry.weight or 1
-        return Piece(self.assignment.round, p, named, weight, fresh, loss, norm, delta, self.carry.late.get(p))
+        weight = min(fresh, max(count(named), self.assignment.inner_steps)) or carry.weight or 1
+        mean_loss = self._progress.mean_loss()
+        loss = carry.loss if mean_loss is None else mean_loss
+
+        def make() -> Piece:
+            delta = self._fragments.pseudo_gradient(p, self._state.theta[p], carry.delta(p), local).cpu()
+            norm = float(torch.linalg.vector_norm(delta))
+            self._check_finite(loss, [norm])
+            delta = self._sound(p, delta)
+            return Piece(round_number, p, named, weight, fresh, loss, norm, delta, carry.late.get(p))
+
+        return make
 
     @property
     def _used(self) -> UnitRanges:
         """The units of this round that the parameters have seen."""
         # Where a GradScaler skipped every step, the units are spent all the same.
         return self._steps.units_used or (self.assignment.units if self._ending else [])
-
-    def _make_ready(self, piece: Piece, saved: Future[None] | None) -> None:
-        """On the thread that is going to upload it."""
-        self._sound(piece.fragment, piece.delta)
-        if saved is not None:
-            saved.result()
 
     def _merge(self, p: int) -> None:
         self._progress.phase("sync")
@@ -143,7 +153,7 @@ class StreamedRounds(Rounds):
         ahead = self._ahead(p)
         self.carry = self.carry.merged(
             p,
-            late=self._sent[p].missed(left) if isinstance(left, Missed) else None,
+            late=self._flight.pieces[p].missed(left) if isinstance(left, Missed) else None,
             unsent=left if isinstance(left, Tensor) else None,
             ahead=ahead,
         )
@@ -241,7 +251,7 @@ class StreamedRounds(Rounds):
         if not self.training or not (self._steps.units_used or self.carry.units):
             return
         unsent = [p for p in range(len(self._state)) if p not in self._sent]
-        self._sync.hand_in([self._piece(p) for p in unsent])
+        self._sync.hand_in([self._maker(p, self._fragments.gather(p))() for p in unsent])
 
     def close(self) -> None:
         if self._flight is not None:

@@ -64,6 +64,7 @@ class Flight:
         self._uploads = ThreadPoolExecutor(_UPLOADS, "upload")
         self._downloads = ThreadPoolExecutor(_DOWNLOADS, "download")
         self._contributions: dict[int, Future[Future[Missed | Tensor | None]]] = {}
+        self.pieces: dict[int, Piece] = {}  # that were sent, by fragment
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._stepped: set[int] = set()
@@ -72,9 +73,9 @@ class Flight:
         self.accepted = 0  # units of the contribution that has the most of them, of those that are in a delta
         sync.state.round = None
 
-    def send(self, piece: Piece, *, first: Callable[[], object] | None = None) -> None:
-        """Contribute `piece`, on another thread and after `first`, and step its fragment by the round's delta."""
-        self._contributions[piece.fragment] = self._uploads.submit(self._contribute, piece, first)
+    def send(self, p: int, make: Callable[[], Piece]) -> None:
+        """Make the piece of fragment p, contribute it, and step the fragment by the round's delta: on other threads."""
+        self._contributions[p] = self._uploads.submit(self._contribute, make)
 
     def land(self, p: int) -> Missed | Tensor | None:
         """Wait until fragment p is stepped; what of it is not in the delta. Raises as `end` does."""
@@ -112,10 +113,10 @@ class Flight:
         except (_Abandoned, OuterstepError, httpx.HTTPError, OSError) as error:
             log.info("round %d: given up: %s", self.round, error or type(error).__name__)
 
-    def _contribute(self, piece: Piece, first: Callable[[], object] | None) -> Future[Missed | Tensor | None]:
+    def _contribute(self, make: Callable[[], Piece]) -> Future[Missed | Tensor | None]:
         with self._abandon_others():
-            if first is not None:
-                first()
+            piece = make()
+            self.pieces[piece.fragment] = piece
             return self._downloads.submit(self._step, piece, self._sync.contribute(piece))
 
     def _step(self, piece: Piece, missed_by: float | None) -> Missed | Tensor | None:
@@ -184,11 +185,17 @@ class Sync:
 
         Returns what of the work goes into the next contribution. Raises as `Flight.end` does.
         """
-        flight, last = Flight(self, work.round, saved), len(work.deltas) - 1
-        for p in range(len(work.deltas)):
-            flight.send(work.piece(p), first=saved.result if saved is not None and p == last else None)
+        flight, fragments = Flight(self, work.round, saved), range(len(work.deltas))
+
+        def make(p: int) -> Piece:
+            if saved is not None and p == fragments[-1]:
+                saved.result()
+            return work.piece(p)
+
+        for p in fragments:
+            flight.send(p, partial(make, p))
         flight.end()
-        left = {p: flight.land(p) for p in range(len(work.deltas))}
+        left = {p: flight.land(p) for p in fragments}
         missed = {p: each for p, each in left.items() if isinstance(each, Missed)}
         return carry_of(work, missed, {p: each for p, each in left.items() if isinstance(each, Tensor)})
 

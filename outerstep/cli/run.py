@@ -351,6 +351,7 @@ def _facts(run: RunDetail) -> object:
         ("round", f"{run.round} of {run.rounds}, {_inner_steps(spec)} inner steps each"),
         ("model", f"{model}, {count_text(run.elements)} parameters in {run.fragments or UNKNOWN} fragments"),
         ("codec", f"{spec.sync.upload_codec} up, {spec.sync.download_codec} down"),
+        *([("overlap", _overlap(spec))] if spec.sync.streams else []),
         ("workers", f"{run.live_workers} live, at least {spec.members.min_workers} needed"),
         ("tokens", count_text(run.tokens)),
         ("uploaded", bytes_text(run.upload_bytes)),
@@ -373,6 +374,12 @@ def _shares(account: Account) -> str:
     shares = {stage: seconds / account.total_s for stage, seconds in account.seconds.items() if stage in SUCCESSIVE}
     largest = sorted(shares.items(), key=lambda share: -share[1])
     return ", ".join(f"{stage} {share:.0%}" for stage, share in largest if share >= 0.005) or UNKNOWN
+
+
+def _overlap(spec: RunSpec) -> str:
+    sync = spec.sync
+    steps = "a whole round" if sync.overlap == "eager" else f"{sync.overlap} inner steps"
+    return f"{steps}, fragments {sync.offsets}"
 
 
 def _inner_steps(spec: RunSpec) -> str:

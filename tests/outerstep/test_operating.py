@@ -61,6 +61,12 @@ def test_runs_are_listed_and_shown_as_table_and_json(served: Served):
     assert shown["run"]["spec"]["sync"]["inner_steps"] == 10
 
 
+def test_an_overlap_is_shown(served: Served):
+    text = SPEC.replace("demo", "overlapped") + 'sync.overlap = 4\nsync.offsets = "spread"\n'
+    assert served.outerstep("run", "create", "-", stdin=text)[0] == 0
+    assert "4 inner steps, fragments spread" in served.outerstep("run", "show", "overlapped")[1]
+
+
 def test_more_runs_than_a_page_holds_are_all_listed(served: Served):
     names = [f"many-{number:03d}" for number in range(105)]
     for name in names:
