@@ -150,10 +150,10 @@ class StreamedRounds(Rounds):
         self._progress.phase("sync")
         assert self._flight is not None
         left = self._flight.land(p)
-        ahead = self._ahead(p)
+        piece, ahead = self._flight.pieces.pop(p), self._ahead(p)
         self.carry = self.carry.merged(
             p,
-            late=self._flight.pieces[p].missed(left) if isinstance(left, Missed) else None,
+            late=piece.missed(left) if isinstance(left, Missed) else None,
             unsent=left if isinstance(left, Tensor) else None,
             ahead=ahead,
         )

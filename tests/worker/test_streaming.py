@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from protocol.errors import Problem
+from protocol.errors import CodecError, Problem
 from protocol.messages import EpochInfo, RoundDetail
 from protocol.spec import parse_spec
 from tests.support.waiting import PATIENCE_S
@@ -255,6 +255,21 @@ def test_leaving_in_the_middle_of_a_round_loses_no_unit(tmp_path: Path, sync: st
         told = epoch(run)
         assert told.assigned == {}
         assert info.tokens == told.consumed * parse_spec(spec(sync)).unit_tokens
+
+
+@EVERY
+def test_training_that_diverged_is_not_sent(tmp_path: Path, sync: str) -> None:
+    def spoil(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (1, 2):
+            with torch.no_grad():
+                next(iter(diloco._model.parameters())).fill_(float("nan"))
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(sync), tmp_path)
+        with pytest.raises(CodecError, match="the training has diverged"):
+            run.worker("a", on_step=spoil)
+        assert run.told("a").state == "left"
+        assert run.info().round <= 2, "nobody else could have brought what round 2 waits for"
 
 
 def test_rest_tells_how_long_the_training_waited(tmp_path: Path) -> None:
