@@ -4,6 +4,7 @@ Every piece costs a hand-over between the event loop and a thread, so few transf
 small ones, so that the memory does not grow with the workers.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,19 +14,24 @@ SMALLEST_BYTES = 1 << 16
 
 
 class Pieces:
-    """Sizes for the transfers of one server. Used on the event loop only."""
+    """Sizes for the transfers of one server. Thread-safe."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._transfers = 0
 
     @contextmanager
     def transfer(self) -> Iterator[None]:
         """One more transfer, while the block runs."""
-        self._transfers += 1
+        self._add(1)
         try:
             yield
         finally:
-            self._transfers -= 1
+            self._add(-1)
+
+    def _add(self, transfers: int) -> None:
+        with self._lock:
+            self._transfers += transfers
 
     @property
     def bytes(self) -> int:

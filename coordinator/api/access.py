@@ -15,7 +15,8 @@ from protocol.spec import NAME_PATTERN
 _bearer = HTTPBearer(auto_error=False)
 
 
-def get_coordinator(request: Request) -> Coordinator:
+async def get_coordinator(request: Request) -> Coordinator:
+    """`async`, as all dependencies here: FastAPI calls any other on a thread, which costs more than it does."""
     coordinator: Coordinator = request.app.state.coordinator
     return coordinator
 

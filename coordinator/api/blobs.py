@@ -70,28 +70,21 @@ class _FromFile(_Blob):
                 at += len(piece)
 
 
-def blob(
-    request: Request, path: Path, digest: bytes, pieces: Pieces, recent: Sequence[Buffer] | None = None
-) -> Response:
-    """The file at `path`, whose BLAKE3 digest is known and is its ETag; `recent` is the same in memory, if it is.
+def blob(request: Request, path: Path, digest: bytes, pieces: Pieces) -> Response:
+    """The file at `path`, whose BLAKE3 digest is known and is its ETag.
 
     Problem: gone, range-not-satisfiable. Of several ranges the whole is the answer, as RFC 9110 allows.
     """
-    etag = f'"{digest.hex()}"'
-    headers = {"ETag": etag, "Cache-Control": "public, max-age=31536000, immutable", "Accept-Ranges": "bytes"}
-    wanted = request.headers.get("if-none-match", "")
-    if wanted == "*" or etag in (each.strip().removeprefix("W/") for each in wanted.split(",")):
+    headers = _headers(digest)
+    if _is_known(request, headers):
         return Response(status_code=304, headers=headers)
-    asked = request.headers.get("range") if request.headers.get("if-range", etag) == etag else None
+    asked = _range_header(request, headers)
     try:
         file = path.open("rb", buffering=0)
     except FileNotFoundError:
         raise Problem(
             "gone", "these bytes were deleted by the retention rule; recover from the latest checkpoint"
         ) from None
-    if asked is None and recent is not None:
-        file.close()
-        return _FromMemory(headers, recent)
     try:
         size = os.fstat(file.fileno()).st_size
         ranges = [] if asked is None else _ranges(asked, size)
@@ -103,6 +96,34 @@ def blob(
     ((start, stop),) = ranges
     headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
     return _FromFile(206, headers, file, start, stop, pieces)
+
+
+def blob_in_memory(request: Request, content: Sequence[Buffer], digest: bytes) -> Response | None:
+    """`content`, whose BLAKE3 digest is `digest`, without a look at the disk; None where a part of it is asked for."""
+    headers = _headers(digest)
+    if _is_known(request, headers):
+        return Response(status_code=304, headers=headers)
+    return None if _range_header(request, headers) else _FromMemory(headers, content)
+
+
+def _headers(digest: bytes) -> dict[str, str]:
+    return {
+        "ETag": f'"{digest.hex()}"',
+        "Cache-Control": "public, max-age=31536000, immutable",
+        "Accept-Ranges": "bytes",
+    }
+
+
+def _is_known(request: Request, headers: dict[str, str]) -> bool:
+    """Whether the client says that it has these bytes."""
+    wanted = request.headers.get("if-none-match", "")
+    return wanted == "*" or headers["ETag"] in (each.strip().removeprefix("W/") for each in wanted.split(","))
+
+
+def _range_header(request: Request, headers: dict[str, str]) -> str | None:
+    """The part that the client asks for, if these are the bytes that it means."""
+    etag = headers["ETag"]
+    return request.headers.get("range") if request.headers.get("if-range", etag) == etag else None
 
 
 def _ranges(header: str, size: int) -> list[tuple[int, int]]:

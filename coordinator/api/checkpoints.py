@@ -9,7 +9,8 @@ from coordinator import reports, seeding
 from coordinator.api.access import Caller, Limit, Number, ReadableRun, Service, check_fragment
 from coordinator.api.blobs import PAYLOAD_TYPE, blob
 from coordinator.api.rounds import _PAYLOAD_BODY
-from coordinator.api.uploads import received
+from coordinator.api.uploads import Upload, received
+from coordinator.live_run import LiveRun
 from coordinator.tables import CheckpointFragmentRow
 from protocol.errors import Problem
 from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page
@@ -29,10 +30,15 @@ async def seed(
     assert run.layout is not None
     limit = max_payload_bytes("fp32", 2 * run.layout.elements[fragment])
     async with received(http, service, limit) as upload:
-        reply, created = await run_in_threadpool(seeding.accept_state, run, caller.worker, fragment, upload.path)
+        reply, created = await run_in_threadpool(_accept, run, caller.worker, fragment, upload)
     if not created:
         response.status_code = 200
     return reply
+
+
+def _accept(run: LiveRun, worker: str, fragment: int, upload: Upload) -> tuple[CheckpointFragment, bool]:
+    upload.complete()
+    return seeding.accept_state(run, worker, fragment, upload.path)
 
 
 @router.get("")

@@ -7,8 +7,8 @@ from fastapi.concurrency import run_in_threadpool
 
 from coordinator import contributing, reports
 from coordinator.api.access import Caller, Limit, MemberRun, Number, PathName, ReadableRun, Service, check_fragment
-from coordinator.api.blobs import PAYLOAD_TYPE, blob
-from coordinator.api.uploads import received
+from coordinator.api.blobs import PAYLOAD_TYPE, blob, blob_in_memory
+from coordinator.api.uploads import Upload, received
 from coordinator.api.waiting import poll, preferred_wait_s
 from coordinator.bell import delta_of
 from coordinator.live_run import LiveRun
@@ -64,12 +64,15 @@ async def contribute(
     assert run.layout is not None
     limit = max_payload_bytes(run.spec.sync.upload_codec, run.layout.elements[fragment])
     async with received(http, service, limit) as upload:
-        reply = await run_in_threadpool(
-            contributing.accept, run, worker, number, fragment, upload.path, upload.digest, upload.size
-        )
+        reply = await run_in_threadpool(_accept, run, worker, number, fragment, upload)
     if not reply.created:
         response.status_code = 200
     return reply
+
+
+def _accept(run: LiveRun, worker: str, number: int, fragment: int, upload: Upload) -> ContributionReply:
+    upload.complete()
+    return contributing.accept(run, worker, number, fragment, upload.path, upload.digest, upload.size)
 
 
 @router.get(
@@ -86,11 +89,17 @@ async def get_delta(
     def look() -> tuple[bool, bytes | str]:
         return _delta_digest(run, number, fragment, caller.worker)
 
-    found = await poll(service.bell, run.name, delta_of(fragment), preferred_wait_s(http), look)
+    found: bytes | str | None = run.deltas.get((number, fragment))
+    if found is None:
+        found = await poll(service.bell, run.name, delta_of(fragment), preferred_wait_s(http), look)
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
-    path, recent = run.files.delta(number, fragment), run.world.recent.get(found)
-    return await run_in_threadpool(blob, http, path, found, service.pieces, recent)
+    # Of the last round; an older one the retention rule may have deleted.
+    recent = run.world.recent.get(found) if (number, fragment) in run.deltas else None
+    answer = None if recent is None else blob_in_memory(http, recent, found)
+    if answer is None:
+        answer = await run_in_threadpool(blob, http, run.files.delta(number, fragment), found, service.pieces)
+    return answer
 
 
 def _delta_digest(run: LiveRun, number: int, fragment: int, member: str | None) -> tuple[bool, bytes | str]:
