@@ -8,19 +8,36 @@ lock at the same time are committed together.
 from collections.abc import Sequence
 from pathlib import Path
 
-from sqlalchemy import func, select
+from sqlalchemy import bindparam, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from coordinator import diverging, publishing
 from coordinator.files import PayloadFile, make_durable
-from coordinator.live_run import Arrival, Contributed, LiveRun, worker_row
-from coordinator.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow
+from coordinator.live_run import Arrival, Contributed, LiveRun
+from coordinator.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow, RunRow, WorkerRow
 from coordinator.units import consume_units
 from protocol.errors import Problem
 from protocol.messages import ContributionReply, FragmentState
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader
 
 STEP_WAIT_S = 30.0
+
+# Statements, not objects of the session: a run's row has the whole layout in it, and most of a round is these.
+_INSERT = insert(ContributionRow)
+_COUNT_RUN = (
+    update(RunRow)
+    .where(RunRow.id == bindparam("of_run"))
+    .values(tokens=RunRow.tokens + bindparam("more_tokens"), upload_bytes=RunRow.upload_bytes + bindparam("more_bytes"))
+)
+_COUNT_WORKER = (
+    update(WorkerRow)
+    .where(WorkerRow.run_id == bindparam("of_run"), WorkerRow.name == bindparam("of_worker"))
+    .values(
+        contributions=WorkerRow.contributions + bindparam("more_contributions"),
+        tokens=WorkerRow.tokens + bindparam("more_tokens"),
+        upload_bytes=WorkerRow.upload_bytes + bindparam("more_bytes"),
+    )
+)
 
 
 def accept(
@@ -78,15 +95,20 @@ def _keep_all(run: LiveRun, due: Sequence[Arrival]) -> None:
     """First in the database, then in memory. Holds the lock."""
     assert run.open is not None
     kept: list[Arrival] = []
+    consumed: dict[str, list[list[int]]] = {}
     with run.world.database.write() as session:
+        units: list[int] = []
         for arrival in due:
             try:
                 if _is_first(arrival, kept):
-                    with session.begin_nested():
-                        _keep(run, session, arrival, kept)
+                    units.append(_consume(run, session, arrival.header, consumed))
                     kept.append(arrival)
             except Problem as problem:
                 arrival.error = problem
+        if kept:
+            _insert(run, session, kept)
+            _count(run, session, kept, units)
+    run.open.consumed |= consumed
     for arrival in kept:
         header = arrival.header
         run.open.fragments[header.fragment].contributed[header.worker] = Contributed(header.tokens, arrival.digest)
@@ -257,40 +279,65 @@ def _check_base(run: LiveRun, round_: int, fragment: int, header: ContributionHe
         )
 
 
-def _keep(run: LiveRun, session: Session, arrival: Arrival, kept: Sequence[Arrival]) -> None:
-    """The row, together with the consumption of the units. `kept`: what the same transaction has kept already.
+def _consume(run: LiveRun, session: Session, header: ContributionHeader, consumed: dict[str, list[list[int]]]) -> int:
+    """Consume the units; how many of them for the first time. The fragments of one contribution name the same ones.
 
-    Holds the lock.
+    `consumed`: as `OpenRound.consumed`, by the same transaction. Holds the lock.
     """
-    header = arrival.header
-    _count(run, session, arrival, kept)
-    session.add(
-        ContributionRow(
-            run_id=run.id,
-            round=header.round,
-            fragment=header.fragment,
-            worker=header.worker,
-            digest=arrival.digest,
-            size=arrival.size,
-            tokens=header.tokens,
-            inner_steps=header.inner_steps,
-            loss=header.loss,
-            norm=header.norm,
-            accepted_at=run.world.now(),
-        )
-    )
-
-
-def _count(run: LiveRun, session: Session, arrival: Arrival, kept: Sequence[Arrival]) -> None:
-    """Consume the units, and add up what the run and its worker have brought."""
-    header, size = arrival.header, arrival.size
-    units = consume_units(session, run.id, header.worker, header.round, header.units)
-    row, worker = run.row(session), worker_row(run, session, header.worker)
-    row.tokens += units * run.spec.unit_tokens
-    row.upload_bytes += size
-    worker.upload_bytes += size
-    worker.tokens += units * run.spec.unit_tokens
     assert run.open is not None
-    known = any(header.worker in each.contributed for each in run.open.fragments)
-    if not known and all(header.worker != each.header.worker for each in kept):  # one contribution, whatever its parts
-        worker.contributions += 1
+    if header.units in (run.open.consumed.get(header.worker), consumed.get(header.worker)):
+        return 0
+    with session.begin_nested():
+        count = consume_units(session, run.id, header.worker, header.round, header.units)
+    consumed[header.worker] = header.units
+    return count
+
+
+def _insert(run: LiveRun, session: Session, kept: Sequence[Arrival]) -> None:
+    """The rows of the contributions, in the transaction that consumed their units."""
+    rows = [
+        {
+            "run_id": run.id,
+            "round": arrival.header.round,
+            "fragment": arrival.header.fragment,
+            "worker": arrival.header.worker,
+            "digest": arrival.digest,
+            "size": arrival.size,
+            "tokens": arrival.header.tokens,
+            "inner_steps": arrival.header.inner_steps,
+            "loss": arrival.header.loss,
+            "norm": arrival.header.norm,
+            "accepted_at": run.world.now(),
+        }
+        for arrival in kept
+    ]
+    session.connection().execute(_INSERT, rows)
+
+
+def _count(run: LiveRun, session: Session, kept: Sequence[Arrival], units: Sequence[int]) -> None:
+    """Add up what the run and its workers have brought. `units`: how many each has consumed. Holds the lock."""
+    assert run.open is not None
+    known = {worker for fragment in run.open.fragments for worker in fragment.contributed}
+    counts = []
+    for arrival, consumed in zip(kept, units, strict=True):
+        worker = arrival.header.worker
+        counts.append(
+            {
+                "of_run": run.id,
+                "of_worker": worker,
+                "more_contributions": int(worker not in known),  # one contribution, whatever its parts
+                "more_tokens": consumed * run.spec.unit_tokens,
+                "more_bytes": arrival.size,
+            }
+        )
+        known.add(worker)
+    connection = session.connection()
+    connection.execute(_COUNT_WORKER, counts)
+    connection.execute(
+        _COUNT_RUN,
+        {
+            "of_run": run.id,
+            "more_tokens": sum(units) * run.spec.unit_tokens,
+            "more_bytes": sum(arrival.size for arrival in kept),
+        },
+    )

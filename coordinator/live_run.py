@@ -93,7 +93,8 @@ class OpenRound:
     """The round that is being worked on. `assigned`: workers that hold an assignment for it.
 
     `given` and `settled` spare the database what it would answer a thousand workers at once, as the round opens: their
-    assignments, and of whom it holds no work units of earlier rounds.
+    assignments, and of whom it holds no work units of earlier rounds. `consumed`, what it would answer for every
+    fragment: the units of a worker that a contribution to this round has consumed.
     """
 
     number: int
@@ -102,6 +103,7 @@ class OpenRound:
     fragments: list[OpenFragment]
     given: dict[str, Given] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
+    consumed: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
 class LiveRun:

@@ -29,6 +29,7 @@ def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: li
         run.files.contribution(round_, index, worker, lost.digest).unlink(missing_ok=True)
     fragment.state, fragment.quorum_at = collecting, None
     opening.settled.clear()
+    opening.consumed.clear()
     run.wake()
 
 
