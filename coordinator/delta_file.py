@@ -9,7 +9,7 @@ from sqlalchemy import select
 
 from coordinator import retention
 from coordinator.aggregating import aggregate
-from coordinator.files import HashedPayloadFile, PayloadFile, intact, make_durable, write_pieces
+from coordinator.files import HashedPayloadFile, Memory, PayloadFile, intact, make_durable, write_pieces
 from coordinator.live_run import Contributed, LiveRun
 from coordinator.tables import ContributionRow, FragmentRow
 from protocol.digest import Buffer
@@ -43,13 +43,11 @@ def write_delta(
     The same contributions and `base` give the same bytes.
     """
     assert run.layout is not None
-    in_order = sorted(contributed.items())
+    in_order, memory = sorted(contributed.items()), Memory()
+    paths = [run.files.contribution(round_, fragment, worker, each.digest) for worker, each in in_order]
     try:
         with ExitStack() as stack:
-            files = [
-                stack.enter_context(HashedPayloadFile(run.files.contribution(round_, fragment, worker, each.digest)))
-                for worker, each in in_order
-            ]
+            files = [stack.enter_context(HashedPayloadFile(path, memory)) for path in paths]
             payloads = [(file, each.tokens) for file, (_, each) in zip(files, in_order, strict=True)]
             frames = aggregate(payloads, run.spec.sync.download_codec, zstd=run.spec.sync.zstd)
             lost = [

@@ -166,10 +166,25 @@ def disk_bytes(files: RunFiles) -> DiskBytes:
     return DiskBytes(**{kind.replace("-", "_"): weigh(files.root / kind) for kind in kinds})
 
 
-class PayloadFile(Payload):
-    """A payload in a file, read piece by piece: as many may be open at once as there are workers."""
+class Memory:
+    """Where what is read of payload files lies, each piece until the next one is read: new memory would cost as much
+    as the reading."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
+
+    def of(self, length: int) -> memoryview:
+        if len(self._memory) < length:
+            self._memory = memoryview(bytearray(length))
+        return self._memory[:length]
+
+
+class PayloadFile(Payload):
+    """A payload in a file, read piece by piece: as many may be open at once as there are workers. They may share their
+    `memory`; a chunk is valid until the next one is read into it."""
+
+    def __init__(self, path: Path, memory: Memory | None = None) -> None:
+        self._memory = memory or Memory()
         self._file = os.open(path, os.O_RDONLY)
         try:
             super().__init__(self._read, os.fstat(self._file).st_size)
@@ -177,8 +192,9 @@ class PayloadFile(Payload):
             os.close(self._file)
             raise
 
-    def _read(self, offset: int, length: int) -> bytes:
-        return os.pread(self._file, length, offset)
+    def _read(self, offset: int, length: int) -> memoryview:
+        piece = self._memory.of(length)
+        return piece[: os.preadv(self._file, [piece], offset)]
 
     def close(self) -> None:
         os.close(self._file)
@@ -193,11 +209,11 @@ class PayloadFile(Payload):
 class HashedPayloadFile(PayloadFile):
     """A payload file that is read once, chunk after chunk, and hashed on the way."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, memory: Memory) -> None:
         self._hasher, self._hashed_bytes = blake3(), 0
-        super().__init__(path)
+        super().__init__(path, memory)
 
-    def _read(self, offset: int, length: int) -> bytes:
+    def _read(self, offset: int, length: int) -> memoryview:
         data = super()._read(offset, length)
         if offset == self._hashed_bytes:
             self._hasher.update(data)

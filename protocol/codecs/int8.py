@@ -43,5 +43,5 @@ def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
 def check(data: U8, n: int, limit: float) -> None:
     start = 2 * blocks.count(n, BLOCK)
     blocks.check_scales(NAME, data[:start], MOST, limit)
-    if (data[start:].view(np.int8) == -128).any():
+    if data[start:].view(np.int8).min() == -128:
         raise WireError("int8: a code is -128; codes are -127 to 127")
