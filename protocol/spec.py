@@ -108,7 +108,10 @@ class SyncSpec(_Section):
         "int8", description='codec of contributions; "sparse" needs many rounds and outer.momentum = 0'
     )
     download_codec: DownloadCodecName = Field("int8", description="codec of deltas")
-    zstd: bool = Field(True, description="compress payloads by zstd; turn off where lines are faster than 1 Gbit/s")
+    zstd: bool = Field(
+        True,
+        description="compress payloads by zstd: deltas always, uploads where the worker finds its line slow enough",
+    )
     fragment_elements: Annotated[int, Field(ge=256, le=1 << 28)] = Field(
         1 << 23, description="elements per fragment, at most"
     )

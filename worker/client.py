@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from protocol import messages, wire
 from protocol.digest import Buffer, content_digest
 from protocol.errors import WireError
+from worker.entropy import Entropy
 from worker.errors import UnexpectedAnswer
 from worker.grace import Signal
 from worker.line import Line
@@ -68,6 +69,7 @@ class Client:
         self._http = http
         self._token = token
         self._line = Line()
+        self.entropy = Entropy(clock)
         self._retry = Retry(self.stop, sleep=sleep, rng=rng, clock=clock)
         self._path = f"/v1/runs/{run}"
 
@@ -235,7 +237,7 @@ class Client:
         }
 
         def attempt() -> None:
-            with self._line.taken(pieces(buffers, self.traffic, self._until)) as body:
+            with self._line.taken(self.entropy.sent(pieces(buffers, self.traffic, self._until))) as body:
                 raise_for_problem(self._http.put(path, content=body, headers=headers, timeout=self._timeout()))
 
         self._retry(attempt)

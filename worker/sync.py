@@ -23,7 +23,7 @@ from protocol.errors import OuterstepError, Problem
 from protocol.messages import Stage
 from protocol.spec import RunSpec
 from worker.client import Client
-from worker.codecs import pack_fragment, round_trip, unpack_payload
+from worker.codecs import round_trip, unpack_payload
 from worker.errors import Resync, RunEnded, Stopped, UnexpectedAnswer, WorkLost
 from worker.grace import Grace
 from worker.membership import Membership
@@ -230,7 +230,7 @@ class Sync:
         vector = piece.delta.to(self._device)
         # One after the other: so the fragment that goes over the line first is ready first.
         with self._encoding, self.client.stages(Stage.ENCODE):
-            frames = pack_fragment(vector, sync.upload_codec, zstd=sync.zstd)
+            frames = self.client.entropy.pack(vector, sync.upload_codec, wanted=sync.zstd)
         header = wire.ContributionHeader(
             run=self.client.run,
             round=piece.round,

@@ -40,16 +40,18 @@ TORCH_CODECS: dict[str, TorchCodec] = {
 }
 
 
-def pack_fragment(vector: Tensor, codec: str, *, zstd: bool) -> list[Buffer]:
-    """Encode float32[n], on its device, into the frames of a payload, in chunks of `wire.CHUNK_ELEMENTS`.
+def encoded_chunks(vector: Tensor, codec: str) -> Iterator[U8]:
+    """Encode float32[n], on its device, in chunks of `wire.CHUNK_ELEMENTS`: uint8[size] of each, in host memory.
 
     Raises CodecError for values that the codec cannot carry.
     """
-    frames: list[Buffer] = []
     for chunk in vector.split(wire.CHUNK_ELEMENTS):
-        raw: U8 = TORCH_CODECS[codec].encode(chunk).cpu().numpy()
-        frames.append(wire.pack_frame(raw, zstd=zstd))
-    return frames
+        yield TORCH_CODECS[codec].encode(chunk).cpu().numpy()
+
+
+def pack_fragment(vector: Tensor, codec: str, *, zstd: bool) -> list[Buffer]:
+    """Encode float32[n], on its device, into the frames of a payload. Raises CodecError like `encoded_chunks`."""
+    return [wire.pack_frame(raw, zstd=zstd) for raw in encoded_chunks(vector, codec)]
 
 
 def round_trip(vector: Tensor, codec: str) -> Tensor:

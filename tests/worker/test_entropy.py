@@ -1,0 +1,148 @@
+"""Uploads are coded by zstd where that shortens their way, by what was measured on the way of those before them."""
+
+import logging
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from protocol import wire
+from protocol.codecs import CODECS
+from protocol.digest import Buffer
+from worker import entropy
+from worker.client import Client
+from worker.codecs import pack_fragment
+from worker.entropy import PROBE_EVERY, Entropy
+
+CHUNK = 400_000
+CODER = 1e9  # bytes per second
+FAST, SLOW = 1e9, 1e6
+GAUSSIAN = torch.randn(3 * CHUNK, generator=torch.Generator().manual_seed(0))
+
+
+class Clock:
+    """Moves while something is coded or sent, by what the rates say."""
+
+    def __init__(self) -> None:
+        self.seconds, self.coded_chunks = 0.0, 0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock, pack_frame = Clock(), wire.pack_frame
+
+    def timed(raw: np.ndarray, *, zstd: bool) -> Buffer:
+        clock.seconds += len(raw) / CODER if zstd else 0.0
+        clock.coded_chunks += zstd
+        return pack_frame(raw, zstd=zstd)
+
+    monkeypatch.setattr(wire, "pack_frame", timed)
+    monkeypatch.setattr(wire, "CHUNK_ELEMENTS", CHUNK)
+    return clock
+
+
+def send(uploads: Entropy, clock: Clock, rate: float, vector: Tensor = GAUSSIAN) -> int:
+    """Pack a fragment and send it over a line of `rate`, bytes per second; how many of its chunks were coded."""
+    before = clock.coded_chunks
+    frames = [bytes(frame) for frame in uploads.pack(vector, "int8", wanted=True)]
+    for piece in uploads.sent(iter(frames)):
+        clock.seconds += len(piece) / rate
+    return clock.coded_chunks - before
+
+
+def test_the_first_fragment_is_coded_and_then_the_line_decides(clock: Clock) -> None:
+    on_fast, on_slow = Entropy(clock), Entropy(clock)
+    assert [send(on_fast, clock, FAST) for _ in range(5)] == [3, 0, 0, 0, 0]
+    assert [send(on_slow, clock, SLOW) for _ in range(5)] == [3, 3, 3, 3, 3]
+
+
+def test_a_line_that_becomes_slow_or_fast_again_is_noticed_with_the_next_fragment(clock: Clock) -> None:
+    uploads = Entropy(clock)
+    rates = [FAST, FAST, SLOW, SLOW, *[FAST] * 16]
+    coded = [send(uploads, clock, rate) for rate in rates]
+    assert coded[:5] == [3, 0, 0, 3, 3], "after the first body at the new rate"
+    assert coded[-1] == 0, "old measurements fade"
+
+
+def test_the_border_lies_where_coding_takes_as_long_as_the_line_for_what_it_saves(clock: Clock) -> None:
+    raw, packed = (sum(map(len, pack_fragment(GAUSSIAN, "int8", zstd=zstd))) for zstd in (False, True))
+    border = CODER * (raw - packed) / raw
+    for rate, coded in ((0.99 * border, 3), (1.01 * border, 0)):
+        uploads = Entropy(clock)
+        send(uploads, clock, rate)
+        assert send(uploads, clock, rate) == coded
+
+
+def test_data_that_become_compressible_are_noticed_by_coding_a_chunk_now_and_then(clock: Clock) -> None:
+    uploads, zeros = Entropy(clock), torch.zeros(3 * CHUNK)
+    rate = CODER / 4  # above the border of Gaussian values, below that of zeros
+    assert [send(uploads, clock, rate) for _ in range(3)] == [3, 0, 0]
+    coded = [send(uploads, clock, rate, zeros) for _ in range(PROBE_EVERY + 1)]
+    assert coded == [0] * (PROBE_EVERY - 3) + [1] + [3] * 3
+
+
+def test_what_is_too_small_to_measure_the_line_by_is_coded(clock: Clock) -> None:
+    uploads, small = Entropy(clock), GAUSSIAN[:CHUNK]
+    assert [send(uploads, clock, FAST, small) for _ in range(3)] == [1, 1, 1]
+    assert send(uploads, clock, FAST) == 3
+    assert [send(uploads, clock, SLOW, small) for _ in range(3)] == [0, 0, 0]
+
+
+def test_who_does_not_want_it_codes_nothing(clock: Clock) -> None:
+    uploads = Entropy(clock)
+    assert uploads.pack(GAUSSIAN, "int8", wanted=False) == pack_fragment(GAUSSIAN, "int8", zstd=False)
+    assert clock.coded_chunks == 0
+
+
+@pytest.mark.parametrize("rate", [FAST, SLOW])
+def test_the_receiver_decodes_the_same_values(clock: Clock, rate: float) -> None:
+    uploads = Entropy(clock)
+    send(uploads, clock, rate)
+    frames = uploads.pack(GAUSSIAN, "int8", wanted=True)
+    header = wire.StateHeader(
+        run="r",
+        round=0,
+        fragment=0,
+        codec="int8",
+        elements=len(GAUSSIAN),
+        chunk_elements=CHUNK,
+        frame_bytes=[len(frame) for frame in frames],
+    )
+    payload = wire.Payload.from_bytes(b"".join([wire.pack_header(header), *map(bytes, frames)]))
+    values = np.empty(len(GAUSSIAN), np.float32)
+    payload.decode(values)
+    raw = np.empty(CODECS["int8"].size(CHUNK), np.uint8)
+    CODECS["int8"].encode(GAUSSIAN[:CHUNK].numpy(), raw)
+    assert bytes(payload.chunk(0)) == raw.tobytes()
+    assert np.abs(values - GAUSSIAN.numpy()).max() < 0.05
+
+
+def test_the_choice_is_told_once(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    uploads = Entropy(clock)
+    for rate in (FAST, FAST, FAST, SLOW, SLOW, SLOW):
+        send(uploads, clock, rate)
+    told = [record.getMessage() for record in caplog.records if record.name == entropy.__name__]
+    assert [line.split(" zstd, which saves ")[0] for line in told] == ["uploads: without", "uploads: with"]
+    assert told[0].endswith("% at 1000 MB/s; the line takes 1000.00 MB/s")
+
+
+def test_the_client_measures_its_uploads(clock: Clock) -> None:
+    class SlowLine(httpx.BaseTransport):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            assert isinstance(request.stream, httpx.SyncByteStream)
+            for piece in request.stream:
+                clock.seconds += len(piece) / SLOW
+            clock.seconds += 100  # until it is durable
+            return httpx.Response(201)
+
+    with httpx.Client(transport=SlowLine(), base_url="http://coordinator") as http:
+        client = Client(http, "r", "token", clock=clock)
+        client._upload("token", "/somewhere", [b"x" * 3_000_000])
+    assert client.entropy.line.seconds == pytest.approx(3.0)
+    assert client.entropy.line.bytes == 3_000_000
