@@ -4,13 +4,17 @@ import asyncio
 import resource
 import sqlite3
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from anyio.to_thread import current_default_thread_limiter
+
 from coordinator.bell import ASSIGNMENTS, EVENTS, Bell, delta_of
 from protocol.messages import Action, Assignment
-from tests.coordinator.crew import GRACE_OF_A_SECOND, crew
+from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, info
 from tests.support.coordinator import CoordinatorProcess, InThread, SettableClock
+from tests.support.waiting import wait_until
 
 
 @contextmanager
@@ -26,6 +30,27 @@ def test_a_heartbeat_waits_neither_for_the_run_nor_for_the_database(shared: InTh
     (member,) = crew(shared, run, ["a"])
     with shared.live(run).lock, database_busy(shared):
         assert member.http.put(member.path("/lease"), json={}).status_code == 200
+
+
+def test_a_heartbeat_does_not_wait_for_threads_that_wait_for_the_run(shared: InThread, run: str) -> None:
+    """Every request took the coordinator out of the application's state by way of a thread, of which there are forty."""
+    (member,) = crew(shared, run, ["a"])
+
+    async def busy() -> bool:
+        threads = current_default_thread_limiter()
+        return threads.borrowed_tokens == threads.total_tokens
+
+    def all_threads_wait() -> bool:
+        loop = shared.coordinator.bell._loop
+        assert loop is not None
+        return asyncio.run_coroutine_threadsafe(busy(), loop).result()
+
+    with ThreadPoolExecutor(60) as others, shared.live(run).lock:
+        asking = [others.submit(info, shared, run) for _ in range(60)]
+        wait_until(all_threads_wait)
+        assert member.http.put(member.path("/lease"), json={}).status_code == 200
+        assert not any(each.done() for each in asking)
+    assert all(each.result()["live_workers"] == 1 for each in asking)
 
 
 def test_a_heartbeat_does_not_revive_a_lease_that_has_ended(shared: InThread, run: str) -> None:
