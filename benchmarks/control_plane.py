@@ -108,6 +108,7 @@ class Crowd:
     round_s: float
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     heard: dict[tuple[str, int], float] = field(default_factory=dict)  # news -> when the first worker heard them
+    began: float = field(default_factory=time.perf_counter)
     missed_leases: int = 0
 
     def note(self, kind: str, seconds: float) -> None:
@@ -134,7 +135,10 @@ class Worker:
 
     async def heartbeats(self, offset: float) -> None:
         body = Metrics(phase="train").model_dump_json().encode()
-        due = time.perf_counter() + HEARTBEAT_S * offset
+        # Spread evenly over the interval, whenever the worker joined.
+        due = self.crowd.began + HEARTBEAT_S * offset
+        while due < time.perf_counter():
+            due += HEARTBEAT_S
         while True:
             await asyncio.sleep(due - time.perf_counter())
             due += HEARTBEAT_S

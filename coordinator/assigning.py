@@ -48,15 +48,33 @@ def assign(
         given = run.open.given.get(worker)
         if given is None or not (carried is None or worker in run.open.settled):
             given = _give(run, run.open, worker, carried)
-        return Assignment(
-            action=Action.TRAIN,
-            reason=f"round {run.round} is open",
-            round=run.round,
-            # A restarted worker has lost time: of its units it trains on those that it still manages.
-            inner_steps=min(given.inner_steps, _inner_steps(run, worker)),
-            units=[list(unit_range) for unit_range in given.units],
-            evaluate=given.evaluate,
-        )
+        return _training(run, run.open, worker, given)
+
+
+def known(
+    run: LiveRun, worker: str, state_round: int | None, carried: Sequence[Sequence[int]] | None
+) -> Assignment | None:
+    """What `assign` says to a live worker of the open round, where that is in memory; else None. Takes no lock: all
+    that it looks at was so at one moment, the one at which it found the round open."""
+    opening = run.open
+    if opening is None or opening.number != state_round or run.state is not RunState.RUNNING or run.damage is not None:
+        return None
+    given = opening.given.get(worker)
+    if given is None or worker not in run.leases or not (carried is None or worker in opening.settled):
+        return None
+    return _training(run, opening, worker, given)
+
+
+def _training(run: LiveRun, opening: OpenRound, worker: str, given: Given) -> Assignment:
+    return Assignment(
+        action=Action.TRAIN,
+        reason=f"round {opening.number} is open",
+        round=opening.number,
+        # A restarted worker has lost time: of its units it trains on those that it still manages.
+        inner_steps=min(given.inner_steps, _inner_steps(run, worker)),
+        units=[list(unit_range) for unit_range in given.units],
+        evaluate=given.evaluate,
+    )
 
 
 def _give(run: LiveRun, opening: OpenRound, worker: str, carried: Sequence[Sequence[int]] | None) -> Given:
@@ -151,7 +169,8 @@ def _is_evaluated(run: LiveRun) -> bool:
 
 
 def _inner_steps(run: LiveRun, worker: str) -> int:
-    elapsed_s = 0.0 if run.open is None else run.world.clock() - run.open.opened_at
+    opening = run.open
+    elapsed_s = 0.0 if opening is None else run.world.clock() - opening.opened_at
     return pacing.inner_steps(run.spec.sync, run.metrics[worker].inner_steps_per_second, elapsed_s)
 
 

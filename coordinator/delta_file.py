@@ -97,14 +97,15 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
     """
     with run.world.database.read() as session:
         row = session.get(FragmentRow, (run.id, round_, fragment))
+    path = run.files.delta(round_, fragment)
+    if row is None or row.delta_digest is None or intact(path, row.delta_digest):
+        return True
+    with run.world.database.read() as session:
         contributions = session.scalars(
             select(ContributionRow).where(
                 ContributionRow.run_id == run.id, ContributionRow.round == round_, ContributionRow.fragment == fragment
             )
         ).all()
-    path = run.files.delta(round_, fragment)
-    if row is None or row.delta_digest is None or intact(path, row.delta_digest):
-        return True
     with run.lock:
         if not retention.keeps_delta(run, round_) or (round_, fragment) in run.spoilt:
             return False  # the retention rule has deleted it meanwhile; or this was told before

@@ -69,6 +69,15 @@ class Arrival:
 
 
 @dataclass
+class Told:
+    """A report of a worker, and whether it is in the books."""
+
+    worker: str
+    report: RoundReport
+    booked: bool = False
+
+
+@dataclass
 class OpenFragment:
     """One fragment of the open round. `contributed`: by worker. Times are of the monotonic clock."""
 
@@ -138,7 +147,7 @@ class LiveRun:
         self.why_not_open = "waiting for the first worker"
         self.seeder: str | None = None
         self.evaluator: str | None = None  # of the final state
-        self.reports: deque[tuple[str, RoundReport]] = deque()  # of workers, not booked yet
+        self.reports: deque[Told] = deque()  # not booked yet
         self.deltas: dict[tuple[int, int], bytes] = {}  # (round, fragment) -> digest, of the last rounds published
         self.outer: list[tuple[int, bytes]] = []  # per fragment: round and digest of the coordinator's own state
         self.arrivals: deque[Arrival] = deque()  # contributions to be committed, by whoever gets the lock next

@@ -35,10 +35,10 @@ async def get_events(
 
 async def _stream(run: LiveRun, bell: Bell, after: int) -> AsyncIterator[ServerSentEvent]:
     while not bell.closed:
-        ring = bell.next_ring(run.name, EVENTS)
-        page = await run_in_threadpool(reports.events, run, STREAM_PAGE, after)
-        for event in page.items:
-            yield ServerSentEvent(id=str(event.id), event=event.kind, data=event.model_dump_json())
-            after = event.id
-        if not page.items:
-            await ring.wait()
+        with bell.listening(run.name, EVENTS) as ring:
+            page = await run_in_threadpool(reports.events, run, STREAM_PAGE, after)
+            for event in page.items:
+                yield ServerSentEvent(id=str(event.id), event=event.kind, data=event.model_dump_json())
+                after = event.id
+            if not page.items:
+                await ring.wait()

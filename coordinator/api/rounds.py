@@ -86,12 +86,13 @@ async def get_delta(
     """The averaged pseudo-gradient. Long-polls with `Prefer: wait=SECONDS` until it is published."""
     check_fragment(run, fragment)
 
+    def glance() -> tuple[bool, bytes | str] | None:
+        return _known_digest(run, number, fragment, caller.worker)
+
     def look() -> tuple[bool, bytes | str]:
         return _delta_digest(run, number, fragment, caller.worker)
 
-    found: bytes | str | None = run.deltas.get((number, fragment))
-    if found is None:
-        found = await poll(service.bell, run.name, delta_of(fragment), preferred_wait_s(http), look)
+    found = await poll(service.bell, run.name, delta_of(fragment), preferred_wait_s(http), glance, look)
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
     # Of the last round; an older one the retention rule may have deleted.
@@ -102,15 +103,27 @@ async def get_delta(
     return answer
 
 
+def _known_digest(run: LiveRun, number: int, fragment: int, member: str | None) -> tuple[bool, bytes | str] | None:
+    """What `_delta_digest` says, where that takes neither the run's lock nor the database: of a delta that was just
+    published, and to whom has contributed to one that will be; else None."""
+    recent = run.deltas.get((number, fragment))
+    if recent is not None:
+        return True, recent
+    opening = run.open
+    if opening is None or opening.number != number or run.ended:
+        return None
+    each = opening.fragments[fragment]
+    if member not in each.contributed or each.state is FragmentState.PUBLISHED:
+        return None
+    return False, f"round {number}, fragment {fragment}: {each.reason}"
+
+
 def _delta_digest(run: LiveRun, number: int, fragment: int, member: str | None) -> tuple[bool, bytes | str]:
     """Whether the delta is there, and its digest or what is waited for.
 
     A member asks for the delta of its own contribution, so it is told where the coordinator does not have that: the
     disk has lost it, or the database was restored from a backup.
     """
-    recent = run.deltas.get((number, fragment))
-    if recent is not None:
-        return True, recent
     with run.lock:
         if number >= run.published_rounds(fragment):
             if run.ended:

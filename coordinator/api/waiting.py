@@ -20,20 +20,41 @@ def preferred_wait_s(request: Request) -> float:
     return min(float(match[1]), MAX_WAIT_S) if match else 0.0
 
 
-async def poll(bell: Bell, run: str, topic: str, wait_s: float, look: Callable[[], tuple[bool, Answer]]) -> Answer:
-    """Call `look` now and at every ring of `topic` until it says (True, answer) or the time is up; the last answer.
+async def poll(
+    bell: Bell,
+    run: str,
+    topic: str,
+    wait_s: float,
+    glance: Callable[[], tuple[bool, Answer] | None],
+    look: Callable[[], tuple[bool, Answer]],
+) -> Answer:
+    """Look now and at every ring of `topic` until it is (True, answer) or the time is up; the last answer.
+
+    `glance` is called on the event loop, and says the same as `look` where it can do so from memory and without a lock;
+    only where it is None, `look` is called on a thread.
 
     The time is up to a fifth shorter than `wait_s`: those who were woken together do not ask again all at once.
     """
     loop = asyncio.get_running_loop()
     until = loop.time() + wait_s * (1 - bell.spread() / 5)
     while True:
-        ring = bell.next_ring(run, topic)
-        settled, answer = await anyio.to_thread.run_sync(look, limiter=bell.looks)
-        remaining = until - loop.time()
-        if settled or remaining <= 0 or bell.closed:
-            return answer
-        try:
-            await asyncio.wait_for(ring.wait(), remaining)
-        except TimeoutError:
-            return answer
+        with bell.listening(run, topic) as ring:
+            settled, answer = glance() or await _look(bell, glance, look)
+            remaining = until - loop.time()
+            if settled or remaining <= 0 or bell.closed:
+                return answer
+            try:
+                await asyncio.wait_for(ring.wait(), remaining)
+            except TimeoutError:
+                return answer
+
+
+async def _look(
+    bell: Bell, glance: Callable[[], tuple[bool, Answer] | None], look: Callable[[], tuple[bool, Answer]]
+) -> tuple[bool, Answer]:
+    """In turn. What those before have done often is for all: then a glance is enough after all."""
+    async with bell.looks:
+        found = glance()
+        if found is None:
+            found = await anyio.to_thread.run_sync(look, limiter=bell.threads)
+        return found

@@ -63,8 +63,13 @@ async def get_assignment(
 ) -> Assignment:
     """What to do next. Long-polls with `Prefer: wait=SECONDS` while there is nothing to do."""
 
-    if request.report is not None:
-        accounting.tell(run, worker, request.report)
+    told = None if request.report is None else accounting.tell(run, worker, request.report)
+
+    def glance() -> tuple[bool, Assignment] | None:
+        if told is not None and not told.booked:
+            return None
+        assignment = assigning.known(run, worker, request.state_round, request.carried)
+        return None if assignment is None else (True, assignment)
 
     def look() -> tuple[bool, Assignment]:
         with run.lock:
@@ -73,7 +78,7 @@ async def get_assignment(
             assignment = assigning.assign(run, worker, request.state_round, request.carried)
         return assignment.action is not Action.WAIT, assignment
 
-    return await poll(service.bell, run.name, ASSIGNMENTS, preferred_wait_s(http), look)
+    return await poll(service.bell, run.name, ASSIGNMENTS, preferred_wait_s(http), glance, look)
 
 
 @router.get("")

@@ -5,14 +5,16 @@ import resource
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import pytest
 from anyio.to_thread import current_default_thread_limiter
 
-from coordinator.bell import ASSIGNMENTS, EVENTS, Bell, delta_of
+from coordinator import assigning
+from coordinator.bell import ASSIGNMENTS, EVENTS, LET_GO_AT_ONCE, Bell, delta_of
 from protocol.messages import Action, Assignment
-from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, info
+from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, info, problem
 from tests.support.coordinator import CoordinatorProcess, InThread, SettableClock
 from tests.support.waiting import wait_until
 
@@ -74,6 +76,52 @@ def test_the_assignment_of_an_open_round_is_known_without_the_database(shared: I
     assert {member.name: member.assignment(0) for member in (a, b)} == opened  # the database says the same
 
 
+def test_what_the_event_loop_answers_from_memory_is_what_the_run_would_say(shared: InThread, run: str) -> None:
+    a, b, c = crew(shared, run, ["a", "b", "c"], min_workers=2)
+    live = shared.live(run)
+    assert assigning.known(live, "a", 0, None) is None, "no round is open"
+    for member in (a, b):
+        member.assignment(0)
+    with live.lock:  # held by another thread than the event loop's, which answers all the same
+        answered = a.http.put(a.path("/assignment"), json={"state_round": 0, "carried": []})
+    assert Assignment.model_validate(answered.json()) == assigning.assign(live, "a", 0, [])
+    unknown = {"another state": ("a", 1), "no state": ("a", None), "not in this round yet": ("c", 0)}
+    assert {what: assigning.known(live, worker, at, None) for what, (worker, at) in unknown.items()} == dict.fromkeys(
+        unknown
+    )
+    c.assignment(0)
+    assert assigning.known(live, "c", 0, None) == assigning.assign(live, "c", 0)
+    assert assigning.known(live, "c", 0, []) is None, "whether it holds units of earlier rounds is in the database"
+    a.http.delete(a.path()).raise_for_status()
+    assert assigning.known(live, "a", 0, None) is None, "its lease has ended"
+    with shared.client() as admin:
+        admin.patch(f"/v1/runs/{run}", json={"state": "draining"}).raise_for_status()
+    assert assigning.known(live, "b", 0, None) is None, "who may leave is for the run to say"
+
+
+def test_who_waits_for_a_delta_waits_neither_for_the_run_nor_for_the_database(shared: InThread, run: str) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
+    for member in (a, b):
+        member.assignment(0)
+    a.take_part(0)
+    with shared.live(run).lock, database_busy(shared):
+        document = problem(a.delta(0, 0, wait_s=0), "not-published")
+    assert document["detail"].endswith(shared.live(run).open.fragments[0].reason)  # type: ignore[union-attr]
+    b.take_part(0)
+    shared.await_state(run, 1)
+    with shared.live(run).lock, database_busy(shared):
+        published = a.delta(0, 0)
+    assert published.content == shared.live(run).files.delta(0, 0).read_bytes()
+
+
+def test_a_report_is_in_the_books_before_its_worker_trains_on(shared: InThread, run: str) -> None:
+    (a,) = crew(shared, run, ["a"])
+    a.assignment(0)
+    report = {"round": 0, "epoch": 1, "upload_bytes": 1, "download_bytes": 2, "seconds": {}}
+    a.http.put(a.path("/assignment"), json={"state_round": 0, "carried": [], "report": report}).raise_for_status()
+    assert info(shared, run)["account"]["download_bytes"] == 2
+
+
 def test_who_rejoins_gets_the_units_that_are_left_in_the_database(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], min_workers=2)
     b.assignment(0)
@@ -111,20 +159,53 @@ def test_units_of_a_round_that_a_worker_missed_are_taken_back_although_its_assig
         assert [list(row) for row in rows] == units != missed
 
 
-def test_a_ring_wakes_those_whom_it_concerns() -> None:
-    async def rung(topic: str | None) -> set[str]:
+@pytest.mark.parametrize(
+    ("topic", "woken"),
+    [(delta_of(1), {delta_of(1)}), (EVENTS, {EVENTS}), (None, {EVENTS, ASSIGNMENTS, delta_of(0), delta_of(1)})],
+)
+def test_a_ring_wakes_those_whom_it_concerns(topic: str | None, woken: set[str]) -> None:
+    async def rung() -> set[str]:
         bell = Bell()
         bell.attach(asyncio.get_running_loop())
-        waiting = {each: bell.next_ring("r", each) for each in (EVENTS, ASSIGNMENTS, delta_of(0), delta_of(1))}
-        other = bell.next_ring("another run", EVENTS)
-        bell.ring("r", topic)
-        await asyncio.sleep(0)
-        assert not other.is_set()
-        return {each for each, event in waiting.items() if event.is_set()}
+        with ExitStack() as stack:
+            topics = (EVENTS, ASSIGNMENTS, delta_of(0), delta_of(1))
+            listening = {each: stack.enter_context(bell.listening("r", each)) for each in topics}
+            other = stack.enter_context(bell.listening("another run", EVENTS))
+            bell.ring("r", topic)
+            await asyncio.gather(*(listening[each].wait() for each in woken))
+            assert not other.is_set()
+            return {each for each, event in listening.items() if event.is_set()}
 
-    assert asyncio.run(rung(delta_of(1))) == {delta_of(1)}
-    assert asyncio.run(rung(EVENTS)) == {EVENTS}
-    assert asyncio.run(rung(None)) == {EVENTS, ASSIGNMENTS, delta_of(0), delta_of(1)}
+    assert asyncio.run(rung()) == woken
+
+
+def test_of_a_crowd_that_is_woken_a_few_are_let_go_at_a_time_and_who_came_first_is_first() -> None:
+    async def passes() -> list[int]:
+        bell = Bell()
+        bell.attach(asyncio.get_running_loop())
+        with ExitStack() as stack:
+            rings = [stack.enter_context(bell.listening("r", EVENTS)) for _ in range(5 * LET_GO_AT_ONCE)]
+            bell.ring("r", EVENTS)
+            counts = []
+            while not rings[-1].is_set():
+                await asyncio.sleep(0)  # one pass of the event loop, in which others are served
+                assert sorted(rings, key=lambda ring: not ring.is_set()) == rings
+                counts.append(sum(ring.is_set() for ring in rings))
+            return counts
+
+    assert asyncio.run(passes()) == [LET_GO_AT_ONCE * each for each in range(1, 6)]
+
+
+def test_nobody_is_kept_who_no_longer_waits() -> None:
+    async def kept() -> int:
+        bell = Bell()
+        bell.attach(asyncio.get_running_loop())
+        for _ in range(3):
+            with bell.listening("r", EVENTS):
+                pass
+        return len(bell._listening["r"][EVENTS])
+
+    assert asyncio.run(kept()) == 0
 
 
 def test_the_server_may_open_as_many_files_as_the_system_allows(tmp_path: Path) -> None:

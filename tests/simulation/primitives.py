@@ -5,7 +5,7 @@ Only what it uses is there. A name that is missing here fails loudly, as an Attr
 
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
 
@@ -260,6 +260,8 @@ class FakeLoop:
     def call_soon_threadsafe(self, act: Callable[..., object], *args: Any) -> None:
         act(*args)
 
+    call_soon = call_soon_threadsafe
+
 
 class FakeAsyncio:
     """The module `asyncio`: coroutines that never really wait, but hand over to the scheduler inside."""
@@ -267,6 +269,7 @@ class FakeAsyncio:
     def __init__(self, scheduler: Scheduler) -> None:
         loop = FakeLoop(scheduler)
         self.Event = lambda: AsyncEvent(scheduler)
+        self.Semaphore = lambda _: nullcontext()  # whoever wants to: so more orders are tried than there are in truth
         self.get_running_loop = lambda: loop
 
     @asynccontextmanager
