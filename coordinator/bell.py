@@ -39,7 +39,7 @@ class Bell:
         self._woken: deque[asyncio.Event] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.looks = asyncio.Semaphore(LOOKS_AT_ONCE)
-        self.threads: CapacityLimiter | None = None
+        self.threads: CapacityLimiter | None = None  # of their own, for uploads may take all the others
         self._asked = itertools.count()
         self.closed = False
 
