@@ -56,6 +56,28 @@ def test_a_contribution_that_the_disk_lost_is_asked_for_again_and_nothing_else_c
     assert state_of(shared, run) == state_of(shared, f"{run}-sound")
 
 
+def test_units_are_consumed_again_with_a_contribution_of_which_the_disk_lost_everything(
+    shared: InThread, run: str
+) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
+    for member in (a, b):
+        member.assignment(0)
+    contribute_all(a)
+    for path in (shared.live(run).files.root / "contributions" / "0").iterdir():
+        path.unlink()
+    contribute_all(b)
+    pseudo_gradients = a.pseudo_gradients(0)
+    for p in range(len(pseudo_gradients)):
+        problem(a.delta(0, p), "contribution-lost")
+    assert info(shared, run)["tokens"] == 5 * 32
+    for p, values in enumerate(pseudo_gradients):
+        assert a.contribute(a.assignment(0), p, values).status_code == 201
+    for member in (a, b):
+        member.step(0)
+    assert info(shared, run)["tokens"] == 10 * 32
+    assert [each["tokens"] for each in info(shared, run, "/workers")["items"]] == [5 * 32, 5 * 32]
+
+
 def test_a_dead_workers_contribution_that_the_disk_lost_is_done_without_and_its_units_return(
     shared: InThread, run: str
 ) -> None:
