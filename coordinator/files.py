@@ -198,6 +198,7 @@ class PayloadFile(Payload):
 
     def close(self) -> None:
         os.close(self._file)
+        self._memory = Memory()  # whoever closed it may wait for long, in a crowd
 
     def __enter__(self) -> Self:
         return self
