@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check simulate soak clean
+.PHONY: demo test check lint types simulate soak clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -21,11 +21,14 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest
 
-check: $(VENV)/installed-dev
+check: lint types test
+
+lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+
+types: $(VENV)/installed-dev
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
 
 SEEDS ?= 100000
 simulate: $(VENV)/installed-dev

@@ -48,8 +48,10 @@ def epoch(run: Toy) -> EpochInfo:
     return EpochInfo.model_validate(item)
 
 
-@EVERY
-@pytest.mark.parametrize("upload", ["int8", "ternary"])
+@pytest.mark.parametrize(
+    ("sync", "upload"),
+    [(each, "int8") for each in SCHEDULES.values()] + [(SCHEDULES[name], "ternary") for name in ("eager", "spread")],
+)
 def test_replicas_are_identical_and_every_unit_is_in_the_model(tmp_path: Path, sync: str, upload: str) -> None:
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, spec(sync, min_workers=3, upload=upload), tmp_path)
@@ -257,7 +259,7 @@ def test_leaving_in_the_middle_of_a_round_loses_no_unit(tmp_path: Path, sync: st
         assert info.tokens == told.consumed * parse_spec(spec(sync)).unit_tokens
 
 
-@EVERY
+@pytest.mark.parametrize("sync", [SCHEDULES["eager"], SCHEDULES["spread"]], ids=["eager", "spread"])
 def test_training_that_diverged_is_not_sent(tmp_path: Path, sync: str) -> None:
     def spoil(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (1, 2):
