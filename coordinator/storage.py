@@ -45,16 +45,18 @@ class Storage:
 
     def tick(self, run: LiveRun) -> None:
         """Tell the run once that the disk is full, as soon as the database takes it, and once that it is over."""
-        if self._last_failure is not None and run.id not in self._told and not run.ended:
-            _tell(run, "storage-full", "the coordinator's disk is full; the run goes on when there is room")
-            self._told.add(run.id)
-        elif self._last_failure is None and run.id in self._told:
-            _tell(run, "storage-room", "the coordinator's disk has room again")
-            self._told.discard(run.id)
+        with run.lock:  # so that of two ticks at once one tells it
+            if self._last_failure is not None and run.id not in self._told and not run.ended:
+                _tell(run, "storage-full", "the coordinator's disk is full; the run goes on when there is room")
+                self._told.add(run.id)
+            elif self._last_failure is None and run.id in self._told:
+                _tell(run, "storage-room", "the coordinator's disk has room again")
+                self._told.discard(run.id)
 
 
 def _tell(run: LiveRun, kind: str, message: str) -> None:
-    with run.lock, run.world.database.write() as session:
+    """Holds the lock."""
+    with run.world.database.write() as session:
         run.record(session, kind, message)
     run.ring()
 
