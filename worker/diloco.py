@@ -46,8 +46,6 @@ from worker.streaming import StreamedRounds
 from worker.sync import Sync
 from worker.work import Midway, Work
 
-_PAUSE_S = 0.2  # between long polls
-
 log = logging.getLogger(__name__)
 
 
@@ -95,7 +93,6 @@ class DiLoCo:
         self._membership = Membership(client, name, request, self._files)
         self._steps = InnerSteps(run.spec)
         self._owned_http: httpx.Client | None = None
-        self._leaving = False
 
     @classmethod
     def connect(
@@ -203,13 +200,13 @@ class DiLoCo:
 
     # --- snapshot and lifetime ------------------------------------------------------------------------------------
 
-    def _save(self, work: Work | Midway) -> Future[None] | None:
+    def _save(self, work: Work | Midway, *, partial: bool = False) -> Future[None] | None:
         if self._files is None:
             return None
         state, optimizer = self._state, self._optimizer.state_dict()
         if isinstance(work, Midway):
             optimizer = snapshot.copied(optimizer)  # the training goes on while it is written
-        warmup_left, partial = self._steps.warmup_left or 0, self._leaving
+        warmup_left = self._steps.warmup_left or 0
         taken = Snapshot(state.theta, state.momentum, state.digests, work, partial, optimizer, warmup_left)
         save = self._client.stages.timed(Stage.SNAPSHOT, snapshot.save)
         return self._saver.submit(save, self._files, self._owner, taken)
@@ -278,7 +275,6 @@ class DiLoCo:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._resources:
-            self._leaving = True
             if kind is None:
                 self._rounds.hand_in(self._save)
 

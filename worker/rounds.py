@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +32,10 @@ LATE = "round %d closed without some of this worker's work: it goes into the nex
 log = logging.getLogger(__name__)
 
 
-Save = Callable[[Work | Midway], Future[None] | None]  # begins to write a snapshot
+class Save(Protocol):
+    """Begins to write a snapshot; `partial`: the worker leaves in the middle of the round."""
+
+    def __call__(self, work: Work | Midway, *, partial: bool = False) -> Future[None] | None: ...
 
 
 class Rounds:
@@ -71,9 +75,8 @@ class Rounds:
 
     # --- the end of a round ---------------------------------------------------------------------------------------
 
-    def after_step(self) -> bool:
-        """An inner step is done, and it was not the round's last. Whether the round goes on."""
-        return True
+    def after_step(self) -> None:
+        """An inner step is done, and it was not the round's last."""
 
     def end(self, save: Save) -> None:
         """The inner steps are done: exchange what they did, and begin the next round. Raises Stopped."""
@@ -92,7 +95,7 @@ class Rounds:
         if not self.training or not (units or self.carry.units):
             return
         work = self._collect(units)
-        save(work)  # for a fragment that does not get through
+        save(work, partial=True)  # for a fragment that does not get through
         self._sync.hand_in([work.piece(p) for p in range(len(self._state))])
 
     def resume(self, saved: Work | Midway, *, partial: bool) -> None:

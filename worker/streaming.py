@@ -64,14 +64,12 @@ class StreamedRounds(Rounds):
         self._flight = Flight(self._sync, assignment.round, self._saved, self._ask_ahead)
         self._move(0)
 
-    def after_step(self) -> bool:
-        round_number = self.assignment.round
-        with self._or_dropped(round_number):
+    def after_step(self) -> None:
+        with self._or_dropped(self.assignment.round):
             self._move(self._steps.done)
-            return True
+            return
         self._drop()
         self.begin_next()
-        return False
 
     def _move(self, step: int) -> None:
         """Send and merge what is due after inner step `step`. First send: merging may have to wait."""
