@@ -109,6 +109,7 @@ class Outcome:
     ended: float = 0.0
     kills: list[tuple[float, str]] = field(default_factory=list)
     exits: list[tuple[str, int]] = field(default_factory=list)
+    too_late: set[str] = field(default_factory=set)  # who came back, after its last kill, when the run was over
     steps: dict[str, list[float]] = field(default_factory=dict)
     harm: dict[str, int] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)  # REST answers, by path
@@ -158,6 +159,8 @@ def soak(plan: Plan, folder: Path, *, patience_s: float, say: Callable[[str], No
         for name, worker in workers.items():
             outcome.exits.append((name, worker.wait()))
             outcome.steps[name] = [float(line) for line in worker.steps.read_text().split()]
+            if "the run soak is finished" in worker.log.read_text():
+                outcome.too_late.add(name)
         outcome.harm = dict(proxy.harm)
         with running.client() as client:
             for path in ("", "/workers", "/rounds?limit=1000", "/events?limit=1000", "/checkpoints/latest"):
