@@ -1,7 +1,7 @@
 """A TCP proxy that does harm: it delays, cuts connections in the middle of a body, stalls, and flips bits.
 
-What it does to which connection, and after how many bytes, comes from one seed. Bits are flipped inside long bodies
-only, which carry tensors and a digest: control messages have TLS for that, in any real run.
+After how many bytes of a connection comes from one seed; what it does then is what it has done least so far. Bits are
+flipped inside long bodies only, which carry tensors and a digest: control messages have TLS for that, in any real run.
 """
 
 import asyncio
@@ -10,7 +10,8 @@ import random
 from tests.support.relay import Relay
 
 PIECE_BYTES = 1 << 14
-FAULTS = ("cut", "stall", "corrupt")
+ANYWHERE = ("cut", "stall")
+FAULTS = (*ANYWHERE, "corrupt")
 
 
 class Proxy(Relay):
@@ -28,9 +29,8 @@ class Proxy(Relay):
             left -= len(piece)
             if left < 0:
                 left = rng.expovariate(1 / self._mean_bytes)
-                fault = rng.choice(FAULTS)
-                if fault == "corrupt" and (len(piece) < PIECE_BYTES // 2 or b"\r\n\r\n" in piece):
-                    fault = "stall"  # no long body here
+                in_body = len(piece) >= PIECE_BYTES // 2 and b"\r\n\r\n" not in piece
+                fault = min(FAULTS if in_body else ANYWHERE, key=lambda each: self.harm[each])
                 self.harm[fault] += 1
                 if fault == "cut":
                     writer.write(piece[: len(piece) // 2])
