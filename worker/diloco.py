@@ -205,7 +205,7 @@ class DiLoCo:
             return None
         state, optimizer = self._state, self._optimizer.state_dict()
         if isinstance(work, Midway):
-            optimizer = snapshot.copied(optimizer)  # the training goes on while it is written
+            optimizer = snapshot.copied(optimizer, self._fragments.memory)  # the training goes on while it is written
         warmup_left = self._steps.warmup_left or 0
         taken = Snapshot(state.theta, state.momentum, state.digests, work, partial, optimizer, warmup_left)
         save = self._client.stages.timed(Stage.SNAPSHOT, snapshot.save)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from protocol.fragments import Layout, TensorSpec
 from worker.errors import ModelError
+from worker.memory import HostMemory
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -35,6 +36,7 @@ class Fragments:
         self._parameters = list(trainable_parameters(model).values())
         self._slices = layout.fragments
         self.device = self._parameters[0].device
+        self.memory = HostMemory()
 
     def __len__(self) -> int:
         return len(self._slices)
@@ -42,7 +44,8 @@ class Fragments:
     @torch.no_grad()
     def gather(self, p: int) -> Tensor:
         """Fragment p of the model as it is now, on the model's device; a copy."""
-        return torch.cat([parameter.reshape(-1)[piece].float() for parameter, piece, _ in self._pieces(p)])
+        parts = [parameter.reshape(-1)[piece].float() for parameter, piece, _ in self._pieces(p)]
+        return torch.cat(parts, out=self._empty(sum(len(part) for part in parts)))
 
     @torch.no_grad()
     def scatter(self, p: int, vector: Tensor) -> None:
@@ -61,7 +64,7 @@ class Fragments:
         cast to its own dtype: so neither the rounding of a bf16 model nor that of its rebase is mistaken for progress
         or swallows some.
         """
-        delta = torch.empty(len(theta), dtype=torch.float32, device=self.device)
+        delta = self._empty(len(theta))
         for parameter, piece, part in self._pieces(p):
             start = self._start(parameter, theta, carry, part)
             reached = parameter.reshape(-1)[piece].float() if local is None else local[part]
@@ -69,10 +72,28 @@ class Fragments:
         return delta if carry is None else delta.add_(carry.to(self.device))
 
     @torch.no_grad()
+    def progress_since(self, p: int, local: Tensor) -> Tensor:
+        """`local`, which `gather` gave before, becomes `local` − θ_local and is returned."""
+        for parameter, piece, part in self._pieces(p):
+            local[part].sub_(parameter.reshape(-1)[piece].float())
+        return local
+
+    @torch.no_grad()
     def rebase(self, p: int, theta: Tensor, carry: Tensor | None) -> None:
         """Start from `theta`, plus the progress −`carry` that has not been averaged yet."""
         for parameter, piece, part in self._pieces(p):
-            self._write(parameter, piece, theta[part] if carry is None else self._start(parameter, theta, carry, part))
+            if carry is None:
+                self._write(parameter, piece, theta[part])
+            elif parameter.dtype == theta.dtype and parameter.is_contiguous() and self.device.type == "cpu":
+                torch.sub(theta[part], carry[part], out=parameter.detach().view(-1)[piece])
+            else:
+                self._write(parameter, piece, self._start(parameter, theta, carry, part))
+
+    def _empty(self, n: int) -> Tensor:
+        """float32[n] on the model's device."""
+        if self.device.type == "cpu":
+            return self.memory.empty((n,))
+        return torch.empty(n, dtype=torch.float32, device=self.device)
 
     @staticmethod
     def _write(parameter: nn.Parameter, piece: slice, values: Tensor) -> None:

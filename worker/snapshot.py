@@ -20,6 +20,7 @@ from torch import Tensor
 from protocol.digest import digest
 from protocol.fragments import Layout
 from protocol.messages import RunDetail
+from worker.memory import HostMemory
 from worker.outer_state import OuterState
 from worker.state_dir import SNAPSHOT, StateDir
 from worker.work import Carry, Late, Midway, Work
@@ -96,14 +97,14 @@ def load(files: StateDir, owner: str) -> Snapshot | None:
         return None
 
 
-def copied(value: Any) -> Any:
+def copied(value: Any, memory: HostMemory) -> Any:
     """The same dictionaries, lists and tuples, with copies of the tensors in host memory."""
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        return memory.copy(value)
     if isinstance(value, dict):
-        return {key: copied(each) for key, each in value.items()}
+        return {key: copied(each, memory) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(copied(each) for each in value)
+        return type(value)(copied(each, memory) for each in value)
     return value
 
 

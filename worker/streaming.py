@@ -164,10 +164,10 @@ class StreamedRounds(Rounds):
         snapshot, alpha = self._snapshots.pop(p, None), self._spec.sync.alpha
         if snapshot is None:
             return None
-        local = self._fragments.gather(p)
         if alpha == "carry":
-            return snapshot.sub_(local).cpu()
-        return (self._state.theta[p] - local.cpu()) * alpha  # θ_local becomes α·θ_local + (1 − α)·θ_global
+            return self._fragments.progress_since(p, snapshot).cpu()
+        local = self._fragments.gather(p).cpu()
+        return (self._state.theta[p] - local) * alpha  # θ_local becomes α·θ_local + (1 − α)·θ_global
 
     def _settle(self) -> None:
         """All fragments are merged: the round is over for this worker."""

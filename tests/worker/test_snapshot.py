@@ -11,6 +11,7 @@ from protocol.fragments import Layout, TensorSpec, plan_fragments
 from protocol.spec import OuterSpec
 from worker import snapshot
 from worker.errors import StateDirBusy
+from worker.memory import HostMemory
 from worker.outer_state import OuterState
 from worker.snapshot import Snapshot
 from worker.state_dir import SNAPSHOT, MemberTokens, StateDir
@@ -95,7 +96,7 @@ def test_a_copy_does_not_follow_the_training() -> None:
     optimizer = torch.optim.AdamW([parameter])
     parameter.grad = torch.ones(5)
     optimizer.step()
-    taken = snapshot.copied(optimizer.state_dict())
+    taken = snapshot.copied(optimizer.state_dict(), HostMemory())
     before = taken["state"][0]["exp_avg"].clone()
     optimizer.step()
     assert torch.equal(taken["state"][0]["exp_avg"], before)
