@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.synchronize import Barrier
@@ -144,10 +144,7 @@ def measure(coordinator: Coordinator, plan: Plan) -> dict[str, Any]:
         process.join()
 
     def seconds(what: str) -> float:
-        spans = [
-            (max(r[what][i][1] for r in reports) - min(r[what][i][0] for r in reports)) for i in range(plan.rounds + 1)
-        ]
-        return statistics.median(spans[1:])
+        return statistics.median(round_seconds([report[what] for report in reports])[1:])
 
     def cpu_seconds(*roles: str) -> float:
         """Of one round's sync, over all processes of these roles."""
@@ -170,6 +167,11 @@ def measure(coordinator: Coordinator, plan: Plan) -> dict[str, Any]:
         report["relative_error"] = round(max(r["relative_error"] for r in reports), 5)
         report["allreduce_bytes"] = round(2 * (plan.workers - 1) / plan.workers * 4 * plan.elements)
     return report
+
+
+def round_seconds(spans: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
+    """Per round, from the first worker's start to the last one's end; of (start, end) per worker and round."""
+    return [max(end for _, end in round_) - min(start for start, _ in round_) for round_ in zip(*spans, strict=True)]
 
 
 def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
