@@ -54,6 +54,10 @@ from worker.outer_state import OuterState
 from worker.sync import Sync
 from worker.work import Work
 
+# Workers and parameters, for the coordinator's memory.
+CREWS = ((2, 25_000_000), (32, 25_000_000), (2, 100_000_000), (2, 400_000_000))
+QUICK_CREWS = ((2, 8_000_000), (8, 8_000_000))
+
 SPEC = """
 name = "{name}"
 [model]
@@ -291,9 +295,7 @@ def main() -> None:
             )
             reports.append(measure(coordinator, plan))
     memory = []
-    crews = (
-        [(2, 8_000_000), (8, 8_000_000)] if arguments.quick else [(2, 25_000_000), (32, 25_000_000), (2, 100_000_000)]
-    )
+    crews = QUICK_CREWS if arguments.quick else CREWS
     for workers, elements in crews if arguments.only != "speed" else []:
         with Coordinator.started() as coordinator:
             plan = Plan(
