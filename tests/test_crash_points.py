@@ -234,12 +234,16 @@ def test_a_coordinator_killed_at_each_point_of_its_first_start_starts_again(tmp_
             victim.stop()
 
 
-# What at least must be among a worker's points; its snapshot is one fsync, one rename and the fsync of the directory.
+# What at least must be among a worker's points; each of the snapshot's files is one fsync, one rename and the fsync of
+# the directory.
 WORKER_OPERATIONS = {
     "join",
     "seed",
     "assignment",
     "inner step",
+    "fsync state-N.pt.new in snapshot.save_state",
+    "rename to state-N.pt in snapshot.save_state",
+    "fsync . in snapshot.save_state",
     "fsync snapshot.pt.new in snapshot.save",
     "rename to snapshot.pt in snapshot.save",
     "fsync . in snapshot.save",

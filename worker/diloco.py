@@ -16,7 +16,7 @@ algorithm: DiLoCo (arXiv 2311.08105), algorithm 1.
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from protocol.errors import OuterstepError
-from protocol.messages import DataSummary, EvaluationReport, JoinRequest, RunDetail, Stage
+from protocol.messages import DataSummary, EvaluationReport, JoinRequest, RunDetail
 from protocol.spec import RunSpec
 from worker import snapshot
 from worker.client import Client, open_http
@@ -40,7 +40,7 @@ from worker.membership import Membership
 from worker.outer_state import OuterState
 from worker.progress import Progress
 from worker.rounds import Rounds
-from worker.snapshot import Snapshot
+from worker.saver import Saver
 from worker.state_dir import StateDir
 from worker.streaming import StreamedRounds
 from worker.sync import Sync
@@ -193,6 +193,7 @@ class DiLoCo:
         try:
             if ends:
                 self._rounds.end(self._save)
+                self._keep_state()
             else:
                 self._rounds.after_step()
         except Stopped:
@@ -200,21 +201,21 @@ class DiLoCo:
 
     # --- snapshot and lifetime ------------------------------------------------------------------------------------
 
+    def _keep_state(self) -> None:
+        if self._rounds.training:
+            self._saver.keep_state()
+
     def _save(self, work: Work | Midway, *, partial: bool = False) -> Future[None] | None:
-        if self._files is None:
-            return None
-        state, optimizer = self._state, self._optimizer.state_dict()
-        if isinstance(work, Midway):
+        optimizer = self._optimizer.state_dict()
+        if isinstance(work, Midway) and self._files is not None:
             optimizer = snapshot.copied(optimizer, self._fragments.memory)  # the training goes on while it is written
         warmup_left = self._steps.warmup_left or 0
-        taken = Snapshot(state.theta, state.momentum, state.digests, work, partial, optimizer, warmup_left)
-        save = self._client.stages.timed(Stage.SNAPSHOT, snapshot.save)
-        return self._saver.submit(save, self._files, self._owner, taken)
+        return self._saver.save(work, partial=partial, optimizer=optimizer, warmup_left=warmup_left)
 
     def _resume(self) -> None:
         """Go on with the sync in which, or after which, the last process with this state directory ended."""
-        taken = snapshot.load(self._files, self._owner) if self._files is not None else None
-        if taken is None or not snapshot.restore(self._state, taken):
+        taken = self._saver.load()
+        if taken is None:
             for p in range(len(self._fragments)):
                 self._state.set(p, self._fragments.gather(p), None)
             return
@@ -236,7 +237,6 @@ class DiLoCo:
                 resources.enter_context(self._files)
             reply = self._membership.join()
             resources.callback(self._leave)
-            self._owner = snapshot.identity(self._run, reply.layout, self.name)
             self._fragments = Fragments(self._model, reply.layout)
             on_cuda = self._fragments.device.type == "cuda"
             self._state = OuterState(reply.layout, self.spec.outer, pin_memory=on_cuda)
@@ -261,10 +261,12 @@ class DiLoCo:
                 self._heartbeat.beat_now,
             )
             resources.callback(self._rounds.close)
-            self._saver = resources.enter_context(ThreadPoolExecutor(1, "snapshot"))
+            owner = snapshot.identity(self._run, reply.layout, self.name)
+            self._saver = resources.enter_context(Saver(self._files, owner, self._state, self._client.stages))
             try:
                 self._resume()
                 self._rounds.begin_first()
+                self._keep_state()
             except Stopped:
                 self._rounds.finished = True
             resources.callback(self._optimizer.register_step_post_hook(self._after_inner_step).remove)

@@ -4,6 +4,8 @@ The same published bytes and the same arithmetic make it bit-identical on every 
 digests prove that, fragment by fragment, before every step.
 """
 
+from concurrent.futures import Future, wait
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ class OuterState:
         self.momentum = [torch.zeros(n, dtype=torch.float32, pin_memory=pin_memory) for n in layout.elements]
         self._digests: list[bytes | None] = [None] * len(layout.fragments)
         self._outer = outer
+        self.reader: Future[None] | None = None  # reads all of it; nothing changes before that is done
 
     def __len__(self) -> int:
         return len(self.theta)
@@ -57,6 +60,7 @@ class OuterState:
 
     def set(self, p: int, theta: Tensor, momentum: Tensor | None) -> None:
         """Fragment p becomes `theta` and `momentum` (None: zero, as in state 0), float32[n] each."""
+        self._await_reader()
         self.theta[p].copy_(theta)
         if momentum is None:
             self.momentum[p].zero_()
@@ -91,6 +95,7 @@ class OuterState:
                 f"this worker holds {self.fragment_digest(p).hex()[:12]}"
             )
         payload.check()
+        self._await_reader()
         size = header.chunk_elements
         self._digests[p] = None
         lr, beta = self._outer.learning_rate, self._outer.momentum
@@ -103,6 +108,10 @@ class OuterState:
         not get into an average: the digest tells of it from now on, and the coordinator refuses what is based on it."""
         known = self._digests[p]
         return self._rehash(p) == known or known is None
+
+    def _await_reader(self) -> None:
+        if self.reader is not None:
+            wait([self.reader])
 
     def _rehash(self, p: int) -> bytes:
         state_hash = StateHash()

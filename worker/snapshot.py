@@ -1,17 +1,19 @@
 """The snapshot: what a killed worker needs to go on as if nothing had happened. One per round.
 
-It is taken after the H inner steps and is durable before the last upload, so before the round can close with this
-work in it. Whoever is killed after that resumes the sync: uploads are idempotent. Whoever is killed during the inner
-steps that follow resumes there as well, finds its contribution accepted and the deltas published, and so comes to the
-next round's exact start: state r + 1 from the deltas, the inner optimizer as it was at the end of round r; then it
-trains on the same units again. Late work that was carried along is in the work that was saved after it, or found late
-again. Whoever is killed before it is durable does so from the snapshot of the round before;
-and before the first one, the start is state 0 or a checkpoint, and a cold inner optimizer, which needs no snapshot.
+Its outer state is in a file of its own, written while the training goes on (saver.py). The rest is taken after the H
+inner steps and is durable before the last upload, so before the round can close with this work in it. Whoever is killed
+after that resumes the sync: uploads are idempotent. Whoever is killed during the inner steps that follow resumes there
+as well, finds its contribution accepted and the deltas published, and so comes to the next round's exact start: state
+r + 1 from the deltas, the inner optimizer as it was at the end of round r; then it trains on the same units again. Late
+work that was carried along is in the work that was saved after it, or found late again. Whoever is killed before it is
+durable does so from the snapshot of the round before; and before the first one, the start is state 0 or a checkpoint,
+and a cold inner optimizer, which needs no snapshot.
 """
 
 import logging
 import pickle
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +24,10 @@ from protocol.fragments import Layout
 from protocol.messages import RunDetail
 from worker.memory import HostMemory
 from worker.outer_state import OuterState
-from worker.state_dir import SNAPSHOT, StateDir
+from worker.state_dir import SNAPSHOT, STATE, StateDir
 from worker.work import Carry, Late, Midway, Work
 
-_VERSION = 4
+_VERSION = 5
 
 # What torch.load and the look-ups after it raise for a file whose bytes are wrong: it seeks to nonsense, for example.
 _DAMAGE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError)
@@ -35,19 +37,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State `work.round` of the run, the work done on it, and the inner optimizer after it. Or, where training goes on
-    while fragments travel, that state, where the worker stands at the beginning of that round, and the inner optimizer.
+    """The work done on state `work.round` of the run, and the inner optimizer after it. Or, where training goes on
+    while fragments travel, where the worker stands at the beginning of that round, and the inner optimizer.
 
-    `partial`: the worker left in the middle of the round. `warmup_left`: inner steps until a joiner is warm.
+    `digests` are the outer state's, which is in a file of its own, number `slot`. `partial`: the worker left in the
+    middle of the round. `warmup_left`: inner steps until a joiner is warm.
     """
 
-    theta: list[Tensor]
-    momentum: list[Tensor]
-    digests: list[bytes]
     work: Work | Midway
     partial: bool
     inner_optimizer: dict[str, Any]
     warmup_left: int
+    slot: int
+    digests: list[bytes]
 
 
 def identity(run: RunDetail, layout: Layout, worker: str) -> str:
@@ -56,45 +58,85 @@ def identity(run: RunDetail, layout: Layout, worker: str) -> str:
     return digest("\n".join(parts).encode()).hex()
 
 
-def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
-    """Write the snapshot. Nothing in it may change before this returns. Raises OSError."""
+def save_state(files: StateDir, owner: str, slot: int, state: OuterState) -> None:
+    """Write the outer state, which may not change before this returns. Raises OSError."""
     document = {
         "version": _VERSION,
         "identity": owner,
-        "theta": snapshot.theta,
-        "momentum": snapshot.momentum,
-        "digests": snapshot.digests,
+        "theta": state.theta,
+        "momentum": state.momentum,
+        "digests": state.digests,
+    }
+    files.replace(STATE.format(slot), lambda file: torch.save(document, file))
+
+
+def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
+    """Write the snapshot, whose outer state is durable. Nothing in it may change before this returns. Raises
+    OSError."""
+    document = {
+        "version": _VERSION,
+        "identity": owner,
         "midway" if isinstance(snapshot.work, Midway) else "work": _document(snapshot.work),
         "partial": snapshot.partial,
         "inner_optimizer": snapshot.inner_optimizer,
         "warmup_left": snapshot.warmup_left,
+        "slot": snapshot.slot,
+        "digests": snapshot.digests,
     }
     files.replace(SNAPSHOT, lambda file: torch.save(document, file))
 
 
-def load(files: StateDir, owner: str) -> Snapshot | None:
-    """The snapshot, on the CPU; None where there is none, and with a warning where it is not ours or damaged."""
-    path = files.path / SNAPSHOT
-    if not path.exists():
+def load(files: StateDir, owner: str, state: OuterState) -> Snapshot | None:
+    """The snapshot, on the CPU, and its outer state into `state`. None where there is none, and with a warning where it
+    is not ours or damaged; `state` may have anything in it then."""
+    document = _read(files.path / SNAPSHOT, owner)
+    if document is None:
         return None
     try:
-        document = torch.load(path, map_location="cpu", weights_only=True)
-        if document["version"] != _VERSION or document["identity"] != owner:
-            log.warning("%s belongs to another run, model or worker: ignored; recovering from the coordinator", path)
-            return None
-        return Snapshot(
-            theta=document["theta"],
-            momentum=document["momentum"],
-            digests=document["digests"],
+        snapshot = Snapshot(
             work=_midway(**document["midway"]) if "midway" in document else _work(**document["work"]),
             partial=document["partial"],
             inner_optimizer=document["inner_optimizer"],
             warmup_left=document["warmup_left"],
+            slot=document["slot"],
+            digests=document["digests"],
         )
     except _DAMAGE as error:
-        reason = f"{type(error).__name__}: {error}".split(". ")[0]
-        log.warning("%s is damaged (%s): ignored; recovering from the coordinator", path, reason)
+        _say_damaged(files.path / SNAPSHOT, error)
         return None
+    path = files.path / STATE.format(snapshot.slot)
+    document = _read(path, owner)
+    try:
+        if document is None or document["digests"] != snapshot.digests:
+            raise ValueError("it is not the outer state that the snapshot belongs to")
+        for p in range(len(state)):
+            state.set(p, document["theta"][p], document["momentum"][p])
+        if state.digests != snapshot.digests:
+            raise ValueError("its bytes are not those that were saved")
+    except _DAMAGE as error:
+        _say_damaged(path, error)
+        return None
+    state.round = snapshot.work.round
+    return snapshot
+
+
+def _read(path: Path, owner: str) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        document: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        if document["version"] != _VERSION or document["identity"] != owner:
+            log.warning("%s belongs to another run, model or worker: ignored; recovering from the coordinator", path)
+            return None
+    except _DAMAGE as error:
+        _say_damaged(path, error)
+        return None
+    return document
+
+
+def _say_damaged(path: Path, error: BaseException) -> None:
+    reason = f"{type(error).__name__}: {error}".split(". ")[0]
+    log.warning("%s is damaged (%s): ignored; recovering from the coordinator", path, reason)
 
 
 def copied(value: Any, memory: HostMemory) -> Any:
@@ -124,14 +166,3 @@ def _work(late: dict[int, Any], **fields: Any) -> Work:
 def _midway(carry: dict[str, Any], **fields: Any) -> Midway:
     late = {p: Late(**each) for p, each in carry.pop("late").items()}
     return Midway(**fields, carry=Carry(**carry, late=late))
-
-
-def restore(state: OuterState, snapshot: Snapshot) -> bool:
-    """Load the snapshot's outer state; False, with a warning, where its bytes are not those that were saved."""
-    for p in range(len(state)):
-        state.set(p, snapshot.theta[p], snapshot.momentum[p])
-    if state.digests != snapshot.digests:
-        log.warning("the snapshot's outer state is damaged: ignored; recovering from the coordinator")
-        return False
-    state.round = snapshot.work.round
-    return True

@@ -13,6 +13,7 @@ from typing import IO, Self
 from worker.errors import StateDirBusy
 
 SNAPSHOT = "snapshot.pt"
+STATE = "state-{}.pt"  # two that take turns, 0 and 1
 _MEMBER = "member.json"
 _LOCK = "lock"
 

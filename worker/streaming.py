@@ -17,7 +17,7 @@ The compute waits only where a merge is due and its delta is not there; that is 
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -218,8 +218,6 @@ class StreamedRounds(Rounds):
         self._membership.start_over()
 
     def _take_back(self) -> None:
-        if self._saved is not None:
-            wait([self._saved])  # it reads the state that is about to change
         if not self._stands:
             return
         sent = replace(self.carry, ahead={})

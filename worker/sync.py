@@ -48,7 +48,7 @@ class _Abandoned(Exception):
 class Flight:
     """The fragments of one round that are on their way: contributed, averaged, fetched, stepped, all of them at once.
 
-    `saved` is the writing of a snapshot of the outer state as it is now, and no step changes it before that is done.
+    `saved` is the writing of the work; `end` waits for it.
     `arrived` is called once all fragments have been stepped, on a thread of its own. Until then, `state.round` is None;
     after `end` as well, if some fragments have been stepped and others have not.
     """
@@ -96,7 +96,7 @@ class Flight:
         steps = [future.result() for future in contributions if future.exception() is None]
         wait(steps)
         if self._saved is not None:
-            wait([self._saved])  # whatever happened: it reads the state, which changes from here on
+            wait([self._saved])  # whatever happened: it reads what changes from here on
         self._uploads.shutdown()
         self._downloads.shutdown()
         if not self._stepped:
@@ -123,8 +123,6 @@ class Flight:
         sync, p = self._sync, piece.fragment
         with self._abandon_others():
             payload, missed_by = sync.await_delta(piece, missed_by, self._failed)
-            if self._saved is not None:
-                self._saved.result()
             with sync.client.stages(Stage.OUTER_STEP):
                 sync.state.step(p, payload)
             self._note_step(piece, missed_by is None)
@@ -179,9 +177,8 @@ class Sync:
     def run(self, work: Work, saved: Future[None] | None) -> Carry:
         """Contribute `work` and step the outer state by the round's deltas.
 
-        `saved` is the writing of the snapshot of just this. No step changes the state before it is done, and the last
-        upload waits for it as well: so the round cannot close with this work in it, and only this process know what
-        came of it.
+        `saved` is the writing of the snapshot of just this, and the last upload waits for it: so the round cannot close
+        with this work in it, and only this process know what came of it.
 
         Returns what of the work goes into the next contribution. Raises as `Flight.end` does.
         """

@@ -14,7 +14,7 @@ from worker.errors import StateDirBusy
 from worker.memory import HostMemory
 from worker.outer_state import OuterState
 from worker.snapshot import Snapshot
-from worker.state_dir import SNAPSHOT, MemberTokens, StateDir
+from worker.state_dir import SNAPSHOT, STATE, MemberTokens, StateDir
 from worker.work import Carry, Late, Midway, Work
 
 LAYOUT: Layout = plan_fragments([TensorSpec(name="w", shape=[500])], 256)
@@ -43,7 +43,18 @@ def take(state: OuterState) -> Snapshot:
         [torch.randn(n) for n in LAYOUT.elements],
         {1: Late(torch.randn(LAYOUT.elements[1]), 0.5, [5, 6])},
     )
-    return Snapshot(state.theta, state.momentum, state.digests, work, False, optimizer.state_dict(), 3)
+    return Snapshot(work, False, optimizer.state_dict(), 3, 0, state.digests)
+
+
+def save(files: StateDir, owner: str, state: OuterState, taken: Snapshot | None = None) -> None:
+    taken = taken or take(state)
+    snapshot.save_state(files, owner, taken.slot, state)
+    snapshot.save(files, owner, taken)
+
+
+def load(files: StateDir, owner: str = "me") -> tuple[Snapshot | None, OuterState]:
+    state = OuterState(LAYOUT, OUTER, pin_memory=False)
+    return snapshot.load(files, owner, state), state
 
 
 @pytest.fixture
@@ -55,8 +66,8 @@ def files(tmp_path: Path):
 def test_round_trip(files: StateDir) -> None:
     state = make_state()
     taken = take(state)
-    snapshot.save(files, "me", taken)
-    loaded = snapshot.load(files, "me")
+    save(files, "me", state, taken)
+    loaded, fresh = load(files)
     assert loaded is not None
     assert isinstance(loaded.work, Work)
     assert isinstance(taken.work, Work)
@@ -66,8 +77,6 @@ def test_round_trip(files: StateDir) -> None:
     assert all(torch.equal(a, b) for a, b in zip(loaded.work.deltas, taken.work.deltas, strict=True))
     moment = loaded.inner_optimizer["state"][0]["exp_avg"]
     assert torch.equal(moment, taken.inner_optimizer["state"][0]["exp_avg"])
-    fresh = OuterState(LAYOUT, OUTER, pin_memory=False)
-    assert snapshot.restore(fresh, loaded)
     assert (fresh.round, fresh.digest()) == (7, state.digest())
 
 
@@ -76,8 +85,9 @@ def test_round_trip_while_fragments_travel(files: StateDir) -> None:
     late, unsent, ahead = (torch.randn(n) for n in (elements[1], elements[0], elements[0]))
     carry = Carry({1: Late(late, 0.5, [5, 6])}, [[3, 9]], 4, 0, 0.25, {0: unsent}, {0: ahead})
     midway = Midway(7, [torch.randn(n) for n in elements], carry, [2, 5])
-    snapshot.save(files, "me", replace(take(make_state()), work=midway))
-    loaded = snapshot.load(files, "me")
+    state = make_state()
+    save(files, "me", state, replace(take(state), work=midway))
+    loaded, _ = load(files)
     assert loaded is not None
     assert isinstance(loaded.work, Midway)
     assert (loaded.work.round, loaded.work.fresh) == (7, [2, 5])
@@ -105,37 +115,47 @@ def test_a_copy_does_not_follow_the_training() -> None:
 
 
 def test_none_yet(files: StateDir) -> None:
-    assert snapshot.load(files, "me") is None
+    assert load(files)[0] is None
 
 
 def test_a_foreign_one_is_ignored_and_says_so(files: StateDir, caplog: pytest.LogCaptureFixture) -> None:
-    snapshot.save(files, "somebody", take(make_state()))
-    assert snapshot.load(files, "me") is None
+    save(files, "somebody", make_state())
+    assert load(files)[0] is None
     assert "belongs to another run" in caplog.text
 
 
-def test_a_damaged_one_is_ignored_and_says_so(files: StateDir, caplog: pytest.LogCaptureFixture) -> None:
-    snapshot.save(files, "me", take(make_state()))
-    path = files.path / SNAPSHOT
+@pytest.mark.parametrize("name", [SNAPSHOT, STATE.format(0)])
+def test_a_damaged_one_is_ignored_and_says_so(files: StateDir, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    save(files, "me", make_state())
+    path = files.path / name
     whole = path.read_bytes()
     for length in range(0, len(whole), max(len(whole) // 50, 1)):
         path.write_bytes(whole[:length])
-        assert snapshot.load(files, "me") is None
-    assert "is damaged" in caplog.text
+        assert load(files)[0] is None
+    assert f"{name} is damaged" in caplog.text
 
 
-def test_flipped_bytes_never_pass_for_the_state(files: StateDir) -> None:
+@pytest.mark.parametrize("name", [SNAPSHOT, STATE.format(0)])
+def test_flipped_bytes_never_pass_for_the_state(files: StateDir, name: str) -> None:
     """Bytes that changed on the disk are ignored: nothing is raised, and no other outer state is accepted."""
     state = make_state()
-    snapshot.save(files, "me", take(state))
-    path = files.path / SNAPSHOT
+    save(files, "me", state)
+    path = files.path / name
     whole = path.read_bytes()
     for position in range(0, len(whole), 101):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
-        loaded = snapshot.load(files, "me")
-        fresh = OuterState(LAYOUT, OUTER, pin_memory=False)
-        if loaded is not None and snapshot.restore(fresh, loaded):
+        loaded, fresh = load(files)
+        if loaded is not None:
             assert fresh.digests == state.digests
+
+
+def test_work_without_the_state_it_was_done_on_is_ignored(files: StateDir, caplog: pytest.LogCaptureFixture) -> None:
+    save(files, "me", make_state())
+    snapshot.save_state(files, "me", 0, make_state())  # another one
+    assert load(files)[0] is None
+    (files.path / STATE.format(0)).unlink()
+    assert load(files)[0] is None
+    assert caplog.text.count("not the outer state that the snapshot belongs to") == 2
 
 
 def test_unpickling_runs_no_code(files: StateDir, tmp_path: Path) -> None:
@@ -144,12 +164,12 @@ def test_unpickling_runs_no_code(files: StateDir, tmp_path: Path) -> None:
             return (Path.touch, (tmp_path / "boom",))
 
     torch.save({"version": 1, "identity": "me", "theta": Bomb()}, files.path / SNAPSHOT)
-    assert snapshot.load(files, "me") is None
+    assert load(files)[0] is None
     assert not (tmp_path / "boom").exists()
 
 
 def test_a_failed_write_leaves_the_old_file(files: StateDir) -> None:
-    snapshot.save(files, "me", take(make_state()))
+    save(files, "me", make_state())
     before = (files.path / SNAPSHOT).read_bytes()
 
     def fail(file: object) -> None:

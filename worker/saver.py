@@ -1,0 +1,77 @@
+"""When a snapshot is written: the outer state as soon as it is trained on, what was done with it at the round's end.
+
+So at the end, where everybody waits, less is left to write. Two files take turns with the outer state: the one that the
+last work belongs to stays until other work is durable.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+from protocol.messages import Stage
+from worker import snapshot
+from worker.outer_state import OuterState
+from worker.snapshot import Snapshot
+from worker.stages import Stages
+from worker.state_dir import StateDir
+from worker.work import Midway, Work
+
+
+class Saver:
+    """Writes into `files` one thing after the other, on a thread of its own; nothing where there is no directory.
+    `owner` is the snapshot's `identity`."""
+
+    def __init__(self, files: StateDir | None, owner: str, state: OuterState, stages: Stages) -> None:
+        self._files, self._owner, self._state, self._stages = files, owner, state, stages
+        self._thread = ThreadPoolExecutor(1, "snapshot")
+        self._state_slot = self._work_slot = 0  # of the outer state kept last, and of the one the last work belongs to
+        self._kept: tuple[int, list[bytes]] | None = None
+        self._keeping: Future[None] = Future()
+        self._keeping.set_result(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown()
+
+    def load(self) -> Snapshot | None:
+        """What the last process with this directory saved, its outer state loaded; None where nothing sound is."""
+        found = None if self._files is None else snapshot.load(self._files, self._owner, self._state)
+        if found is not None:
+            self._state_slot = self._work_slot = found.slot
+            self._kept = (found.work.round, found.digests)
+        return found
+
+    def keep_state(self) -> None:
+        """Write the outer state, if there is one that was not written yet. It does not change before that is done."""
+        if self._files is None or self._state.round is None:
+            return
+        kept = (self._state.round, self._state.digests)
+        if kept == self._kept:
+            return
+        self._kept, self._state_slot = kept, 1 - self._work_slot
+        write = self._stages.timed(Stage.SNAPSHOT, snapshot.save_state)
+        self._keeping = self._thread.submit(write, self._files, self._owner, self._state_slot, self._state)
+        self._state.reader = self._keeping
+
+    def save(
+        self, work: Work | Midway, *, partial: bool, optimizer: dict[str, Any], warmup_left: int
+    ) -> Future[None] | None:
+        """Begin to write `work`, done on the outer state as it is now, and the inner optimizer after it.
+
+        Nothing of what is given may change before the future is done; it raises OSError.
+        """
+        self.keep_state()
+        if self._files is None or self._kept is None:
+            return None
+        self._work_slot = self._state_slot
+        taken = Snapshot(work, partial, optimizer, warmup_left, self._work_slot, self._kept[1])
+        write = self._stages.timed(Stage.SNAPSHOT, self._write)
+        return self._thread.submit(write, self._files, self._keeping, taken)
+
+    def _write(self, files: StateDir, keeping: Future[None], taken: Snapshot) -> None:
+        keeping.result()  # it came before on this thread; without it, the snapshot is worth nothing
+        snapshot.save(files, self._owner, taken)
