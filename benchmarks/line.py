@@ -1,6 +1,7 @@
 """A slow line to a server on this machine: a TCP relay with a rate in each direction and a latency. Needs no root."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -8,6 +9,9 @@ from types import TracebackType
 from typing import Any, Self
 
 PIECE_BYTES = 1 << 14
+# Loopback's own segments (64 KiB) and buffers take megabytes from a sender at once. A line does not.
+SEGMENT_BYTES = 1460
+RECEIVE_BYTES = 1 << 16
 AT_ONCE_S = 0.001  # what is read sooner than this was there already
 
 
@@ -41,7 +45,9 @@ class SlowLine:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._server: asyncio.Server = self._run(asyncio.start_server(self._begin, "127.0.0.1", 0))
+        self._server: asyncio.Server = self._run(
+            asyncio.start_server(self._begin, sock=_listening(), limit=PIECE_BYTES)
+        )
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
@@ -101,6 +107,15 @@ class SlowLine:
         left = at - self._loop.time()
         if left > 0:
             await asyncio.sleep(left)
+
+
+def _listening() -> socket.socket:
+    """Accepted sockets inherit its options, which must be set before a connection begins."""
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_BYTES)
+    listening.bind(("127.0.0.1", 0))
+    return listening
 
 
 @asynccontextmanager
