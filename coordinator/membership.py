@@ -143,11 +143,12 @@ def _ended(worker: str) -> Problem:
     return Problem("unauthorized", f"the lease of {worker} has ended; join again")
 
 
-def leave(run: LiveRun, worker: str, request: LeaveRequest) -> None:
+def leave(run: LiveRun, worker: str, request: LeaveRequest, *, by_operator: bool) -> None:
     """The worker goes in peace: its unused units return to the pool."""
     with run.lock:
-        if worker not in run.leases:
+        if by_operator and worker not in run.leases:
             raise Problem("not-found", f"the run {run.name} has no live worker {worker}")
+        check_lease(run, worker)  # it may have ended while the request was on its way
         if "metrics" in request.model_fields_set:
             run.metrics[worker] = request.metrics
         if request.report is not None:

@@ -38,9 +38,10 @@ def leave(
     run: PathName, worker: PathName, caller: Caller, service: Service, request: LeaveRequest | None = None
 ) -> Response:
     """Leave, or (an admin) make a worker leave."""
-    if not (caller.is_member(run, worker) or caller.allows(Scope.ADMIN)):
+    by_operator = not caller.is_member(run, worker)
+    if by_operator and not caller.allows(Scope.ADMIN):
         raise Problem("forbidden", f"only the member {worker} itself or an admin may do this")
-    membership.leave(service.run(run), worker, request or LeaveRequest())
+    membership.leave(service.run(run), worker, request or LeaveRequest(), by_operator=by_operator)
     return Response(status_code=204)
 
 

@@ -10,7 +10,7 @@ from coordinator import membership
 from coordinator.tables import UnitRangeRow, WorkerRow
 from protocol.errors import Problem
 from protocol.fragments import TensorSpec
-from protocol.messages import DataSummary, JoinRequest, Metrics
+from protocol.messages import DataSummary, JoinRequest, LeaveRequest, Metrics
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, recovered
 from tests.support.coordinator import InThread, SettableClock, coordinator_thread
 from tests.support.member import DATA, TENSORS, Member, spec_toml
@@ -161,6 +161,20 @@ def test_a_heartbeat_on_its_way_does_not_revive_a_lease_that_has_ended(
         membership.renew(live, "w", Metrics())
     assert refused.value.slug == "unauthorized"
     assert live.leases.live() == set()
+
+
+def test_a_goodbye_on_its_way_is_told_that_the_lease_has_ended_as_every_request_of_the_worker_is(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    """A worker that gives its lease up in order to join again joins then, too."""
+    crew(shared, run, ["w"], members=MINUTE)
+    live = shared.live(run)
+    clock.advance(61)
+    shared.coordinator.tick()
+    for by_operator, slug in ((False, "unauthorized"), (True, "not-found")):
+        with pytest.raises(Problem) as refused:
+            membership.leave(live, "w", LeaveRequest(), by_operator=by_operator)
+        assert refused.value.slug == slug
 
 
 def test_a_long_poll_ends_in_401_when_the_lease_ends_meanwhile(
