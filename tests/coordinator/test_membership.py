@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import select
 
 from coordinator import membership
+from coordinator.live_run import LiveRun
 from coordinator.tables import UnitRangeRow, WorkerRow
 from protocol.errors import Problem
 from protocol.fragments import TensorSpec
@@ -150,14 +151,19 @@ def test_a_lost_worker_joins_again_in_a_new_epoch(shared: InThread, run: str, cl
     play_round([again], 0)
 
 
+def lapsed(shared: InThread, run: str, clock: SettableClock) -> LiveRun:
+    """The run, in which the lease of `w` has ended: for calls as a handler makes them, having checked the token before."""
+    crew(shared, run, ["w"], members=MINUTE)
+    clock.advance(61)
+    shared.coordinator.tick()
+    return shared.live(run)
+
+
 def test_a_heartbeat_on_its_way_does_not_revive_a_lease_that_has_ended(
     shared: InThread, run: str, clock: SettableClock
 ) -> None:
-    crew(shared, run, ["w"], members=MINUTE)
-    live = shared.live(run)
-    clock.advance(61)
-    shared.coordinator.tick()
-    with pytest.raises(Problem) as refused:  # as the handler calls it, having checked the token before
+    live = lapsed(shared, run, clock)
+    with pytest.raises(Problem) as refused:
         membership.renew(live, "w", Metrics())
     assert refused.value.slug == "unauthorized"
     assert live.leases.live() == set()
@@ -167,10 +173,7 @@ def test_a_goodbye_on_its_way_is_told_that_the_lease_has_ended_as_every_request_
     shared: InThread, run: str, clock: SettableClock
 ) -> None:
     """A worker that gives its lease up in order to join again joins then, too."""
-    crew(shared, run, ["w"], members=MINUTE)
-    live = shared.live(run)
-    clock.advance(61)
-    shared.coordinator.tick()
+    live = lapsed(shared, run, clock)
     for by_operator, slug in ((False, "unauthorized"), (True, "not-found")):
         with pytest.raises(Problem) as refused:
             membership.leave(live, "w", LeaveRequest(), by_operator=by_operator)
