@@ -6,13 +6,12 @@ lock at the same time are committed together.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from sqlalchemy import bindparam, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from coordinator import diverging, publishing
-from coordinator.files import PayloadFile, make_durable
+from coordinator.files import Body, make_durable
 from coordinator.live_run import Arrival, Contributed, LiveRun
 from coordinator.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow, RunRow, WorkerRow
 from coordinator.units import consume_units
@@ -40,26 +39,24 @@ _COUNT_WORKER = (
 )
 
 
-def accept(
-    run: LiveRun, worker: str, round_: int, fragment: int, upload: Path, digest: bytes, size: int
-) -> ContributionReply:
-    """Keep the contribution in the file `upload`, or raise Problem or WireError. The caller deletes `upload`."""
-    with PayloadFile(upload) as payload:
+def accept(run: LiveRun, worker: str, round_: int, fragment: int, body: Body) -> ContributionReply:
+    """Keep the contribution, or raise Problem or WireError. The caller deletes the body's file."""
+    with body.payload() as payload:
         header = payload.header
         if not isinstance(header, ContributionHeader):
             raise Problem("invalid-payload", f"the payload is a {header.kind}, expected a contribution")
         _check_header(run, worker, round_, fragment, header)
         payload.check()
     with run.lock:  # refuse before it costs an fsync
-        created = _is_new(run, worker, round_, fragment, digest)
+        created = _is_new(run, worker, round_, fragment, body.digest)
         if created:
             _await_step(run, round_, fragment)
             _check_base(run, round_, fragment, header)
             _check_weight(run, header)
     if created:
-        file = run.files.contribution(round_, fragment, worker, digest)
-        make_durable(upload, file)  # without the lock, for the disk takes its time
-        arrival = Arrival(header, file, digest, size)
+        file = run.files.contribution(round_, fragment, worker, body.digest)
+        make_durable(body.path, file)  # without the lock, for the disk takes its time
+        arrival = Arrival(header, file, body.digest, body.size, body.content)
         run.arrivals.append(arrival)
         with run.lock:
             if not arrival.settled:
@@ -67,7 +64,7 @@ def accept(
         if arrival.error is not None:
             raise arrival.error
         created = arrival.created
-    return ContributionReply(round=round_, fragment=fragment, digest=digest.hex(), created=created)
+    return ContributionReply(round=round_, fragment=fragment, digest=body.digest.hex(), created=created)
 
 
 def _commit_arrivals(run: LiveRun) -> None:
@@ -111,7 +108,10 @@ def _keep_all(run: LiveRun, due: Sequence[Arrival]) -> None:
     run.open.consumed |= consumed
     for arrival in kept:
         header = arrival.header
-        run.open.fragments[header.fragment].contributed[header.worker] = Contributed(header.tokens, arrival.digest)
+        fragment = run.open.fragments[header.fragment]
+        fragment.contributed[header.worker] = Contributed(header.tokens, arrival.digest)
+        if arrival.content is not None:
+            fragment.contents[header.worker] = arrival.content
         arrival.created = True
 
 

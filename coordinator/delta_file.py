@@ -1,6 +1,6 @@
 """The file of a delta: made of the contributions, and made again, byte for byte, where the disk has spoilt it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +9,13 @@ from sqlalchemy import select
 
 from coordinator import retention
 from coordinator.aggregating import aggregate
-from coordinator.files import HashedPayloadFile, Memory, PayloadFile, intact, make_durable, write_pieces
+from coordinator.direct import aligned, write_new
+from coordinator.files import HashedPayloadFile, Memory, PayloadFile, intact, make_durable
 from coordinator.live_run import Contributed, LiveRun
 from coordinator.tables import ContributionRow, FragmentRow
-from protocol.digest import Buffer
+from protocol.digest import Buffer, digest
 from protocol.errors import OuterstepError, WireError
-from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, pack_header
+from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
 
 
 class ContributionsLost(OuterstepError):
@@ -30,29 +31,38 @@ class DeltaFile:
     """A delta in a new file under `incoming/`, not yet durable, and in memory."""
 
     path: Path
-    size: int
     digest: bytes
-    pieces: list[Buffer]
+    content: memoryview
 
 
 def write_delta(
-    run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, Contributed], base: bytes
+    run: LiveRun,
+    round_: int,
+    fragment: int,
+    contributed: Mapping[str, Contributed],
+    contents: Mapping[str, memoryview],
+    base: bytes,
 ) -> DeltaFile:
-    """Aggregate the contributions, each read once: their digests are checked on the way. Raises ContributionsLost.
+    """Aggregate the contributions. Those that are not in memory, as `contents` are, are read once, and their digests
+    checked on the way. Raises ContributionsLost.
 
     The same contributions and `base` give the same bytes.
     """
     assert run.layout is not None
     in_order, memory = sorted(contributed.items()), Memory()
-    paths = [run.files.contribution(round_, fragment, worker, each.digest) for worker, each in in_order]
+    files: dict[str, HashedPayloadFile] = {}
     try:
         with ExitStack() as stack:
-            files = [stack.enter_context(HashedPayloadFile(path, memory)) for path in paths]
-            payloads = [(file, each.tokens) for file, (_, each) in zip(files, in_order, strict=True)]
+            payloads: list[tuple[Payload, int]] = []
+            for worker, each in in_order:
+                if worker in contents:
+                    payloads.append((Payload.from_bytes(contents[worker]), each.tokens))
+                    continue
+                path = run.files.contribution(round_, fragment, worker, each.digest)
+                files[worker] = stack.enter_context(HashedPayloadFile(path, memory))
+                payloads.append((files[worker], each.tokens))
             frames = aggregate(payloads, run.spec.sync.download_codec, zstd=run.spec.sync.zstd)
-            lost = [
-                worker for file, (worker, each) in zip(files, in_order, strict=True) if not file.is_intact(each.digest)
-            ]
+            lost = [worker for worker, file in files.items() if not file.is_intact(contributed[worker].digest)]
     except (OSError, WireError, ValueError, LookupError):  # a file is gone, unreadable, or not what it was
         lost = lost_contributions(run, round_, fragment, contributed)
         if not lost:
@@ -72,13 +82,22 @@ def write_delta(
             contributors=[Contributor(worker=worker, tokens=each.tokens) for worker, each in in_order],
         )
     )
-    temporary, pieces = run.world.data.incoming(), [head, *frames]
+    content = _joined([head, *frames])
+    temporary = run.world.data.incoming()
     try:
-        size, digest = write_pieces(temporary, pieces)
+        write_new(temporary, content)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    return DeltaFile(temporary, size, digest, pieces)
+    return DeltaFile(temporary, digest(content), content)
+
+
+def _joined(pieces: Sequence[Buffer]) -> memoryview:
+    content, start = aligned(sum(len(piece) for piece in pieces)), 0
+    for piece in pieces:
+        content[start : start + len(piece)] = memoryview(piece).cast("B")
+        start += len(piece)
+    return content
 
 
 def lost_contributions(run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, Contributed]) -> list[str]:
@@ -140,7 +159,7 @@ def _make_again(
     with PayloadFile(run.files.contribution(round_, fragment, worker, first.digest)) as payload:
         assert isinstance(payload.header, ContributionHeader)
         base = payload.header.base  # the run's state of that round, or it had been refused
-    delta = write_delta(run, round_, fragment, contributed, base)
+    delta = write_delta(run, round_, fragment, contributed, {}, base)
     try:
         if delta.digest == expected:
             make_durable(delta.path, run.files.delta(round_, fragment))

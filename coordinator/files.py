@@ -17,18 +17,20 @@ import itertools
 import os
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from blake3 import blake3
 
-from protocol.digest import Buffer
 from protocol.errors import OuterstepError
 from protocol.messages import DiskBytes
 from protocol.wire import Payload
 
 READ_BYTES = 1 << 20
+PIECE_BYTES = 1 << 18  # that stay in the cache while they are copied
 
 _folders = threading.Lock()  # who finds a folder may rely on its being durable, and on its staying there
 
@@ -99,15 +101,23 @@ class RunFiles:
             shutil.rmtree(self.root / folder / str(round_))
 
 
-def write_pieces(path: Path, pieces: Iterable[Buffer]) -> tuple[int, bytes]:
-    """Write a new file; its size and BLAKE3 digest."""
-    hasher, size = blake3(), 0
-    with path.open("xb") as file:
-        for piece in pieces:
-            file.write(piece)
-            hasher.update(piece)
-            size += len(piece)
-    return size, hasher.digest()
+@dataclass(frozen=True)
+class Body:
+    """A payload in a new file under `incoming/`, not yet durable; and in memory, where there was room for it."""
+
+    path: Path
+    size: int
+    digest: bytes
+    content: memoryview | None
+
+    @contextmanager
+    def payload(self) -> Iterator[Payload]:
+        """It, to be read. Raises WireError."""
+        if self.content is not None:
+            yield Payload.from_bytes(self.content)
+        else:
+            with PayloadFile(self.path) as payload:
+                yield payload
 
 
 def make_durable(temporary: Path, final: Path) -> None:

@@ -63,6 +63,7 @@ class Arrival:
     file: Path
     digest: bytes
     size: int
+    content: memoryview | None
     settled: bool = False
     created: bool = False
     error: BaseException | None = None
@@ -79,11 +80,13 @@ class Told:
 
 @dataclass
 class OpenFragment:
-    """One fragment of the open round. `contributed`: by worker. Times are of the monotonic clock."""
+    """One fragment of the open round. `contributed`: by worker; `contents`: of those that are in memory as well, until
+    they are averaged. Times are of the monotonic clock."""
 
     state: FragmentState = FragmentState.COLLECTING
     reason: str = "just opened"
     contributed: dict[str, Contributed] = field(default_factory=dict)
+    contents: dict[str, memoryview] = field(default_factory=dict)
     quorum_at: float | None = None
     closes_at: float | None = None
 

@@ -5,6 +5,8 @@ state is derived (a checkpoint and the deltas after it give it again), so it nee
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sqlalchemy import select
@@ -17,6 +19,7 @@ from coordinator.live_run import LiveRun
 from coordinator.state_file import StateReader, stepped, write_state
 from coordinator.tables import CheckpointFragmentRow, CheckpointRow, OuterStateRow
 from protocol.errors import OuterstepError, WireError
+from protocol.wire import Payload
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +32,7 @@ def catch_up(run: LiveRun, fragment: int) -> None:
     """
     while run.outer[fragment][0] < run.round:
         before = run.outer[fragment][0]
-        if not mend_delta(run, before, fragment):
+        if _recent_delta(run, before, fragment) is None and not mend_delta(run, before, fragment):
             _go_back_to_checkpoint(run, fragment, after=before)
             continue
         _step(run, fragment)
@@ -58,9 +61,25 @@ def _step(run: LiveRun, fragment: int) -> None:
 
 def step_file(run: LiveRun, fragment: int, before: int, source: Path, target: Path) -> bytes:
     """Write the state after round `before` into `target`; `source` is the state before it. Its state digest."""
-    with StateReader(source) as state, PayloadFile(run.files.delta(before, fragment)) as delta:
+    with StateReader(source) as state, _delta(run, before, fragment) as delta:
         chunks = stepped(state, delta, run.spec.outer)
         return write_state(target, run.name, before + 1, fragment, state.elements, chunks)
+
+
+def _recent_delta(run: LiveRun, round_: int, fragment: int) -> memoryview | None:
+    """The published delta, where it is in memory still."""
+    digest = run.deltas.get((round_, fragment))
+    return None if digest is None else run.world.recent.get(digest)
+
+
+@contextmanager
+def _delta(run: LiveRun, round_: int, fragment: int) -> Iterator[Payload]:
+    content = _recent_delta(run, round_, fragment)
+    if content is not None:
+        yield Payload.from_bytes(content)
+    else:
+        with PayloadFile(run.files.delta(round_, fragment)) as delta:
+            yield delta
 
 
 def set_rows(run: LiveRun, session: Session, round_: int, digests: list[bytes]) -> None:

@@ -142,22 +142,24 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     """Aggregate fragment `index` into its durable delta; or collect again what the disk has lost of it."""
     fragment = opening.fragments[index]
     with run.lock:
-        contributed, base = dict(fragment.contributed), run.outer[index][1]
+        contributed, contents, base = dict(fragment.contributed), dict(fragment.contents), run.outer[index][1]
     try:
-        delta = write_delta(run, opening.number, index, contributed, base)
+        delta = write_delta(run, opening.number, index, contributed, contents, base)
     except ContributionsLost as lost:
         with run.lock:
             lose_contributions(run, opening, index, lost.workers)
             close_due(run)
         return
     aggregated_at = run.world.now()
+    contents.clear()
+    fragment.contents.clear()
     try:
         make_durable(delta.path, run.files.delta(opening.number, index))
     finally:
         delta.path.unlink(missing_ok=True)
-    run.world.recent.keep(delta.digest, delta.pieces)
+    run.world.recent.keep(delta.digest, delta.content)
     with run.lock:
-        _record_delta(run, opening, index, delta.size, delta.digest, aggregated_at)
+        _record_delta(run, opening, index, len(delta.content), delta.digest, aggregated_at)
 
 
 def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, digest: bytes, aggregated_at: float) -> None:

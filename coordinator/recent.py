@@ -6,9 +6,6 @@ the middle.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-
-from protocol.digest import Buffer
 
 MAX_BYTES = 48 << 20
 
@@ -19,24 +16,20 @@ class Recent:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._blobs: OrderedDict[bytes, Sequence[Buffer]] = OrderedDict()
+        self._blobs: OrderedDict[bytes, memoryview] = OrderedDict()
         self._bytes = 0
 
-    def keep(self, digest: bytes, blob: Sequence[Buffer]) -> None:
-        """Keep `blob`, whose BLAKE3 digest is `digest`, given in pieces."""
+    def keep(self, digest: bytes, blob: memoryview) -> None:
+        """Keep `blob`, whose BLAKE3 digest is `digest`."""
         with self._lock:
             if digest in self._blobs:
                 return
             self._blobs[digest] = blob
-            self._bytes += _size(blob)
+            self._bytes += len(blob)
             while self._bytes > self._max_bytes:
                 _, oldest = self._blobs.popitem(last=False)
-                self._bytes -= _size(oldest)
+                self._bytes -= len(oldest)
 
-    def get(self, digest: bytes) -> Sequence[Buffer] | None:
+    def get(self, digest: bytes) -> memoryview | None:
         with self._lock:
             return self._blobs.get(digest)
-
-
-def _size(blob: Sequence[Buffer]) -> int:
-    return sum(len(piece) for piece in blob)

@@ -1,6 +1,5 @@
 """Serving: uvicorn around the application, until SIGTERM or SIGINT."""
 
-import ctypes
 import gc
 import logging
 import resource
@@ -15,9 +14,9 @@ import uvicorn
 from coordinator.app import create_app
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
+from protocol.heap import keep_freed_memory
 
 GRACE_S = 10
-M_ARENA_MAX = -8  # of glibc's malloc.h
 
 logger = logging.getLogger(__name__)
 
@@ -99,14 +98,6 @@ def keep_pauses_short() -> None:
     gc.set_threshold(5_000, 20, 10)
 
 
-def share_free_memory() -> None:
-    """So that what one thread has freed serves the others: glibc gives each of forty threads a heap of its own. Other
-    C libraries have no such setting."""
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(M_ARENA_MAX, 2)
-
-
 def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. When ready, prints one line with the address on stdout."""
     logging.basicConfig(
@@ -118,5 +109,5 @@ def serve(settings: Settings) -> None:
         # uvicorn raises the signal again when it is done; being asked to stop and having stopped is no failure.
         signal.signal(number, lambda *_: None)
     keep_pauses_short()
-    share_free_memory()
+    keep_freed_memory()
     server.run(sockets=[listening])

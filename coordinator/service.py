@@ -17,6 +17,7 @@ from coordinator.files import DataDirectory
 from coordinator.live_run import LiveRun, World
 from coordinator.pieces import Pieces
 from coordinator.recent import Recent
+from coordinator.room import Room
 from coordinator.settings import Settings
 from coordinator.storage import Storage
 from coordinator.tables import EvaluationRow, RunRow
@@ -41,7 +42,7 @@ class Coordinator:
     ) -> None:
         self.settings = settings
         self.bell = Bell()
-        self.pieces = Pieces()
+        self.pieces, self.room = Pieces(), Room()
         self.data = DataDirectory(settings.data_dir)
         self.database = Database(settings.data_dir)
         self.tokens = Tokens(self.database)

@@ -15,7 +15,7 @@ from protocol.digest import StateHash
 from protocol.errors import WireError
 from protocol.outer_step import outer_step
 from protocol.spec import OuterSpec
-from protocol.wire import CHUNK_ELEMENTS, StateHeader, chunk_sizes, pack_header
+from protocol.wire import CHUNK_ELEMENTS, Payload, StateHeader, chunk_sizes, pack_header
 
 F32 = npt.NDArray[np.float32]
 
@@ -91,7 +91,7 @@ def write_state(
     return state_hash.digest()
 
 
-def stepped(state: StateReader, delta: PayloadFile, outer: OuterSpec) -> Iterator[tuple[F32, F32]]:
+def stepped(state: StateReader, delta: Payload, outer: OuterSpec) -> Iterator[tuple[F32, F32]]:
     """The chunks of the state after the outer step by a published delta."""
     start = 0
     for index, n in enumerate(delta.chunks):

@@ -15,6 +15,7 @@ import httpx
 import torch
 
 from protocol.errors import CodecError, OuterstepError, Problem
+from protocol.heap import keep_freed_memory
 from protocol.messages import RunDetail, RunState
 from worker.client import Client, open_http
 from worker.data import TextData
@@ -53,6 +54,7 @@ def run_worker(settings: WorkerSettings, *, end_process: Callable[[int], object]
 
     `end_process` is called where a signal has come and leaving takes longer than LEAVE_WITHIN_S.
     """
+    keep_freed_memory()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:

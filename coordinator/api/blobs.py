@@ -6,7 +6,7 @@ begins: who deletes it meanwhile takes nothing away from it.
 
 import os
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,6 +15,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from coordinator.files import PIECE_BYTES
 from coordinator.pieces import Pieces
 from protocol.digest import Buffer
 from protocol.errors import Problem
@@ -40,13 +41,13 @@ class _Blob(Response):
 
 
 class _FromMemory(_Blob):
-    def __init__(self, headers: dict[str, str], blob: Sequence[Buffer]) -> None:
-        super().__init__(200, headers, sum(len(piece) for piece in blob))
-        self._blob = blob
+    def __init__(self, headers: dict[str, str], content: memoryview) -> None:
+        super().__init__(200, headers, len(content))
+        self._content = content
 
     async def _pieces(self) -> AsyncIterator[Buffer]:
-        for piece in self._blob:
-            yield piece
+        for start in range(0, len(self._content), PIECE_BYTES):
+            yield self._content[start : start + PIECE_BYTES]
 
 
 class _FromFile(_Blob):
@@ -98,7 +99,7 @@ def blob(request: Request, path: Path, digest: bytes, pieces: Pieces) -> Respons
     return _FromFile(206, headers, file, start, stop, pieces)
 
 
-def blob_in_memory(request: Request, content: Sequence[Buffer], digest: bytes) -> Response | None:
+def blob_in_memory(request: Request, content: memoryview, digest: bytes) -> Response | None:
     """`content`, whose BLAKE3 digest is `digest`, without a look at the disk; None where a part of it is asked for."""
     headers = _headers(digest)
     if _is_known(request, headers):

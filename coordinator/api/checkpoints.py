@@ -37,8 +37,7 @@ async def seed(
 
 
 def _accept(run: LiveRun, worker: str, fragment: int, upload: Upload) -> tuple[CheckpointFragment, bool]:
-    upload.complete()
-    return seeding.accept_state(run, worker, fragment, upload.path)
+    return seeding.accept_state(run, worker, fragment, upload.complete().path)
 
 
 @router.get("")

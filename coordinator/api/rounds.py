@@ -63,7 +63,7 @@ async def contribute(
     check_fragment(run, fragment)
     assert run.layout is not None
     limit = max_payload_bytes(run.spec.sync.upload_codec, run.layout.elements[fragment])
-    async with received(http, service, limit) as upload:
+    async with received(http, service, limit, service.room) as upload:
         reply = await run_in_threadpool(_accept, run, worker, number, fragment, upload)
     if not reply.created:
         response.status_code = 200
@@ -71,8 +71,7 @@ async def contribute(
 
 
 def _accept(run: LiveRun, worker: str, number: int, fragment: int, upload: Upload) -> ContributionReply:
-    upload.complete()
-    return contributing.accept(run, worker, number, fragment, upload.path, upload.digest, upload.size)
+    return contributing.accept(run, worker, number, fragment, upload.complete())
 
 
 @router.get(

@@ -1,4 +1,4 @@
-"""Receiving a payload: streamed into a file and hashed on the way, whatever its size, in bounded memory."""
+"""Receiving a payload, whatever its size, in bounded memory: in memory where there is room, or into a file."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,29 +10,37 @@ from blake3 import blake3
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
+from coordinator.direct import write_new
+from coordinator.files import Body
 from coordinator.pieces import Pieces
+from coordinator.room import Room
 from coordinator.service import Coordinator
 from protocol.digest import parse_content_digest
 from protocol.errors import Problem
 
 
 class Upload:
-    """A body on its way into a new file. `size` and `digest` are what was announced.
+    """A body on its way into a new file. `size` and `digest` are what was announced, `content` memory for all of it.
 
-    It is written and hashed on threads, for a busy disk takes its time, and heartbeats are answered on the event loop.
+    Without `content` it goes into its file piece by piece. It is written and hashed on threads, for a busy disk takes
+    its time, and heartbeats are answered on the event loop.
     """
 
-    def __init__(self, path: Path, size: int, digest: bytes, transfer: ExitStack) -> None:
-        self.path, self.size, self.digest = path, size, digest
-        self._transfer = transfer  # ends when nothing of the body is in memory any more
+    def __init__(self, path: Path, size: int, digest: bytes, content: memoryview | None, pieces: Pieces) -> None:
+        self._path, self._size, self._digest = path, size, digest
+        self._content, self._pieces = content, pieces
         self._hasher = blake3()
         self._file: BinaryIO | None = None
         self._arrived: list[bytes] = []
-        self._arrived_bytes = 0
+        self._arrived_bytes = 0  # of what is in the list
+        self._received_bytes = 0
+        self._transfer = ExitStack()  # ends when no piece of the body is in memory any more
+        if content is None:
+            self._transfer.enter_context(pieces.transfer())
 
-    async def receive(self, request: Request, idle_s: float, pieces: Pieces) -> None:
-        """All of the body; of what lies in memory `pieces` says how much it may be."""
-        received_bytes, body = 0, request.stream()
+    async def receive(self, request: Request, idle_s: float) -> None:
+        """All of the body."""
+        body = request.stream()
         while True:
             try:
                 async with asyncio.timeout(idle_s):
@@ -41,60 +49,74 @@ class Upload:
                 raise Problem("request-timeout", f"nothing arrived for {idle_s:.0f} s; send it again") from None
             if piece is None:
                 break
-            received_bytes += len(piece)
-            self._arrived_bytes += len(piece)
-            self._arrived.append(piece)
-            if self._arrived_bytes >= pieces.bytes:
-                await run_in_threadpool(self._write)
-        if received_bytes != self.size:
-            raise Problem("digest-mismatch", f"{received_bytes} bytes arrived, announced were {self.size}")
+            start, self._received_bytes = self._received_bytes, self._received_bytes + len(piece)
+            if self._content is not None and self._received_bytes <= self._size:
+                self._content[start : self._received_bytes] = piece
+            elif self._content is None:
+                await self._take(piece)
+        if self._received_bytes != self._size:
+            raise Problem("digest-mismatch", f"{self._received_bytes} bytes arrived, announced were {self._size}")
+
+    async def _take(self, piece: bytes) -> None:
+        self._arrived_bytes += len(piece)
+        self._arrived.append(piece)
+        if self._arrived_bytes >= self._pieces.bytes:
+            await run_in_threadpool(self._write)
 
     def _write(self) -> None:
         if self._file is None:
-            self._file = self.path.open("xb")
+            self._file = self._path.open("xb")
         for piece in self._arrived:
             self._file.write(piece)
             self._hasher.update(piece)
         self._arrived, self._arrived_bytes = [], 0
 
-    def complete(self) -> None:
-        """Write what is still in memory: on the thread that goes on with the file, to spare a hand-over to another one.
+    def complete(self) -> Body:
+        """Write what is in memory: on the thread that goes on with the file, to spare a hand-over to another one.
 
         Raises Problem: digest-mismatch.
         """
-        self._write()
-        assert self._file is not None
-        self._file.close()
-        self._transfer.close()
+        if self._content is None:
+            self._write()
+            assert self._file is not None
+            self._file.close()
+            self._transfer.close()
+        else:
+            self._hasher.update(self._content)
         digest = self._hasher.digest()
-        if digest != self.digest:
-            raise Problem("digest-mismatch", f"the body's digest is {digest.hex()}, announced was {self.digest.hex()}")
+        if digest != self._digest:
+            raise Problem("digest-mismatch", f"the body's digest is {digest.hex()}, announced was {self._digest.hex()}")
+        if self._content is not None:
+            write_new(self._path, self._content)
+        return Body(self._path, self._size, digest, self._content)
 
     def discard(self) -> None:
         """Delete the file, unless it was renamed."""
         self._transfer.close()
-        if self._file is not None:
-            try:
+        try:
+            if self._file is not None:
                 self._file.close()
-            finally:
-                self.path.unlink(missing_ok=True)
+        finally:
+            self._path.unlink(missing_ok=True)
 
 
 @asynccontextmanager
-async def received(request: Request, service: Coordinator, max_bytes: int) -> AsyncIterator[Upload]:
-    """The request's body, once all of it has arrived: `complete` it first. It is gone when the block ends.
+async def received(
+    request: Request, service: Coordinator, max_bytes: int, room: Room | None = None
+) -> AsyncIterator[Upload]:
+    """The request's body, once all of it has arrived: `complete` it first. Its file is gone when the block ends.
 
-    Raises Problem: length-required, payload-too-large, invalid-message (no digest), digest-mismatch, request-timeout.
+    In memory, if `room` has some for it. Raises Problem: length-required, payload-too-large, invalid-message (no
+    digest), digest-mismatch, request-timeout.
     """
     size, announced = _announced(request, max_bytes)
-    with ExitStack() as transfer:
-        transfer.enter_context(service.pieces.transfer())
-        upload = Upload(service.data.incoming(), size, announced, transfer)
-        try:
-            await upload.receive(request, service.settings.upload_idle_s, service.pieces)
-            yield upload
-        finally:
-            upload.discard()
+    content = None if room is None else room.take(size)
+    upload = Upload(service.data.incoming(), size, announced, content, service.pieces)
+    try:
+        await upload.receive(request, service.settings.upload_idle_s)
+        yield upload
+    finally:
+        upload.discard()
 
 
 def _announced(request: Request, max_bytes: int) -> tuple[int, bytes]:

@@ -3,7 +3,10 @@
 import shutil
 from pathlib import Path
 
+import pytest
+
 from coordinator.delta_file import mend_delta
+from coordinator.room import Room
 from coordinator.tables import UnitRangeRow
 from coordinator.verifying import verify
 from tests.coordinator.crew import crew, events, info, play_round, problem
@@ -25,10 +28,17 @@ def contribute_all(member: Member, round_: int = 0) -> None:
     member.take_part(round_)
 
 
+@pytest.fixture
+def no_room(shared: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No contribution is in memory, as after a start, or of very many workers."""
+    monkeypatch.setattr(shared.coordinator, "room", Room(0))
+
+
 def state_of(running: InThread, run: str) -> str:
     return str(info(running, run)["state_digest"])
 
 
+@pytest.mark.usefixtures("no_room")
 def test_a_contribution_that_the_disk_lost_is_asked_for_again_and_nothing_else_changes(
     shared: InThread, run: str
 ) -> None:
@@ -56,6 +66,23 @@ def test_a_contribution_that_the_disk_lost_is_asked_for_again_and_nothing_else_c
     assert state_of(shared, run) == state_of(shared, f"{run}-sound")
 
 
+def test_a_contribution_that_the_disk_lost_while_it_was_in_memory_is_averaged_all_the_same(
+    shared: InThread, run: str
+) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
+    for member in (a, b):
+        member.assignment(0)
+    contribute_all(a)
+    for path in (shared.live(run).files.root / "contributions" / "0").iterdir():
+        spoil(path)
+    contribute_all(b)
+    for member in (a, b):
+        member.step(0)
+    shared.await_state(run, 1)
+    assert events(shared, run, "contribution-lost") == []
+
+
+@pytest.mark.usefixtures("no_room")
 def test_units_are_consumed_again_with_a_contribution_of_which_the_disk_lost_everything(
     shared: InThread, run: str
 ) -> None:
@@ -78,6 +105,7 @@ def test_units_are_consumed_again_with_a_contribution_of_which_the_disk_lost_eve
     assert [each["tokens"] for each in info(shared, run, "/workers")["items"]] == [5 * 32, 5 * 32]
 
 
+@pytest.mark.usefixtures("no_room")
 def test_a_dead_workers_contribution_that_the_disk_lost_is_done_without_and_its_units_return(
     shared: InThread, run: str
 ) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi import Request
 
@@ -13,10 +14,12 @@ from coordinator.api.blobs import blob
 from coordinator.files import make_durable
 from coordinator.pieces import LARGEST_BYTES, SHARED_BYTES, SMALLEST_BYTES, Pieces
 from coordinator.recent import Recent
+from coordinator.room import Room
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
-from tests.coordinator.crew import crew, play_round, problem
+from tests.coordinator.crew import crew, info, play_round, problem
 from tests.support.coordinator import InThread
+from tests.support.waiting import wait_until
 
 PIECES = Pieces()
 
@@ -39,11 +42,68 @@ def test_the_more_transfers_the_smaller_their_pieces() -> None:
 def test_the_newest_blobs_are_kept_and_never_more_than_the_limit() -> None:
     recent = Recent(max_bytes=100)
     for number in range(5):
-        recent.keep(bytes([number]), [b"x" * 20, b"y" * 20])
-    recent.keep(bytes([4]), [b"x" * 20, b"y" * 20])
+        recent.keep(bytes([number]), memoryview(bytes(40)))
+    recent.keep(bytes([4]), memoryview(bytes(40)))
     assert [number for number in range(5) if recent.get(bytes([number]))] == [3, 4]
-    recent.keep(b"too large", [b"x" * 101])
+    recent.keep(b"too large", memoryview(bytes(101)))
     assert recent.get(b"too large") is None
+
+
+def test_room_is_lent_up_to_its_bound_and_comes_back_with_the_last_reference() -> None:
+    room = Room(100)
+    first, second = room.take(60), room.take(40)
+    assert first is not None
+    assert second is not None
+    assert room.take(1) is None
+    first[:] = bytes(range(60))
+    part = np.frombuffer(first[10:20], np.uint8)
+    del first
+    assert room.take(60) is None  # a part of it is in use still
+    assert part.tolist() == list(range(10, 20))
+    del part
+    assert room.take(61) is None
+    assert room.take(60) is not None
+
+
+def test_a_round_is_the_same_whether_there_is_room_for_all_some_or_none_of_its_contributions(
+    shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, in_memory = [], []
+    for number, room_bytes in enumerate((1 << 20, 800, 0)):
+        monkeypatch.setattr(shared.coordinator, "room", Room(room_bytes))
+        name = f"{run}-{number}"
+        a, b = crew(shared, name, ["a", "b"], rounds=1, min_workers=2)
+        for member in (a, b):
+            member.assignment(0)
+        a.take_part(0)
+        opening = shared.live(name).open
+        assert opening is not None
+        in_memory.append([len(fragment.contents) for fragment in opening.fragments])
+        b.take_part(0)
+        for member in (a, b):
+            member.step(0)
+        shared.await_state(name, 1)
+        states.append(info(shared, name)["state_digest"])
+        assert all(not fragment.contents for fragment in opening.fragments), "room is held after the averaging"
+    assert in_memory[0] == [1] * len(in_memory[0])
+    assert 0 < sum(in_memory[1]) < len(in_memory[1])
+    assert sum(in_memory[2]) == 0
+    assert len(set(states)) == 1
+
+
+def test_an_upload_that_is_not_what_it_announced_leaves_no_file_and_gives_its_room_back(
+    shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (a,) = crew(shared, run, ["a"], rounds=1)
+    assignment, values = a.assignment(0), a.pseudo_gradients(0)[0]
+    body = a.payload(assignment, 0, values)
+    room = Room(len(body))
+    monkeypatch.setattr(shared.coordinator, "room", room)
+    headers = {"Content-Digest": content_digest(digest(b"another"))}
+    problem(a.http.put(a.contribution_path(0, 0), content=body, headers=headers), "digest-mismatch")
+    assert list((shared.data_dir / "incoming").iterdir()) == []
+    wait_until(lambda: room.take(len(body)) is not None)
+    assert a.contribute(assignment, 0, values).status_code == 201
 
 
 def sent(response: Any) -> bytes:

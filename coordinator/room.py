@@ -1,0 +1,34 @@
+"""Room in memory for contributions: from their first byte until they are averaged.
+
+What is there is neither read again to be checked nor to be averaged. What finds no room goes through its file instead,
+in pieces: so memory is bounded, however many workers there are and however slow they are.
+"""
+
+import threading
+import weakref
+from collections import deque
+
+from coordinator.direct import aligned
+
+ROOM_BYTES = 64 << 20
+
+
+class Room:
+    """At most `max_bytes` at a time. Thread-safe."""
+
+    def __init__(self, max_bytes: int = ROOM_BYTES) -> None:
+        self._lock = threading.Lock()
+        self._free_bytes = max_bytes
+        self._given_back: deque[int] = deque()  # from wherever the last reference went: no place to wait for a lock
+
+    def take(self, size: int) -> memoryview | None:
+        """Memory of `size` bytes, where there is room for it; free again once nothing refers to it any more."""
+        with self._lock:
+            while self._given_back:
+                self._free_bytes += self._given_back.popleft()
+            if size > self._free_bytes:
+                return None
+            self._free_bytes -= size
+        memory = aligned(size)
+        weakref.finalize(memory.obj, self._given_back.append, size).atexit = False
+        return memory
