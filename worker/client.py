@@ -26,7 +26,7 @@ from worker.grace import Signal
 from worker.line import Line
 from worker.retry import Retry, Transient
 from worker.stages import Stages
-from worker.transfer import PART_BYTES, Download, Part, Traffic, pieces, raise_for_problem
+from worker.transfer import PART_BYTES, Download, Part, Traffic, memory, pieces, raise_for_problem
 
 T = TypeVar("T")
 Reply = TypeVar("Reply", bound=BaseModel)
@@ -174,7 +174,7 @@ class Client:
         path = f"{self._path}/checkpoints/{state_round}/fragments/{fragment.fragment}"
         if fragment.bytes > limit_bytes:
             raise UnexpectedAnswer(f"{path} is told to have {fragment.bytes} bytes, at most {limit_bytes} can be right")
-        data = bytearray(fragment.bytes)
+        data = memory(fragment.bytes)
 
         def fetch() -> None:
             options = (self._http, path, self._headers(), data)
@@ -251,7 +251,7 @@ class Client:
         return httpx.USE_CLIENT_DEFAULT if self._silence_s is None else httpx.Timeout(self._silence_s, pool=None)
 
 
-def _payload(path: str, data: bytearray) -> wire.Payload:
+def _payload(path: str, data: Buffer) -> wire.Payload:
     try:
         return wire.Payload.from_bytes(data)
     except WireError as error:

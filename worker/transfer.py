@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import httpx
+import numpy as np
 from blake3 import blake3
 
 from protocol.digest import Buffer
@@ -36,6 +37,11 @@ class Traffic:
         with self._lock:
             self.upload_bytes += up
             self.download_bytes += down
+
+
+def memory(size: int) -> memoryview:
+    """Memory of `size` bytes, with anything in it."""
+    return np.empty(size, np.uint8).data
 
 
 def pieces(buffers: Sequence[Buffer], traffic: Traffic, stop: Signal) -> Iterator[bytes]:
@@ -103,10 +109,10 @@ class Download:
 
     def _restart(self) -> None:
         self._etag = ""
-        self._data = bytearray()
+        self._data = memory(0)
         self._received = 0
 
-    def attempt(self) -> bytearray:
+    def attempt(self) -> memoryview:
         """The whole blob, its BLAKE3 equal to its ETag. Raises Problem, Transient, httpx.TransportError or
         UnexpectedAnswer."""
         headers = {**self._headers, "Accept-Encoding": "identity"}
@@ -152,7 +158,7 @@ class Download:
             raise Transient(f"{self._path} answered {response.status_code} to a request for the whole")
         if int(length) > self._limit_bytes:
             raise UnexpectedAnswer(f"{self._path} announces {length} bytes, at most {self._limit_bytes} can be right")
-        self._etag, self._data = etag, bytearray(int(length))
+        self._etag, self._data = etag, memory(int(length))
 
 
 class Part:
@@ -167,7 +173,7 @@ class Part:
         http: httpx.Client,
         path: str,
         headers: dict[str, str],
-        data: bytearray,
+        data: memoryview,
         start: int,
         traffic: Traffic,
         stages: Stages,

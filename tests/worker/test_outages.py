@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 
 from coordinator.database import DATABASE_FILE
+from coordinator.room import Room
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
 from protocol.messages import Metrics
@@ -103,6 +104,7 @@ class SpoilsTheOther(Client):
 def test_a_contribution_that_the_coordinator_lost_is_sent_again(tmp_path: Path) -> None:
     spoiled: list[Path] = []
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        coordinator.coordinator.room = Room(0)  # so that it averages what the disk has
         run = Toy(coordinator, toy.spec(min_workers=2), tmp_path)
         run.workers(["a", "b"], b={"client_class": partial(SpoilsTheOther, run=run, spoiled=spoiled)})
         info = run.final()
