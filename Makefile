@@ -39,7 +39,7 @@ soak: $(VENV)/installed-dev
 	$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info protocol/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/created:
@@ -51,13 +51,15 @@ $(VENV)/created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# The editable install points at this directory, so only new requirements make these run again.
-$(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
+# The editable install points at this directory, so only new requirements and the compiled kernels make these run again.
+SETUP := pyproject.toml setup.py constraints.txt protocol/kernels.c
+
+$(VENV)/installed: $(VENV)/created $(SETUP)
 	@echo "Installing into $(VENV); torch is large, so the first time takes a while"
 	$(INSTALL) -e '.[coordinator,worker]'
 	@touch $@
 
-$(VENV)/installed-dev: $(VENV)/created pyproject.toml constraints.txt
+$(VENV)/installed-dev: $(VENV)/created $(SETUP)
 	@echo "Installing into $(VENV); torch is large, so the first time takes a while"
 	$(INSTALL) -e '.[coordinator,worker,dev]'
 	@touch $@ $(VENV)/installed

@@ -14,6 +14,7 @@ import uvicorn
 from coordinator.app import create_app
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
+from protocol.compiled import COMPILED, KERNELS
 from protocol.heap import keep_freed_memory
 
 GRACE_S = 10
@@ -103,6 +104,7 @@ def serve(settings: Settings) -> None:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
+    logger.log(logging.INFO if COMPILED else logging.WARNING, "kernels for the codecs: %s", KERNELS)
     allow_open_files()
     server, listening = make_server(settings)
     for number in (signal.SIGTERM, signal.SIGINT):

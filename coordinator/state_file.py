@@ -13,7 +13,7 @@ import numpy.typing as npt
 from coordinator.files import PayloadFile
 from protocol.digest import StateHash
 from protocol.errors import WireError
-from protocol.outer_step import outer_step
+from protocol.outer_step import outer_step_by
 from protocol.spec import OuterSpec
 from protocol.wire import CHUNK_ELEMENTS, Payload, StateHeader, chunk_sizes, pack_header
 
@@ -96,9 +96,8 @@ def stepped(state: StateReader, delta: Payload, outer: OuterSpec) -> Iterator[tu
     start = 0
     for index, n in enumerate(delta.chunks):
         theta, momentum = state.read(start, n)
-        values = np.empty(n, np.float32)
-        delta.codec.decode(delta.chunk(index), values)
-        outer_step(theta, momentum, values, learning_rate=outer.learning_rate, beta=outer.momentum)
+        lr, beta = outer.learning_rate, outer.momentum
+        outer_step_by(delta.codec, delta.chunk(index), theta, momentum, learning_rate=lr, beta=beta)
         yield theta, momentum
         start += n
 

@@ -1,4 +1,7 @@
-"""Coordinator and worker each install alone, in a fresh virtual environment, and start; and then they train together."""
+"""Coordinator and worker each install alone, in a fresh virtual environment, and start; and then they train together.
+
+The coordinator where there is no C compiler, so without the compiled kernels: they compute the same bits.
+"""
 
 import os
 import shutil
@@ -10,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from protocol.compiled import COMPILED
 from protocol.messages import Scope
 from tests.support.coordinator import CoordinatorProcess
 from tests.support.text import write_text
@@ -32,15 +36,16 @@ inner_steps = 2
 """
 
 
-def installed_alone(directory: Path, extra: str) -> Path:
+def installed_alone(directory: Path, extra: str, **environment: str) -> Path:
     """The Python of a new virtual environment that holds Outerstep with one extra, as a user would install it."""
     venv.create(directory, with_pip=True)
     python = directory / "bin" / "python"
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     source = directory / "source"  # a copy: building leaves traces beside what it builds
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__"))
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "*.so", "__pycache__"))
     pins = str(ROOT / "constraints.txt")
-    subprocess.run([*install, "-c", pins, f"{source}[{extra}]"], check=True, cwd=directory)
+    command = [*install, "-c", pins, f"{source}[{extra}]"]
+    subprocess.run(command, check=True, cwd=directory, env=os.environ | environment)
     return python
 
 
@@ -59,8 +64,10 @@ def outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.timeout(900)  # it installs torch
 def test_each_side_installs_alone_and_they_train_together(outside: Path) -> None:
-    coordinator_python = installed_alone(outside / "coordinator-venv", "coordinator")
+    coordinator_python = installed_alone(outside / "coordinator-venv", "coordinator", CC="false")
     worker_python = installed_alone(outside / "worker-venv", "worker")
+    assert not has(coordinator_python, "protocol.kernels")
+    assert has(worker_python, "protocol.kernels") == COMPILED
     for python, absent in ((coordinator_python, ["torch", "transformers"]), (worker_python, ["fastapi", "sqlalchemy"])):
         assert has(python, "protocol")
         assert not any(has(python, module) for module in absent)

@@ -14,6 +14,7 @@ from types import FrameType
 import httpx
 import torch
 
+from protocol.compiled import KERNELS
 from protocol.errors import CodecError, OuterstepError, Problem
 from protocol.heap import keep_freed_memory
 from protocol.messages import RunDetail, RunState
@@ -143,6 +144,7 @@ def host_facts(device: torch.device) -> dict[str, str | int | float]:
         "host": platform.node(),
         "device": f"{device}: {name}",
         "threads": torch.get_num_threads(),
+        "kernels": KERNELS,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

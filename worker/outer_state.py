@@ -12,11 +12,11 @@ from torch import Tensor
 
 from protocol.digest import Buffer, StateHash, model_digest
 from protocol.fragments import Layout
+from protocol.outer_step import outer_step_by
 from protocol.spec import OuterSpec
 from protocol.wire import DeltaHeader, Payload, StateHeader
-from worker.codecs import decoded, unpack_payload
+from worker.codecs import unpack_payload
 from worker.errors import Resync
-from worker.outer_step import outer_step
 
 _HOST = torch.device("cpu")
 
@@ -99,9 +99,11 @@ class OuterState:
         size = header.chunk_elements
         self._digests[p] = None
         lr, beta = self._outer.learning_rate, self._outer.momentum
-        chunks = zip(decoded(payload), self.theta[p].split(size), self.momentum[p].split(size), strict=True)
-        for delta, theta, momentum in chunks:
-            outer_step(theta, momentum, delta, learning_rate=lr, beta=beta)
+        for index, (theta, momentum) in enumerate(
+            zip(self.theta[p].split(size), self.momentum[p].split(size), strict=True)
+        ):
+            data = payload.chunk(index)
+            outer_step_by(payload.codec, data, theta.numpy(), momentum.numpy(), learning_rate=lr, beta=beta)
 
     def is_sound(self, p: int) -> bool:
         """Whether fragment p is still what its digest says, if that was taken before. A bit that flips in memory must

@@ -1,20 +1,22 @@
 """Codecs: how a chunk of fp32 values becomes bytes. Choose one from CODECS by its name.
 
-These numpy versions are the reference; `worker/codecs.py` produces the same bytes on the worker's device. A codec
-works on one chunk at a time, so that everything around it streams in bounded memory.
+The numpy versions in this package are the reference. Where there are compiled kernels they take its place for int8 and
+int4, and `worker/codecs` produces the same bytes on the worker's device. A codec works on one chunk at a time, so that
+everything around it streams in bounded memory.
 
 Arithmetic is part of the format: every operation below is one fp32 operation rounded to nearest even, so that
 all replicas decode the same bytes to the same values on any hardware.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol.codecs import bf16, fp32, int4, int8, sparse, ternary, two_bit
+from protocol.compiled import COMPILED, kernels
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -31,6 +33,7 @@ class Codec:
     check(data, n, limit)          WireError unless all n decoded values are finite and at most `limit` in magnitude
     error_feedback                 whether the worker carries over what the encoding left out: below 4 bits it must
     add_weight(data, weight, sum)  sum += weight at each index that was sent; None where every index always is
+    step(data, θ, u, η, μ)         the outer step by the decoded values, in one pass; None without a kernel for it
     """
 
     name: str
@@ -41,6 +44,7 @@ class Codec:
     check: Callable[[U8, int, float], None]
     error_feedback: bool
     add_weight: Callable[[U8, np.float32, F32], None] | None
+    step: Callable[[U8, F32, F32, float, float], None] | None = None
 
 
 def _codec(
@@ -50,7 +54,7 @@ def _codec(
     return Codec(module.NAME, *functions, error_feedback, add_weight)
 
 
-CODECS: dict[str, Codec] = {
+REFERENCE: dict[str, Codec] = {
     codec.name: codec
     for codec in (
         _codec(fp32),
@@ -62,3 +66,21 @@ CODECS: dict[str, Codec] = {
         _codec(sparse, error_feedback=True, add_weight=sparse.add_weight),
     )
 }
+
+
+def _compiled(codec: Codec) -> Codec:
+    """The same by the compiled kernels."""
+
+    operations = ("encode", "decode", "accumulate", "step")
+    try_encode, decode, accumulate, step = (getattr(kernels, f"{codec.name}_{operation}") for operation in operations)
+
+    def encode(x: F32, out: U8) -> None:
+        if not try_encode(x, out):
+            codec.encode(x, out)  # raises, and says why
+
+    return replace(codec, encode=encode, decode=decode, accumulate=accumulate, step=step)
+
+
+CODECS: dict[str, Codec] = dict(REFERENCE)
+if COMPILED:
+    CODECS |= {name: _compiled(REFERENCE[name]) for name in (int8.NAME, int4.NAME)}

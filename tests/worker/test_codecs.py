@@ -13,7 +13,7 @@ from protocol import wire
 from protocol.codecs import CODECS
 from protocol.digest import Buffer
 from protocol.errors import CodecError
-from worker.codecs import TORCH_CODECS, pack_fragment, round_trip, unpack_payload
+from worker.codecs import IN_TORCH, TORCH_CODECS, pack_fragment, round_trip, unpack_payload
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -40,11 +40,13 @@ def assert_same(codec: str, values: np.ndarray) -> None:
 def assert_same_on(device: torch.device, codec: str, values: np.ndarray) -> None:
     expected = reference(codec, values)
     if expected is None:
-        with pytest.raises(CodecError, match=codec):
-            TORCH_CODECS[codec].encode(torch.from_numpy(values).to(device))
+        for codecs in (TORCH_CODECS, IN_TORCH):
+            with pytest.raises(CodecError, match=codec):
+                codecs[codec].encode(torch.from_numpy(values).to(device))
         return
-    encoded = TORCH_CODECS[codec].encode(torch.from_numpy(values.copy()).to(device))
-    assert encoded.cpu().numpy().tobytes() == expected.tobytes()
+    for codecs in (TORCH_CODECS, IN_TORCH):
+        encoded = codecs[codec].encode(torch.from_numpy(values.copy()).to(device))
+        assert encoded.cpu().numpy().tobytes() == expected.tobytes()
     decoded = np.empty_like(values)
     CODECS[codec].decode(expected, decoded)
     ours = TORCH_CODECS[codec].decode(encoded, len(values)).cpu().numpy()
