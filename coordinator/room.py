@@ -17,6 +17,7 @@ class Room:
     """At most `max_bytes` at a time. Thread-safe."""
 
     def __init__(self, max_bytes: int = ROOM_BYTES) -> None:
+        self.max_bytes = max_bytes
         self._lock = threading.Lock()
         self._free_bytes = max_bytes
         self._given_back: deque[int] = deque()  # from wherever the last reference went: no place to wait for a lock

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import uvicorn
 
 from coordinator.app import create_app
+from coordinator.bodies import Protocol
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from protocol.compiled import COMPILED, KERNELS
@@ -50,6 +51,7 @@ def make_server(settings: Settings, *, clock: Callable[[], float] = time.monoton
         raise
     config = uvicorn.Config(
         create_app(coordinator),
+        http=Protocol,
         log_config=None,
         access_log=False,
         ssl_certfile=settings.tls_certificate,

@@ -10,6 +10,7 @@ from blake3 import blake3
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
+from coordinator.bodies import Incoming
 from coordinator.direct import write_new
 from coordinator.files import Body
 from coordinator.pieces import Pieces
@@ -17,6 +18,9 @@ from coordinator.room import Room
 from coordinator.service import Coordinator
 from protocol.digest import parse_content_digest
 from protocol.errors import Problem
+
+# Longer than a fragment takes to be averaged; hardly anything of what a body takes on a line where that matters.
+WAITS, WAIT_S = 20, 0.01
 
 
 class Upload:
@@ -33,29 +37,32 @@ class Upload:
         self._file: BinaryIO | None = None
         self._arrived: list[bytes] = []
         self._arrived_bytes = 0  # of what is in the list
-        self._received_bytes = 0
         self._transfer = ExitStack()  # ends when no piece of the body is in memory any more
         if content is None:
             self._transfer.enter_context(pieces.transfer())
 
     async def receive(self, request: Request, idle_s: float) -> None:
         """All of the body."""
-        body = request.stream()
-        while True:
-            try:
-                async with asyncio.timeout(idle_s):
-                    piece = await anext(body, None)
-            except TimeoutError:
-                raise Problem("request-timeout", f"nothing arrived for {idle_s:.0f} s; send it again") from None
-            if piece is None:
-                break
-            start, self._received_bytes = self._received_bytes, self._received_bytes + len(piece)
-            if self._content is not None and self._received_bytes <= self._size:
-                self._content[start : self._received_bytes] = piece
-            elif self._content is None:
-                await self._take(piece)
-        if self._received_bytes != self._size:
-            raise Problem("digest-mismatch", f"{self._received_bytes} bytes arrived, announced were {self._size}")
+        body, received_bytes = request.stream(), 0
+        try:
+            while piece := await self._next(body, idle_s):
+                start, received_bytes = received_bytes, received_bytes + len(piece)
+                if self._content is None:
+                    await self._take(piece)
+                elif received_bytes <= self._size:
+                    self._content[start:received_bytes] = piece
+                    incoming = Incoming.of(request.scope)
+                    if incoming is not None:
+                        received_bytes += await incoming.into(self._content[received_bytes:], idle_s)
+                        break
+        except TimeoutError:
+            raise Problem("request-timeout", f"nothing arrived for {idle_s:.0f} s; send it again") from None
+        if received_bytes != self._size:
+            raise Problem("digest-mismatch", f"{received_bytes} bytes arrived, announced were {self._size}")
+
+    async def _next(self, body: AsyncIterator[bytes], idle_s: float) -> bytes | None:
+        async with asyncio.timeout(idle_s):
+            return await anext(body, None)
 
     async def _take(self, piece: bytes) -> None:
         self._arrived_bytes += len(piece)
@@ -110,13 +117,24 @@ async def received(
     digest), digest-mismatch, request-timeout.
     """
     size, announced = _announced(request, max_bytes)
-    content = None if room is None else room.take(size)
+    content = None if room is None else await _take(room, size)
     upload = Upload(service.data.incoming(), size, announced, content, service.pieces)
     try:
         await upload.receive(request, service.settings.upload_idle_s)
         yield upload
     finally:
         upload.discard()
+
+
+async def _take(room: Room, size: int) -> memoryview | None:
+    """Memory for a body, where there is any within a moment: while workers' bodies come faster than they are averaged,
+    waiting costs less than the way through a file."""
+    for _ in range(WAITS if size <= room.max_bytes else 0):
+        content = room.take(size)
+        if content is not None:
+            return content
+        await asyncio.sleep(WAIT_S)
+    return room.take(size)
 
 
 def _announced(request: Request, max_bytes: int) -> tuple[int, bytes]:
