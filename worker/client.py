@@ -23,7 +23,7 @@ from protocol.errors import WireError
 from worker.entropy import Entropy
 from worker.errors import UnexpectedAnswer
 from worker.grace import Signal
-from worker.line import Line
+from worker.line import Line, watch
 from worker.retry import Retry, Transient
 from worker.stages import Stages
 from worker.transfer import PART_BYTES, Download, Part, Traffic, memory, pieces, raise_for_problem
@@ -40,9 +40,9 @@ MAX_LISTED = 1000  # items of a listing in one answer
 
 
 def open_http(url: str) -> httpx.Client:
-    """An `httpx.Client` with the timeouts and the connection pool that a worker wants. Close it after use."""
+    """An `httpx.Client` with the timeouts and the connections that a worker wants. Close it after use."""
     limits = httpx.Limits(max_connections=32, max_keepalive_connections=32)
-    return httpx.Client(base_url=url, timeout=TIMEOUT, limits=limits)
+    return httpx.Client(base_url=url, timeout=TIMEOUT, limits=limits, event_hooks={"request": [watch]})
 
 
 class Client:

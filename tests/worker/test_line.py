@@ -1,10 +1,16 @@
-"""Upload bodies go over the line one after the other."""
+"""Upload bodies go over the line one after the other, and little of one is left when the next one begins."""
 
+import socket
 import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 
+import httpx
 import pytest
 
-from worker.line import Line
+from tests.support.http_server import Handler, serving
+from worker.client import open_http
+from worker.line import UNSENT_BYTES, Line
 
 
 def test_the_next_body_follows_the_last_piece_without_waiting_for_the_answer() -> None:
@@ -46,3 +52,45 @@ def test_an_upload_that_breaks_frees_the_line() -> None:
         break_off()
     with line.taken(iter([b"c"])) as body:
         assert list(body) == [b"c"]
+
+
+def unsent_bytes(response: httpx.Response) -> int:
+    """How much the connection of this answer takes without sending it."""
+    connection = response.extensions["network_stream"].get_extra_info("socket")
+    return int(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT))
+
+
+def test_a_line_that_carries_nothing_is_handed_little() -> None:
+    """It was 2.9 MB, which the next body would have had to share the line with."""
+    handed = 0
+
+    def body() -> Iterator[bytes]:
+        nonlocal handed
+        for _ in range(256):
+            yield bytes(1 << 15)
+            handed += 1 << 15
+
+    with socket.create_server(("127.0.0.1", 0)) as server:  # nobody reads there
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with open_http(url) as http, pytest.raises(httpx.WriteTimeout):
+            http.put("/", content=body(), headers={"Content-Length": str(256 << 15)}, timeout=0.5)
+    assert 0 < handed < 1 << 20
+
+
+def test_the_proxies_of_the_environment_are_used_and_handed_little_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Proxy(Handler, BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # the connection stays open, to be asked
+
+        def do_PUT(self) -> None:
+            asked.append(self.path)
+            self.created()
+
+    with serving(Proxy) as url:
+        with open_http(url) as http:
+            assert unsent_bytes(http.put("/direct")) == UNSENT_BYTES
+        monkeypatch.setenv("http_proxy", url)
+        with open_http("http://coordinator.invalid") as http:
+            assert unsent_bytes(http.put("/through")) == UNSENT_BYTES
+    assert asked == ["/direct", "http://coordinator.invalid/through"]
