@@ -136,10 +136,18 @@ class Client:
         path = f"{self._path}/rounds/{state_round}/evaluation"
         self._retry(lambda: self._answer("PUT", path, member_token, report))
 
-    def contribute(self, member_token: str, header: wire.ContributionHeader, frames: Sequence[Buffer]) -> None:
-        """Upload one contribution; when this returns it is durable."""
+    def contribute(
+        self,
+        member_token: str,
+        header: wire.ContributionHeader,
+        frames: Sequence[Buffer],
+        *,
+        on_line: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Upload one contribution; when this returns it is durable. `on_line` is called as soon as it has the line: who
+        asks for it after that is next."""
         path = f"{self._path}/rounds/{header.round}/fragments/{header.fragment}/contributions/{header.worker}"
-        self._upload(member_token, path, [wire.pack_header(header), *frames])
+        self._upload(member_token, path, [wire.pack_header(header), *frames], on_line)
 
     def delta(self, round_number: int, p: int, limit_bytes: int, member_token: str | None = None) -> wire.Payload:
         """The delta of one fragment. Problem `not-published` where it is not there after a while: ask again; and
@@ -225,7 +233,9 @@ class Client:
 
         return self._retry(attempt)
 
-    def _upload(self, token: str, path: str, buffers: Sequence[Buffer]) -> None:
+    def _upload(
+        self, token: str, path: str, buffers: Sequence[Buffer], on_line: Callable[[], object] = lambda: None
+    ) -> None:
         total_bytes, hasher = 0, blake3()
         for buffer in buffers:
             total_bytes += len(buffer)
@@ -238,6 +248,7 @@ class Client:
 
         def attempt() -> None:
             with self._line.taken(self.entropy.sent(pieces(buffers, self.traffic, self._until))) as body:
+                on_line()
                 raise_for_problem(self._http.put(path, content=body, headers=headers, timeout=self._timeout()))
 
         self._retry(attempt)

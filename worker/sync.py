@@ -64,6 +64,8 @@ class Flight:
         self._uploads = ThreadPoolExecutor(_UPLOADS, "upload")
         self._downloads = ThreadPoolExecutor(_DOWNLOADS, "download")
         self._contributions: dict[int, Future[Future[Missed | Tensor | None]]] = {}
+        self._turn = threading.Event()  # of the fragment that is sent next
+        self._turn.set()
         self.pieces: dict[int, Piece] = {}  # that were sent, by fragment
         self._lock = threading.Lock()
         self._failed = threading.Event()
@@ -74,8 +76,10 @@ class Flight:
         sync.state.round = None
 
     def send(self, p: int, make: Callable[[], Piece]) -> None:
-        """Make the piece of fragment p, contribute it, and step the fragment by the round's delta: on other threads."""
-        self._contributions[p] = self._uploads.submit(self._contribute, make)
+        """Make the piece of fragment p, contribute it, and step the fragment by the round's delta: on other threads.
+        Whatever is sent first is made first, and goes over the line first."""
+        turn, self._turn = self._turn, threading.Event()
+        self._contributions[p] = self._uploads.submit(self._contribute, make, turn, self._turn)
 
     def land(self, p: int) -> Missed | Tensor | None:
         """Wait until fragment p is stepped; what of it is not in the delta. Raises as `end` does."""
@@ -113,11 +117,17 @@ class Flight:
         except (_Abandoned, OuterstepError, httpx.HTTPError, OSError) as error:
             log.info("round %d: given up: %s", self.round, error or type(error).__name__)
 
-    def _contribute(self, make: Callable[[], Piece]) -> Future[Missed | Tensor | None]:
-        with self._abandon_others():
-            piece = make()
-            self.pieces[piece.fragment] = piece
-            return self._downloads.submit(self._step, piece, self._sync.contribute(piece))
+    def _contribute(
+        self, make: Callable[[], Piece], turn: threading.Event, next_turn: threading.Event
+    ) -> Future[Missed | Tensor | None]:
+        turn.wait()
+        try:
+            with self._abandon_others():
+                piece = make()
+                self.pieces[piece.fragment] = piece
+                return self._downloads.submit(self._step, piece, self._sync.contribute(piece, next_turn.set))
+        finally:
+            next_turn.set()  # also where it did not get as far as the line
 
     def _step(self, piece: Piece, missed_by: float | None) -> Missed | Tensor | None:
         sync, p = self._sync, piece.fragment
@@ -221,11 +231,11 @@ class Sync:
         if kept:
             log.info("round %d: handed in the work on %d units before leaving", pieces[0].round, max(kept))
 
-    def contribute(self, piece: Piece) -> float | None:
-        """None where it is in the delta, or will be; else the share of the round's workers that is in it."""
+    def contribute(self, piece: Piece, on_line: Callable[[], object] = lambda: None) -> float | None:
+        """None where it is in the delta, or will be; else the share of the round's workers that is in it. `on_line` is
+        called once the line is the piece's."""
         sync, late = self._spec.sync, piece.late
         vector = piece.delta.to(self._device)
-        # One after the other: so the fragment that goes over the line first is ready first.
         with self._encoding, self.client.stages(Stage.ENCODE):
             frames = self.client.entropy.pack(vector, sync.upload_codec, wanted=sync.zstd)
         header = wire.ContributionHeader(
@@ -248,7 +258,7 @@ class Sync:
         )
         try:
             with self.client.stages(Stage.UPLOAD):
-                self._membership.act(partial(self._uploader.contribute, header=header, frames=frames))
+                self._membership.act(partial(self._uploader.contribute, header=header, frames=frames, on_line=on_line))
         except Problem as problem:
             if problem.slug in ("stale-base", "round-not-open"):
                 raise Resync(problem.detail) from problem

@@ -98,7 +98,7 @@ class SlowClient(Client):
         self._early, self._gates = early, gates
         self.units: dict[tuple[int, int], list[list[int]]] = {}
 
-    def contribute(self, member_token, header, frames):
+    def contribute(self, member_token, header, frames, **options):
         if header.round == 0 and header.fragment not in self._early:
             while True:
                 try:
@@ -108,7 +108,7 @@ class SlowClient(Client):
                     if problem.slug != "not-published":
                         raise
         self.units[header.round, header.fragment] = header.units
-        super().contribute(member_token, header, frames)
+        super().contribute(member_token, header, frames, **options)
         self._gates.passed(header.round, header.fragment)
 
 
@@ -119,9 +119,9 @@ class PatientClient(Client):
         super().__init__(*arguments, **options)
         self._gates = gates
 
-    def contribute(self, member_token, header, frames):
+    def contribute(self, member_token, header, frames, **options):
         self._gates.wait(header.round, header.fragment)
-        super().contribute(member_token, header, frames)
+        super().contribute(member_token, header, frames, **options)
 
 
 class Gates:

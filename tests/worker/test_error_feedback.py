@@ -30,11 +30,11 @@ class Recorder(MortalClient):
         super().__init__(*arguments, **options)
         self._sent = sent
 
-    def contribute(self, member_token, header, frames):
+    def contribute(self, member_token, header, frames, **options):
         values = np.empty(header.elements, np.float32)
         Payload.from_bytes(b"".join([pack_header(header), *frames])).decode(values)
         self._sent[header.round, header.fragment] = values
-        super().contribute(member_token, header, frames)
+        super().contribute(member_token, header, frames, **options)
 
 
 def recorded(

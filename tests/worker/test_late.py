@@ -33,7 +33,7 @@ class LateClient(MortalClient):
         self.sent: dict[tuple[int, int], list[bytes]] = {}
         self.headers: dict[tuple[int, int], ContributionHeader] = {}
 
-    def contribute(self, member_token, header, frames):
+    def contribute(self, member_token, header, frames, **options):
         key = (header.round, header.fragment)
         while key in self._late:
             try:
@@ -44,7 +44,7 @@ class LateClient(MortalClient):
                     raise
         self.sent[key] = [bytes(frame) for frame in frames]
         self.headers[key] = header
-        super().contribute(member_token, header, frames)
+        super().contribute(member_token, header, frames, **options)
         self._arrived.note(key)
 
 
@@ -79,11 +79,11 @@ class PatientClient(Client):
         super().__init__(*arguments, **options)
         self._late, self._arrived = late, arrived
 
-    def contribute(self, member_token, header, frames):
+    def contribute(self, member_token, header, frames, **options):
         key = (header.round, header.fragment)
         if key not in self._late:
             self._arrived.wait_for(key)
-        super().contribute(member_token, header, frames)
+        super().contribute(member_token, header, frames, **options)
 
 
 def test_late_many_rounds_in_a_row_and_nothing_is_forgotten(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ def contributors(run: Toy, number: int) -> list[list[str]]:
 class StopsWhileUploading(Client):
     """Is asked to stop in the middle of its first upload for round 1."""
 
-    def contribute(self, member_token, header, frames):
+    def contribute(self, member_token, header, frames, **options):
         if header.round == 1:
             self.stop.set()
-        super().contribute(member_token, header, frames)
+        super().contribute(member_token, header, frames, **options)
 
 
 def test_uploads_under_way_are_finished_and_no_delta_is_waited_for(tmp_path: Path) -> None:
@@ -63,10 +63,10 @@ def test_uploads_under_way_are_finished_and_no_delta_is_waited_for(tmp_path: Pat
 class HandsInOneFragment(Client):
     """Once asked to stop, it gets only fragment 1 through."""
 
-    def contribute(self, member_token, header, frames):
+    def contribute(self, member_token, header, frames, **options):
         if self.stop.is_set() and header.fragment != 1:
             raise Stopped("the time is over")
-        super().contribute(member_token, header, frames)
+        super().contribute(member_token, header, frames, **options)
 
 
 class Announces(Client):
@@ -76,8 +76,8 @@ class Announces(Client):
         super().__init__(*arguments, **options)
         self._awaited, self._done, self._fragments = awaited, done, set[int]()
 
-    def contribute(self, member_token, header, frames):
-        super().contribute(member_token, header, frames)
+    def contribute(self, member_token, header, frames, **options):
+        super().contribute(member_token, header, frames, **options)
         if header.round == self._awaited:
             self._fragments.add(header.fragment)
         if len(self._fragments) == 3:

@@ -4,12 +4,16 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.support.http_server import Handler, serving
-from worker.client import open_http
+from tests.worker import toy
+from tests.worker.toy import Toy, coordinator_thread
+from worker.client import Client, open_http
 from worker.line import UNSENT_BYTES, Line
 
 
@@ -94,3 +98,33 @@ def test_the_proxies_of_the_environment_are_used_and_handed_little_too(monkeypat
         with open_http("http://coordinator.invalid") as http:
             assert unsent_bytes(http.put("/through")) == UNSENT_BYTES
     assert asked == ["/direct", "http://coordinator.invalid/through"]
+
+
+class Dawdles(Client):
+    """Gives the other fragments time to pass fragment 0 on its way to the line. `order`: how they got there."""
+
+    def __init__(self, *arguments: Any, order: list[int], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._order, self._passed = order, threading.Event()
+
+    def contribute(self, member_token, header, frames, *, on_line=lambda: None):
+        if header.fragment > 0:
+            self._passed.set()
+        else:
+            self._passed.wait(0.05)
+            self._passed.clear()
+
+        def note() -> None:
+            self._order.append(header.fragment)
+            on_line()
+
+        super().contribute(member_token, header, frames, on_line=note)
+
+
+@pytest.mark.parametrize("sync", ["", "overlap = 2"])
+def test_fragments_get_the_line_in_their_order(tmp_path: Path, sync: str) -> None:
+    order: list[int] = []
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=3, sync=sync), tmp_path)
+        run.worker("a", client_class=lambda *arguments, **options: Dawdles(*arguments, order=order, **options))
+    assert order == [0, 1, 2] * 3

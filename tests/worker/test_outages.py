@@ -82,11 +82,11 @@ class SpoilsTheOther(Client):
         super().__init__(*arguments, **options)
         self._toy, self._spoiled, self._lock = run, spoiled, threading.Lock()
 
-    def contribute(self, member_token, header, frames):
+    def contribute(self, member_token, header, frames, **options):
         if header.round == 1:
             with self._lock:
                 self._spoil()
-        super().contribute(member_token, header, frames)
+        super().contribute(member_token, header, frames, **options)
 
     def _spoil(self) -> None:
         if not self._spoiled:

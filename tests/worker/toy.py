@@ -93,9 +93,9 @@ class MortalClient(Client):
             self._death.set()
             raise Killed(what)
 
-    def contribute(self, member_token, header, frames):
+    def contribute(self, member_token, header, frames, **options):
         self.reach("before upload", header.round)
-        super().contribute(member_token, header, frames)
+        super().contribute(member_token, header, frames, **options)
         self.reach("after upload", header.round)
 
     def delta(self, round_number, p, limit_bytes, member_token=None):
