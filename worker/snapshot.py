@@ -89,7 +89,10 @@ def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
 def load(files: StateDir, owner: str, state: OuterState) -> Snapshot | None:
     """The snapshot, on the CPU, and its outer state into `state`. None where there is none, and with a warning where it
     is not ours or damaged; `state` may have anything in it then."""
-    document = _read(files.path / SNAPSHOT, owner)
+    path = files.path / SNAPSHOT
+    if not path.exists():
+        return None
+    document = _read(path, owner)
     if document is None:
         return None
     try:
@@ -102,12 +105,14 @@ def load(files: StateDir, owner: str, state: OuterState) -> Snapshot | None:
             digests=document["digests"],
         )
     except _DAMAGE as error:
-        _say_damaged(files.path / SNAPSHOT, error)
+        _say_damaged(path, error)
         return None
     path = files.path / STATE.format(snapshot.slot)
     document = _read(path, owner)
+    if document is None:
+        return None
     try:
-        if document is None or document["digests"] != snapshot.digests:
+        if document["digests"] != snapshot.digests:
             raise ValueError("it is not the outer state that the snapshot belongs to")
         for p in range(len(state)):
             state.set(p, document["theta"][p], document["momentum"][p])
@@ -121,8 +126,7 @@ def load(files: StateDir, owner: str, state: OuterState) -> Snapshot | None:
 
 
 def _read(path: Path, owner: str) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
+    """None, with a warning, where it is not ours, damaged or missing."""
     try:
         document: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         if document["version"] != _VERSION or document["identity"] != owner:
