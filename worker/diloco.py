@@ -206,9 +206,12 @@ class DiLoCo:
             self._saver.keep_state()
 
     def _save(self, work: Work | Midway, *, partial: bool = False) -> Future[None] | None:
-        optimizer = self._optimizer.state_dict()
-        if isinstance(work, Midway) and self._files is not None:
-            optimizer = snapshot.copied(optimizer, self._fragments.memory)  # the training goes on while it is written
+        def optimizer() -> dict[str, Any]:
+            taken: dict[str, Any] = self._optimizer.state_dict()
+            if isinstance(work, Midway):  # the training goes on while it is written
+                taken = snapshot.copied(taken, self._fragments.memory)
+            return taken
+
         warmup_left = self._steps.warmup_left or 0
         return self._saver.save(work, partial=partial, optimizer=optimizer, warmup_left=warmup_left)
 

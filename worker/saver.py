@@ -4,6 +4,7 @@ So at the end, where everybody waits, less is left to write. Two files take turn
 last work belongs to stays until other work is durable.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -58,9 +59,10 @@ class Saver:
         self._state.reader = self._keeping
 
     def save(
-        self, work: Work | Midway, *, partial: bool, optimizer: dict[str, Any], warmup_left: int
+        self, work: Work | Midway, *, partial: bool, optimizer: Callable[[], dict[str, Any]], warmup_left: int
     ) -> Future[None] | None:
-        """Begin to write `work`, done on the outer state as it is now, and the inner optimizer after it.
+        """Begin to write `work`, done on the outer state as it is now, and the inner optimizer after it, which is asked
+        for only where there is a directory.
 
         Nothing of what is given may change before the future is done; it raises OSError.
         """
@@ -68,7 +70,7 @@ class Saver:
         if self._files is None or self._kept is None:
             return None
         self._work_slot = self._state_slot
-        taken = Snapshot(work, partial, optimizer, warmup_left, self._work_slot, self._kept[1])
+        taken = Snapshot(work, partial, optimizer(), warmup_left, self._work_slot, self._kept[1])
         write = self._stages.timed(Stage.SNAPSHOT, self._write)
         return self._thread.submit(write, self._files, self._keeping, taken)
 
