@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.fragments import Layout, TensorSpec, plan_fragments
-from protocol.spec import OuterSpec
+from tests.support.states import LAYOUT, empty_state
 from worker import snapshot
 from worker.outer_state import OuterState
 from worker.saver import Saver
@@ -17,12 +16,6 @@ from worker.snapshot import Snapshot
 from worker.stages import Stages
 from worker.state_dir import StateDir
 from worker.work import Work
-
-LAYOUT: Layout = plan_fragments([TensorSpec(name="w", shape=[500])], 256)
-
-
-def fresh() -> OuterState:
-    return OuterState(LAYOUT, OuterSpec(learning_rate=0.7, momentum=0.9), pin_memory=False)
 
 
 def to_round(state: OuterState, number: int) -> None:
@@ -49,13 +42,13 @@ def save(saver: Saver, number: int) -> None:
 
 def found(path: Path) -> tuple[Snapshot | None, OuterState]:
     """What a process that begins now would find."""
-    state = fresh()
+    state = empty_state()
     with saver_of(path, state) as saver:
         return saver.load(), state
 
 
 def test_the_last_work_keeps_its_state_until_other_work_is_durable(tmp_path: Path) -> None:
-    state = fresh()
+    state = empty_state()
     with saver_of(tmp_path / "state", state) as saver:
         to_round(state, 0)
         saver.keep_state()
@@ -86,7 +79,7 @@ def test_a_state_is_written_once_and_does_not_change_meanwhile(tmp_path: Path, m
         save_state(files, owner, slot, state)
 
     monkeypatch.setattr(snapshot, "save_state", slow)
-    state = fresh()
+    state = empty_state()
     with saver_of(tmp_path / "state", state) as saver:
         to_round(state, 0)
         saver.keep_state()
@@ -101,7 +94,7 @@ def test_a_state_is_written_once_and_does_not_change_meanwhile(tmp_path: Path, m
 
 
 def test_work_is_not_saved_without_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = fresh()
+    state = empty_state()
     with saver_of(tmp_path / "state", state) as saver:
         to_round(state, 0)
         save(saver, 0)
@@ -122,7 +115,7 @@ def test_without_a_directory_nothing_is_saved() -> None:
     def optimizer() -> dict[str, object]:
         raise AssertionError("its state is a copy, and nobody needs it")
 
-    state = fresh()
+    state = empty_state()
     with Saver(None, "me", state, Stages(lambda: 0.0)) as saver:
         to_round(state, 0)
         saver.keep_state()

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.fragments import Layout, TensorSpec, plan_fragments
-from protocol.spec import OuterSpec
+from tests.support.states import LAYOUT, empty_state
 from worker import snapshot
 from worker.errors import StateDirBusy
 from worker.memory import HostMemory
@@ -17,12 +16,9 @@ from worker.snapshot import Snapshot
 from worker.state_dir import SNAPSHOT, STATE, MemberTokens, StateDir
 from worker.work import Carry, Late, Midway, Work
 
-LAYOUT: Layout = plan_fragments([TensorSpec(name="w", shape=[500])], 256)
-OUTER = OuterSpec(learning_rate=0.7, momentum=0.9)
-
 
 def make_state() -> OuterState:
-    state = OuterState(LAYOUT, OUTER, pin_memory=False)
+    state = empty_state()
     for p, n in enumerate(LAYOUT.elements):
         state.set(p, torch.randn(n), torch.randn(n))
     return state
@@ -53,7 +49,7 @@ def save(files: StateDir, owner: str, state: OuterState, taken: Snapshot | None 
 
 
 def load(files: StateDir, owner: str = "me") -> tuple[Snapshot | None, OuterState]:
-    state = OuterState(LAYOUT, OUTER, pin_memory=False)
+    state = empty_state()
     return snapshot.load(files, owner, state), state
 
 
