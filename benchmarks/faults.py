@@ -1,6 +1,6 @@
 """What faults cost in quality: DiLoCo with 8 workers in one process, where some contributions miss their round.
 
-    python benchmarks/faults.py [--quick] [--json] [--seed 0] [--momentum 0.4]
+    python -m benchmarks.faults [--quick] [--json] [--seed 0] [--momentum 0.4]
 
 There is no network, and the parts are the real ones: the model `tiny` on the standard library's sources, the worker's
 inner step, codec (int8 up and down), carry and outer step, the coordinator's mean. Only who is late is drawn. One

@@ -1,6 +1,6 @@
 """One outer round over loopback, without training: Outerstep's sync beside gloo's fp32 all-reduce, in the same run.
 
-    python benchmarks/sync.py [--quick] [--json] [--params 25e6 100e6] [--workers 4] [--rounds 5] [--only speed]
+    python -m benchmarks.sync [--quick] [--json] [--params 25e6 100e6] [--workers 4] [--rounds 5] [--only speed]
 
 Each worker process holds a random pseudo-gradient and does alternately
   sync    what `outerstep worker` does with it: encode, upload (durable before it is acknowledged), wait for the delta,

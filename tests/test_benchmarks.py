@@ -1,8 +1,10 @@
-"""The benchmarks of lines and of the control plane, at sizes that say nothing about speed: what they print is complete."""
+"""The benchmarks of lines and of the control plane, at sizes that say nothing about speed: what they print is complete.
+And how all of them are named."""
 
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +18,18 @@ from tests.support import lines
 from tests.support.coordinator import CoordinatorProcess
 
 ROOT = Path(__file__).parents[1]
+
+
+def test_pages_name_benchmarks_as_they_are_run() -> None:
+    """As modules: as a file, one finds its neighbours only where the project is installed."""
+    sources = {f"benchmarks.{path.stem}": path for path in (ROOT / "benchmarks").glob("*.py")}
+    sources["benchmarks.peers"] = ROOT / "benchmarks" / "peers" / "__main__.py"
+    texts = {name: path.read_text() for name, path in sources.items()}
+    pages = [path.read_text() for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"))]
+    everything = "\n".join([*texts.values(), *pages])
+    assert not re.search(r"python3? benchmarks/", everything)
+    run = {name for name, text in texts.items() if "__main__" in text}
+    assert set(re.findall(r"python3? -m (benchmarks\.\w+)", everything)) == run - {"benchmarks.wan_worker"}
 
 
 def test_lines_are_measured_or_it_is_said_why_they_cannot_be() -> None:
