@@ -20,7 +20,7 @@ from protocol.digest import Buffer
 from worker.codecs import encoded_chunks, pack_fragment
 
 KEPT = 0.5  # of what was measured before, as a fragment's or a body's own measurement is added
-# Less than this is in the socket's buffer at once, however slow the line: it says nothing.
+# Less than this may be in buffers on the way at once, however slow the line: it says nothing.
 LEAST_BYTES = 1 << 20
 PROBE_EVERY = 16  # fragments of which nothing is coded but the first chunk of one
 
