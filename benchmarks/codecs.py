@@ -1,4 +1,4 @@
-"""What each codec costs: bytes per parameter on the wire, and speed on one core, in numpy and in torch.
+"""What each codec costs: bytes per parameter on the wire, and speed on one core: in numpy, compiled and in torch.
 
     python -m benchmarks.codecs [--quick] [--json]
 
@@ -8,8 +8,9 @@ Student's t with 3 degrees of freedom. The error is of the real one: the L2 norm
 of the whole; codecs with error feedback send it later.
 
 Speeds are of Gaussian values, median over repeats after a warm-up; 1 GB/s is 10^9 bytes of fp32 values per second, that
-is 0.25 G elements per second. encode, decode and accumulate are of the codec alone; pack and unpack are of whole
-frames, zstd and the receiver's check included. Only the coordinator accumulates, and it has no torch.
+is 0.25 G elements per second. encode, decode and accumulate are of the codec alone, step is the outer step by encoded
+values; pack and unpack are of whole frames, zstd and the receiver's check included. numpy is the reference. "hot" are
+the compiled kernels with one chunk again and again, which the cache holds; otherwise values come from memory.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,10 +27,12 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.faults import FULL, Replica
-from protocol.codecs import CODECS
+from protocol.codecs import CODECS, REFERENCE, Codec
+from protocol.compiled import KERNELS
 from protocol.digest import DIGEST_BYTES
-from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, chunk_sizes, pack_frames, pack_header
-from worker.codecs import TORCH_CODECS, pack_fragment, unpack_payload
+from protocol.outer_step import in_numpy, outer_step_by
+from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, chunk_sizes, pack_frame, pack_frames, pack_header
+from worker.codecs import IN_TORCH
 from worker.data import TextData
 
 DISTRIBUTIONS = ("gaussian", "laplace", "student-t3")
@@ -37,7 +41,7 @@ ROUNDS = 3  # of training, until the pseudo-gradients look like those of most of
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 
-OPERATIONS = ("encode", "decode", "accumulate", "pack", "unpack")
+OPERATIONS = ("encode", "decode", "accumulate", "step", "pack", "unpack")
 
 
 def sample(distribution: str, n: int) -> F32:
@@ -103,13 +107,11 @@ def seconds(operation: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def numpy_operations(values: F32, name: str) -> dict[str, Callable[[], object]]:
-    codec = CODECS[name]
+def host_operations(values: F32, codec: Codec) -> dict[str, Callable[[], object]]:
     chunks = np.split(values, range(CHUNK_ELEMENTS, len(values), CHUNK_ELEMENTS))
     raws: list[U8] = [np.empty(codec.size(len(chunk)), np.uint8) for chunk in chunks]
-    outs = [np.zeros_like(chunk) for chunk in chunks]
-    whole = Payload.from_bytes(payload(values, name, zstd=True))
-    decoded = np.empty_like(values)
+    outs, momenta = ([np.zeros_like(chunk) for chunk in chunks] for _ in range(2))
+    whole = Payload.from_bytes(payload(values, codec.name, zstd=True))
 
     def encode() -> None:
         for chunk, raw in zip(chunks, raws, strict=True):
@@ -123,36 +125,65 @@ def numpy_operations(values: F32, name: str) -> dict[str, Callable[[], object]]:
         for raw, out in zip(raws, outs, strict=True):
             codec.accumulate(raw, np.float32(0.25), out)
 
+    def step() -> None:
+        for raw, theta, momentum in zip(raws, outs, momenta, strict=True):
+            if codec is REFERENCE[codec.name]:
+                delta = np.empty_like(theta)
+                codec.decode(raw, delta)
+                in_numpy(theta, momentum, delta, learning_rate=0.7, beta=0.9)
+            else:
+                outer_step_by(codec, raw, theta, momentum, learning_rate=0.7, beta=0.9)
+
     def unpack() -> None:
-        whole.check()
-        whole.decode(decoded)
+        for index, out in enumerate(outs):
+            raw = whole.chunk(index)
+            codec.check(raw, len(out), whole.limit)
+            codec.decode(raw, out)
 
     encode()
     return {
         "encode": encode,
         "decode": decode,
         "accumulate": accumulate,
+        "step": step,
         "pack": lambda: pack_frames(values, codec, zstd=True),
         "unpack": unpack,
     }
 
 
 def torch_operations(values: F32, name: str) -> dict[str, Callable[[], object]]:
-    codec = TORCH_CODECS[name]
-    vector = torch.from_numpy(values)
-    chunks = vector.split(CHUNK_ELEMENTS)
+    codec = IN_TORCH[name]
+    chunks = torch.from_numpy(values).split(CHUNK_ELEMENTS)
     raws = [codec.encode(chunk) for chunk in chunks]
     sizes = list(chunk_sizes(len(values), CHUNK_ELEMENTS))
-    whole = Payload.from_bytes(payload(values, name, zstd=True))
     operations: dict[str, Callable[[], object]] = {
         "encode": lambda: [codec.encode(chunk) for chunk in chunks],
         "decode": lambda: [codec.decode(raw, n) for raw, n in zip(raws, sizes, strict=True)],
-        "pack": lambda: pack_fragment(vector, name, zstd=True),
-        "unpack": lambda: unpack_payload(whole, torch.device("cpu")),
+        "pack": lambda: [pack_frame(codec.encode(chunk).numpy(), zstd=True) for chunk in chunks],
     }
     if name == "fp32":
         del operations["decode"]  # it is a view of the bytes: nothing to time
     return operations
+
+
+def libraries(values: F32, name: str) -> dict[str, dict[str, Callable[[], object]]]:
+    """Library -> operation -> what to time."""
+    operations = {"numpy": host_operations(values, REFERENCE[name])}
+    if CODECS[name] is not REFERENCE[name]:
+        operations["compiled"] = host_operations(values, CODECS[name])
+        # One chunk, as often as the values have chunks: the same number of elements.
+        hot = host_operations(values[:CHUNK_ELEMENTS], CODECS[name])
+        times = range(len(values) // CHUNK_ELEMENTS)
+        operations["hot"] = {
+            each: partial(repeat, hot[each], times) for each in ("encode", "decode", "accumulate", "step")
+        }
+    operations["torch"] = torch_operations(values, name)
+    return operations
+
+
+def repeat(operation: Callable[[], object], times: range) -> None:
+    for _ in times:
+        operation()
 
 
 def measure(elements: int, repeats: int) -> dict[str, Any]:
@@ -171,10 +202,8 @@ def measure(elements: int, repeats: int) -> dict[str, Any]:
     values = samples["gaussian"]
     speed = {
         name: {
-            library: {
-                operation: elements / seconds(run, repeats) / 1e9 for operation, run in operations(values, name).items()
-            }
-            for library, operations in (("numpy", numpy_operations), ("torch", torch_operations))
+            library: {operation: elements / seconds(run, repeats) / 1e9 for operation, run in operations.items()}
+            for library, operations in libraries(values, name).items()
         }
         for name in CODECS
     }
@@ -185,6 +214,7 @@ def measure(elements: int, repeats: int) -> dict[str, Any]:
         "machine": platform.processor() or platform.machine(),
         "numpy": np.__version__,
         "torch": torch.__version__,
+        "kernels": KERNELS,
         "bytes_per_parameter": bytes_per_parameter,
         "relative_error": {name: relative_error(real, name) for name in CODECS},
         "giga_elements_per_second": speed,
@@ -193,7 +223,7 @@ def measure(elements: int, repeats: int) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['elements']:,} elements, one core, median of {result['repeats']}",
+        f"{result['elements']:,} elements, one core, median of {result['repeats']}; kernels {result['kernels']}",
         "",
         "bytes per parameter, header included (raw / zstd)",
         f"{'codec':8}" + "".join(f"{name:>18}" for name in ("real", *DISTRIBUTIONS, "error of real")),
@@ -205,12 +235,12 @@ def table(result: dict[str, Any]) -> str:
     lines += [
         "",
         "GB/s of fp32 values (G elements/s), gaussian",
-        f"{'codec':8}{'library':8}" + "".join(f"{operation:>16}" for operation in OPERATIONS),
+        f"{'codec':8}{'library':10}" + "".join(f"{operation:>16}" for operation in OPERATIONS),
     ]
     for name, libraries in result["giga_elements_per_second"].items():
         for library, speed in libraries.items():
             cells = (f"{4 * speed[o]:.2f} ({speed[o]:.2f})" if o in speed else "–" for o in OPERATIONS)
-            lines.append(f"{name:8}{library:8}" + "".join(f"{cell:>16}" for cell in cells))
+            lines.append(f"{name:8}{library:10}" + "".join(f"{cell:>16}" for cell in cells))
     return "\n".join(lines)
 
 

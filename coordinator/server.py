@@ -106,7 +106,7 @@ def serve(settings: Settings) -> None:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
-    logger.log(logging.INFO if COMPILED else logging.WARNING, "kernels for the codecs: %s", KERNELS)
+    logger.log(logging.INFO if COMPILED else logging.WARNING, "kernels %s", KERNELS)
     allow_open_files()
     server, listening = make_server(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
