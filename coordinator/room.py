@@ -10,7 +10,7 @@ from collections import deque
 
 from coordinator.direct import aligned
 
-ROOM_BYTES = 64 << 20
+ROOM_BYTES = 48 << 20
 
 
 class Room:

@@ -41,13 +41,17 @@ class _Blob(Response):
 
 
 class _FromMemory(_Blob):
-    def __init__(self, headers: dict[str, str], content: memoryview) -> None:
+    def __init__(self, headers: dict[str, str], content: memoryview, pieces: Pieces) -> None:
         super().__init__(200, headers, len(content))
-        self._content = content
+        self._content, self._sizes = content, pieces
 
     async def _pieces(self) -> AsyncIterator[Buffer]:
-        for start in range(0, len(self._content), PIECE_BYTES):
-            yield self._content[start : start + PIECE_BYTES]
+        with self._sizes.transfer():  # the server copies what it cannot send at once
+            at = 0
+            while at < len(self._content):
+                piece = self._content[at : at + min(self._sizes.bytes, PIECE_BYTES)]
+                yield piece
+                at += len(piece)
 
 
 class _FromFile(_Blob):
@@ -99,12 +103,12 @@ def blob(request: Request, path: Path, digest: bytes, pieces: Pieces) -> Respons
     return _FromFile(206, headers, file, start, stop, pieces)
 
 
-def blob_in_memory(request: Request, content: memoryview, digest: bytes) -> Response | None:
+def blob_in_memory(request: Request, content: memoryview, digest: bytes, pieces: Pieces) -> Response | None:
     """`content`, whose BLAKE3 digest is `digest`, without a look at the disk; None where a part of it is asked for."""
     headers = _headers(digest)
     if _is_known(request, headers):
         return Response(status_code=304, headers=headers)
-    return None if _range_header(request, headers) else _FromMemory(headers, content)
+    return None if _range_header(request, headers) else _FromMemory(headers, content, pieces)
 
 
 def _headers(digest: bytes) -> dict[str, str]:
