@@ -19,8 +19,7 @@ from coordinator.service import Coordinator
 from protocol.digest import parse_content_digest
 from protocol.errors import Problem
 
-# Longer than a fragment takes to be averaged; hardly anything of what a body takes on a line where that matters.
-WAITS, WAIT_S = 20, 0.01
+LOOK_S = 0.01  # between two looks for room
 
 
 class Upload:
@@ -127,14 +126,13 @@ async def received(
 
 
 async def _take(room: Room, size: int) -> memoryview | None:
-    """Memory for a body, where there is any within a moment: while workers' bodies come faster than they are averaged,
-    waiting costs less than the way through a file."""
-    for _ in range(WAITS if size <= room.max_bytes else 0):
+    """Memory for a body, where there is any; while others give theirs back it is waited for, which costs less than the
+    way through a file."""
+    content = room.take(size)
+    while content is None and room.frees_up(size):
+        await asyncio.sleep(LOOK_S)
         content = room.take(size)
-        if content is not None:
-            return content
-        await asyncio.sleep(WAIT_S)
-    return room.take(size)
+    return content
 
 
 def _announced(request: Request, max_bytes: int) -> tuple[int, bytes]:

@@ -18,7 +18,7 @@ from coordinator.room import Room
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
 from tests.coordinator.crew import crew, info, play_round, problem
-from tests.support.coordinator import InThread
+from tests.support.coordinator import InThread, SettableClock
 from tests.support.waiting import wait_until
 
 PIECES = Pieces()
@@ -63,6 +63,21 @@ def test_room_is_lent_up_to_its_bound_and_comes_back_with_the_last_reference() -
     del part
     assert room.take(61) is None
     assert room.take(60) is not None
+
+
+def test_room_is_expected_only_where_some_has_just_come_back_and_never_more_than_there_is() -> None:
+    clock = SettableClock()
+    room = Room(100, clock)
+    assert not room.frees_up(10)
+    held = [room.take(50), room.take(50)]
+    assert room.take(10) is None
+    assert not room.frees_up(10)
+    held.pop()
+    assert room.take(60) is None
+    assert room.frees_up(60)
+    assert not room.frees_up(101)
+    clock.advance(1)
+    assert not room.frees_up(60)
 
 
 def test_a_round_is_the_same_whether_there_is_room_for_all_some_or_none_of_its_contributions(
