@@ -19,10 +19,12 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        cast(Scope, self.scope)[_INCOMING] = Incoming(self.cycle)
+        if self.scope["method"] == "PUT":
+            cast(Scope, self.scope)[_INCOMING] = Incoming(self.cycle)
 
     def on_body(self, body: bytes) -> None:
-        if not cast(Scope, self.scope)[_INCOMING].take(body):
+        incoming = Incoming.of(cast(Scope, self.scope))
+        if incoming is None or not incoming.take(body):
             super().on_body(body)
 
 
@@ -36,7 +38,7 @@ class Incoming:
 
     @staticmethod
     def of(scope: Scope) -> "Incoming | None":
-        """None where another server, or none, has made the scope."""
+        """None where the method is not PUT, or another server has made the scope."""
         incoming: Incoming | None = scope.get(_INCOMING)
         return incoming
 
@@ -55,11 +57,18 @@ class Incoming:
         To be called when `receive` has given the body's beginning. Raises TimeoutError where nothing arrives for
         `idle_s` (or up to twice as long), ClientDisconnect where the client is gone.
         """
-        cycle = self._cycle
         self._memory = memory
-        self.take(bytes(cycle.body))
-        cycle.body.clear()
-        cycle.flow.resume_reading()
+        self.take(bytes(self._cycle.body))
+        self._cycle.body.clear()
+        self._cycle.flow.resume_reading()
+        try:
+            await self._end(idle_s)
+        finally:
+            self._memory = None
+        return self._received_bytes
+
+    async def _end(self, idle_s: float) -> None:
+        cycle = self._cycle
         while cycle.more_body and not cycle.disconnected:
             before = self._received_bytes
             cycle.message_event.clear()
@@ -69,7 +78,5 @@ class Incoming:
             except TimeoutError:
                 if self._received_bytes == before:
                     raise
-        self._memory = None
         if cycle.disconnected:
             raise ClientDisconnect
-        return self._received_bytes

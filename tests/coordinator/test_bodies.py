@@ -107,11 +107,13 @@ def test_a_body_that_breaks_off_leaves_nothing_behind(shared: InThread, run: str
         assert second.answer() == 201
 
 
-@pytest.mark.usefixtures("room")
-def test_a_body_that_stops_coming_is_given_up(shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_stops_coming_is_given_up(
+    shared: InThread, run: str, room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = shared.coordinator.settings.model_copy(update={"upload_idle_s": 0.1})
     with senders(shared, run) as (first, *_):
         monkeypatch.setattr(shared.coordinator, "settings", settings)
         first.connection.sendall(first.head() + first.body[: len(first.body) // 2])
         assert first.answer() == 408
+        wait_until(lambda: room.take(room.max_bytes) is not None)  # while the connection lasts
         wait_until(lambda: not list((shared.data_dir / "incoming").iterdir()))
