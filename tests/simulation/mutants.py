@@ -4,6 +4,7 @@ A mutant is a list of replacements: (where it lies, its name there, what is ther
 to find it, so that the proof is quick; the test looks through the others where it no longer does.
 """
 
+import builtins
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,6 +52,9 @@ def planted(mutant: Mutant) -> Iterator[None]:
     replacements = mutant.replacements()
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replacements]
     for owner, name, value in replacements:
+        assert hasattr(owner, name) or hasattr(builtins, name), (
+            f"{owner} has no {name} that a bug could take the place of"
+        )
         setattr(owner, name, value)
     try:
         yield
@@ -170,11 +174,13 @@ def _trusts_its_state_file() -> list[Replacement]:
 
 
 def _fused_outer_step() -> list[Replacement]:
-    def step(theta: Any, momentum: Any, delta: Any, *, learning_rate: float, beta: float) -> None:
-        momentum.mul_(beta).add_(delta)
-        theta.sub_(delta.add(momentum, alpha=beta), alpha=learning_rate)
+    def step(codec: Any, data: Any, theta: Any, momentum: Any, *, learning_rate: float, beta: float) -> None:
+        delta = torch.empty(len(theta))
+        codec.decode(data, delta.numpy())
+        u = torch.from_numpy(momentum).mul_(beta).add_(delta)
+        torch.from_numpy(theta).sub_(delta.add(u, alpha=beta), alpha=learning_rate)
 
-    return [(worker_outer_state, "outer_step", step)]
+    return [(worker_outer_state, "outer_step_by", step)]
 
 
 def _never_tries_again() -> list[Replacement]:
