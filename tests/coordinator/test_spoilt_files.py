@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,15 @@ def spoil(path: Path) -> None:
 def contribute_all(member: Member, round_: int = 0) -> None:
     member.assignment(round_)
     member.take_part(round_)
+
+
+def two_of_whom_a_has_contributed(running: InThread, run: str, **spec: Any) -> tuple[Member, Member, list[Path]]:
+    """a, b, and the files of what a has contributed to round 0."""
+    a, b = crew(running, run, ["a", "b"], rounds=1, **spec)
+    for member in (a, b):
+        member.assignment(0)
+    contribute_all(a)
+    return a, b, list((running.live(run).files.root / "contributions" / "0").iterdir())
 
 
 @pytest.fixture
@@ -69,11 +79,8 @@ def test_a_contribution_that_the_disk_lost_is_asked_for_again_and_nothing_else_c
 def test_a_contribution_that_the_disk_lost_while_it_was_in_memory_is_averaged_all_the_same(
     shared: InThread, run: str
 ) -> None:
-    a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
-    for member in (a, b):
-        member.assignment(0)
-    contribute_all(a)
-    for path in (shared.live(run).files.root / "contributions" / "0").iterdir():
+    a, b, files = two_of_whom_a_has_contributed(shared, run, min_workers=2)
+    for path in files:
         spoil(path)
     contribute_all(b)
     for member in (a, b):
@@ -86,11 +93,8 @@ def test_a_contribution_that_the_disk_lost_while_it_was_in_memory_is_averaged_al
 def test_units_are_consumed_again_with_a_contribution_of_which_the_disk_lost_everything(
     shared: InThread, run: str
 ) -> None:
-    a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
-    for member in (a, b):
-        member.assignment(0)
-    contribute_all(a)
-    for path in (shared.live(run).files.root / "contributions" / "0").iterdir():
+    a, b, files = two_of_whom_a_has_contributed(shared, run, min_workers=2)
+    for path in files:
         path.unlink()
     contribute_all(b)
     pseudo_gradients = a.pseudo_gradients(0)
@@ -109,11 +113,8 @@ def test_units_are_consumed_again_with_a_contribution_of_which_the_disk_lost_eve
 def test_a_dead_workers_contribution_that_the_disk_lost_is_done_without_and_its_units_return(
     shared: InThread, run: str
 ) -> None:
-    a, b = crew(shared, run, ["a", "b"], rounds=1)
-    for member in (a, b):
-        member.assignment(0)
-    contribute_all(a)
-    for path in (shared.live(run).files.root / "contributions" / "0").iterdir():
+    a, b, files = two_of_whom_a_has_contributed(shared, run)
+    for path in files:
         path.unlink()
     assert a.http.delete(a.path()).status_code == 204
     contribute_all(b)
