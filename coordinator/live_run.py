@@ -21,7 +21,7 @@ from coordinator.bell import EVENTS
 from coordinator.database import Database
 from coordinator.files import DataDirectory
 from coordinator.leases import Leases
-from coordinator.recent import Recent
+from coordinator.room import Room
 from coordinator.rounds import Policy
 from coordinator.tables import EventRow, RunRow, WorkerRow
 from protocol.digest import model_digest
@@ -42,7 +42,7 @@ class World:
     submit: Callable[..., Future[None]]
     ring: Callable[[str, str | None], None]  # run, topic: something changed; whoever waits for that looks again
     storage_full: Callable[[], None]  # a write has failed for want of room
-    recent: Recent  # the newest deltas in memory
+    room: Room  # for payloads in memory
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
 

@@ -69,7 +69,7 @@ def step_file(run: LiveRun, fragment: int, before: int, source: Path, target: Pa
 def _recent_delta(run: LiveRun, round_: int, fragment: int) -> memoryview | None:
     """The published delta, where it is in memory still."""
     digest = run.deltas.get((round_, fragment))
-    return None if digest is None else run.world.recent.get(digest)
+    return None if digest is None else run.world.room.delta(digest)
 
 
 @contextmanager

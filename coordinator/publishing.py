@@ -157,7 +157,7 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
         make_durable(delta.path, run.files.delta(opening.number, index))
     finally:
         delta.path.unlink(missing_ok=True)
-    run.world.recent.keep(delta.digest, delta.content)
+    run.world.room.keep(delta.digest, delta.content)
     with run.lock:
         _record_delta(run, opening, index, len(delta.content), delta.digest, aggregated_at)
 

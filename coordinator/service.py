@@ -16,7 +16,6 @@ from coordinator.database import Database, disk_is_full
 from coordinator.files import DataDirectory
 from coordinator.live_run import LiveRun, World
 from coordinator.pieces import Pieces
-from coordinator.recent import Recent
 from coordinator.room import Room
 from coordinator.settings import Settings
 from coordinator.storage import Storage
@@ -53,7 +52,7 @@ class Coordinator:
         self._verifying = ThreadPoolExecutor(1, thread_name_prefix="verify")
         self.storage = Storage(self.data, clock)
         self._world = World(
-            self.database, self.data, self._jobs.submit, self.bell.ring, self.storage.note_full, Recent(), clock, now
+            self.database, self.data, self._jobs.submit, self.bell.ring, self.storage.note_full, self.room, clock, now
         )
         self._runs: dict[str, LiveRun] = {}
         self._creating = threading.Lock()

@@ -95,7 +95,7 @@ async def get_delta(
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
     # Of the last round; an older one the retention rule may have deleted.
-    recent = run.world.recent.get(found) if (number, fragment) in run.deltas else None
+    recent = run.world.room.delta(found) if (number, fragment) in run.deltas else None
     answer = None if recent is None else blob_in_memory(http, recent, found, service.pieces)
     if answer is None:
         answer = await run_in_threadpool(blob, http, run.files.delta(number, fragment), found, service.pieces)

@@ -98,11 +98,11 @@ def test_a_client_that_wants_to_be_told_to_go_on_is(shared: InThread, run: str) 
 def test_a_body_that_breaks_off_leaves_nothing_behind(shared: InThread, run: str, room: Room) -> None:
     with senders(shared, run) as (first, second, *_):
         first.connection.sendall(first.head() + first.body[: len(first.body) // 2])
-        if room.max_bytes:
-            wait_until(lambda: room.take(room.max_bytes) is None)
+        if room.contributions_bytes:
+            wait_until(lambda: room.take(room.contributions_bytes) is None)
         first.connection.shutdown(socket.SHUT_RDWR)
         wait_until(lambda: not list((shared.data_dir / "incoming").iterdir()))
-        wait_until(lambda: room.take(room.max_bytes) is not None)
+        wait_until(lambda: room.take(room.contributions_bytes) is not None)
         second.connection.sendall(second.head() + second.body)
         assert second.answer() == 201
 
@@ -115,5 +115,5 @@ def test_a_body_that_stops_coming_is_given_up(
         monkeypatch.setattr(shared.coordinator, "settings", settings)
         first.connection.sendall(first.head() + first.body[: len(first.body) // 2])
         assert first.answer() == 408
-        wait_until(lambda: room.take(room.max_bytes) is not None)  # while the connection lasts
+        wait_until(lambda: room.take(room.contributions_bytes) is not None)  # while the connection lasts
         wait_until(lambda: not list((shared.data_dir / "incoming").iterdir()))

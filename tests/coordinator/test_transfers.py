@@ -13,7 +13,6 @@ from coordinator import contributing
 from coordinator.api.blobs import blob
 from coordinator.files import make_durable
 from coordinator.pieces import LARGEST_BYTES, SHARED_BYTES, SMALLEST_BYTES, Pieces
-from coordinator.recent import Recent
 from coordinator.room import Room
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
@@ -39,14 +38,35 @@ def test_the_more_transfers_the_smaller_their_pieces() -> None:
     assert pieces.bytes == LARGEST_BYTES
 
 
-def test_the_newest_blobs_are_kept_and_never_more_than_the_limit() -> None:
-    recent = Recent(max_bytes=100)
+def kept(room: Room, count: int) -> list[int]:
+    return [number for number in range(count) if room.delta(bytes([number]))]
+
+
+def test_the_newest_deltas_are_kept_and_never_more_than_the_limit() -> None:
+    room = Room(0, 100)
     for number in range(5):
-        recent.keep(bytes([number]), memoryview(bytes(40)))
-    recent.keep(bytes([4]), memoryview(bytes(40)))
-    assert [number for number in range(5) if recent.get(bytes([number]))] == [3, 4]
-    recent.keep(b"too large", memoryview(bytes(101)))
-    assert recent.get(b"too large") is None
+        room.keep(bytes([number]), memoryview(bytes(40)))
+    room.keep(bytes([4]), memoryview(bytes(40)))
+    assert kept(room, 5) == [3, 4]
+    room.keep(b"too large", memoryview(bytes(101)))
+    assert room.delta(b"too large") is None
+
+
+def test_deltas_fill_what_contributions_leave_and_the_oldest_make_place_for_them() -> None:
+    room = Room(100, 50)
+    for number in range(5):
+        room.keep(bytes([number]), memoryview(bytes(30)))
+    assert kept(room, 5) == [0, 1, 2, 3, 4]
+    first = room.take(10)
+    assert kept(room, 5) == [1, 2, 3, 4]
+    second = room.take(90)
+    assert first is not None
+    assert second is not None
+    assert kept(room, 5) == [4]
+    del second
+    for number in range(5, 8):
+        room.keep(bytes([number]), memoryview(bytes(30)))
+    assert kept(room, 8) == [4, 5, 6, 7]
 
 
 def test_room_is_lent_up_to_its_bound_and_comes_back_with_the_last_reference() -> None:
@@ -67,7 +87,7 @@ def test_room_is_lent_up_to_its_bound_and_comes_back_with_the_last_reference() -
 
 def test_room_is_expected_only_where_some_has_just_come_back_and_never_more_than_there_is() -> None:
     clock = SettableClock()
-    room = Room(100, clock)
+    room = Room(100, clock=clock)
     assert not room.frees_up(10)
     held = [room.take(50), room.take(50)]
     assert room.take(10) is None
@@ -175,7 +195,7 @@ def test_a_delta_is_the_same_bytes_from_memory_and_from_its_file(shared: InThrea
     play_round([member], 0)
     live = shared.live(run)
     from_memory = member.delta(0, 0)
-    assert live.world.recent.get(digest(from_memory.content)) is not None
+    assert live.world.room.delta(digest(from_memory.content)) is not None
     assert from_memory.content == live.files.delta(0, 0).read_bytes()
 
 
