@@ -2,7 +2,7 @@
 
 DiLoCo (arXiv 2311.08105, algorithm 1, line 14) with the arithmetic of torch.optim.SGD(nesterov=True).
 One rounding per operation, in this order, never fused. `in_numpy` is the reference; the compiled kernels do the same in
-one pass, `worker/outer_step.py` in torch.
+one pass.
 """
 
 import numpy as np

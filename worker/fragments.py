@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from protocol.fragments import Layout, TensorSpec
 from worker.errors import ModelError
 from worker.memory import HostMemory
+from worker.side_stream import SideStream
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -36,7 +37,8 @@ class Fragments:
         self._parameters = list(trainable_parameters(model).values())
         self._slices = layout.fragments
         self.device = self._parameters[0].device
-        self.memory = HostMemory()
+        self.memory = HostMemory(pinned=self.device.type == "cuda")
+        self.side_stream = SideStream(self.device)
 
     def __len__(self) -> int:
         return len(self._slices)
@@ -88,6 +90,10 @@ class Fragments:
                 torch.sub(theta[part], carry[part], out=parameter.detach().view(-1)[piece])
             else:
                 self._write(parameter, piece, self._start(parameter, theta, carry, part))
+
+    def in_host_memory(self, vector: Tensor) -> Tensor:
+        """`vector`, or on a GPU a copy of it as it is now."""
+        return vector if vector.device.type == "cpu" else self.memory.copy(vector)
 
     def _empty(self, n: int) -> Tensor:
         """float32[n] on the model's device."""

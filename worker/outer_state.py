@@ -29,13 +29,14 @@ def tensor_bytes(tensor: Tensor) -> Buffer:
 class OuterState:
     """State `round` of the run; `round` is None while there is none, or while fragments are at different rounds.
 
-    Different fragments may be loaded and stepped by different threads at once.
+    Different fragments may be loaded and stepped by different threads at once. `pin_memory`: of θ, which is copied to a
+    GPU.
     """
 
     def __init__(self, layout: Layout, outer: OuterSpec, *, pin_memory: bool) -> None:
         self.round: int | None = None
         self.theta = [torch.zeros(n, dtype=torch.float32, pin_memory=pin_memory) for n in layout.elements]
-        self.momentum = [torch.zeros(n, dtype=torch.float32, pin_memory=pin_memory) for n in layout.elements]
+        self.momentum = [torch.zeros(n, dtype=torch.float32) for n in layout.elements]
         self._digests: list[bytes | None] = [None] * len(layout.fragments)
         self._outer = outer
         self.reader: Future[None] | None = None  # reads all of it; nothing changes before that is done

@@ -123,7 +123,8 @@ class Rounds:
 
     def _pseudo_gradient(self, p: int) -> Tensor:
         """Of fragment p, as it is now, float32[n], in host memory."""
-        return self._fragments.pseudo_gradient(p, self._state.theta[p], self.carry.delta(p)).cpu()
+        delta = self._fragments.pseudo_gradient(p, self._state.theta[p], self.carry.delta(p))
+        return self._fragments.in_host_memory(delta)
 
     def _sound(self, p: int, delta: Tensor) -> Tensor:
         """`delta`, which was taken against the outer state of fragment p; zeros if bits of that have flipped."""

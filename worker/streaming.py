@@ -94,7 +94,7 @@ class StreamedRounds(Rounds):
         if ended:
             self._settle()
             self._progress.end_round(round_number, self._membership.epoch)
-            local = [self._fragments.gather(p).cpu() for p in range(len(self._state))]
+            local = [self._fragments.in_host_memory(self._fragments.gather(p)) for p in range(len(self._state))]
             self._saved = save(Midway(round_number + 1, local, self.carry, list(self._fresh)))
         else:
             self._drop()
@@ -122,7 +122,7 @@ class StreamedRounds(Rounds):
 
     def _maker(self, p: int, local: Tensor) -> Callable[[], Piece]:
         """Makes what is to be contributed to fragment p, whose parameters are `local` now."""
-        carry, round_number = self.carry, self.assignment.round
+        carry, round_number, gathered = self.carry, self.assignment.round, self._fragments.side_stream.mark()
         named, fresh = carry.units + self._used, self._fresh[p] + count(self._used)
         # At most what the coordinator lets one round weigh.
         weight = min(fresh, max(count(named), self.assignment.inner_steps)) or carry.weight or 1
@@ -130,7 +130,9 @@ class StreamedRounds(Rounds):
         loss = carry.loss if mean_loss is None else mean_loss
 
         def make() -> Piece:
-            delta = self._fragments.pseudo_gradient(p, self._state.theta[p], carry.delta(p), local).cpu()
+            with self._fragments.side_stream.beside(gathered):
+                delta = self._fragments.pseudo_gradient(p, self._state.theta[p], carry.delta(p), local)
+                delta = self._fragments.in_host_memory(delta)
             norm = float(torch.linalg.vector_norm(delta))
             self._check_finite(loss, [norm])
             delta = self._sound(p, delta)
@@ -165,8 +167,8 @@ class StreamedRounds(Rounds):
         if snapshot is None:
             return None
         if alpha == "carry":
-            return self._fragments.progress_since(p, snapshot).cpu()
-        local = self._fragments.gather(p).cpu()
+            return self._fragments.in_host_memory(self._fragments.progress_since(p, snapshot))
+        local = self._fragments.in_host_memory(self._fragments.gather(p))
         return (self._state.theta[p] - local) * alpha  # θ_local becomes α·θ_local + (1 − α)·θ_global
 
     def _settle(self) -> None:

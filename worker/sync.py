@@ -28,6 +28,7 @@ from worker.errors import Resync, RunEnded, Stopped, UnexpectedAnswer, WorkLost
 from worker.grace import Grace
 from worker.membership import Membership
 from worker.outer_state import OuterState
+from worker.side_stream import SideStream
 from worker.work import Carry, Missed, Piece, Work, carry_of, count
 
 # One body goes over the line at a time (line.py); meanwhile the next fragment is encoded and the last one acknowledged.
@@ -179,6 +180,7 @@ class Sync:
     ) -> None:
         self.client, self._membership, self._spec = client, membership, spec
         self.state, self._device = state, device
+        self._side_stream = SideStream(device)
         self._run_ended = run_ended
         self._grace = Grace(client.stop, client.clock)
         self._uploader = client.until(self._grace)
@@ -211,7 +213,8 @@ class Sync:
         codec = self._spec.sync.upload_codec
         if not CODECS[codec].error_feedback:
             return None
-        return piece.delta - round_trip(piece.delta.to(self._device), codec).cpu()
+        with self._side_stream.beside():
+            return piece.delta - round_trip(piece.delta.to(self._device), codec).cpu()
 
     def hand_in(self, pieces: Sequence[Piece]) -> None:
         """Contribute `pieces` before leaving, within the grace, and wait for no delta. What does not get through is
@@ -235,15 +238,14 @@ class Sync:
         """None where it is in the delta, or will be; else the share of the round's workers that is in it. `on_line` is
         called once the line is the piece's."""
         sync, late = self._spec.sync, piece.late
-        vector = piece.delta.to(self._device)
-        with self._encoding, self.client.stages(Stage.ENCODE):
-            frames = self.client.entropy.pack(vector, sync.upload_codec, wanted=sync.zstd)
+        with self._encoding, self.client.stages(Stage.ENCODE), self._side_stream.beside():
+            frames = self.client.entropy.pack(piece.delta.to(self._device), sync.upload_codec, wanted=sync.zstd)
         header = wire.ContributionHeader(
             run=self.client.run,
             round=piece.round,
             fragment=piece.fragment,
             codec=sync.upload_codec,
-            elements=len(vector),
+            elements=len(piece.delta),
             chunk_elements=wire.CHUNK_ELEMENTS,
             frame_bytes=[len(frame) for frame in frames],
             worker=self._membership.worker,
