@@ -14,6 +14,7 @@ import numpy as np
 from protocol.digest import Buffer
 
 PAGE_BYTES = 4096
+LEAST_BYTES = 1 << 20  # less is not worth waiting for the disk twice, for the bytes and for the fsync
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
 
 
@@ -29,13 +30,14 @@ def _whole_pages(size: int) -> int:
 
 
 def write_new(path: Path, content: Buffer) -> None:
-    """Write a new file. All but the last few bytes go straight from memory that `aligned` gave to the disk.
+    """Write a new file. Of a large one, all but the last few bytes go straight from memory that `aligned` gave to the
+    disk.
 
     FileExistsError where there is one; OSError where the disk is full or broken.
     """
-    descriptor = _open(path)
+    view = memoryview(content)
+    descriptor = _open(path, _DIRECT if len(view) >= LEAST_BYTES else 0)
     try:
-        view = memoryview(content)
         straight = len(view) // PAGE_BYTES * PAGE_BYTES
         at = 0
         while at < len(view):
@@ -50,12 +52,12 @@ def write_new(path: Path, content: Buffer) -> None:
         os.close(descriptor)
 
 
-def _open(path: Path) -> int:
+def _open(path: Path, direct: int) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
-        return os.open(path, flags | _DIRECT, 0o644)
+        return os.open(path, flags | direct, 0o644)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno != errno.EINVAL or not direct:
             raise
     path.unlink(missing_ok=True)  # some file systems make it before they refuse
     return os.open(path, flags, 0o644)

@@ -1,6 +1,7 @@
 """Receiving a payload, whatever its size, in bounded memory: in memory where there is room, or into a file."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -22,52 +23,100 @@ from protocol.errors import Problem
 LOOK_S = 0.01  # between two looks for room
 
 
-class Upload:
-    """A body on its way into a new file. `size` and `digest` are what was announced, `content` memory for all of it.
+class Upload(ABC):
+    """A body on its way into the new file `path`. `size` and `digest` are what was announced."""
 
-    Without `content` it goes into its file piece by piece. It is written and hashed on threads, for a busy disk takes
-    its time, and heartbeats are answered on the event loop.
-    """
-
-    def __init__(self, path: Path, size: int, digest: bytes, content: memoryview | None, pieces: Pieces) -> None:
+    def __init__(self, path: Path, size: int, digest: bytes) -> None:
         self._path, self._size, self._digest = path, size, digest
-        self._content, self._pieces = content, pieces
-        self._hasher = blake3()
-        self._file: BinaryIO | None = None
-        self._arrived: list[bytes] = []
-        self._arrived_bytes = 0  # of what is in the list
-        self._transfer = ExitStack()  # ends when no piece of the body is in memory any more
-        if content is None:
-            self._transfer.enter_context(pieces.transfer())
 
     async def receive(self, request: Request, idle_s: float) -> None:
-        """All of the body."""
-        body, received_bytes = request.stream(), 0
+        """All of the body. Raises Problem: request-timeout, digest-mismatch (of another length)."""
         try:
-            while piece := await self._next(body, idle_s):
-                start, received_bytes = received_bytes, received_bytes + len(piece)
-                if self._content is None:
-                    await self._take(piece)
-                elif received_bytes <= self._size:
-                    self._content[start:received_bytes] = piece
-                    incoming = Incoming.of(request.scope)
-                    if incoming is not None:
-                        received_bytes += await incoming.into(self._content[received_bytes:], idle_s)
-                        break
+            received_bytes = await self._receive(request, idle_s)
         except TimeoutError:
             raise Problem("request-timeout", f"nothing arrived for {idle_s:.0f} s; send it again") from None
         if received_bytes != self._size:
             raise Problem("digest-mismatch", f"{received_bytes} bytes arrived, announced were {self._size}")
 
-    async def _next(self, body: AsyncIterator[bytes], idle_s: float) -> bytes | None:
-        async with asyncio.timeout(idle_s):
-            return await anext(body, None)
+    def complete(self) -> Body:
+        """What has arrived, in its file: on the thread that goes on with it, to spare a hand-over to another one.
 
-    async def _take(self, piece: bytes) -> None:
-        self._arrived_bytes += len(piece)
-        self._arrived.append(piece)
-        if self._arrived_bytes >= self._pieces.bytes:
-            await run_in_threadpool(self._write)
+        Raises Problem: digest-mismatch.
+        """
+        digest = self._finish()
+        if digest != self._digest:
+            raise Problem("digest-mismatch", f"the body's digest is {digest.hex()}, announced was {self._digest.hex()}")
+        return self._body()
+
+    def discard(self) -> None:
+        """Delete the file, unless it was renamed."""
+        self._path.unlink(missing_ok=True)
+
+    @abstractmethod
+    async def _receive(self, request: Request, idle_s: float) -> int:
+        """How many bytes arrived; those beyond `size` may be lost. TimeoutError where none does for `idle_s`."""
+
+    @abstractmethod
+    def _finish(self) -> bytes:
+        """The digest of what arrived."""
+
+    @abstractmethod
+    def _body(self) -> Body:
+        """What arrived, which is what was announced."""
+
+
+class InMemory(Upload):
+    """By way of `content`, memory for all of it."""
+
+    def __init__(self, path: Path, size: int, digest: bytes, content: memoryview) -> None:
+        super().__init__(path, size, digest)
+        self._content = content
+
+    async def _receive(self, request: Request, idle_s: float) -> int:
+        received_bytes = 0
+        async for piece in _pieces(request, idle_s):
+            start, received_bytes = received_bytes, received_bytes + len(piece)
+            if received_bytes > self._size:
+                break
+            self._content[start:received_bytes] = piece
+            incoming = Incoming.of(request.scope)
+            if incoming is not None:
+                return received_bytes + await incoming.into(self._content[received_bytes:], idle_s)
+        return received_bytes
+
+    def _finish(self) -> bytes:
+        return blake3(self._content).digest()
+
+    def _body(self) -> Body:
+        write_new(self._path, self._content)
+        return Body(self._path, self._size, self._digest, self._content)
+
+
+class ThroughFile(Upload):
+    """Piece by piece. They are written and hashed on threads, for a busy disk takes its time, and heartbeats are
+    answered on the event loop."""
+
+    def __init__(self, path: Path, size: int, digest: bytes, pieces: Pieces) -> None:
+        super().__init__(path, size, digest)
+        self._pieces = pieces
+        self._hasher = blake3()
+        self._file: BinaryIO | None = None
+        self._arrived: list[bytes] = []
+        self._arrived_bytes = 0  # of what is in the list
+        self._transfer = ExitStack()  # ends when no piece of the body is in memory any more
+        self._transfer.enter_context(pieces.transfer())
+
+    async def _receive(self, request: Request, idle_s: float) -> int:
+        received_bytes = 0
+        async for piece in _pieces(request, idle_s):
+            received_bytes += len(piece)
+            if received_bytes > self._size:
+                break
+            self._arrived_bytes += len(piece)
+            self._arrived.append(piece)
+            if self._arrived_bytes >= self._pieces.bytes:
+                await run_in_threadpool(self._write)
+        return received_bytes
 
     def _write(self) -> None:
         if self._file is None:
@@ -77,33 +126,34 @@ class Upload:
             self._hasher.update(piece)
         self._arrived, self._arrived_bytes = [], 0
 
-    def complete(self) -> Body:
-        """Write what is in memory: on the thread that goes on with the file, to spare a hand-over to another one.
+    def _finish(self) -> bytes:
+        self._write()
+        assert self._file is not None
+        self._file.close()
+        self._transfer.close()
+        return self._hasher.digest()
 
-        Raises Problem: digest-mismatch.
-        """
-        if self._content is None:
-            self._write()
-            assert self._file is not None
-            self._file.close()
-            self._transfer.close()
-        else:
-            self._hasher.update(self._content)
-        digest = self._hasher.digest()
-        if digest != self._digest:
-            raise Problem("digest-mismatch", f"the body's digest is {digest.hex()}, announced was {self._digest.hex()}")
-        if self._content is not None:
-            write_new(self._path, self._content)
-        return Body(self._path, self._size, digest, self._content)
+    def _body(self) -> Body:
+        return Body(self._path, self._size, self._digest, None)
 
     def discard(self) -> None:
-        """Delete the file, unless it was renamed."""
         self._transfer.close()
         try:
             if self._file is not None:
                 self._file.close()
         finally:
-            self._path.unlink(missing_ok=True)
+            super().discard()
+
+
+async def _pieces(request: Request, idle_s: float) -> AsyncIterator[bytes]:
+    """The body. Raises TimeoutError where nothing arrives for `idle_s`."""
+    body = request.stream()
+    while True:
+        async with asyncio.timeout(idle_s):
+            piece = await anext(body, None)
+        if not piece:
+            return
+        yield piece
 
 
 @asynccontextmanager
@@ -117,7 +167,12 @@ async def received(
     """
     size, announced = _announced(request, max_bytes)
     content = None if room is None else await _take(room, size)
-    upload = Upload(service.data.incoming(), size, announced, content, service.pieces)
+    path = service.data.incoming()
+    upload: Upload = (
+        ThroughFile(path, size, announced, service.pieces)
+        if content is None
+        else InMemory(path, size, announced, content)
+    )
     try:
         await upload.receive(request, service.settings.upload_idle_s)
         yield upload

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from coordinator import direct
-from coordinator.direct import PAGE_BYTES, aligned, write_new
+from coordinator.direct import LEAST_BYTES, PAGE_BYTES, aligned, write_new
 
-SIZES = [0, 1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 3 * PAGE_BYTES, 1_000_001]
+SIZES = [0, 1, PAGE_BYTES + 1, LEAST_BYTES - 1, LEAST_BYTES, LEAST_BYTES + 1, LEAST_BYTES + 3 * PAGE_BYTES - 1]
 
 
 def content(size: int) -> memoryview:
@@ -48,7 +48,7 @@ def test_a_file_system_that_does_not_know_it_is_written_as_usual(
         return descriptor
 
     monkeypatch.setattr(os, "open", refuse)
-    written = content(1_000_001)
+    written = content(2_000_001)
     write_new(tmp_path / "file", written)
     assert (tmp_path / "file").read_bytes() == written
 
@@ -58,6 +58,6 @@ def test_writes_that_end_early_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         os, "pwrite", lambda descriptor, data, at: pwrite(descriptor, data[: max(1, len(data) // 3)], at)
     )
-    written = content(300_001)
+    written = content(2_000_001)
     write_new(tmp_path / "file", written)
     assert (tmp_path / "file").read_bytes() == written
