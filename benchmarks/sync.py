@@ -55,9 +55,10 @@ from worker.outer_state import OuterState
 from worker.sync import Sync
 from worker.work import Work
 
-# Workers and parameters, for the coordinator's memory.
+# Workers and parameters, for the coordinator's memory; and the rounds that it takes until no more comes in use.
 CREWS = ((2, 25_000_000), (32, 25_000_000), (2, 100_000_000), (2, 400_000_000))
 QUICK_CREWS = ((2, 8_000_000), (8, 8_000_000))
+MEMORY_ROUNDS = 5
 
 SPEC = """
 name = "{name}"
@@ -306,7 +307,7 @@ def main() -> None:
                 f"rss-{workers}-{elements}",
                 workers,
                 elements,
-                2,
+                MEMORY_ROUNDS,
                 None,
                 coordinator.process.pid,
             )

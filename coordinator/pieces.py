@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SHARED_BYTES = 16 << 20
+SHARED_BYTES = 8 << 20
 LARGEST_BYTES = 1 << 20
 SMALLEST_BYTES = 1 << 16
 

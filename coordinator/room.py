@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from coordinator.direct import aligned
 
-CONTRIBUTIONS_BYTES = 48 << 20
-DELTAS_BYTES = 32 << 20
+CONTRIBUTIONS_BYTES = 96 << 20
+DELTAS_BYTES = 24 << 20
 # On fast lines fragments are averaged one after the other, and give their room back in shorter intervals. On slow ones
 # they do so now and then, and hardly any body comes within this time.
 FREES_UP_WITHIN_S = 0.3
