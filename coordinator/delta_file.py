@@ -9,11 +9,11 @@ from sqlalchemy import select
 
 from coordinator import retention
 from coordinator.aggregating import aggregate
-from coordinator.direct import aligned, write_new
 from coordinator.files import HashedPayloadFile, Memory, PayloadFile, intact, make_durable
 from coordinator.live_run import Contributed, LiveRun
 from coordinator.tables import ContributionRow, FragmentRow
 from protocol.digest import Buffer, digest
+from protocol.direct import aligned, write_new
 from protocol.errors import OuterstepError, WireError
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
 

@@ -13,13 +13,16 @@ and a cold inner optimizer, which needs no snapshot.
 import logging
 import pickle
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
-from protocol.digest import digest
+from protocol.digest import DIGEST_BYTES, Buffer, digest
+from protocol.direct import Writer
 from protocol.fragments import Layout
 from protocol.messages import RunDetail
 from worker.memory import HostMemory
@@ -27,7 +30,8 @@ from worker.outer_state import OuterState
 from worker.state_dir import SNAPSHOT, STATE, StateDir
 from worker.work import Carry, Late, Midway, Work
 
-_VERSION = 5
+_VERSION = 6
+_PIECE_BYTES = 1 << 18  # that stay in the cache while they are hashed and copied
 
 # What torch.load and the look-ups after it raise for a file whose bytes are wrong: it seeks to nonsense, for example.
 _DAMAGE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError)
@@ -67,7 +71,7 @@ def save_state(files: StateDir, owner: str, slot: int, state: OuterState) -> Non
         "momentum": state.momentum,
         "digests": state.digests,
     }
-    files.replace(STATE.format(slot), lambda file: torch.save(document, file))
+    files.replace(STATE.format(slot), partial(write_document, document))
 
 
 def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
@@ -83,7 +87,38 @@ def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
         "slot": snapshot.slot,
         "digests": snapshot.digests,
     }
-    files.replace(SNAPSHOT, lambda file: torch.save(document, file))
+    files.replace(SNAPSHOT, partial(write_document, document))
+
+
+class _Hashed:
+    """What `torch.save` writes to, hashed on the way."""
+
+    def __init__(self, file: Writer) -> None:
+        self._file, self.hasher = file, blake3()
+
+    def write(self, data: Buffer) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE_BYTES):
+            piece = view[start : start + _PIECE_BYTES]
+            self.hasher.update(piece)
+            self._file.write(piece)
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write_document(document: dict[str, Any], file: Writer) -> None:
+    """`document` as `torch.save` writes it, and then the BLAKE3 digest of that."""
+    hashed = _Hashed(file)
+    # Its own checksum takes longer than all the rest, and `torch.load` does not look at it.
+    checksum = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(document, cast(IO[bytes], hashed))
+    finally:
+        torch.serialization.set_crc32_options(checksum)
+    file.write(hashed.hasher.digest())
 
 
 def load(files: StateDir, owner: str, state: OuterState) -> Snapshot | None:
@@ -128,6 +163,7 @@ def load(files: StateDir, owner: str, state: OuterState) -> Snapshot | None:
 def _read(path: Path, owner: str) -> dict[str, Any] | None:
     """None, with a warning, where it is not ours, damaged or missing."""
     try:
+        _check(path)
         document: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         if document["version"] != _VERSION or document["identity"] != owner:
             log.warning("%s belongs to another run, model or worker: ignored; recovering from the coordinator", path)
@@ -136,6 +172,17 @@ def _read(path: Path, owner: str) -> dict[str, Any] | None:
         _say_damaged(path, error)
         return None
     return document
+
+
+def _check(path: Path) -> None:
+    hasher = blake3()
+    with path.open("rb") as file:
+        left = path.stat().st_size - DIGEST_BYTES
+        while left > 0 and (piece := file.read(min(left, _PIECE_BYTES))):
+            hasher.update(piece)
+            left -= len(piece)
+        if file.read() != hasher.digest():
+            raise ValueError("its bytes are not those that were saved")
 
 
 def _say_damaged(path: Path, error: BaseException) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
+from protocol.direct import Writer
 from worker.errors import StateDirBusy
 
 SNAPSHOT = "snapshot.pt"
@@ -52,13 +53,13 @@ class StateDir:
     ) -> None:
         os.close(self._lock)  # and with it the lock
 
-    def replace(self, name: str, write: Callable[[IO[bytes]], None]) -> None:
+    def replace(self, name: str, write: Callable[[Writer], object]) -> None:
         """Give file `name` the content that `write` writes: after a crash there is the old file or the new one,
         whole."""
         temporary = self.path / f"{name}.new"
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        with Writer(temporary, 0o600) as file:
             write(file)
-            file.flush()
+            file.end()
             os.fsync(file.fileno())
         temporary.rename(self.path / name)
         _fsync(self.path)
@@ -73,7 +74,7 @@ class StateDir:
 
     def keep_member_tokens(self, tokens: MemberTokens) -> None:
         document = {"member_token": tokens.current, "proposed": tokens.proposed}
-        self.replace(_MEMBER, lambda file: _write(file, json.dumps(document).encode()))
+        self.replace(_MEMBER, lambda file: file.write(json.dumps(document).encode()))
 
 
 def _fsync(directory: Path) -> None:
@@ -83,7 +84,3 @@ def _fsync(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _write(file: IO[bytes], data: bytes) -> None:
-    file.write(data)

@@ -12,12 +12,12 @@ from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
 from coordinator.bodies import Incoming
-from coordinator.direct import write_new
 from coordinator.files import Body
 from coordinator.pieces import Pieces
 from coordinator.room import Room
 from coordinator.service import Coordinator
 from protocol.digest import parse_content_digest
+from protocol.direct import write_new
 from protocol.errors import Problem
 
 LOOK_S = 0.01  # between two looks for room

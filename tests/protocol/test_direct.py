@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from coordinator import direct
-from coordinator.direct import LEAST_BYTES, PAGE_BYTES, aligned, write_new
+from protocol import direct
+from protocol.direct import LEAST_BYTES, PAGE_BYTES, Writer, aligned, write_new
 
 SIZES = [0, 1, PAGE_BYTES + 1, LEAST_BYTES - 1, LEAST_BYTES, LEAST_BYTES + 1, LEAST_BYTES + 3 * PAGE_BYTES - 1]
 
@@ -61,3 +61,18 @@ def test_writes_that_end_early_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     written = content(2_000_001)
     write_new(tmp_path / "file", written)
     assert (tmp_path / "file").read_bytes() == written
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_a_writer_takes_it_piece_by_piece_and_what_was_there_goes(tmp_path: Path, size: int, pieces: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(2 * LEAST_BYTES))
+    written = os.urandom(size)
+    with Writer(path, 0o600) as file:
+        for part in range(pieces):
+            piece = written[size * part // pieces : size * (part + 1) // pieces]
+            assert file.write(piece) == len(piece)
+            file.flush()
+        file.end()
+    assert path.read_bytes() == written
