@@ -215,7 +215,7 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
             barrier.wait()
             cpu, coordinator_cpu = time.process_time(), _cpu_seconds(plan.coordinator_pid)
             started = time.monotonic()
-            sync.run(work, None)
+            sync.run(work)
             report["sync"].append((started, time.monotonic()))
             report["worker_cpu"].append(time.process_time() - cpu)
             barrier.wait()

@@ -82,7 +82,7 @@ def synchronise(url: str, run: str, token: str, rank: int, elements: int, rounds
             sys.stdin.readline()
             up, down = client.traffic.upload_bytes, client.traffic.download_bytes
             started = time.monotonic()
-            sync.run(work, None)
+            sync.run(work)
             ended = time.monotonic()
             up, down = client.traffic.upload_bytes - up, client.traffic.download_bytes - down
             say(started=started, ended=ended, up=up, down=down)

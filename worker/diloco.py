@@ -185,6 +185,7 @@ class DiLoCo:
         if self._rounds.lease_ended or run_ended.is_set():
             run_ended.clear()
             if not self._rounds.still_wanted():
+                self._keep_state()
                 return
         self._move_on(ends=self.inner_step >= self._rounds.assignment.inner_steps)
 

@@ -50,6 +50,12 @@ class Fragments:
         return torch.cat(parts, out=self._empty(sum(len(part) for part in parts)))
 
     @torch.no_grad()
+    def norm(self) -> float:
+        """Of all parameters together, in fp32: not finite where one of them is not."""
+        norms = [torch.linalg.vector_norm(parameter, dtype=torch.float32) for parameter in self._parameters]
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+    @torch.no_grad()
     def scatter(self, p: int, vector: Tensor) -> None:
         """Write fragment p into the model, cast to each parameter's dtype."""
         for parameter, piece, part in self._pieces(p):

@@ -3,9 +3,11 @@ coordinator says, begin the next round. (streaming.py: where training goes on me
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -81,10 +83,15 @@ class Rounds:
     def end(self, save: Save) -> None:
         """The inner steps are done: exchange what they did, and begin the next round. Raises Stopped."""
         # Where a GradScaler skipped every step, the units are spent all the same.
-        work = self._collect(self._steps.units_used or self.assignment.units)
+        work, carry = self._begin_work(self._steps.units_used or self.assignment.units), self.carry
         if self._spec.sync.inner_steps == "auto":
             self._beat_now()  # the next round's H depends on how fast this one went
-        self._synchronise(work, save(work))
+
+        def gather(p: int) -> None:
+            self._gather(work, p, carry)
+            self._progress.phase("sync")
+
+        self._synchronise(work, gather, partial(save, work))
         self._progress.end_round(work.round, self._membership.epoch)
         self.begin_next()
 
@@ -94,36 +101,43 @@ class Rounds:
         units = self._steps.units_used
         if not self.training or not (units or self.carry.units):
             return
-        work = self._collect(units)
+        work = self._begin_work(units)
+        for p in range(len(self._state)):
+            self._gather(work, p, self.carry)
         save(work, partial=True)  # for a fragment that does not get through
         self._sync.hand_in([work.piece(p) for p in range(len(self._state))])
 
     def resume(self, saved: Work | Midway, *, partial: bool) -> None:
         """Go on where the last process with this state directory saved its last snapshot."""
         assert isinstance(saved, Work), "the spec says how a run is saved, and never changes"
-        self._synchronise(saved, None)
+        self._progress.phase("sync")
+        self._synchronise(saved)
         if partial and not self.carry.units:
             self._membership.start_over()  # the units that were left may still be ours, if nobody could be told
 
     def close(self) -> None:
         """Leave nothing running behind."""
 
-    def _collect(self, units: UnitRanges) -> Work:
-        """The pseudo-gradients of the round so far, and what they were trained on."""
+    def _begin_work(self, units: UnitRanges) -> Work:
+        """What the round so far is worth and was trained on; its pseudo-gradients are still to be gathered."""
         round_number, steps, carry = self.assignment.round, self._steps.done, self.carry
         loss = self._progress.end_inner_steps(steps, steps * self._spec.unit_tokens) if steps else carry.loss
-        deltas = [self._sound(p, self._pseudo_gradient(p)) for p in range(len(self._state))]
-        norms = [float(torch.linalg.vector_norm(delta)) for delta in deltas]
-        self._check_finite(loss, norms)
+        self._check_finite(loss, self._fragments.norm())  # of all of it, before any of it is sent
         self.training = False
         weight = count(units) or carry.weight
-        return Work(
-            round_number, carry.units + units, weight, carry.inner_steps + steps, loss, norms, deltas, carry.late
-        )
+        return Work(round_number, carry.units + units, weight, carry.inner_steps + steps, loss, [], [], carry.late)
 
-    def _pseudo_gradient(self, p: int) -> Tensor:
+    def _gather(self, work: Work, p: int, carry: Carry) -> None:
+        """Add fragment p to `work`."""
+        delta = self._sound(p, self._pseudo_gradient(p, carry))
+        norm = float(torch.linalg.vector_norm(delta))
+        self._check_finite(work.loss, norm)
+        work.deltas.append(delta)
+        work.norms.append(norm)
+
+    def _pseudo_gradient(self, p: int, carry: Carry) -> Tensor:
         """Of fragment p, as it is now, float32[n], in host memory."""
-        delta = self._fragments.pseudo_gradient(p, self._state.theta[p], self.carry.delta(p))
+        delta = self._fragments.pseudo_gradient(p, self._state.theta[p], carry.delta(p))
         return self._fragments.in_host_memory(delta)
 
     def _sound(self, p: int, delta: Tensor) -> Tensor:
@@ -133,25 +147,29 @@ class Rounds:
             delta.zero_()  # nobody knows it any more; the coordinator will refuse it for its base, and tell of it
         return delta
 
-    def _check_finite(self, loss: float, norms: list[float]) -> None:
-        if not torch.isfinite(torch.tensor([loss, *norms])).all():
+    def _check_finite(self, loss: float, norm: float) -> None:
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             raise CodecError(
-                f"round {self.assignment.round}: the training has diverged: loss {loss}, pseudo-gradient norms {norms};"
-                " nothing was sent; lower the learning rate or clip gradients, in a new run"
+                f"round {self.assignment.round}: the training has diverged: loss {loss}, norm {norm}; nothing of that "
+                "was sent; lower the learning rate or clip gradients, in a new run"
             )
 
-    def _synchronise(self, work: Work, saved: Future[None] | None) -> None:
-        """Contribute, and step the outer state by what everybody contributed."""
-        self._progress.phase("sync")
+    def _synchronise(
+        self,
+        work: Work,
+        gather: Callable[[int], object] = lambda p: None,
+        save: Callable[[], Future[None] | None] = lambda: None,
+    ) -> None:
+        """Contribute, and step the outer state by what everybody contributed. `gather`, `save`: as in `Sync.run`."""
         self.carry = Carry()
         with self._or_dropped(work.round):
             try:
-                self.carry = self._sync.run(work, saved)
+                self.carry = self._sync.run(work, gather, save)
             except WorkLost:
                 # The lease had ended and the units went back to the pool. If nobody took them, they are ours again.
                 if not self._is_ours(self._ask(), work.round, work.units):
                     raise
-                self.carry = self._sync.run(work, saved)
+                self.carry = self._sync.run(work)
         if self.carry.late:
             log.warning(LATE, work.round)
 

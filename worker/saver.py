@@ -61,14 +61,15 @@ class Saver:
     def save(
         self, work: Work | Midway, *, partial: bool, optimizer: Callable[[], dict[str, Any]], warmup_left: int
     ) -> Future[None] | None:
-        """Begin to write `work`, done on the outer state as it is now, and the inner optimizer after it, which is asked
-        for only where there is a directory.
+        """Begin to write `work`, done on the outer state that was kept last or is there now, and the inner optimizer
+        after it, which is asked for only where there is a directory.
 
         Nothing of what is given may change before the future is done; it raises OSError.
         """
         self.keep_state()
         if self._files is None or self._kept is None:
             return None
+        assert self._kept[0] == work.round, "what is trained on is kept as the training begins"
         self._work_slot = self._state_slot
         taken = Snapshot(work, partial, optimizer(), warmup_left, self._work_slot, self._kept[1])
         write = self._stages.timed(Stage.SNAPSHOT, self._write)

@@ -134,7 +134,7 @@ class StreamedRounds(Rounds):
                 delta = self._fragments.pseudo_gradient(p, self._state.theta[p], carry.delta(p), local)
                 delta = self._fragments.in_host_memory(delta)
             norm = float(torch.linalg.vector_norm(delta))
-            self._check_finite(loss, [norm])
+            self._check_finite(loss, norm)
             delta = self._sound(p, delta)
             return Piece(round_number, p, named, weight, fresh, loss, norm, delta, carry.late.get(p))
 
@@ -225,7 +225,7 @@ class StreamedRounds(Rounds):
         sent = replace(self.carry, ahead={})
         ahead: dict[int, Tensor] = {}
         for p in range(len(self._state)):
-            delta, carried = self._pseudo_gradient(p), sent.delta(p)
+            delta, carried = self._pseudo_gradient(p, self.carry), sent.delta(p)
             ahead[p] = delta if carried is None else delta - carried
         self.carry, self._stands = replace(self.carry, ahead=ahead), False
 

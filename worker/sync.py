@@ -49,7 +49,7 @@ class _Abandoned(Exception):
 class Flight:
     """The fragments of one round that are on their way: contributed, averaged, fetched, stepped, all of them at once.
 
-    `saved` is the writing of the work; `end` waits for it.
+    `saved` is the writing of a snapshot, None where none is written; `end` waits for it.
     `arrived` is called once all fragments have been stepped, on a thread of its own. Until then, `state.round` is None;
     after `end` as well, if some fragments have been stepped and others have not.
     """
@@ -61,7 +61,7 @@ class Flight:
         saved: Future[None] | None,
         arrived: Callable[["Flight"], Any] | None = None,
     ) -> None:
-        self._sync, self.round, self._saved, self._arrived = sync, round_number, saved, arrived
+        self._sync, self.round, self.saved, self._arrived = sync, round_number, saved, arrived
         self._uploads = ThreadPoolExecutor(_UPLOADS, "upload")
         self._downloads = ThreadPoolExecutor(_DOWNLOADS, "download")
         self._contributions: dict[int, Future[Future[Missed | Tensor | None]]] = {}
@@ -100,8 +100,8 @@ class Flight:
         wait(contributions)
         steps = [future.result() for future in contributions if future.exception() is None]
         wait(steps)
-        if self._saved is not None:
-            wait([self._saved])  # whatever happened: it reads what changes from here on
+        if self.saved is not None:
+            wait([self.saved])  # whatever happened: it reads what changes from here on
         self._uploads.shutdown()
         self._downloads.shutdown()
         if not self._stepped:
@@ -186,27 +186,40 @@ class Sync:
         self._uploader = client.until(self._grace)
         self._encoding = threading.Lock()
 
-    def run(self, work: Work, saved: Future[None] | None) -> Carry:
+    def run(
+        self,
+        work: Work,
+        gather: Callable[[int], object] = lambda p: None,
+        save: Callable[[], Future[None] | None] = lambda: None,
+    ) -> Carry:
         """Contribute `work` and step the outer state by the round's deltas.
 
-        `saved` is the writing of the snapshot of just this, and the last upload waits for it: so the round cannot close
-        with this work in it, and only this process know what came of it.
+        `gather(p)` adds fragment p to `work`, while those before it travel. `save` begins to write the snapshot of just
+        this work, all of it; the last upload waits for that: so the round cannot close with this work in it, and only
+        this process know what came of it.
 
-        Returns what of the work goes into the next contribution. Raises as `Flight.end` does.
+        Returns what of the work goes into the next contribution. Raises as `Flight.end` does, and what `gather` raises.
         """
-        flight, fragments = Flight(self, work.round, saved), range(len(work.deltas))
-
-        def make(p: int) -> Piece:
-            if saved is not None and p == fragments[-1]:
-                saved.result()
-            return work.piece(p)
-
-        for p in fragments:
-            flight.send(p, partial(make, p))
+        flight, fragments = Flight(self, work.round, None), range(len(self.state))
+        try:
+            for p in fragments:
+                gather(p)
+                if p == fragments[-1]:
+                    flight.saved = save()
+                flight.send(p, partial(self._piece, work, p, flight.saved))
+        except BaseException:
+            flight.abandon()
+            raise
         flight.end()
         left = {p: flight.land(p) for p in fragments}
         missed = {p: each for p, each in left.items() if isinstance(each, Missed)}
         return carry_of(work, missed, {p: each for p, each in left.items() if isinstance(each, Tensor)})
+
+    @staticmethod
+    def _piece(work: Work, p: int, saved: Future[None] | None) -> Piece:
+        if saved is not None:
+            saved.result()
+        return work.piece(p)
 
     def unsent(self, piece: Piece) -> Tensor | None:
         """Of an accepted fragment, what the coordinator does not decode, where the codec has error feedback."""

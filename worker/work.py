@@ -74,8 +74,8 @@ class Carry:
 
 @dataclass(frozen=True)
 class Work:
-    """One round's work, ready to be contributed. `deltas` are the pseudo-gradients of all fragments, float32[n], host
-    memory; what is carried along is part of them, and of `units` and `inner_steps`.
+    """One round's work. `deltas` are the pseudo-gradients of the fragments, float32[n], host memory, as far as they
+    were gathered, and `norms` theirs; what is carried along is part of them, and of `units` and `inner_steps`.
 
     `weight` is the number of this round's own units, or where it has none that of the last round that is carried.
     `late`: what of the deltas is carried, by fragment. `loss` is the mean training loss of this round.
