@@ -5,6 +5,7 @@ digests prove that, fragment by fragment, before every step.
 """
 
 from concurrent.futures import Future, wait
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,14 +40,15 @@ class OuterState:
         self.momentum = [torch.zeros(n, dtype=torch.float32) for n in layout.elements]
         self._digests: list[bytes | None] = [None] * len(layout.fragments)
         self._outer = outer
-        self.reader: Future[None] | None = None  # reads all of it; nothing changes before that is done
+        self.changes = 0  # counted, to tell whether it is still what it was
+        self.reader: Future[Any] | None = None  # reads all of it; nothing changes before that is done
 
     def __len__(self) -> int:
         return len(self.theta)
 
     def fragment_digest(self, p: int) -> bytes:
-        """The state digest of fragment p, taken when it is first wanted: not during a sync, where all wait for it,
-        but before the next inner step, so that `is_sound` can tell of a bit that flips from then on."""
+        """The state digest of fragment p, taken when it is first wanted: not during a sync, where all wait for it, but
+        beside the next inner steps (saver.py), so that `is_sound` can tell of a bit that flips from then on."""
         known = self._digests[p]
         return self._rehash(p) if known is None else known
 
@@ -62,6 +64,7 @@ class OuterState:
     def set(self, p: int, theta: Tensor, momentum: Tensor | None) -> None:
         """Fragment p becomes `theta` and `momentum` (None: zero, as in state 0), float32[n] each."""
         self._await_reader()
+        self.changes += 1
         self.theta[p].copy_(theta)
         if momentum is None:
             self.momentum[p].zero_()
@@ -97,6 +100,7 @@ class OuterState:
             )
         payload.check()
         self._await_reader()
+        self.changes += 1
         size = header.chunk_elements
         self._digests[p] = None
         lr, beta = self._outer.learning_rate, self._outer.momentum

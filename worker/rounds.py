@@ -5,7 +5,7 @@ coordinator says, begin the next round. (streaming.py: where training goes on me
 import logging
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
@@ -208,12 +208,8 @@ class Rounds:
 
     def begin_next(self) -> None:
         """Do what the coordinator says until there are units to train on, or the run is over."""
-        with ThreadPoolExecutor(1, "digest") as beside:
-            digests = beside.submit(lambda: self._state.digests)  # while the coordinator thinks, and before training
-            asked = self._ask()
-            digests.result()
-        while not self._follow(asked):
-            asked = self._ask()
+        while not self._follow(self._ask()):
+            pass
 
     def _ask(self) -> Assignment:
         self._epoch = self._membership.epoch

@@ -1,4 +1,5 @@
 """When a snapshot is written: the outer state as soon as it is trained on, what was done with it at the round's end.
+The state's digests are taken on the way.
 
 So at the end, where everybody waits, less is left to write. Two files take turns with the outer state: the one that the
 last work belongs to stays until other work is durable.
@@ -6,6 +7,7 @@ last work belongs to stays until other work is durable.
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial as bound
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,9 +28,8 @@ class Saver:
         self._files, self._owner, self._state, self._stages = files, owner, state, stages
         self._thread = ThreadPoolExecutor(1, "snapshot")
         self._state_slot = self._work_slot = 0  # of the outer state kept last, and of the one the last work belongs to
-        self._kept: tuple[int, list[bytes]] | None = None
-        self._keeping: Future[None] = Future()
-        self._keeping.set_result(None)
+        self._kept: tuple[int, int] | None = None  # round and changes of the outer state kept last
+        self._keeping: Future[list[bytes]] = Future()  # its digests, once it is durable
 
     def __enter__(self) -> Self:
         return self
@@ -43,20 +44,28 @@ class Saver:
         found = None if self._files is None else snapshot.load(self._files, self._owner, self._state)
         if found is not None:
             self._state_slot = self._work_slot = found.slot
-            self._kept = (found.work.round, found.digests)
+            self._kept = (found.work.round, self._state.changes)
+            self._keeping.set_result(found.digests)
         return found
 
     def keep_state(self) -> None:
-        """Write the outer state, if there is one that was not written yet. It does not change before that is done."""
-        if self._files is None or self._state.round is None:
+        """Take the outer state's digests, so that a bit that flips from now on is noticed, and write it, if there is
+        one that was not written yet. It does not change before that is done."""
+        if self._state.round is None:
             return
-        kept = (self._state.round, self._state.digests)
+        kept = (self._state.round, self._state.changes)
         if kept == self._kept:
             return
         self._kept, self._state_slot = kept, 1 - self._work_slot
-        write = self._stages.timed(Stage.SNAPSHOT, snapshot.save_state)
-        self._keeping = self._thread.submit(write, self._files, self._owner, self._state_slot, self._state)
+        self._keeping = self._thread.submit(self._keep, self._state_slot)
         self._state.reader = self._keeping
+
+    def _keep(self, slot: int) -> list[bytes]:
+        digests = self._state.digests
+        if self._files is not None:
+            with self._stages(Stage.SNAPSHOT):
+                snapshot.save_state(self._files, self._owner, slot, self._state)
+        return digests
 
     def save(
         self, work: Work | Midway, *, partial: bool, optimizer: Callable[[], dict[str, Any]], warmup_left: int
@@ -71,10 +80,10 @@ class Saver:
             return None
         assert self._kept[0] == work.round, "what is trained on is kept as the training begins"
         self._work_slot = self._state_slot
-        taken = Snapshot(work, partial, optimizer(), warmup_left, self._work_slot, self._kept[1])
+        taken = bound(Snapshot, work, partial, optimizer(), warmup_left, self._work_slot)
         write = self._stages.timed(Stage.SNAPSHOT, self._write)
         return self._thread.submit(write, self._files, self._keeping, taken)
 
-    def _write(self, files: StateDir, keeping: Future[None], taken: Snapshot) -> None:
-        keeping.result()  # it came before on this thread; without it, the snapshot is worth nothing
-        snapshot.save(files, self._owner, taken)
+    def _write(self, files: StateDir, keeping: Future[list[bytes]], taken: Callable[[list[bytes]], Snapshot]) -> None:
+        digests = keeping.result()  # it came before on this thread; without it, the snapshot is worth nothing
+        snapshot.save(files, self._owner, taken(digests))

@@ -3,6 +3,7 @@ is wrong."""
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 
@@ -109,6 +110,8 @@ def test_a_flipped_bit_is_found_and_healed(tmp_path: Path, where: str) -> None:
     def hit(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (1, 2) and not hits:
             hits.append(1)
+            assert diloco._state.reader is not None
+            wait([diloco._state.reader])  # its digests are taken beside the training
             flip(getattr(diloco._state, where)[1])
 
     hits: list[int] = []
