@@ -16,9 +16,10 @@ The compute waits only where a merge is due and its delta is not there; that is 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,9 +74,7 @@ class StreamedRounds(Rounds):
 
     def _move(self, step: int) -> None:
         """Send and merge what is due after inner step `step`. First send: merging may have to wait."""
-        for p, due in enumerate(self._due.sent):
-            if due == step:
-                self._send(p)
+        self._send([p for p, due in enumerate(self._due.sent) if due == step])
         for p, due in enumerate(self._due.merged):
             if due == step:
                 self._merge(p)
@@ -84,9 +83,7 @@ class StreamedRounds(Rounds):
         round_number, ended, self._ending = self.assignment.round, False, True
         with self._or_dropped(round_number):
             fragments = range(len(self._state))
-            for p in fragments:
-                if p not in self._sent:  # there were fewer than H steps
-                    self._send(p)
+            self._send([p for p in fragments if p not in self._sent])  # there were fewer than H steps
             for p in fragments:
                 if p not in self._merged:
                     self._merge(p)
@@ -100,25 +97,28 @@ class StreamedRounds(Rounds):
             self._drop()
         self.begin_next()
 
-    def _send(self, p: int) -> None:
-        """Only the parameters are copied here; all else is done on the thread that uploads them."""
+    def _send(self, fragments: Sequence[int]) -> None:
+        """Only the parameters are copied here, all of them before other threads begin with the rest and want the cores
+        as well."""
+        if not fragments:
+            return
         self._progress.phase("gather")
-        local, saved = self._fragments.gather(p), self._saved
-        make = self._maker(p, local)
-
-        def make_when_saved() -> Piece:
-            piece = make()
-            if saved is not None:
-                saved.result()
-            return piece
-
         assert self._flight is not None
-        self._flight.send(p, make_when_saved)
-        self._sent.add(p)
-        self._fresh[p] = -count(self._used)
-        if self._due.merged[p] > self._steps.done:
-            self._snapshots[p] = local
+        gathered = [self._fragments.gather(p) for p in fragments]
+        for p, local in zip(fragments, gathered, strict=True):
+            self._flight.send(p, partial(self._make_when_saved, self._maker(p, local), self._saved))
+            self._sent.add(p)
+            self._fresh[p] = -count(self._used)
+            if self._due.merged[p] > self._steps.done:
+                self._snapshots[p] = local
         self._progress.phase("train")
+
+    @staticmethod
+    def _make_when_saved(make: Callable[[], Piece], saved: Future[None] | None) -> Piece:
+        piece = make()
+        if saved is not None:
+            saved.result()
+        return piece
 
     def _maker(self, p: int, local: Tensor) -> Callable[[], Piece]:
         """Makes what is to be contributed to fragment p, whose parameters are `local` now."""
