@@ -46,8 +46,8 @@ class Figures:
 FIGURES = {
     "fp32": Figures(zstd=0.918, up=0.0, down=0.0, pack=0.15, unpack=0.26, accumulate=3.6),
     "bf16": Figures(zstd=0.793, up=0.0007, down=0.0007, pack=0.20, unpack=0.47, accumulate=2.9),
-    "int8": Figures(zstd=0.931, up=0.0003, down=0.0001, pack=0.47, unpack=0.60, accumulate=2.3),
-    "int4": Figures(zstd=0.827, up=0.0005, down=0.0010, pack=0.57, unpack=0.65, accumulate=1.8),
+    "int8": Figures(zstd=0.931, up=0.0003, down=0.0001, pack=0.85, unpack=0.84, accumulate=5.8),
+    "int4": Figures(zstd=0.827, up=0.0005, down=0.0010, pack=1.50, unpack=1.15, accumulate=6.4),
     "2bit": Figures(zstd=0.957, up=0.0058, down=None, pack=0.30, unpack=0.69, accumulate=1.3),
     "ternary": Figures(zstd=0.683, up=0.0087, down=None, pack=0.29, unpack=0.74, accumulate=1.7),
     "sparse": Figures(zstd=0.982, up=None, down=None, pack=0.08, unpack=0.62, accumulate=1.4),
