@@ -12,7 +12,8 @@ what it held before the first worker came; then that peak again with 2 and with 
 
 As `DiLoCo` does with the pseudo-gradients, each worker takes the digests of its outer state before the sync begins.
 Core-seconds are of one sync, over all workers and of the coordinator; divided by the cores they are the least that the
-sync could take on this machine.
+sync could take on this machine. "Floor" is that of `floor.py`: what no sync could do without; as a ratio, if both cores
+were never idle.
 """
 
 import argparse
@@ -44,6 +45,7 @@ import torch.distributed
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.floor import core_seconds
 from protocol.fragments import TensorSpec
 from protocol.heap import keep_freed_memory
 from protocol.messages import Action, JoinRequest, Metrics
@@ -296,7 +298,11 @@ def main() -> None:
                 _free_port(),
                 coordinator.process.pid,
             )
-            reports.append(measure(coordinator, plan))
+            report = measure(coordinator, plan)
+        report["floor_cpu_s"] = {part: round(s, 3) for part, s in core_seconds(int(elements), plan.workers).items()}
+        least_s = sum(report["floor_cpu_s"].values()) / (os.cpu_count() or 1)
+        report["floor_ratio"] = round(least_s / report["gloo_fp32_s"], 3)
+        reports.append(report)
     memory = []
     crews = QUICK_CREWS if arguments.quick else CREWS
     for workers, elements in crews if arguments.only != "speed" else []:
@@ -329,7 +335,7 @@ def main() -> None:
 
 def _print(reports: list[dict[str, Any]], memory: list[dict[str, Any]]) -> None:
     columns = ["parameters", "workers", "sync s", "gloo fp32 s", "ratio", "workers' core-s", "coordinator's core-s"]
-    columns += ["up MB", "down MB", "all-reduce MB", "error", "RSS above idle MB"]
+    columns += ["floor core-s", "floor ratio", "up MB", "down MB", "all-reduce MB", "error", "RSS above idle MB"]
     table = Table(*columns, title="one round, medians")
     for r in reports:
         table.add_row(
@@ -340,6 +346,8 @@ def _print(reports: list[dict[str, Any]], memory: list[dict[str, Any]]) -> None:
             f"{r['ratio']:.2f}",
             f"{r['workers_cpu_s']:.2f}",
             f"{r['coordinator_cpu_s']:.2f}",
+            f"{sum(r['floor_cpu_s'].values()):.2f}",
+            f"{r['floor_ratio']:.2f}",
             f"{r['upload_bytes'] / 1e6:.1f}",
             f"{r['download_bytes'] / 1e6:.1f}",
             f"{r['allreduce_bytes'] / 1e6:.1f}",
@@ -350,10 +358,13 @@ def _print(reports: list[dict[str, Any]], memory: list[dict[str, Any]]) -> None:
     for m in memory:
         above, idle = m["coordinator_rss_above_idle"], m["coordinator_idle_rss"]
         peak.add_row(f"{m['parameters']:,}", f"{m['workers']}", f"{(idle + above) / 1e6:.0f}", f"{above / 1e6:.0f}")
-    console = Console(width=160)
+    console = Console(width=180)
     for each, filled in ((table, reports), (peak, memory)):
         if filled:
             console.print(each)
+    for r in reports:
+        parts = ", ".join(f"{part} {seconds}" for part, seconds in r["floor_cpu_s"].items())
+        console.print(f"floor at {r['parameters']:,}, core-seconds: {parts}", highlight=False)
 
 
 def _free_port() -> int:

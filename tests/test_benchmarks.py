@@ -14,6 +14,8 @@ import pytest
 
 from benchmarks import wan
 from benchmarks.control_plane import measure
+from benchmarks.floor import core_seconds
+from protocol.wire import CHUNK_ELEMENTS
 from tests.support import lines
 from tests.support.coordinator import CoordinatorProcess
 
@@ -30,6 +32,12 @@ def test_pages_name_benchmarks_as_they_are_run() -> None:
     assert not re.search(r"python3? benchmarks/", everything)
     run = {name for name, text in texts.items() if "__main__" in text}
     assert set(re.findall(r"python3? -m (benchmarks\.\w+)", everything)) == run - {"benchmarks.wan_worker"}
+
+
+def test_the_floor_of_a_sync_has_core_seconds_for_every_part() -> None:
+    parts = core_seconds(2 * CHUNK_ELEMENTS + 5, 3)
+    assert set(parts) == {"encode", "average", "outer step", "digests", "sockets", "disk"}
+    assert all(seconds > 0 for seconds in parts.values())
 
 
 def test_lines_are_measured_or_it_is_said_why_they_cannot_be() -> None:
