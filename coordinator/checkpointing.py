@@ -30,15 +30,21 @@ def at_rest(run: LiveRun) -> bool:
     return run.state is RunState.STOPPED or (run.state in RESTING and run.open is None)
 
 
+def owed_at_rest(run: LiveRun, fragment: int) -> bool:
+    """Whether the run has come to rest at the state of `fragment`, and that is not in a checkpoint yet. Holds the
+    lock."""
+    round_, _ = run.outer[fragment]
+    if not at_rest(run) or round_ != run.round:
+        return False
+    with run.world.database.read() as session:
+        return session.get(CheckpointFragmentRow, (run.id, round_, fragment)) is None
+
+
 def keep_at_rest(run: LiveRun, fragment: int) -> None:
     """Checkpoint the state at which the run has come to rest, unless that was done."""
     with run.lock:
         round_, state_digest = run.outer[fragment]
-        wanted = at_rest(run) and round_ == run.round
-    if not wanted:
-        return
-    with run.world.database.read() as session:
-        if session.get(CheckpointFragmentRow, (run.id, round_, fragment)) is not None:
+        if not owed_at_rest(run, fragment):
             return
     keep_fragment(run, round_, fragment, run.files.state(fragment, round_), state_digest)
     with run.lock:

@@ -110,7 +110,8 @@ def _job(run: LiveRun, index: int) -> None:
             checkpointing.keep_at_rest(run, index)
             with run.lock:
                 opening = _due(run, index)
-                if opening is None and run.outer[index][0] == run.round:
+                stepped = run.outer[index][0] == run.round
+                if opening is None and stepped and not checkpointing.owed_at_rest(run, index):
                     run.faults.pop(index, None)
                     run.jobs.discard(index)  # under the same lock as the look, so that no later work is missed
                     return

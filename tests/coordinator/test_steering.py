@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.steering import CHANGES
+from coordinator import checkpointing
+from coordinator.live_run import LiveRun
+from coordinator.steering import CHANGES, change_state
 from protocol.messages import RunState
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
 from tests.coordinator.test_restart import Lives
@@ -159,3 +161,20 @@ def test_a_run_at_rest_keeps_a_checkpoint_of_its_last_state_also_after_a_restart
         wait_until(lambda: info(running, "r", "/checkpoints")["items"][0]["round"] == 3)
         described = info(running, "r", "/checkpoints/latest")["fragments"]
         assert [each["state_digest"] for each in described] == [a.base(p).hex() for p in (0, 1)]
+
+
+def test_a_run_that_is_stopped_while_its_last_step_ends_keeps_a_checkpoint_all_the_same(
+    shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the step's look at whether the run is at rest, and its end."""
+    (a,) = crew(shared, run, ["a"], rounds=9)
+    keep = checkpointing.keep_at_rest
+
+    def keep_and_stop(live: LiveRun, fragment: int) -> None:
+        keep(live, fragment)
+        if live.name == run and live.outer[fragment][0] == 1 and live.state is RunState.RUNNING:
+            change_state(live, RunState.STOPPED)
+
+    monkeypatch.setattr(checkpointing, "keep_at_rest", keep_and_stop)
+    play_round([a], 0)
+    wait_until(lambda: info(shared, run, "/checkpoints")["items"][0]["round"] == 1)
