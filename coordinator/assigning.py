@@ -12,7 +12,14 @@ from coordinator import pacing, seeding, steering
 from coordinator.bell import ASSIGNMENTS
 from coordinator.live_run import Given, LiveRun, OpenFragment, OpenRound
 from coordinator.tables import AssignmentRow, EvaluationRow, FragmentRow, RoundRow
-from coordinator.units import assign_units, assigned_units, deal_units, holders, return_forgotten_units
+from coordinator.units import (
+    assign_units,
+    assigned_units,
+    deal_units,
+    holders,
+    reclaim_units,
+    return_forgotten_units,
+)
 from protocol.messages import Action, Assignment, FragmentState, RunState
 
 
@@ -21,7 +28,8 @@ def assign(
 ) -> Assignment:
     """What `worker`, which holds the state `state_round` (None: no state), does next. Asking again changes nothing.
 
-    `carried`: the units of earlier rounds that it still has the work of; None where it does not say.
+    `carried`: the units of earlier rounds that it still has the work of; None where it does not say. Problem
+    `units-not-held` where that work must not be contributed any more.
     """
     with run.lock:
         if run.state is RunState.STOPPED:
@@ -41,12 +49,15 @@ def assign(
             evaluate = _evaluates_final(run, worker)
             return Assignment(action=Action.FINISH, reason="the run is finished", round=run.round, evaluate=evaluate)
 
+        if carried:
+            with run.world.database.write() as session:  # before others are dealt what lies in the pool
+                reclaim_units(session, run.id, worker, run.round, carried)
         run.ready.add(worker)
         try_open(run)
         if run.open is None:
             return Assignment(action=Action.WAIT, reason=run.why_not_open, round=run.round)
         given = run.open.given.get(worker)
-        if given is None or not (carried is None or worker in run.open.settled):
+        if given is None or not _is_settled(run.open, worker, carried):
             given = _give(run, run.open, worker, carried)
         return _training(run, run.open, worker, given)
 
@@ -60,9 +71,15 @@ def known(
     if opening is None or opening.number != state_round or run.state is not RunState.RUNNING or run.damage is not None:
         return None
     given = opening.given.get(worker)
-    if given is None or worker not in run.leases or not (carried is None or worker in opening.settled):
+    if given is None or worker not in run.leases or not _is_settled(opening, worker, carried):
         return None
     return _training(run, opening, worker, given)
+
+
+def _is_settled(opening: OpenRound, worker: str, carried: Sequence[Sequence[int]] | None) -> bool:
+    """Whether there is nothing to compare: the worker carries no units of earlier rounds and holds none, or does not
+    say."""
+    return carried is None or (not carried and worker in opening.settled)
 
 
 def _training(run: LiveRun, opening: OpenRound, worker: str, given: Given) -> Assignment:

@@ -11,11 +11,11 @@ from sqlalchemy import bindparam, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from coordinator import diverging, publishing
-from coordinator.files import Body, make_durable
+from coordinator.files import Body, PayloadFile, make_durable
 from coordinator.live_run import Arrival, Contributed, LiveRun
 from coordinator.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow, RunRow, WorkerRow
 from coordinator.units import consume_units
-from protocol.errors import Problem
+from protocol.errors import Problem, WireError
 from protocol.messages import ContributionReply, FragmentState
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader
 
@@ -121,7 +121,7 @@ def _is_first(arrival: Arrival, kept: Sequence[Arrival]) -> bool:
     for each in kept:
         if (each.header.worker, each.header.fragment) == (header.worker, header.fragment):
             if each.digest != arrival.digest:
-                raise _conflict(header.worker, header.round, header.fragment, each.digest)
+                raise _conflict(header.worker, header.round, header.fragment, each.digest, each.header.units)
             return False
     return True
 
@@ -198,7 +198,7 @@ def _is_new(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes
     known = _known(run, worker, round_, fragment)
     if known is not None:
         if known != digest:
-            raise _conflict(worker, round_, fragment, known)
+            raise _conflict(worker, round_, fragment, known, _units_of(run, worker, round_, fragment, known))
         return False
     closed = round_ < run.round
     if run.open is not None and round_ == run.round:
@@ -218,11 +218,20 @@ def _is_new(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes
     return True
 
 
-def _conflict(worker: str, round_: int, fragment: int, known: bytes) -> Problem:
-    return Problem(
-        "contribution-conflict",
-        f"{worker} has already contributed to round {round_}, fragment {fragment}: digest {known.hex()}",
-    )
+def _conflict(worker: str, round_: int, fragment: int, known: bytes, units: list[list[int]] | None) -> Problem:
+    """Say which units the contribution that stands was trained on: a worker that has lost its state since may have
+    trained on others."""
+    detail = f"{worker} has already contributed to round {round_}, fragment {fragment}: digest {known.hex()}"
+    return Problem("contribution-conflict", detail, units=units)
+
+
+def _units_of(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> list[list[int]] | None:
+    """The units of an accepted contribution, from its file; None where that was deleted or spoilt since."""
+    try:
+        with PayloadFile(run.files.contribution(round_, fragment, worker, digest)) as payload:
+            return payload.header.units if isinstance(payload.header, ContributionHeader) else None
+    except (OSError, WireError):
+        return None
 
 
 def _known(run: LiveRun, worker: str, round_: int, fragment: int) -> bytes | None:

@@ -8,6 +8,7 @@ counts and checks them.
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
@@ -82,6 +83,42 @@ def return_units(session: Session, run_id: int, worker: str) -> None:
         .where(UnitRangeRow.run_id == run_id, UnitRangeRow.worker == worker, UnitRangeRow.state == "assigned")
         .values(state="free", worker=None, round=None)
     )
+
+
+def reclaim_units(session: Session, run_id: int, worker: str, round_: int, carried: Sequence[Sequence[int]]) -> None:
+    """Make `worker` the holder of the units `carried`, whose work, done in rounds before `round_`, it still has.
+
+    Units that went back to the pool, because its lease ended meanwhile, are in no contribution: they become its own
+    again. Raises Problem `units-not-held` where one of them is somebody else's, is in a contribution to an earlier
+    round, is listed twice, or was dealt to `worker` itself once more, for `round_`.
+    """
+    listed = sorted((start, stop) for start, stop in carried)
+    if any(stop > start for (_, stop), (start, _) in pairwise(listed)):
+        raise Problem("units-not-held", f"carried work units are listed twice: {listed[:5]}")
+    for start, stop in joined(listed):
+        rows = session.scalars(
+            select(UnitRangeRow)
+            .where(UnitRangeRow.run_id == run_id, UnitRangeRow.start < stop, UnitRangeRow.stop > start)
+            .order_by(UnitRangeRow.start)
+        ).all()
+        at = start
+        for row in rows:
+            if row.state == "free":
+                _cut(session, row, stop)
+                mine = row if row.start >= start else _cut(session, row, start)
+                assert mine is not None, "the row overlaps [start, stop)"
+                mine.state, mine.worker, mine.round = "assigned", worker, round_ - 1
+                at = mine.stop
+            elif row.worker != worker or (row.round or 0) >= round_ or row.consumed_round not in (None, round_):
+                break
+            else:
+                at = row.stop
+        if at < stop:
+            raise Problem(
+                "units-not-held",
+                f"of the carried work units [{start}, {stop}), those from {at} on are not {worker}'s any more: they"
+                " were used, or dealt again; drop that work",
+            )
 
 
 def return_forgotten_units(

@@ -52,7 +52,7 @@ PROBLEMS: dict[str, tuple[HTTPStatus, str]] = {
         "The coordinator has no such contribution of this worker, or has lost it; send it again.",
     ),
     "stale-base": (HTTPStatus.CONFLICT, "Computed against another outer state than the run's; resync, then go on."),
-    "units-not-held": (HTTPStatus.CONFLICT, "The contribution names work units that are not assigned to this worker."),
+    "units-not-held": (HTTPStatus.CONFLICT, "Work units that are named are not assigned to this worker."),
     "not-ready": (HTTPStatus.SERVICE_UNAVAILABLE, "The coordinator cannot serve just now; try again."),
     "storage-full": (HTTPStatus.INSUFFICIENT_STORAGE, "The coordinator's disk is full; it goes on when there is room."),
     "internal": (HTTPStatus.INTERNAL_SERVER_ERROR, "A fault of the coordinator; its log has the request id."),

@@ -213,7 +213,18 @@ class Rounds:
 
     def _ask(self) -> Assignment:
         self._epoch = self._membership.epoch
-        return self._question(self._state.round, self.carry.units)
+        return self._without_lost_work(lambda: self._question(self._state.round, self.carry.units))
+
+    def _without_lost_work(self, ask: Callable[[], Assignment]) -> Assignment:
+        """The answer; where units whose work is carried are not this worker's any more, that to the same without it."""
+        try:
+            return ask()
+        except Problem as problem:
+            if problem.slug != "units-not-held":
+                raise
+            log.warning("the work that was carried is dropped: %s", problem.detail)
+        self._drop()
+        return self._question(self._state.round, [])
 
     def _question(self, state_round: int | None, carried: UnitRanges) -> Assignment:
         worker, report = self._membership.worker, self._progress.last_report
@@ -301,7 +312,7 @@ class Rounds:
         trained = self.assignment
         try:
             asked = self._ask()
-            if self._is_ours(asked, trained.round, trained.units):
+            if self.training and self._is_ours(asked, trained.round, trained.units):
                 return True
             log.warning("the work on round %d is dropped: %s", trained.round, asked.reason)
             self._drop()

@@ -29,7 +29,7 @@ from protocol.messages import Assignment
 from worker.rounds import LATE, Rounds, Save
 from worker.schedule import Schedule, schedule
 from worker.sync import Flight
-from worker.work import Midway, Missed, Piece, UnitRanges, Work, count, first_units, last_units
+from worker.work import Midway, Missed, Piece, Superseded, UnitRanges, Work, count, first_units, last_units
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +151,8 @@ class StreamedRounds(Rounds):
         assert self._flight is not None
         left = self._flight.land(p)
         piece, ahead = self._flight.pieces.pop(p), self._ahead(p)
+        if isinstance(left, Superseded):
+            ahead, self._fresh[p] = None, -count(self._used)
         self.carry = self.carry.merged(
             p,
             late=piece.missed(left) if isinstance(left, Missed) else None,
@@ -204,15 +206,19 @@ class StreamedRounds(Rounds):
         if arrival is None:
             super().begin_next()
             return
-        self._epoch, asked = arrival.result()
+        asked = self._without_lost_work(lambda: self._arrived(arrival))
         while not self._follow(asked):
             asked = self._ask()
+
+    def _arrived(self, arrival: Future[tuple[int, Assignment]]) -> Assignment:
+        self._epoch, asked = arrival.result()
+        return asked
 
     def _ask(self) -> Assignment:
         if self._flight is None or self._state.round is not None:
             return super()._ask()
         self._epoch = self._membership.epoch
-        return self._question(self.assignment.round, self.carry.units)
+        return self._without_lost_work(lambda: self._question(self.assignment.round, self.carry.units))
 
     def _fall_behind(self) -> None:
         # Which of the units have been consumed is not known any more; so the little that was not sent is trained again.

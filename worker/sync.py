@@ -29,7 +29,7 @@ from worker.grace import Grace
 from worker.membership import Membership
 from worker.outer_state import OuterState
 from worker.side_stream import SideStream
-from worker.work import Carry, Missed, Piece, Work, carry_of, count
+from worker.work import Carry, Missed, Piece, Superseded, UnitRanges, Work, carry_of, count, in_order
 
 # One body goes over the line at a time (line.py); meanwhile the next fragment is encoded and the last one acknowledged.
 _UPLOADS = 3
@@ -38,6 +38,12 @@ _PAUSE_S = 0.2  # between long polls
 
 # Refusals of a contribution that mean that the round is over for this fragment.
 _LATE = ("round-closed", "run-ended")
+
+# What of a fragment is not in the round's delta.
+Left = Missed | Superseded | Tensor | None
+# What became of a contribution: None, it is in the delta or will be; the share of the round's workers that is in it
+# where it came too late; or another one of this worker stands in its place.
+Fate = float | Superseded | None
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +70,7 @@ class Flight:
         self._sync, self.round, self.saved, self._arrived = sync, round_number, saved, arrived
         self._uploads = ThreadPoolExecutor(_UPLOADS, "upload")
         self._downloads = ThreadPoolExecutor(_DOWNLOADS, "download")
-        self._contributions: dict[int, Future[Future[Missed | Tensor | None]]] = {}
+        self._contributions: dict[int, Future[Future[Left]]] = {}
         self._turn = threading.Event()  # of the fragment that is sent next
         self._turn.set()
         self.pieces: dict[int, Piece] = {}  # that were sent, by fragment
@@ -82,7 +88,7 @@ class Flight:
         turn, self._turn = self._turn, threading.Event()
         self._contributions[p] = self._uploads.submit(self._contribute, make, turn, self._turn)
 
-    def land(self, p: int) -> Missed | Tensor | None:
+    def land(self, p: int) -> Left:
         """Wait until fragment p is stepped; what of it is not in the delta. Raises as `end` does."""
         try:
             return self._contributions[p].result().result()
@@ -118,9 +124,7 @@ class Flight:
         except (_Abandoned, OuterstepError, httpx.HTTPError, OSError) as error:
             log.info("round %d: given up: %s", self.round, error or type(error).__name__)
 
-    def _contribute(
-        self, make: Callable[[], Piece], turn: threading.Event, next_turn: threading.Event
-    ) -> Future[Missed | Tensor | None]:
+    def _contribute(self, make: Callable[[], Piece], turn: threading.Event, next_turn: threading.Event) -> Future[Left]:
         turn.wait()
         try:
             with self._abandon_others():
@@ -130,16 +134,18 @@ class Flight:
         finally:
             next_turn.set()  # also where it did not get as far as the line
 
-    def _step(self, piece: Piece, missed_by: float | None) -> Missed | Tensor | None:
+    def _step(self, piece: Piece, fate: Fate) -> Left:
         sync, p = self._sync, piece.fragment
         with self._abandon_others():
-            payload, missed_by = sync.await_delta(piece, missed_by, self._failed)
+            payload, fate = sync.await_delta(piece, fate, self._failed)
             with sync.client.stages(Stage.OUTER_STEP):
                 sync.state.step(p, payload)
-            self._note_step(piece, missed_by is None)
-            if missed_by is None:
+            self._note_step(piece, fate is None)
+            if fate is None:
                 return sync.unsent(piece)
-            return Missed(unpack_payload(payload, torch.device("cpu")), missed_by)
+            if isinstance(fate, Superseded):
+                return fate
+            return Missed(unpack_payload(payload, torch.device("cpu")), fate)
 
     def _note_step(self, piece: Piece, accepted: bool) -> None:
         with self._lock:
@@ -240,16 +246,16 @@ class Sync:
             error = future.exception()
             if isinstance(error, Stopped | Resync | WorkLost):
                 log.warning("round %d, fragment %d was not handed in: %s", piece.round, piece.fragment, error)
-            elif future.result() is not None:
-                log.warning("round %d, fragment %d was not handed in: the round closed", piece.round, piece.fragment)
+            elif (fate := future.result()) is not None:
+                why = "the round closed" if isinstance(fate, float) else "an earlier contribution stands"
+                log.warning("round %d, fragment %d was not handed in: %s", piece.round, piece.fragment, why)
             else:
                 kept.append(count(piece.units))
         if kept:
             log.info("round %d: handed in the work on %d units before leaving", pieces[0].round, max(kept))
 
-    def contribute(self, piece: Piece, on_line: Callable[[], object] = lambda: None) -> float | None:
-        """None where it is in the delta, or will be; else the share of the round's workers that is in it. `on_line` is
-        called once the line is the piece's."""
+    def contribute(self, piece: Piece, on_line: Callable[[], object] = lambda: None) -> Fate:
+        """Upload `piece`; what became of it. `on_line` is called once the line is the piece's."""
         sync, late = self._spec.sync, piece.late
         with self._encoding, self.client.stages(Stage.ENCODE), self._side_stream.beside():
             frames = self.client.entropy.pack(piece.delta.to(self._device), sync.upload_codec, wanted=sync.zstd)
@@ -281,13 +287,15 @@ class Sync:
                 raise WorkLost(problem.detail) from problem
             if problem.slug in _LATE:
                 return share_of(problem)
-            if problem.slug != "contribution-conflict":  # an earlier upload of ours stands
+            if problem.slug != "contribution-conflict":
                 raise
+            # An earlier upload of ours stands. The same work may have other bytes: GPUs do not repeat every bit.
+            if not _same_units(problem.members.get("units"), piece.units):
+                log.warning("%s, of other work units; it stands", problem.detail)
+                return Superseded()
         return None
 
-    def await_delta(
-        self, piece: Piece, missed_by: float | None, failed: threading.Event
-    ) -> tuple[wire.Payload, float | None]:
+    def await_delta(self, piece: Piece, fate: Fate, failed: threading.Event) -> tuple[wire.Payload, Fate]:
         """The delta, and what became of the contribution in the end: the coordinator's disk may lose it."""
         p = piece.fragment
         limit_bytes = wire.max_payload_bytes(self._spec.sync.download_codec, len(self.state.theta[p]))
@@ -295,13 +303,13 @@ class Sync:
         while True:
             try:
                 with self.client.stages(Stage.AWAIT_DELTA):
-                    return self._membership.act(fetch), missed_by
+                    return self._membership.act(fetch), fate
             except Problem as problem:
                 if problem.slug in ("gone", "round-not-open"):  # the latter where the run went back to a backup
                     raise Resync(problem.detail) from problem
                 if problem.slug == "contribution-lost":
                     log.warning("%s: sending it again", problem.detail)
-                    missed_by = self.contribute(piece)
+                    fate = self.contribute(piece)
                 elif problem.slug != "not-published":
                     raise
             if failed.is_set():
@@ -309,6 +317,14 @@ class Sync:
             if self._run_ended.is_set():
                 raise RunEnded(f"the run ended before the delta of round {piece.round}, fragment {p} was published")
             self.client.pause(_PAUSE_S)
+
+
+def _same_units(told: Any, units: UnitRanges) -> bool:
+    """Return True if a problem's member `units` names the same units, in whatever order and ranges."""
+    try:
+        return in_order(told) == in_order(units)
+    except (TypeError, ValueError):  # it is missing, or no list of ranges
+        return False
 
 
 def share_of(problem: Problem) -> float:

@@ -18,6 +18,12 @@ class Missed:
 
 
 @dataclass(frozen=True)
+class Superseded:
+    """Another contribution of this worker to the fragment stands, of an earlier process that trained on other units.
+    What of these the mean has is not known here, so nothing of this fragment goes into the next contribution."""
+
+
+@dataclass(frozen=True)
 class Late:
     """Late work on one fragment: what the means of `rounds` together lack of it, float32[n], in host memory.
 
@@ -163,6 +169,18 @@ def _with(by_fragment: dict[int, T], p: int, value: T | None) -> dict[int, T]:
 
 def count(units: UnitRanges) -> int:
     return sum(stop - start for start, stop in units)
+
+
+def in_order(units: UnitRanges) -> UnitRanges:
+    """The same units in as few ranges as possible, ascending. Raises ValueError or TypeError where it is no list of
+    ranges."""
+    result: UnitRanges = []
+    for start, stop in sorted(units):
+        if result and result[-1][1] == start:
+            result[-1][1] = stop
+        else:
+            result.append([start, stop])
+    return result
 
 
 def first_units(units: UnitRanges, most: int) -> UnitRanges:

@@ -144,7 +144,8 @@ def test_the_same_contribution_again_is_200_and_another_one_is_409(shared: InThr
     assert a.contribute(assignment, 0, first).status_code == 201
     again = a.contribute(assignment, 0, first)
     assert (again.status_code, again.json()["created"]) == (200, False)
-    problem(a.contribute(assignment, 0, other), "contribution-conflict")
+    conflict = problem(a.contribute(assignment, 0, other), "contribution-conflict")
+    assert conflict["units"] == assignment.units, "of the one that stands"
     a.contribute(assignment, 1, a.pseudo_gradients(0)[1])
     contribute_all(b, 0)
     assert a.delta(0, 0).status_code == 200

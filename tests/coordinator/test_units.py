@@ -16,6 +16,7 @@ from coordinator.units import (
     assigned_units,
     consume_units,
     lose_units,
+    reclaim_units,
     return_forgotten_units,
     return_units,
     tidy,
@@ -194,6 +195,49 @@ def test_units_of_a_lost_contribution_are_held_again_or_back_in_the_pool(session
         **dict.fromkeys(range(5), ("assigned", "a")),
         **dict.fromkeys(range(5, 10), ("free", None)),
     }
+
+
+def test_units_of_carried_work_that_went_back_to_the_pool_are_held_again(session: Session) -> None:
+    run = new_run(session)
+    assign_units(session, run, "a", 0, 5)
+    return_units(session, run.id, "a")  # it left, with late work on units 1 to 3
+    reclaim_units(session, run.id, "a", 1, [[1, 2], [2, 4]])
+    assert states(session) == {
+        **dict.fromkeys([0, 4], ("free", None)),
+        **dict.fromkeys([1, 2, 3], ("assigned", "a")),
+    }
+    assert assigned_units(session, run.id, "a", 1) == [], "they are of an earlier round"
+    reclaim_units(session, run.id, "a", 1, [[1, 4]])
+    assert consume_units(session, run.id, "a", 1, [[1, 4]]) == 3
+    reclaim_units(session, run.id, "a", 1, [[1, 4]])  # of its contribution to this round, other fragments may follow
+
+
+@pytest.mark.parametrize(
+    ("happened", "carried"),
+    [
+        pytest.param("dealt to another", [[0, 5]], id="dealt to another worker"),
+        pytest.param("dealt to itself", [[0, 5]], id="dealt to itself once more"),
+        pytest.param("dealt to another", [[4, 6]], id="one that nobody was ever given"),
+        pytest.param("nothing", [[0, 2], [1, 3]], id="listed twice"),
+        pytest.param("consumed", [[0, 5]], id="consumed in an earlier round"),
+    ],
+)
+def test_work_whose_units_are_not_the_workers_any_more_is_refused(
+    session: Session, happened: str, carried: list
+) -> None:
+    """Found by simulation seed 50756: a worker that had left and come back carried work on a unit that was dealt to it
+    again; it trained on it a second time."""
+    run = new_run(session)
+    assign_units(session, run, "a", 0, 5)
+    if happened == "consumed":
+        consume_units(session, run.id, "a", 0, [[0, 5]])
+    else:
+        return_units(session, run.id, "a")
+    if happened.startswith("dealt"):
+        assign_units(session, run, "b" if happened == "dealt to another" else "a", 1, 5)
+    with pytest.raises(Problem) as refused:
+        reclaim_units(session, run.id, "a", 1, carried)
+    assert refused.value.slug == "units-not-held"
 
 
 def test_units_of_missed_rounds_return_to_the_pool_but_not_those_of_carried_work(session: Session) -> None:

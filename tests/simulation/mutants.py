@@ -165,6 +165,10 @@ def _forgotten_units_kept() -> list[Replacement]:
     return [(assigning, "return_forgotten_units", _nothing)]
 
 
+def _carries_whatever_it_says() -> list[Replacement]:
+    return [(assigning, "reclaim_units", _nothing)]
+
+
 def _units_consumed_elsewhere() -> list[Replacement]:
     return [(contributing, "consume_units", lambda session, run_id, worker, round_, units: 0)]
 
@@ -209,6 +213,7 @@ MUTANTS = [
     Mutant("forgets units that no fragment has named", ("I6",), 3, _forgets_units),
     Mutant("returns no units of the dead", ("I6",), 0, _no_units_returned),
     Mutant("returns no units of rounds that were missed", ("I6",), 10, _forgotten_units_kept),
+    Mutant("lets a worker carry units that were dealt again", ("I6",), 386, _carries_whatever_it_says),
     Mutant("consumes units outside the transaction", ("I6",), 0, _units_consumed_elsewhere),
     Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 14, _trusts_its_state_file),
     Mutant("fuses two operations of the outer step", ("I3",), 0, _fused_outer_step),

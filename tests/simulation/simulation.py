@@ -39,7 +39,7 @@ factory = "tests.simulation.worker_node:Toy"
 source = "custom"
 [sync]
 rounds = {rounds}
-inner_steps = {inner_steps}
+{pace}
 upload_codec = "{upload}"
 download_codec = "{download}"
 zstd = {zstd}
@@ -55,6 +55,14 @@ grace_max_s = 20.0
 every_rounds = {every_rounds}
 keep = {keep}
 """
+
+
+def _pace(rng: random.Random, inner_steps: int) -> str:
+    """In a quarter of the seeds each worker takes as many steps as it manages, so they differ from life to life."""
+    if rng.randrange(4):
+        return f"inner_steps = {inner_steps}"
+    budget = f"nominal_inner_steps = {inner_steps}\nmin_inner_steps = 1\nmax_inner_steps = 4"
+    return f'inner_steps = "auto"\nround_s = {rng.choice([1.5, 3.0])}\n{budget}'
 
 
 def _schedule(rng: random.Random, inner_steps: int) -> str:
@@ -98,7 +106,7 @@ class Simulation:
         inner_steps = rng.randint(1, 3)
         self.spec = SPEC.format(
             rounds=self.rounds,
-            inner_steps=inner_steps,
+            pace=_pace(random.Random(f"{seed} pace"), inner_steps),
             schedule=_schedule(random.Random(f"{seed} schedule"), inner_steps),
             upload=rng.choice(["fp32", "ternary", "int8"]),
             download=rng.choice(["fp32", "int4", "int8"]),

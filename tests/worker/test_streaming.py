@@ -16,7 +16,7 @@ from protocol.spec import parse_spec
 from tests.support.waiting import PATIENCE_S
 from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
-from worker.client import Client
+from worker.client import Client, open_http
 from worker.diloco import DiLoCo
 from worker.schedule import schedule
 
@@ -160,6 +160,38 @@ def test_alpha_says_what_becomes_of_the_progress_meanwhile(tmp_path: Path, alpha
                     merged = model.values.tolist()
     assert merged == pytest.approx([4 + 2 * kept] * len(merged), abs=1e-4)
     assert len(merged) == FRAGMENTS * 256
+
+
+class Forgetful(Client):
+    """An earlier process of this worker, whose disk is gone, has contributed to fragment 0: of fewer units."""
+
+    def contribute(self, member_token, header, frames, **options):
+        if (header.round, header.fragment) == (0, 0):
+            (start, _), *_ = header.units
+            fewer = {"units": [[start, start + 1]], "tokens": header.tokens // 4}
+            super().contribute(member_token, header.model_copy(update=fewer), frames)
+        super().contribute(member_token, header, frames, **options)
+
+
+def test_what_an_earlier_process_contributed_stands_and_nothing_beside_it_is_carried(tmp_path: Path) -> None:
+    """Found beside simulation seed 50756: the new process took the other's contribution for its own, so whatever it had
+    trained since its own was sent went into the next one, though the other one may have had it."""
+    text = spec("overlap = 2", rounds=2, upload="fp32", download="fp32", momentum=0.0)
+    text = text.replace("[outer]", "[outer]\nlearning_rate = 1.0")
+    model, merged = Ones(), torch.empty(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator, open_http(coordinator.url) as http:
+        run = Toy(coordinator, text, tmp_path)
+        client = Forgetful(http, "toy", run.token)
+        with DiLoCo(model, optimizer, client=client, run=client.run_detail(), name="a") as diloco:
+            for _ in diloco.units():
+                model().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if (diloco.round, diloco.inner_step) == (1, 0):
+                    merged = model.values.detach().clone()
+    assert merged[:256].tolist() == pytest.approx([4.0] * 256), "the other's 4 steps, and not the 2 since then"
+    assert merged[256:].tolist() == pytest.approx([6.0] * 512)
 
 
 POINTS = ["before upload", "after upload", "before download", "after download"]
