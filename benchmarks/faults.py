@@ -35,8 +35,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from coordinator import pacing
-from coordinator.aggregating import aggregate
+from coordinator.runs import pacing
+from coordinator.sync.aggregating import aggregate
 from protocol.fragments import plan_fragments
 from protocol.spec import RunSpec, SyncSpec, parse_spec
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header

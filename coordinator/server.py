@@ -12,9 +12,9 @@ from collections.abc import Callable
 import uvicorn
 
 from coordinator.app import create_app
-from coordinator.bodies import Protocol
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
+from coordinator.tuning.bodies import Protocol
 from protocol.compiled import COMPILED, KERNELS
 from protocol.heap import keep_freed_memory
 

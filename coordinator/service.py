@@ -10,17 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator import membership, publishing, restoring, retention, verifying
-from coordinator.bell import Bell
-from coordinator.database import Database, disk_is_full
-from coordinator.files import DataDirectory
-from coordinator.live_run import LiveRun, World
-from coordinator.pieces import Pieces
-from coordinator.room import Room
+from coordinator.runs import membership
+from coordinator.runs.bell import Bell
+from coordinator.runs.live_run import LiveRun, World
 from coordinator.settings import Settings
-from coordinator.storage import Storage
-from coordinator.tables import EvaluationRow, RunRow
-from coordinator.tokens import Identity, Tokens
+from coordinator.store.database import Database, disk_is_full
+from coordinator.store.files import DataDirectory
+from coordinator.store.tables import EvaluationRow, RunRow
+from coordinator.store.tokens import Identity, Tokens
+from coordinator.sync import publishing, retention
+from coordinator.tuning.pieces import Pieces
+from coordinator.tuning.room import Room
+from coordinator.upkeep import restoring, verifying
+from coordinator.upkeep.full_disk import Storage
 from protocol.digest import digest
 from protocol.errors import Problem, SpecError
 from protocol.messages import EvaluationReport, NewToken, RunState, TokenRequest

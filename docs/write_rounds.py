@@ -1,4 +1,4 @@
-"""Writes docs/rounds.md from `coordinator/rounds.py`: `python docs/write_rounds.py`, in the repository.
+"""Writes docs/rounds.md from `coordinator/runs/rounds.py`: `python docs/write_rounds.py`, in the repository.
 
 The diagram is drawn from its table of transitions, and the examples are what its `decide` says. A test fails while the
 page is not what this writes.
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from coordinator.rounds import TRANSITIONS, Close, Policy, decide, grace_s, has_quorum
+from coordinator.runs.rounds import TRANSITIONS, Close, Policy, decide, grace_s, has_quorum
 from protocol.messages import FragmentState
 from protocol.spec import MembersSpec
 
@@ -17,8 +17,8 @@ PAGE = Path(__file__).parent / "rounds.md"
 HEAD = """\
 # Rounds
 
-When a round closes, and why. Made by `docs/write_rounds.py` from `coordinator/rounds.py`: the diagram is drawn from its
-table of transitions, and every sentence in the tables below was said by its `decide`.
+When a round closes, and why. Made by `docs/write_rounds.py` from `coordinator/runs/rounds.py`: the diagram is drawn
+from its table of transitions, and every sentence in the tables below was said by its `decide`.
 
 A round is open for all fragments at once, and each fragment goes through these states by itself. The last one that is
 published ends the round, and the next one opens.
@@ -111,7 +111,7 @@ def diagram() -> str:
 
 @dataclass
 class Situation:
-    """One fragment's inputs of `decide`, as the coordinator keeps them (`coordinator/publishing.py`)."""
+    """One fragment's inputs of `decide`, as the coordinator keeps them (`coordinator/sync/publishing.py`)."""
 
     policy: Policy
     expected: set[str] = field(default_factory=set)

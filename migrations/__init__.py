@@ -1,1 +1,1 @@
-"""Alembic migrations of the coordinator's database. An upgraded database equals `coordinator/tables.py` (tested)."""
+"""Alembic migrations of the database. An upgraded one equals `coordinator/store/tables.py` (tested)."""

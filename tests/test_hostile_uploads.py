@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import func, select
 
-from coordinator.tables import ContributionRow, UnitRangeRow
+from coordinator.store.tables import ContributionRow, UnitRangeRow
 from protocol.codecs import CODECS
 from protocol.digest import content_digest, digest
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS

@@ -1,9 +1,9 @@
-"""docs/rounds.md is what docs/write_rounds.py writes from coordinator/rounds.py."""
+"""docs/rounds.md is what docs/write_rounds.py writes from coordinator/runs/rounds.py."""
 
 import runpy
 from pathlib import Path
 
-from coordinator.rounds import TRANSITIONS
+from coordinator.runs.rounds import TRANSITIONS
 
 DOCS = Path(__file__).parents[1] / "docs"
 

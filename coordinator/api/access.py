@@ -5,9 +5,9 @@ from typing import Annotated
 from fastapi import Depends, Path, Query, Request
 from fastapi.security import HTTPBearer
 
-from coordinator.live_run import LiveRun
+from coordinator.runs.live_run import LiveRun
 from coordinator.service import Coordinator
-from coordinator.tokens import Identity
+from coordinator.store.tokens import Identity
 from protocol.errors import Problem
 from protocol.messages import Scope
 from protocol.spec import NAME_PATTERN

@@ -15,8 +15,8 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coordinator.files import PIECE_BYTES
-from coordinator.pieces import Pieces
+from coordinator.store.files import PIECE_BYTES
+from coordinator.tuning.pieces import Pieces
 from protocol.digest import Buffer
 from protocol.errors import Problem
 

@@ -5,13 +5,14 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator import reports, seeding
+from coordinator.api import reports
 from coordinator.api.access import Caller, Limit, Number, ReadableRun, Service, check_fragment
 from coordinator.api.blobs import PAYLOAD_TYPE, blob
 from coordinator.api.rounds import _PAYLOAD_BODY
 from coordinator.api.uploads import Upload, received
-from coordinator.live_run import LiveRun
-from coordinator.tables import CheckpointFragmentRow
+from coordinator.runs.live_run import LiveRun
+from coordinator.store.tables import CheckpointFragmentRow
+from coordinator.sync import seeding
 from protocol.errors import Problem
 from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page
 from protocol.wire import max_payload_bytes

@@ -7,10 +7,10 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from coordinator import reports
+from coordinator.api import reports
 from coordinator.api.access import Limit, ReadableRun, Service
-from coordinator.bell import EVENTS, Bell
-from coordinator.live_run import LiveRun
+from coordinator.runs.bell import EVENTS, Bell
+from coordinator.runs.live_run import LiveRun
 from protocol.messages import Event, Page
 
 router = APIRouter(prefix="/v1/runs/{run}/events", tags=["events"])

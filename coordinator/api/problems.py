@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from coordinator.database import disk_is_full
+from coordinator.store.database import disk_is_full
 from protocol.errors import Problem, WireError
 from protocol.spec import explain
 

@@ -5,14 +5,15 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator import contributing, reports
+from coordinator.api import reports
 from coordinator.api.access import Caller, Limit, MemberRun, Number, PathName, ReadableRun, Service, check_fragment
 from coordinator.api.blobs import PAYLOAD_TYPE, blob, blob_in_memory
 from coordinator.api.uploads import Upload, received
 from coordinator.api.waiting import poll, preferred_wait_s
-from coordinator.bell import delta_of
-from coordinator.live_run import LiveRun
-from coordinator.tables import FragmentRow
+from coordinator.runs.bell import delta_of
+from coordinator.runs.live_run import LiveRun
+from coordinator.store.tables import FragmentRow
+from coordinator.sync import contributing
 from protocol.errors import Problem
 from protocol.messages import ContributionReply, EvaluationReport, FragmentState, Page, RoundDetail, RoundInfo
 from protocol.wire import max_payload_bytes

@@ -5,8 +5,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator import epochs, reports, steering
+from coordinator.api import reports
 from coordinator.api.access import Admin, Caller, Limit, ReadableRun, Service
+from coordinator.runs import epochs, steering
 from protocol.errors import Problem
 from protocol.messages import EpochInfo, Page, RunChange, RunDetail, RunInfo, RunState
 

@@ -11,11 +11,11 @@ from blake3 import blake3
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator.bodies import Incoming
-from coordinator.files import Body
-from coordinator.pieces import Pieces
-from coordinator.room import Room
 from coordinator.service import Coordinator
+from coordinator.store.files import Body
+from coordinator.tuning.bodies import Incoming
+from coordinator.tuning.pieces import Pieces
+from coordinator.tuning.room import Room
 from protocol.digest import parse_content_digest
 from protocol.direct import write_new
 from protocol.errors import Problem

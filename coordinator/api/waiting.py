@@ -8,7 +8,7 @@ from typing import TypeVar
 import anyio.to_thread
 from fastapi import Request
 
-from coordinator.bell import Bell
+from coordinator.runs.bell import Bell
 
 MAX_WAIT_S = 60.0
 Answer = TypeVar("Answer")

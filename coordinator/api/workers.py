@@ -4,10 +4,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from coordinator import accounting, assigning, membership, reports
+from coordinator.api import reports
 from coordinator.api.access import Admin, Caller, Joiner, Limit, MemberRun, PathName, ReadableRun, Service
 from coordinator.api.waiting import poll, preferred_wait_s
-from coordinator.bell import ASSIGNMENTS
+from coordinator.runs import accounting, assigning, membership
+from coordinator.runs.bell import ASSIGNMENTS
 from protocol.errors import Problem
 from protocol.messages import (
     Action,

@@ -79,7 +79,7 @@ def migrate(data: DataOption = None) -> None:
     Example:
       outerstep migrate --data ./data
     """
-    database = import_extra("coordinator.database", extra="coordinator", command="outerstep migrate")
+    database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep migrate")
     data_dir = _settings({"data_dir": data}).data_dir
     try:
         database.migrate(data_dir)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from coordinator import accounting
-from coordinator.tables import FragmentRow, ReportRow
+from coordinator.runs import accounting
+from coordinator.store.tables import FragmentRow, ReportRow
 from tests.coordinator.crew import crew, info, play_round
 from tests.support.coordinator import InThread
 from tests.support.member import Member

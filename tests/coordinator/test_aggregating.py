@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from coordinator.aggregating import aggregate
+from coordinator.sync.aggregating import aggregate
 from protocol.codecs import CODECS
 from protocol.digest import Buffer
 from protocol.wire import ContributionHeader, Payload, pack_frames, pack_header

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from coordinator.room import Room
+from coordinator.tuning.room import Room
 from protocol.digest import content_digest, digest
 from protocol.messages import Assignment
 from tests.coordinator.crew import crew

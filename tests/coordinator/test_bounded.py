@@ -1,7 +1,6 @@
 """After many rounds, neither the disk nor the database has grown beyond what the rules allow."""
 
-from coordinator.retention import EVENTS_SLACK, trim_events
-from coordinator.tables import (
+from coordinator.store.tables import (
     AssignmentRow,
     CheckpointFragmentRow,
     CheckpointRow,
@@ -12,6 +11,7 @@ from coordinator.tables import (
     RoundRow,
     UnitRangeRow,
 )
+from coordinator.sync.retention import EVENTS_SLACK, trim_events
 from tests.coordinator.crew import crew, events, info, play_round, problem
 from tests.support.coordinator import InThread
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from anyio.to_thread import current_default_thread_limiter
 
-from coordinator import assigning
-from coordinator.bell import ASSIGNMENTS, EVENTS, LET_GO_AT_ONCE, Bell, delta_of
+from coordinator.runs import assigning
+from coordinator.runs.bell import ASSIGNMENTS, EVENTS, LET_GO_AT_ONCE, Bell, delta_of
 from protocol.messages import Action, Assignment
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, info, problem
 from tests.support.coordinator import CoordinatorProcess, InThread, SettableClock

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.epochs import coverage_fault
-from coordinator.tables import UnitRangeRow
+from coordinator.runs.epochs import coverage_fault
+from coordinator.store.tables import UnitRangeRow
 from protocol.messages import DataSummary
 from tests.coordinator.crew import crew, events, info, play_round
 from tests.support import member as member_module

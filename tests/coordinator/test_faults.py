@@ -14,9 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from coordinator import contributing
-from coordinator.files import make_durable
-from coordinator.live_run import LiveRun
+from coordinator.runs.live_run import LiveRun
+from coordinator.store.files import make_durable
+from coordinator.sync import contributing
 from protocol.digest import digest
 from tests.coordinator.crew import (
     GRACE_OF_A_SECOND,

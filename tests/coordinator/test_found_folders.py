@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import files
-from coordinator.files import RunFiles, place
+from coordinator.store import files
+from coordinator.store.files import RunFiles, place
 
 
 def test_what_is_put_into_a_folder_that_was_found_survives_a_power_cut(

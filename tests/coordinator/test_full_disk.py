@@ -7,9 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from coordinator.files import intact
-from coordinator.storage import QUIET_S
-from coordinator.tables import ContributionRow, FragmentRow
+from coordinator.store.files import intact
+from coordinator.store.tables import ContributionRow, FragmentRow
+from coordinator.upkeep.full_disk import QUIET_S
 from protocol.digest import model_digest
 from tests.coordinator.crew import crew, events, info, play_round, problem
 from tests.support.coordinator import InThread, SettableClock, coordinator_thread

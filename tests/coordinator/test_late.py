@@ -1,6 +1,6 @@
 """Late contributions are told with how late they were, and divergences are counted."""
 
-from coordinator.tables import LateContributionRow
+from coordinator.store.tables import LateContributionRow
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, events, info, problem
 from tests.support.coordinator import InThread, SettableClock
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.leases import Leases
+from coordinator.runs.leases import Leases
 
 
 def test_a_lease_lasts_its_term_and_no_longer() -> None:

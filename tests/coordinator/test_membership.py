@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from coordinator import membership
-from coordinator.live_run import LiveRun
-from coordinator.tables import UnitRangeRow, WorkerRow
+from coordinator.runs import membership
+from coordinator.runs.live_run import LiveRun
+from coordinator.store.tables import UnitRangeRow, WorkerRow
 from protocol.errors import Problem
 from protocol.fragments import TensorSpec
 from protocol.messages import DataSummary, JoinRequest, LeaveRequest, Metrics

@@ -12,8 +12,8 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 
 import migrations
-from coordinator.database import Database, disk_is_full, migrate
-from coordinator.tables import Base
+from coordinator.store.database import Database, disk_is_full, migrate
+from coordinator.store.tables import Base
 
 
 @pytest.fixture

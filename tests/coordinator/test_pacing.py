@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.pacing import inner_steps
+from coordinator.runs.pacing import inner_steps
 from protocol.errors import SpecError
 from protocol.spec import SyncSpec, parse_spec
 from tests.coordinator.crew import enlist, info, recovered

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from sqlalchemy import delete
 
-from coordinator.database import Database
-from coordinator.files import RunFiles
 from coordinator.server import make_server
 from coordinator.settings import Settings
-from coordinator.tables import (
+from coordinator.store.database import Database
+from coordinator.store.files import RunFiles
+from coordinator.store.tables import (
     CheckpointFragmentRow,
     CheckpointRow,
     FragmentRow,

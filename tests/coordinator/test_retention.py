@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from coordinator.tables import CheckpointFragmentRow, ContributionRow
+from coordinator.store.tables import CheckpointFragmentRow, ContributionRow
 from protocol.outer_step import outer_step
 from protocol.wire import Payload
 from tests.coordinator.crew import crew, info, play_round

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coordinator.rounds import TRANSITIONS, Close, Policy, Wait, advance, decide, grace_s, has_quorum
+from coordinator.runs.rounds import TRANSITIONS, Close, Policy, Wait, advance, decide, grace_s, has_quorum
 from protocol.messages import FragmentState
 
 POLICY = Policy(min_workers=2, grace_factor=0.5, grace_min_s=5, grace_max_s=60)

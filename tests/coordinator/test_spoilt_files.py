@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.delta_file import mend_delta
-from coordinator.room import Room
-from coordinator.tables import UnitRangeRow
-from coordinator.verifying import verify
+from coordinator.store.tables import UnitRangeRow
+from coordinator.sync.delta_file import mend_delta
+from coordinator.tuning.room import Room
+from coordinator.upkeep.verifying import verify
 from tests.coordinator.crew import crew, events, info, play_round, problem
 from tests.support.coordinator import InThread, coordinator_thread
 from tests.support.member import Member

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import checkpointing
-from coordinator.live_run import LiveRun
-from coordinator.steering import CHANGES, change_state
+from coordinator.runs.live_run import LiveRun
+from coordinator.runs.steering import CHANGES, change_state
+from coordinator.sync import checkpointing
 from protocol.messages import RunState
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
 from tests.coordinator.test_restart import Lives

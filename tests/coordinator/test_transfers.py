@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from fastapi import Request
 
-from coordinator import contributing
 from coordinator.api.blobs import blob
-from coordinator.files import make_durable
-from coordinator.pieces import LARGEST_BYTES, SHARED_BYTES, SMALLEST_BYTES, Pieces
-from coordinator.room import Room
+from coordinator.store.files import make_durable
+from coordinator.sync import contributing
+from coordinator.tuning.pieces import LARGEST_BYTES, SHARED_BYTES, SMALLEST_BYTES, Pieces
+from coordinator.tuning.room import Room
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
 from tests.coordinator.crew import crew, info, play_round, problem

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.database import Database
-from coordinator.tables import RunRow, UnitRangeRow
-from coordinator.units import (
+from coordinator.runs.units import (
     assign_units,
     assigned_units,
     consume_units,
@@ -21,6 +19,8 @@ from coordinator.units import (
     return_units,
     tidy,
 )
+from coordinator.store.database import Database
+from coordinator.store.tables import RunRow, UnitRangeRow
 from protocol.errors import Problem
 
 

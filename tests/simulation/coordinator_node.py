@@ -18,10 +18,10 @@ from fastapi import FastAPI
 from sqlalchemy import Engine
 
 from coordinator.app import create_app
-from coordinator.database import DATABASE_FILE, Database, _engine, migrate
-from coordinator.live_run import LiveRun
+from coordinator.runs.live_run import LiveRun
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
+from coordinator.store.database import DATABASE_FILE, Database, _engine, migrate
 from protocol.messages import Scope, TokenRequest
 from tests.simulation.disk import Disk
 from tests.simulation.patched import EPOCH

@@ -19,9 +19,9 @@ import httpx
 import numpy as np
 from blake3 import blake3
 
-from coordinator.database import DATABASE_FILE
-from coordinator.files import RunFiles
-from coordinator.live_run import LiveRun
+from coordinator.runs.live_run import LiveRun
+from coordinator.store.database import DATABASE_FILE
+from coordinator.store.files import RunFiles
 from protocol.codecs import CODECS
 from protocol.messages import Action
 from protocol.spec import OuterSpec

@@ -14,20 +14,12 @@ from typing import Any
 
 import torch
 
-from coordinator import (
-    assigning,
-    contributing,
-    delta_file,
-    files,
-    leases,
-    live_run,
-    membership,
-    outer_state,
-    publishing,
-    restoring,
-)
-from coordinator.leases import Leases
-from coordinator.live_run import LiveRun
+from coordinator.runs import assigning, leases, live_run, membership
+from coordinator.runs.leases import Leases
+from coordinator.runs.live_run import LiveRun
+from coordinator.store import files
+from coordinator.sync import contributing, delta_file, outer_state, publishing
+from coordinator.upkeep import restoring
 from protocol.messages import FragmentState
 from worker import fragments, streaming, sync
 from worker import outer_state as worker_outer_state

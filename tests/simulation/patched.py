@@ -120,9 +120,9 @@ def simulated(scheduler: Scheduler, rng: random.Random, fsync: Callable[[int], N
     replace(anyio.to_thread, "run_sync", run_sync)
     files = SimpleNamespace(to_thread=anyio.to_thread, open_file=_open_file, CancelScope=lambda **_: nullcontext())
     replace(starlette.responses, "anyio", files)
-    replace(sys.modules["coordinator.database"], "_engine", engine)
+    replace(sys.modules["coordinator.store.database"], "_engine", engine)
     replace(
-        sys.modules["coordinator.database"], "_upgrade", lambda engine: None
+        sys.modules["coordinator.store.database"], "_upgrade", lambda engine: None
     )  # the file is copied, at the newest schema
     try:
         yield

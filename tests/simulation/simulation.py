@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
-from coordinator.database import Database
+from coordinator.store.database import Database
 from protocol.spec import parse_spec
 from tests.simulation.coordinator_node import CoordinatorNode, crash_at_commits, engine
 from tests.simulation.faults import Faults

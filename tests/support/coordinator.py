@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from coordinator.live_run import LiveRun
+from coordinator.runs.live_run import LiveRun
 from coordinator.server import Server, make_server
 from coordinator.service import Coordinator
 from coordinator.settings import Settings

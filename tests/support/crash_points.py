@@ -22,7 +22,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-_THROUGH = ("coordinator.files", "coordinator.disk", "coordinator.database", "worker.state_dir")
+_THROUGH = ("coordinator.store.files", "coordinator.disk", "coordinator.store.database", "worker.state_dir")
 _RUN = re.compile(r"^runs/[^/]+/?")
 _WORKER = re.compile(r"\.[a-z]+\.[0-9a-f]{16}$")
 _NUMBER = re.compile(r"\b[0-9]+\b")

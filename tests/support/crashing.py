@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 import coordinator.server
 import worker.agent
-from coordinator import database
+from coordinator.store import database
 from outerstep.cli import main
 from tests.support.crash_points import CrashPoints, caller
 from worker.client import Client

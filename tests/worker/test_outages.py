@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 
-from coordinator.database import DATABASE_FILE
-from coordinator.room import Room
+from coordinator.store.database import DATABASE_FILE
+from coordinator.tuning.room import Room
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
 from protocol.messages import Metrics

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from coordinator.database import Database
-from coordinator.files import fsync
-from coordinator.membership import new_secret, secret_hash
-from coordinator.tables import TokenRow
+from coordinator.runs.membership import new_secret, secret_hash
+from coordinator.store.database import Database
+from coordinator.store.files import fsync
+from coordinator.store.tables import TokenRow
 from protocol.errors import Problem
 from protocol.messages import NewToken, Scope, TokenInfo
 

@@ -9,8 +9,8 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.live_run import LiveRun, Told
-from coordinator.tables import ReportRow, RoundRow, WorkerRow
+from coordinator.runs.live_run import LiveRun, Told
+from coordinator.store.tables import ReportRow, RoundRow, WorkerRow
 from protocol.messages import Account, RoundReport
 
 Key = tuple[str, int, int]  # worker, round, epoch

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from sqlalchemy import delete, select
 
-from coordinator import checkpointing, retention
-from coordinator.database import disk_is_full
-from coordinator.delta_file import mend_delta
-from coordinator.files import intact
-from coordinator.live_run import LiveRun
-from coordinator.outer_state import holds, step_file
-from coordinator.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow
+from coordinator.runs.live_run import LiveRun
+from coordinator.store.database import disk_is_full
+from coordinator.store.files import intact
+from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow
+from coordinator.sync import checkpointing, retention
+from coordinator.sync.delta_file import mend_delta
+from coordinator.sync.outer_state import holds, step_file
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import checkpointing, retention
-from coordinator.delta_file import mend_delta
-from coordinator.files import PayloadFile, intact
-from coordinator.live_run import LiveRun
-from coordinator.state_file import StateReader, stepped, write_state
-from coordinator.tables import CheckpointFragmentRow, CheckpointRow, OuterStateRow
+from coordinator.runs.live_run import LiveRun
+from coordinator.store.files import PayloadFile, intact
+from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, OuterStateRow
+from coordinator.sync import checkpointing, retention
+from coordinator.sync.delta_file import mend_delta
+from coordinator.sync.state_file import StateReader, stepped, write_state
 from protocol.errors import OuterstepError, WireError
 from protocol.wire import Payload
 

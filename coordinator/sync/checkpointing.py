@@ -10,10 +10,10 @@ from pathlib import Path
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import retention
-from coordinator.files import file_digest, make_durable
-from coordinator.live_run import LiveRun
-from coordinator.tables import CheckpointFragmentRow, CheckpointRow
+from coordinator.runs.live_run import LiveRun
+from coordinator.store.files import file_digest, make_durable
+from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow
+from coordinator.sync import retention
 from protocol.digest import model_digest
 from protocol.messages import CheckpointFragment, RunState
 

@@ -6,10 +6,11 @@ import secrets
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import accounting, assigning, publishing, steering
-from coordinator.live_run import LiveRun, worker_row
-from coordinator.tables import WorkerRow
-from coordinator.units import return_units
+from coordinator.runs import accounting, assigning, steering
+from coordinator.runs.live_run import LiveRun, worker_row
+from coordinator.runs.units import return_units
+from coordinator.store.tables import WorkerRow
+from coordinator.sync import publishing
 from protocol.errors import LayoutError, Problem
 from protocol.fragments import Layout, first_difference, plan_fragments
 from protocol.messages import (

@@ -17,13 +17,13 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.bell import EVENTS
-from coordinator.database import Database
-from coordinator.files import DataDirectory
-from coordinator.leases import Leases
-from coordinator.room import Room
-from coordinator.rounds import Policy
-from coordinator.tables import EventRow, RunRow, WorkerRow
+from coordinator.runs.bell import EVENTS
+from coordinator.runs.leases import Leases
+from coordinator.runs.rounds import Policy
+from coordinator.store.database import Database
+from coordinator.store.files import DataDirectory
+from coordinator.store.tables import EventRow, RunRow, WorkerRow
+from coordinator.tuning.room import Room
 from protocol.digest import model_digest
 from protocol.fragments import Layout
 from protocol.messages import DataSummary, FragmentState, Metrics, RoundReport, RunState

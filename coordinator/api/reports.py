@@ -5,10 +5,10 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator import accounting, checkpointing, retention
-from coordinator.files import disk_bytes
-from coordinator.live_run import LiveRun
-from coordinator.tables import (
+from coordinator.runs import accounting
+from coordinator.runs.live_run import LiveRun
+from coordinator.store.files import disk_bytes
+from coordinator.store.tables import (
     CheckpointFragmentRow,
     CheckpointRow,
     EvaluationRow,
@@ -18,6 +18,7 @@ from coordinator.tables import (
     RoundRow,
     WorkerRow,
 )
+from coordinator.sync import checkpointing, retention
 from protocol.errors import Problem
 from protocol.messages import (
     Account,

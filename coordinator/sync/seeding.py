@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 from sqlalchemy import delete
 
-from coordinator import assigning, checkpointing, outer_state
-from coordinator.files import PayloadFile
-from coordinator.live_run import LiveRun
-from coordinator.state_file import F32, write_state
-from coordinator.tables import CheckpointFragmentRow, CheckpointRow
+from coordinator.runs import assigning
+from coordinator.runs.live_run import LiveRun
+from coordinator.store.files import PayloadFile
+from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow
+from coordinator.sync import checkpointing, outer_state
+from coordinator.sync.state_file import F32, write_state
 from protocol.digest import model_digest
 from protocol.errors import Problem
 from protocol.messages import CheckpointFragment

@@ -1,6 +1,6 @@
 """Divergence: a worker was found to hold another state than the run's. It is told, counted, and never averaged."""
 
-from coordinator.live_run import LiveRun, worker_row
+from coordinator.runs.live_run import LiveRun, worker_row
 
 
 def note(run: LiveRun, worker: str, round_: int, fragment: int) -> None:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 from sqlalchemy.orm import Session
 
-from coordinator import pacing, seeding, steering
-from coordinator.bell import ASSIGNMENTS
-from coordinator.live_run import Given, LiveRun, OpenFragment, OpenRound
-from coordinator.tables import AssignmentRow, EvaluationRow, FragmentRow, RoundRow
-from coordinator.units import (
+from coordinator.runs import pacing, steering
+from coordinator.runs.bell import ASSIGNMENTS
+from coordinator.runs.live_run import Given, LiveRun, OpenFragment, OpenRound
+from coordinator.runs.units import (
     assign_units,
     assigned_units,
     deal_units,
@@ -20,6 +19,8 @@ from coordinator.units import (
     reclaim_units,
     return_forgotten_units,
 )
+from coordinator.store.tables import AssignmentRow, EvaluationRow, FragmentRow, RoundRow
+from coordinator.sync import seeding
 from protocol.messages import Action, Assignment, FragmentState, RunState
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
 
-from coordinator.tables import RunRow, UnitRangeRow
+from coordinator.store.tables import RunRow, UnitRangeRow
 from protocol.errors import Problem
 
 Range = tuple[int, int]

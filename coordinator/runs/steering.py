@@ -8,8 +8,9 @@ its end, which is the last round's.
 A run that comes to rest keeps a checkpoint of its last state (`checkpointing.py`), so nothing is lost by any of them.
 """
 
-from coordinator import assigning, publishing
-from coordinator.live_run import LiveRun
+from coordinator.runs import assigning
+from coordinator.runs.live_run import LiveRun
+from coordinator.sync import publishing
 from protocol.errors import Problem
 from protocol.messages import RunState
 

@@ -11,8 +11,8 @@ report is kept; of older rounds their sums. `retention.events` events are kept.
 from sqlalchemy import case, delete, func, select
 from sqlalchemy.orm import Session
 
-from coordinator.live_run import LiveRun
-from coordinator.tables import (
+from coordinator.runs.live_run import LiveRun
+from coordinator.store.tables import (
     AssignmentRow,
     CheckpointFragmentRow,
     CheckpointRow,

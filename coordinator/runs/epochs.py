@@ -10,8 +10,8 @@ from itertools import pairwise
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator.live_run import LiveRun
-from coordinator.tables import UnitRangeRow
+from coordinator.runs.live_run import LiveRun
+from coordinator.store.tables import UnitRangeRow
 from protocol.messages import EpochInfo, Page
 
 

@@ -9,9 +9,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from coordinator.database import disk_is_full
-from coordinator.files import DataDirectory
-from coordinator.live_run import LiveRun
+from coordinator.runs.live_run import LiveRun
+from coordinator.store.database import disk_is_full
+from coordinator.store.files import DataDirectory
 
 logger = logging.getLogger(__name__)
 

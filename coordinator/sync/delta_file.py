@@ -7,11 +7,11 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from coordinator import retention
-from coordinator.aggregating import aggregate
-from coordinator.files import HashedPayloadFile, Memory, PayloadFile, intact, make_durable
-from coordinator.live_run import Contributed, LiveRun
-from coordinator.tables import ContributionRow, FragmentRow
+from coordinator.runs.live_run import Contributed, LiveRun
+from coordinator.store.files import HashedPayloadFile, Memory, PayloadFile, intact, make_durable
+from coordinator.store.tables import ContributionRow, FragmentRow
+from coordinator.sync import retention
+from coordinator.sync.aggregating import aggregate
 from protocol.digest import Buffer, digest
 from protocol.direct import aligned, write_new
 from protocol.errors import OuterstepError, WireError

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from sqlalchemy import bindparam, func, insert, select, update
 from sqlalchemy.orm import Session
 
-from coordinator import diverging, publishing
-from coordinator.files import Body, PayloadFile, make_durable
-from coordinator.live_run import Arrival, Contributed, LiveRun
-from coordinator.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow, RunRow, WorkerRow
-from coordinator.units import consume_units
+from coordinator.runs import diverging
+from coordinator.runs.live_run import Arrival, Contributed, LiveRun
+from coordinator.runs.units import consume_units
+from coordinator.store.files import Body, PayloadFile, make_durable
+from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow, RunRow, WorkerRow
+from coordinator.sync import publishing
 from protocol.errors import Problem, WireError
 from protocol.messages import ContributionReply, FragmentState
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader

@@ -5,17 +5,18 @@ import logging
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import assigning, checkpointing, outer_state, steering
-from coordinator.bell import delta_of
-from coordinator.database import disk_is_full
-from coordinator.delta_file import ContributionsLost, write_delta
-from coordinator.epochs import check_epochs
-from coordinator.files import make_durable
-from coordinator.live_run import LiveRun, OpenRound
-from coordinator.losing import lose_contributions
-from coordinator.rounds import Close, advance, decide, has_quorum
-from coordinator.tables import EventRow, FragmentRow, RoundRow
-from coordinator.units import tidy
+from coordinator.runs import assigning, steering
+from coordinator.runs.bell import delta_of
+from coordinator.runs.epochs import check_epochs
+from coordinator.runs.live_run import LiveRun, OpenRound
+from coordinator.runs.rounds import Close, advance, decide, has_quorum
+from coordinator.runs.units import tidy
+from coordinator.store.database import disk_is_full
+from coordinator.store.files import make_durable
+from coordinator.store.tables import EventRow, FragmentRow, RoundRow
+from coordinator.sync import checkpointing, outer_state
+from coordinator.sync.delta_file import ContributionsLost, write_delta
+from coordinator.sync.losing import lose_contributions
 from protocol.messages import FragmentState, RunState
 
 logger = logging.getLogger(__name__)

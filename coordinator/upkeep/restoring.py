@@ -8,9 +8,11 @@ import logging
 
 from sqlalchemy import select
 
-from coordinator import assigning, checkpointing, outer_state, publishing, setting_aside, steering
-from coordinator.live_run import Contributed, LiveRun, OpenFragment, OpenRound
-from coordinator.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow, WorkerRow
+from coordinator.runs import assigning, steering
+from coordinator.runs.live_run import Contributed, LiveRun, OpenFragment, OpenRound
+from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow, WorkerRow
+from coordinator.sync import checkpointing, outer_state, publishing
+from coordinator.upkeep import setting_aside
 from protocol.messages import FragmentState, Metrics, WorkerState
 
 logger = logging.getLogger(__name__)

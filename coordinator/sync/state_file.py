@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.files import PayloadFile
+from coordinator.store.files import PayloadFile
 from protocol.digest import StateHash
 from protocol.errors import WireError
 from protocol.outer_step import outer_step_by

@@ -9,10 +9,10 @@ import itertools
 
 from sqlalchemy import select
 
-from coordinator.files import fsync
-from coordinator.live_run import LiveRun
-from coordinator.tables import WorkerRow
-from coordinator.units import return_units
+from coordinator.runs.live_run import LiveRun
+from coordinator.runs.units import return_units
+from coordinator.store.files import fsync
+from coordinator.store.tables import WorkerRow
 from protocol.messages import WorkerState
 
 # No file of a round beyond the open one can be there: it is opened in the database before anything of it is written.

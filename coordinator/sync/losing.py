@@ -7,10 +7,10 @@ worker until the round is over, so the worker is asked for it (`contribution-los
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.live_run import LiveRun, OpenRound, worker_row
-from coordinator.rounds import advance
-from coordinator.tables import ContributionRow, FragmentRow
-from coordinator.units import lose_units
+from coordinator.runs.live_run import LiveRun, OpenRound, worker_row
+from coordinator.runs.rounds import advance
+from coordinator.runs.units import lose_units
+from coordinator.store.tables import ContributionRow, FragmentRow
 
 
 def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: list[str]) -> None:

@@ -1,0 +1,1 @@
+"""What lasts: files and how they become durable, the database and its tables, tokens."""
