@@ -14,18 +14,19 @@ from coordinator.runs import membership
 from coordinator.runs.bell import Bell
 from coordinator.runs.live_run import LiveRun, World
 from coordinator.settings import Settings
+from coordinator.settling import settle
 from coordinator.store.database import Database, disk_is_full
 from coordinator.store.files import DataDirectory
-from coordinator.store.tables import EvaluationRow, RunRow
-from coordinator.store.tokens import Identity, Tokens
-from coordinator.sync import publishing, retention
+from coordinator.store.tables import EventRow, RunRow
+from coordinator.store.tokens import Identity, Tokens, secret_hash
+from coordinator.sync import retention
 from coordinator.tuning.pieces import Pieces
 from coordinator.tuning.room import Room
 from coordinator.upkeep import restoring, verifying
 from coordinator.upkeep.full_disk import Storage
 from protocol.digest import digest
 from protocol.errors import Problem, SpecError
-from protocol.messages import EvaluationReport, NewToken, RunState, TokenRequest
+from protocol.messages import NewToken, RunState, TokenRequest
 from protocol.spec import RunSpec, parse_spec
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,15 @@ class Coordinator:
         self._verifying = ThreadPoolExecutor(1, thread_name_prefix="verify")
         self.storage = Storage(self.data, clock)
         self._world = World(
-            self.database, self.data, self._jobs.submit, self.bell.ring, self.storage.note_full, self.room, clock, now
+            database=self.database,
+            data=self.data,
+            submit=self._jobs.submit,
+            ring=self.bell.ring,
+            storage_full=self.storage.note_full,
+            room=self.room,
+            settle=settle,
+            clock=clock,
+            now=now,
         )
         self._runs: dict[str, LiveRun] = {}
         self._creating = threading.Lock()
@@ -80,9 +89,7 @@ class Coordinator:
         for run in list(self._runs.values()):
             try:
                 membership.expire(run)
-                with run.lock:
-                    publishing.close_due(run)
-                publishing.retry_jobs(run)
+                run.settle()
                 verifying.start_when_due(run, self._verifying.submit)
                 retention.trim_events(run)
                 self.storage.tick(run)
@@ -113,9 +120,9 @@ class Coordinator:
         identity = self.tokens.identify(secret)
         if identity is not None:
             return identity
-        hashed = membership.secret_hash(secret)
+        hashed = secret_hash(secret)
         for run in list(self._runs.values()):
-            worker = run.member_tokens.get(hashed)
+            worker = run.members.tokens.get(hashed)
             if worker is not None:
                 return Identity(None, run.name, worker)
         return None
@@ -159,19 +166,8 @@ class Coordinator:
             session.add(row)
             session.flush()
             run = LiveRun(row, self._world)
-            run.record(session, "created", f"the run {spec.name} was created")
+            message = f"the run {spec.name} was created"
+            session.add(EventRow(run_id=run.id, at=row.created_at, kind="created", message=message, data={}))
+        run.restored()
         self._runs[spec.name] = run
         return run, True
-
-    def evaluated(self, run: LiveRun, worker: str, round_: int, report: EvaluationReport) -> None:
-        """Keep the held-out loss of state `round_`; a later report of the same state replaces an earlier one."""
-        with run.lock, self.database.write() as session:
-            if round_ > run.round:
-                raise Problem("round-not-open", f"state {round_} does not exist yet; the run is at {run.round}")
-            session.merge(
-                EvaluationRow(run_id=run.id, round=round_, worker=worker, loss=report.loss, tokens=report.tokens)
-            )
-            run.record(
-                session, "evaluated", f"state {round_}: held-out loss {report.loss:.4f} nats per token", round=round_
-            )
-        run.ring()

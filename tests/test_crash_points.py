@@ -46,7 +46,8 @@ FILES = {
     "fsync checkpoints/N",
     "remove contributions/N",
 }
-COMMITS = {"service", "membership", "seeding", "assigning", "contributing", "publishing", "outer_state", "retention"}
+COMMITS = {"service", "membership", "seeding", "assigning", "opening", "closing", "contributing", "publishing"}
+COMMITS |= {"outer_state", "checkpointing", "retention"}
 
 
 class Victim:

@@ -9,6 +9,7 @@ from coordinator.runs.live_run import LiveRun
 from coordinator.service import Coordinator
 from coordinator.store.tokens import Identity
 from protocol.errors import Problem
+from protocol.fragments import Layout
 from protocol.messages import Scope
 from protocol.spec import NAME_PATTERN
 
@@ -68,7 +69,9 @@ ReadableRun = Annotated[LiveRun, Depends(reader)]
 MemberRun = Annotated[LiveRun, Depends(member)]
 
 
-def check_fragment(run: LiveRun, fragment: int) -> None:
+def layout_with(run: LiveRun, fragment: int) -> Layout:
+    """The run's layout, in which there is such a fragment. Problem `not-found` otherwise."""
     if run.layout is None or fragment >= len(run.layout.fragments):
         count = "no fragments yet" if run.layout is None else f"{len(run.layout.fragments)} fragments"
         raise Problem("not-found", f"there is no fragment {fragment}: the run {run.name} has {count}")
+    return run.layout

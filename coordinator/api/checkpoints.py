@@ -6,7 +6,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from coordinator.api import reports
-from coordinator.api.access import Caller, Limit, Number, ReadableRun, Service, check_fragment
+from coordinator.api.access import Caller, Limit, Number, ReadableRun, Service, layout_with
 from coordinator.api.blobs import PAYLOAD_TYPE, blob
 from coordinator.api.rounds import _PAYLOAD_BODY
 from coordinator.api.uploads import Upload, received
@@ -14,6 +14,7 @@ from coordinator.runs.live_run import LiveRun
 from coordinator.store.tables import CheckpointFragmentRow
 from coordinator.sync import seeding
 from protocol.errors import Problem
+from protocol.fragments import Layout
 from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page
 from protocol.wire import max_payload_bytes
 
@@ -27,18 +28,19 @@ async def seed(
     """Upload a fragment of state 0."""
     if caller.worker is None:
         raise Problem("forbidden", "only a member of the run may seed its state")
-    check_fragment(run, fragment)
-    assert run.layout is not None
-    limit = max_payload_bytes("fp32", 2 * run.layout.elements[fragment])
+    layout = layout_with(run, fragment)
+    limit = max_payload_bytes("fp32", 2 * layout.elements[fragment])
     async with received(http, service, limit) as upload:
-        reply, created = await run_in_threadpool(_accept, run, caller.worker, fragment, upload)
+        reply, created = await run_in_threadpool(_accept, run, layout, caller.worker, fragment, upload)
     if not created:
         response.status_code = 200
     return reply
 
 
-def _accept(run: LiveRun, worker: str, fragment: int, upload: Upload) -> tuple[CheckpointFragment, bool]:
-    return seeding.accept_state(run, worker, fragment, upload.complete().path)
+def _accept(
+    run: LiveRun, layout: Layout, worker: str, fragment: int, upload: Upload
+) -> tuple[CheckpointFragment, bool]:
+    return seeding.accept_state(run, layout, worker, fragment, upload.complete().path)
 
 
 @router.get("")
@@ -64,7 +66,7 @@ def get_checkpoint_fragment(
     http: Request, run: ReadableRun, number: Number, fragment: Number, service: Service
 ) -> Response:
     """One fragment's outer state, θ then u."""
-    check_fragment(run, fragment)
+    layout_with(run, fragment)
     with run.world.database.read() as session:
         row = session.get(CheckpointFragmentRow, (run.id, number, fragment))
     if row is None:

@@ -6,7 +6,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator.runs import accounting
-from coordinator.runs.live_run import LiveRun
+from coordinator.runs.live_run import LiveRun, OpenRound
 from coordinator.store.files import disk_bytes
 from coordinator.store.tables import (
     CheckpointFragmentRow,
@@ -16,6 +16,7 @@ from coordinator.store.tables import (
     FragmentRow,
     LateContributionRow,
     RoundRow,
+    RunRow,
     WorkerRow,
 )
 from coordinator.sync import checkpointing, retention
@@ -52,7 +53,7 @@ def run_detail(run: LiveRun) -> RunDetail:
 
 def _run_fields(run: LiveRun) -> dict[str, Any]:
     with run.world.database.read() as session:
-        row = run.row(session)
+        row = session.get_one(RunRow, run.id)
         totals = {
             "tokens": row.tokens,
             "upload_bytes": row.upload_bytes,
@@ -76,7 +77,7 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
             "rounds": run.spec.sync.rounds,
             "spec_digest": run.spec_digest.hex(),
             "created_at": run.created_at,
-            "live_workers": len(run.leases),
+            "live_workers": len(run.members.leases),
             "fragments": None if run.layout is None else len(run.layout.fragments),
             "elements": None if run.layout is None else run.layout.total_elements,
             **totals,
@@ -90,13 +91,12 @@ def _reason(run: LiveRun) -> str:
         return f"the run is {run.state} after {run.round} of {run.spec.sync.rounds} rounds"
     if run.open is None:
         return run.why_not_open
-    return f"round {run.round}: {_least_advanced(run)[1]}"
+    return f"round {run.round}: {_least_advanced(run.open)[1]}"
 
 
-def _least_advanced(run: LiveRun) -> tuple[FragmentState, str]:
+def _least_advanced(opening: OpenRound) -> tuple[FragmentState, str]:
     """State and reason of the open round: those of its least advanced fragment."""
-    assert run.open is not None
-    fragment = min(run.open.fragments, key=lambda each: ADVANCEMENT.index(each.state))
+    fragment = min(opening.fragments, key=lambda each: ADVANCEMENT.index(each.state))
     return fragment.state, fragment.reason
 
 
@@ -149,8 +149,9 @@ def _round_fields(run: LiveRun, session: Session, row: RoundRow) -> dict[str, An
         else (row.quorum_at, row.collected_at, row.aggregated_at)
     )
     evaluation = session.get(EvaluationRow, (run.id, row.round))
-    is_open = run.open is not None and run.open.number == row.round
-    state, reason = _least_advanced(run) if is_open else (FragmentState.PUBLISHED, "published")
+    state, reason = FragmentState.PUBLISHED, "published"
+    if run.open is not None and run.open.number == row.round:
+        state, reason = _least_advanced(run.open)
     return {
         "round": row.round,
         "state": state,
@@ -211,15 +212,15 @@ def worker(run: LiveRun, name: str) -> WorkerInfo:
 
 
 def _worker(run: LiveRun, row: WorkerRow) -> WorkerInfo:
-    live = row.name in run.leases
+    live = row.name in run.members.leases
     return WorkerInfo(
         name=row.name,
         state=WorkerState(row.state),
         epoch=row.epoch,
         joined_at=row.joined_at,
-        last_seen_s=run.leases.last_seen_s(row.name, run.world.clock()),
+        last_seen_s=run.members.leases.last_seen_s(row.name, run.world.clock()),
         host=row.host,
-        metrics=run.metrics[row.name] if live else Metrics.model_validate(row.metrics),
+        metrics=run.members.metrics[row.name] if live else Metrics.model_validate(row.metrics),
         contributions=row.contributions,
         tokens=row.tokens,
         upload_bytes=row.upload_bytes,
@@ -261,7 +262,7 @@ def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
         return CheckpointDetail(
             **_checkpoint_fields(session, row),
             layout=run.layout,
-            fragments=[checkpointing.describe(run, each) for each in fragments],
+            fragments=[checkpointing.describe(each, run.layout) for each in fragments],
         )
 
 

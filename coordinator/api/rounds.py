@@ -6,15 +6,17 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from coordinator.api import reports
-from coordinator.api.access import Caller, Limit, MemberRun, Number, PathName, ReadableRun, Service, check_fragment
+from coordinator.api.access import Caller, Limit, MemberRun, Number, PathName, ReadableRun, Service, layout_with
 from coordinator.api.blobs import PAYLOAD_TYPE, blob, blob_in_memory
 from coordinator.api.uploads import Upload, received
 from coordinator.api.waiting import poll, preferred_wait_s
+from coordinator.runs import evaluating
 from coordinator.runs.bell import delta_of
 from coordinator.runs.live_run import LiveRun
 from coordinator.store.tables import FragmentRow
 from coordinator.sync import contributing
 from protocol.errors import Problem
+from protocol.fragments import Layout
 from protocol.messages import ContributionReply, EvaluationReport, FragmentState, Page, RoundDetail, RoundInfo
 from protocol.wire import max_payload_bytes
 
@@ -46,7 +48,7 @@ def report_evaluation(
     """The held-out loss of the state before round `number`."""
     if caller.worker is None:
         raise Problem("forbidden", "only a member of the run may report an evaluation")
-    service.evaluated(run, caller.worker, number, report)
+    evaluating.evaluated(run, caller.worker, number, report)
     return Response(status_code=204)
 
 
@@ -61,18 +63,17 @@ async def contribute(
     service: Service,
 ) -> ContributionReply:
     """Upload a contribution. The same one again answers 200."""
-    check_fragment(run, fragment)
-    assert run.layout is not None
-    limit = max_payload_bytes(run.spec.sync.upload_codec, run.layout.elements[fragment])
+    layout = layout_with(run, fragment)
+    limit = max_payload_bytes(run.spec.sync.upload_codec, layout.elements[fragment])
     async with received(http, service, limit, service.room) as upload:
-        reply = await run_in_threadpool(_accept, run, worker, number, fragment, upload)
+        reply = await run_in_threadpool(_accept, run, layout, worker, number, fragment, upload)
     if not reply.created:
         response.status_code = 200
     return reply
 
 
-def _accept(run: LiveRun, worker: str, number: int, fragment: int, upload: Upload) -> ContributionReply:
-    return contributing.accept(run, worker, number, fragment, upload.complete())
+def _accept(run: LiveRun, layout: Layout, worker: str, number: int, fragment: int, upload: Upload) -> ContributionReply:
+    return contributing.accept(run, layout, worker, number, fragment, upload.complete())
 
 
 @router.get(
@@ -84,7 +85,7 @@ async def get_delta(
     http: Request, run: ReadableRun, number: Number, fragment: Number, caller: Caller, service: Service
 ) -> Response:
     """The averaged pseudo-gradient. Long-polls with `Prefer: wait=SECONDS` until it is published."""
-    check_fragment(run, fragment)
+    layout_with(run, fragment)
 
     def glance() -> tuple[bool, bytes | str] | None:
         return _known_digest(run, number, fragment, caller.worker)

@@ -49,7 +49,7 @@ def leave(
 @router.patch("/{worker}")
 def change_worker(run: ReadableRun, worker: PathName, change: WorkerChange, _: Admin) -> WorkerInfo:
     """Evict a worker, ban it, or let a banned one join again."""
-    membership.change(run, worker, change)
+    membership.change_worker(run, worker, change)
     return reports.worker(run, worker)
 
 

@@ -9,14 +9,14 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.runs.live_run import LiveRun, Told
+from coordinator.runs.live_run import Change, LiveRun, Told
 from coordinator.store.tables import ReportRow, RoundRow, WorkerRow
 from protocol.messages import Account, RoundReport
 
 Key = tuple[str, int, int]  # worker, round, epoch
 
 
-def keep(run: LiveRun, worker: str, report: RoundReport) -> None:
+def book_one(run: LiveRun, worker: str, report: RoundReport) -> None:
     """Book the report. One that was booked before changes nothing, and one of a round that the run has not come to is
     dropped: the run went back to a backup since."""
     tell(run, worker, report)
@@ -33,7 +33,7 @@ def tell(run: LiveRun, worker: str, report: RoundReport) -> Told:
 
 
 def book(run: LiveRun) -> None:
-    """Book what was told, in one transaction; where that fails, the next one tries it. Holds the lock."""
+    """Book what was told, in one transaction; where that fails, the next one tries it. Under the run's lock."""
     told: list[Told] = []
     while run.reports:
         told.append(run.reports.popleft())
@@ -63,14 +63,15 @@ def _book_new(run: LiveRun, told: dict[Key, RoundReport]) -> None:
         }
     new = {key: report for key, report in told.items() if report.round <= run.round and key not in booked}
     if new:
-        with run.world.database.write() as session:
-            _book(run, session, new)
+        with run.change() as change:
+            _book(change, new)
 
 
-def _book(run: LiveRun, session: Session, reports: dict[Key, RoundReport]) -> None:
+def _book(change: Change, reports: dict[Key, RoundReport]) -> None:
     """As few statements for a thousand reports as for one."""
+    run, session = change.run, change.session
     names, rounds = {worker for worker, _, _ in reports}, {round_ for _, round_, _ in reports}
-    run_row = run.row(session)
+    run_row = change.row
     workers = {
         row.name: row
         for row in session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name.in_(names)))

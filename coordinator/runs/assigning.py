@@ -1,27 +1,15 @@
-"""Assignments: what each worker does next, and the opening of rounds.
-
-When a round opens, its workers get their units in worker-id order, so that who trains on what does not depend on who
-asked first. A worker that comes later takes part in the open round with the next units.
-"""
+"""Assignments: what each worker does next. One that comes late takes part in the open round with the next units."""
 
 from collections.abc import Sequence
 
-from sqlalchemy.orm import Session
+from sqlalchemy import delete
 
-from coordinator.runs import pacing, steering
-from coordinator.runs.bell import ASSIGNMENTS
-from coordinator.runs.live_run import Given, LiveRun, OpenFragment, OpenRound
-from coordinator.runs.units import (
-    assign_units,
-    assigned_units,
-    deal_units,
-    holders,
-    reclaim_units,
-    return_forgotten_units,
-)
-from coordinator.store.tables import AssignmentRow, EvaluationRow, FragmentRow, RoundRow
-from coordinator.sync import seeding
-from protocol.messages import Action, Assignment, FragmentState, RunState
+from coordinator.runs import steering
+from coordinator.runs.live_run import Change, Given, LiveRun, OpenRound
+from coordinator.runs.opening import assignment_row, inner_steps_of, is_evaluated
+from coordinator.runs.units import assign_units, assigned_units, reclaim_units, return_forgotten_units
+from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow, EvaluationRow
+from protocol.messages import Action, Assignment, RunState
 
 
 def assign(
@@ -40,7 +28,7 @@ def assign(
         if run.damage is not None:
             return Assignment(action=Action.WAIT, reason=run.damage, round=run.round)
         if not run.seeded:
-            if seeding.appoint(run, worker):
+            if _seeds(run, worker):
                 return Assignment(action=Action.SEED, reason="nobody has state 0 yet", round=0)
             return Assignment(action=Action.WAIT, reason=f"{run.seeder} uploads state 0", round=0)
         if state_round != run.round:
@@ -50,17 +38,17 @@ def assign(
             evaluate = _evaluates_final(run, worker)
             return Assignment(action=Action.FINISH, reason="the run is finished", round=run.round, evaluate=evaluate)
 
-        if carried:
-            with run.world.database.write() as session:  # before others are dealt what lies in the pool
-                reclaim_units(session, run.id, worker, run.round, carried)
-        run.ready.add(worker)
-        try_open(run)
-        if run.open is None:
+        with run.change() as change:  # and so the round is opened, where only this worker was waited for
+            if carried:
+                reclaim_units(change.session, run.id, worker, run.round, carried)
+            change.then(lambda: run.members.ready.add(worker))
+        opening = run.open
+        if opening is None:
             return Assignment(action=Action.WAIT, reason=run.why_not_open, round=run.round)
-        given = run.open.given.get(worker)
-        if given is None or not _is_settled(run.open, worker, carried):
-            given = _give(run, run.open, worker, carried)
-        return _training(run, run.open, worker, given)
+        given = opening.given.get(worker)
+        if given is None or not _is_settled(opening, worker, carried):
+            given = _give(run, opening, worker, carried)
+        return _training(run, opening, worker, given)
 
 
 def known(
@@ -72,7 +60,7 @@ def known(
     if opening is None or opening.number != state_round or run.state is not RunState.RUNNING or run.damage is not None:
         return None
     given = opening.given.get(worker)
-    if given is None or worker not in run.leases or not _is_settled(opening, worker, carried):
+    if given is None or worker not in run.members.leases or not _is_settled(opening, worker, carried):
         return None
     return _training(run, opening, worker, given)
 
@@ -89,107 +77,53 @@ def _training(run: LiveRun, opening: OpenRound, worker: str, given: Given) -> As
         reason=f"round {opening.number} is open",
         round=opening.number,
         # A restarted worker has lost time: of its units it trains on those that it still manages.
-        inner_steps=min(given.inner_steps, _inner_steps(run, worker)),
+        inner_steps=min(given.inner_steps, inner_steps_of(run, worker)),
         units=[list(unit_range) for unit_range in given.units],
         evaluate=given.evaluate,
     )
 
 
 def _give(run: LiveRun, opening: OpenRound, worker: str, carried: Sequence[Sequence[int]] | None) -> Given:
-    """The worker's assignment for the open round, from the database; made where it has none. Holds the lock."""
-    with run.world.database.write() as session:
-        row = _take_part(run, session, worker)
+    """The worker's assignment for the open round, from the database; made where it has none."""
+    with run.change() as change:
+        row = _take_part(change, worker)
         if carried is not None:
-            return_forgotten_units(session, run.id, worker, run.round, carried)
-        units = assigned_units(session, run.id, worker, run.round)
+            return_forgotten_units(change.session, run.id, worker, run.round, carried)
+        units = assigned_units(change.session, run.id, worker, run.round)
         if not units:  # its lease had ended, and they went back to the pool
-            units = assign_units(session, run.row(session), worker, run.round, row.inner_steps)
-    opening.assigned.add(worker)
-    given = opening.given[worker] = Given(row.inner_steps, row.evaluate, units)
-    if carried is not None and not carried:
-        opening.settled.add(worker)
+            units = assign_units(change.session, change.row, worker, run.round, row.inner_steps)
+        given = Given(row.inner_steps, row.evaluate, units)
+
+        def apply() -> None:
+            opening.assigned.add(worker)
+            opening.given[worker] = given
+            if carried is not None and not carried:
+                opening.settled.add(worker)
+
+        change.then(apply)
     return given
 
 
-def try_open(run: LiveRun) -> None:
-    """Open the next round if there are enough workers for it; otherwise say why not. Holds the lock."""
-    if run.open is not None:
-        return
-    if run.state is not RunState.RUNNING:
-        run.why_not_open = f"the run is {run.state}"
-        return
-    if run.damage is not None:
-        run.why_not_open = run.damage
-        return
-    if not run.seeded:
-        run.why_not_open = "waiting for state 0" if run.seeder is None else f"{run.seeder} uploads state 0"
-        return
-    workers = sorted(run.leases.live() & (run.ready | run.previous))
-    if len(workers) < run.policy.min_workers:
-        run.why_not_open = (
-            f"round {run.round} waits for workers: {len(workers)} of at least {run.policy.min_workers} are ready"
-        )
-        return
-    assert run.layout is not None
-    count = len(run.layout.fragments)
-    opening = OpenRound(run.round, run.world.clock(), set(workers), [OpenFragment() for _ in range(count)])
-    with run.world.database.write() as session:
-        session.add(RoundRow(run_id=run.id, round=run.round, opened_at=run.world.now(), closed_at=None))
-        for fragment in range(count):
-            session.add(
-                FragmentRow(
-                    run_id=run.id,
-                    round=run.round,
-                    fragment=fragment,
-                    state=FragmentState.COLLECTING,
-                    reason="",
-                )
-            )
-        opening.settled = set(workers) - holders(session, run.id)
-        inner_steps = {worker: _inner_steps(run, worker) for worker in workers}
-        units = deal_units(session, run.row(session), run.round, inner_steps)
-        for worker in workers:
-            evaluate = worker == workers[0] and _is_evaluated(run)
-            opening.given[worker] = Given(inner_steps[worker], evaluate, units[worker])
-            session.add(_row(run, worker, opening.given[worker]))
-        run.record(
-            session,
-            "round-opened",
-            f"round {run.round} opened with {len(workers)} workers",
-            round=run.round,
-            workers=workers,
-        )
-    run.open = opening
-    run.ready.clear()
-    run.wake(ASSIGNMENTS)
-
-
-def _take_part(run: LiveRun, session: Session, worker: str) -> AssignmentRow:
-    """The worker's assignment for the open round, made where it has none. The first worker of a round evaluates."""
+def _take_part(change: Change, worker: str) -> AssignmentRow:
+    """The worker's row for the open round, made where it has none. The first worker of a round evaluates."""
+    run, session = change.run, change.session
     row = session.get(AssignmentRow, (run.id, run.round, worker))
     if row is None:
         first = session.query(AssignmentRow).filter_by(run_id=run.id, round=run.round).count() == 0
-        row = _row(run, worker, Given(_inner_steps(run, worker), first and _is_evaluated(run), []))
+        row = assignment_row(run, worker, Given(inner_steps_of(run, worker), first and is_evaluated(run), []))
         session.add(row)
-        run.record(session, "entered", f"{worker} entered round {run.round} while it was open", worker=worker)
+        change.record("entered", f"{worker} entered round {run.round} while it was open", worker=worker)
     return row
 
 
-def _row(run: LiveRun, worker: str, given: Given) -> AssignmentRow:
-    return AssignmentRow(
-        run_id=run.id, round=run.round, worker=worker, inner_steps=given.inner_steps, evaluate=given.evaluate
-    )
-
-
-def _is_evaluated(run: LiveRun) -> bool:
-    """Whether the state that the open round starts from is."""
-    return run.round % run.spec.evaluation.every_rounds == 0
-
-
-def _inner_steps(run: LiveRun, worker: str) -> int:
-    opening = run.open
-    elapsed_s = 0.0 if opening is None else run.world.clock() - opening.opened_at
-    return pacing.inner_steps(run.spec.sync, run.metrics[worker].inner_steps_per_second, elapsed_s)
+def _seeds(run: LiveRun, worker: str) -> bool:
+    """Return True if `worker` is the one to seed state 0. The first that asks is; a successor starts afresh."""
+    if run.seeder is None:
+        with run.change() as change:
+            change.session.execute(delete(CheckpointFragmentRow).where(CheckpointFragmentRow.run_id == run.id))
+            change.record("seeding", f"{worker} uploads state 0", worker=worker)
+            change.then(lambda: setattr(run, "seeder", worker))
+    return run.seeder == worker
 
 
 def _evaluates_final(run: LiveRun, worker: str) -> bool:

@@ -10,15 +10,15 @@ from itertools import pairwise
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator.runs.live_run import LiveRun
-from coordinator.store.tables import UnitRangeRow
+from coordinator.runs.live_run import Change, LiveRun
+from coordinator.store.tables import RunRow, UnitRangeRow
 from protocol.messages import EpochInfo, Page
 
 
 def epochs(run: LiveRun, limit: int, before: int | None) -> Page[EpochInfo]:
     """The epochs that were begun, newest first."""
     with run.lock, run.world.database.read() as session:
-        next_unit = run.row(session).next_unit
+        next_unit = session.get_one(RunRow, run.id).next_unit
         units = None if run.data is None else run.data.units
         begun = 1 if units is None else -(-next_unit // units)
         last = begun if before is None else min(begun, before)
@@ -40,9 +40,9 @@ def _epoch(run: LiveRun, session: Session, epoch: int, units: int | None, next_u
     return EpochInfo(epoch=epoch, units=units, consumed=consumed, assigned=dict(sorted(assigned.items())), free=free)
 
 
-def check_epochs(run: LiveRun, session: Session) -> None:
+def check_epochs(change: Change) -> None:
     """Check each epoch that is finished, with nothing free or assigned, unless that was done; tell the result."""
-    row = run.row(session)
+    run, session, row = change.run, change.session, change.row
     while run.data is not None and row.next_unit >= (row.checked_epochs + 1) * run.data.units:
         epoch, units = row.checked_epochs, run.data.units
         ranges = _ranges(session, run.id, epoch * units, (epoch + 1) * units)
@@ -58,9 +58,9 @@ def check_epochs(run: LiveRun, session: Session) -> None:
             fault = f"{consumed} units are consumed, but contributions brought {row.tokens / run.spec.unit_tokens:g}"
         if fault is None:
             message = f"epoch {epoch} is complete: each of its {units} units was trained on exactly once"
-            run.record(session, "epoch-complete", message, epoch=epoch)
+            change.record("epoch-complete", message, epoch=epoch)
         else:
-            run.record(session, "epoch-broken", f"epoch {epoch}: {fault}; this is a fault of Outerstep", epoch=epoch)
+            change.record("epoch-broken", f"epoch {epoch}: {fault}; this is a fault of Outerstep", epoch=epoch)
         row.checked_epochs += 1
 
 

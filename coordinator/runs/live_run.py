@@ -1,15 +1,17 @@
 """A run in memory: what the database says of it, plus what only a living process knows (leases, deadlines).
 
-Every change happens under `lock`: first in the database, then here. Nothing here is needed to recover: a restart
-rebuilds it from the database (`restoring.py`).
+There is one way to change it, `LiveRun.change`: under the run's lock rows are written, and only once they are committed
+the memory changes too; then the run settles (`settling.py`): whatever follows from the change happens at once. Nothing
+here is needed to recover: a restart rebuilds it from the database (`restoring.py`).
 """
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ class World:
     ring: Callable[[str, str | None], None]  # run, topic: something changed; whoever waits for that looks again
     storage_full: Callable[[], None]  # a write has failed for want of room
     room: Room  # for payloads in memory
+    settle: Callable[["LiveRun"], None]  # bring a run to its fixpoint; called under its lock
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
 
@@ -64,7 +67,7 @@ class Arrival:
     digest: bytes
     size: int
     content: memoryview | None
-    settled: bool = False
+    looked_at: bool = False
     created: bool = False
     error: BaseException | None = None
 
@@ -118,8 +121,40 @@ class OpenRound:
     consumed: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
+@dataclass
+class Members:
+    """Who takes part in a run.
+
+    tokens     hash of a member token -> worker
+    metrics    by worker, as its last heartbeat told them
+    ready      workers that hold the state of the next round and have asked what to do
+    previous   workers of the round before the next or open one
+    diverged   by worker: the last round in which it held another state
+    """
+
+    leases: Leases
+    tokens: dict[bytes, str] = field(default_factory=dict)
+    metrics: dict[str, Metrics] = field(default_factory=dict)
+    ready: set[str] = field(default_factory=set)
+    previous: set[str] = field(default_factory=set)
+    diverged: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Jobs:
+    """The publishing of a run's fragments on other threads, by fragment: which have a job at work, and what went wrong.
+
+    `retry_at`: no job begins before, for a fault, such as a full disk, interrupted one. `faults`: what the last one failed
+    of, so that it is told once.
+    """
+
+    running: set[int] = field(default_factory=set)
+    retry_at: dict[int, float] = field(default_factory=dict)
+    faults: dict[int, str] = field(default_factory=dict)
+
+
 class LiveRun:
-    """One run. Its methods are small; what happens to it is in the modules that the package's docstring lists."""
+    """One run. Its methods are small; what happens to it is in the modules of `runs`, `sync` and `upkeep`."""
 
     def __init__(self, row: RunRow, world: World) -> None:
         self.id = row.id
@@ -137,32 +172,85 @@ class LiveRun:
         self.files = world.data.run(row.name)
         self.lock = threading.RLock()
         self.stepped = threading.Condition(self.lock)  # notified when a fragment of the outer state was stepped
+        self._change: Change | None = None  # the one that is being made
+        self._topics: list[str | None] = []  # to be rung once the run has settled
+        self._restored = False
+
         members = self.spec.members
         self.policy = Policy(
             members.min_workers, members.grace_factor, members.grace_min_s, members.grace_max_s, members.round_max_s
         )
-        self.leases = Leases(members.lease_s)
-        self.member_tokens: dict[bytes, str] = {}  # token hash -> worker
-        self.metrics: dict[str, Metrics] = {}
-        self.ready: set[str] = set()  # workers that hold the state of `round` and asked what to do
-        self.previous: set[str] = set()  # workers of the round before `round`
+        self.members = Members(Leases(members.lease_s))
         self.open: OpenRound | None = None
         self.why_not_open = "waiting for the first worker"
         self.seeder: str | None = None
         self.evaluator: str | None = None  # of the final state
-        self.reports: deque[Told] = deque()  # not booked yet
-        self.deltas: dict[tuple[int, int], bytes] = {}  # (round, fragment) -> digest, of the last rounds published
         self.outer: list[tuple[int, bytes]] = []  # per fragment: round and digest of the coordinator's own state
+        self.deltas: dict[tuple[int, int], bytes] = {}  # (round, fragment) -> digest, of the last rounds published
+        self.reports: deque[Told] = deque()  # not booked yet
         self.arrivals: deque[Arrival] = deque()  # contributions to be committed, by whoever gets the lock next
-        self.jobs: set[int] = set()  # fragments with a publishing job at work
-        self.retry_at: float | None = None  # take up again what a fault, such as a full disk, interrupted
-        self.faults: dict[int, str] = {}  # per fragment: what its job last failed of, so that it is told once
+        self.jobs = Jobs()
         self.spoilt: set[tuple[int, int]] = set()  # (round, fragment) of deltas that the disk has lost for good
         self.damage: str | None = None  # why the run cannot go on until its files are restored
-        self.diverged: dict[str, int] = {}  # per worker: the last round in which it held another state
         self.verify_at: float | None = world.clock()  # when to look at the files again; None while that is done
         self.closing = False  # the coordinator stops; long work on other threads ends early
         self.events_recorded = 0  # since the last trimming
+
+    # --- the one way to change it ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def change(self) -> Iterator["Change"]:
+        """Change the run: the block writes rows and says what follows in memory; then the run settles.
+
+        Whoever reads the run first and decides by that, holds `lock` around both. An exception from the block or from
+        the commit leaves database and memory as they were; one from the settling leaves the change in place, and what
+        should have followed follows with the next settling, a fraction of a second later.
+        """
+        with self.lock:
+            with self.transition() as change:
+                yield change
+            self.settle()
+
+    @contextmanager
+    def transition(self) -> Iterator["Change"]:
+        """A change that is itself a part of the settling. Holds the lock."""
+        if self._change is not None:
+            raise RuntimeError("a change within a change would be committed before what it depends on")
+        try:
+            with self.world.database.write() as session:
+                self._change = change = Change(self, session)
+                yield change
+        finally:
+            self._change = None
+        self._topics += change.topics
+        for apply in change.consequences:
+            apply()
+
+    def settle(self) -> None:
+        """Let follow whatever follows from the run's state and the time, and wake those who wait for it."""
+        with self.lock:
+            if not self._restored:
+                return
+            try:
+                self.world.settle(self)
+            finally:
+                self._wake()
+
+    def _wake(self) -> None:
+        topics, self._topics = self._topics, []
+        if None in topics:
+            self.world.ring(self.name, None)
+        else:
+            for topic in dict.fromkeys(topics):
+                self.world.ring(self.name, topic)
+
+    def restored(self) -> None:
+        """All that the database knows of the run is in memory: from now on it settles."""
+        with self.lock:
+            self._restored = True
+            self.settle()
+
+    # --- what follows from what it holds --------------------------------------------------------------------------
 
     @property
     def seeded(self) -> bool:
@@ -187,26 +275,41 @@ class LiveRun:
             return None
         return model_digest(digest for _, digest in self.outer)
 
-    def row(self, session: Session) -> RunRow:
-        return session.get_one(RunRow, self.id)
 
-    def record(self, session: Session, kind: str, message: str, **data: Any) -> None:
-        """An event, in the transaction of what it tells of."""
-        logger.info("%s: %s", self.name, message)
-        session.add(EventRow(run_id=self.id, at=self.world.now(), kind=kind, message=message, data=data))
-        self.events_recorded += 1
+class Change:
+    """One change of a run: rows in `session`, and what becomes true in memory once they are committed.
 
-    def ring(self) -> None:
-        """Something was recorded: whoever follows the events looks again."""
-        self.world.ring(self.name, EVENTS)
+    Whoever holds one holds the run's lock.
+    """
+
+    def __init__(self, run: LiveRun, session: Session) -> None:
+        self.run, self.session = run, session
+        self.consequences: list[Callable[[], object]] = []
+        self.topics: list[str | None] = []
+
+    @property
+    def row(self) -> RunRow:
+        """The run's row."""
+        return self.session.get_one(RunRow, self.run.id)
+
+    def worker_row(self, worker: str) -> WorkerRow:
+        """The row of a worker that has joined."""
+        query = select(WorkerRow).where(WorkerRow.run_id == self.run.id, WorkerRow.name == worker)
+        return self.session.scalars(query).one()
+
+    def then(self, apply: Callable[[], object]) -> None:
+        """Call `apply`, which changes the run in memory, once the rows are committed; in the order of the calls."""
+        self.consequences.append(apply)
+
+    def record(self, kind: str, message: str, **data: Any) -> None:
+        """Record an event, in the transaction of what it tells of; whoever follows the events is woken."""
+        run = self.run
+        logger.info("%s: %s", run.name, message)
+        self.session.add(EventRow(run_id=run.id, at=run.world.now(), kind=kind, message=message, data=data))
+        run.events_recorded += 1
+        self.wake(EVENTS)
 
     def wake(self, topic: str | None = None) -> None:
-        """Something changed that long polls of `topic` (None: all of them) wait for; they look again."""
-        self.world.ring(self.name, topic)
-        if topic is not None:
-            self.ring()
-
-
-def worker_row(run: LiveRun, session: Session, worker: str) -> WorkerRow:
-    """The row of a worker that has joined."""
-    return session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)).one()
+        """Wake the long polls of `topic` (None: all of them), and whoever follows the events, once the run has settled;
+        they look again."""
+        self.topics += [topic, EVENTS]

@@ -1,16 +1,14 @@
 """Joining, heartbeats, leaving, and being lost. A worker is live exactly while it holds a lease."""
 
-import hashlib
 import secrets
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
-from coordinator.runs import accounting, assigning, steering
-from coordinator.runs.live_run import LiveRun, worker_row
+from coordinator.runs import accounting
+from coordinator.runs.live_run import Change, LiveRun
 from coordinator.runs.units import return_units
 from coordinator.store.tables import WorkerRow
-from coordinator.sync import publishing
+from coordinator.store.tokens import new_secret, secret_hash
 from protocol.errors import LayoutError, Problem
 from protocol.fragments import Layout, first_difference, plan_fragments
 from protocol.messages import (
@@ -25,72 +23,66 @@ from protocol.messages import (
     WorkerState,
 )
 
-TOKEN_PREFIX = "ost_"
 DIRECTIVES = {RunState.STOPPED: Directive.STOP, RunState.DRAINING: Directive.DRAIN}
-
-
-def new_secret() -> tuple[str, bytes]:
-    """A bearer token and the hash under which it is stored."""
-    secret = TOKEN_PREFIX + secrets.token_urlsafe(32)
-    return secret, secret_hash(secret)
-
-
-def secret_hash(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode()).digest()
 
 
 def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
     """Let `worker` in. The first one fixes layout and training set; who differs from them is refused."""
-    with run.lock:
+    with run.change() as change:
         if run.ended:
             raise Problem("run-ended", f"the run {run.name} is {run.state}")
-        with run.world.database.write() as session:
-            layout = _model(run, session, request)
-            row = session.scalars(
-                select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)
-            ).one_or_none()
-            if row is not None and row.state == WorkerState.BANNED:
-                raise Problem("banned", f"the operator has banned {worker} from the run {run.name}")
-            old_hash = None if row is None else row.token_hash
-            repeated = _is_secret_of(request.member_token, old_hash)  # the answer was lost, so it asks again
-            same_worker = repeated or _is_secret_of(request.previous, old_hash)
-            remaining_s = run.leases.remaining_s(worker, run.world.clock())
-            if remaining_s is not None and not same_worker:
-                raise Problem(
-                    "worker-name-taken",
-                    f"a live worker of the run {run.name} has the name {worker}; choose another name, or wait: "
-                    f"if that worker is dead, its lease ends in {remaining_s:.0f} s",
-                    retry_after_s=remaining_s,
-                )
-            if row is None:
-                row = WorkerRow(run_id=run.id, name=worker, epoch=0, metrics={})
-                session.add(row)
-            secret = request.member_token or new_secret()[0]
-            hashed = secret_hash(secret)
-            row.epoch += not repeated
-            row.state, row.token_hash, row.joined_at = WorkerState.LIVE, hashed, run.world.now()
-            row.host, row.state_round, row.state_digest = request.host, None, None
-            epoch = row.epoch
-            if not repeated:
-                message = f"{worker} joined ({epoch}.)" if epoch > 1 else f"{worker} joined"
-                run.record(session, "joined", message, worker=worker)
-        if run.layout is None:
-            run.layout, run.data = layout, request.data
-        if old_hash is not None:
-            run.member_tokens.pop(old_hash, None)
-        run.member_tokens[hashed] = worker
-        run.metrics[worker] = Metrics()
-        run.leases.renew(worker, run.world.clock())
-        run.ring()
-        return JoinReply(worker=worker, member_token=secret, epoch=epoch, lease_s=run.leases.term_s, layout=layout)
+        session, members = change.session, run.members
+        layout = _model(change, request)
+        row = session.scalars(
+            select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)
+        ).one_or_none()
+        if row is not None and row.state == WorkerState.BANNED:
+            raise Problem("banned", f"the operator has banned {worker} from the run {run.name}")
+        old_hash = None if row is None else row.token_hash
+        repeated = _is_secret_of(request.member_token, old_hash)  # the answer was lost, so it asks again
+        same_worker = repeated or _is_secret_of(request.previous, old_hash)
+        remaining_s = members.leases.remaining_s(worker, run.world.clock())
+        if remaining_s is not None and not same_worker:
+            raise Problem(
+                "worker-name-taken",
+                f"a live worker of the run {run.name} has the name {worker}; choose another name, or wait: "
+                f"if that worker is dead, its lease ends in {remaining_s:.0f} s",
+                retry_after_s=remaining_s,
+            )
+        if row is None:
+            row = WorkerRow(run_id=run.id, name=worker, epoch=0, metrics={})
+            session.add(row)
+        secret = request.member_token or new_secret()[0]
+        hashed = secret_hash(secret)
+        row.epoch += not repeated
+        row.state, row.token_hash, row.joined_at = WorkerState.LIVE, hashed, run.world.now()
+        row.host, row.state_round, row.state_digest = request.host, None, None
+        if not repeated:
+            message = f"{worker} joined ({row.epoch}.)" if row.epoch > 1 else f"{worker} joined"
+            change.record("joined", message, worker=worker)
+        first = run.layout is None
+
+        def apply() -> None:
+            if first:
+                run.layout, run.data = layout, request.data
+            if old_hash is not None:
+                members.tokens.pop(old_hash, None)
+            members.tokens[hashed] = worker
+            members.metrics[worker] = Metrics()
+            members.leases.renew(worker, run.world.clock())
+
+        change.then(apply)
+        epoch, lease_s = row.epoch, members.leases.term_s
+        return JoinReply(worker=worker, member_token=secret, epoch=epoch, lease_s=lease_s, layout=layout)
 
 
 def _is_secret_of(secret: str | None, hashed: bytes | None) -> bool:
     return secret is not None and hashed is not None and secrets.compare_digest(secret_hash(secret), hashed)
 
 
-def _model(run: LiveRun, session: Session, request: JoinRequest) -> Layout:
+def _model(change: Change, request: JoinRequest) -> Layout:
     """The run's layout: fixed by the first worker; Problem where this worker's model or training set is another."""
+    run = change.run
     if run.layout is None:
         try:
             sync = run.spec.sync
@@ -102,7 +94,7 @@ def _model(run: LiveRun, session: Session, request: JoinRequest) -> Layout:
             )
         except LayoutError as error:
             raise Problem("model-mismatch", str(error)) from error
-        row = run.row(session)
+        row = change.row
         row.layout = layout.model_dump()
         row.data = None if request.data is None else request.data.model_dump()
         return layout
@@ -126,17 +118,19 @@ def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:
 
     It neither takes the run's lock nor touches the database.
     """
-    if not run.leases.renew_live(worker, run.world.clock()):
+    if not run.members.leases.renew_live(worker, run.world.clock()):
         raise _ended(worker)
-    run.metrics[worker] = metrics
+    run.members.metrics[worker] = metrics
     state, opening = run.state, run.open  # not under the lock: each is what it was at some moment
     reason = f"the run is {state}" if opening is None else f"round {opening.number} is open"
-    return LeaseReply(directive=DIRECTIVES.get(state, Directive.CONTINUE), reason=reason, lease_s=run.leases.term_s)
+    return LeaseReply(
+        directive=DIRECTIVES.get(state, Directive.CONTINUE), reason=reason, lease_s=run.members.leases.term_s
+    )
 
 
 def check_lease(run: LiveRun, worker: str) -> None:
-    """Problem `unauthorized` unless `worker` is live. Holds the lock."""
-    if worker not in run.leases:
+    """Raise Problem `unauthorized` unless `worker` is live."""
+    if worker not in run.members.leases:
         raise _ended(worker)
 
 
@@ -147,78 +141,78 @@ def _ended(worker: str) -> Problem:
 def leave(run: LiveRun, worker: str, request: LeaveRequest, *, by_operator: bool) -> None:
     """The worker goes in peace: its unused units return to the pool."""
     with run.lock:
-        if by_operator and worker not in run.leases:
+        if by_operator and worker not in run.members.leases:
             raise Problem("not-found", f"the run {run.name} has no live worker {worker}")
         check_lease(run, worker)  # it may have ended while the request was on its way
         if "metrics" in request.model_fields_set:
-            run.metrics[worker] = request.metrics
+            run.members.metrics[worker] = request.metrics
         if request.report is not None:
-            accounting.keep(run, worker, request.report)
-        _end_lease(run, worker, WorkerState.LEFT, "left", request)
+            accounting.book_one(run, worker, request.report)
+        with run.change() as change:
+            _end_lease(change, worker, WorkerState.LEFT, "left", request)
 
 
 def expire(run: LiveRun) -> None:
     """End the leases that ran out."""
+    leases, clock = run.members.leases, run.world.clock
     with run.lock:
-        for worker in run.leases.expired(run.world.clock()):
-            silent_s = run.leases.last_seen_s(worker, run.world.clock())
-            if silent_s is not None and silent_s > run.leases.term_s:  # nor was it heard of while others were ended
-                message = f"was silent for {run.leases.term_s:.0f} s and is taken for dead"
-                _end_lease(run, worker, WorkerState.LOST, message)
+        for worker in leases.expired(clock()):
+            silent_s = leases.last_seen_s(worker, clock())
+            if silent_s is not None and silent_s > leases.term_s:  # nor was it heard of while others were ended
+                message = f"was silent for {leases.term_s:.0f} s and is taken for dead"
+                with run.change() as change:
+                    _end_lease(change, worker, WorkerState.LOST, message)
 
 
-def change(run: LiveRun, worker: str, request: WorkerChange) -> None:
+def change_worker(run: LiveRun, worker: str, request: WorkerChange) -> None:
     """What the operator does to a worker: evict it, ban it, or let a banned one join again."""
-    with run.lock:
-        with run.world.database.read() as session:
-            row = session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)).first()
+    with run.change() as change:
+        row = change.session.scalars(
+            select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)
+        ).first()
         if row is None:
             raise Problem("not-found", f"the run {run.name} never had a worker {worker}")
         if request.state == "readmitted":
             if row.state == WorkerState.BANNED:
-                _set_state(run, worker, WorkerState.EVICTED, "readmitted", f"{worker} may join again")
-        elif worker in run.leases:
-            _end_lease(run, worker, WorkerState(request.state), f"was {request.state} by the operator")
+                row.state = WorkerState.EVICTED
+                change.record("readmitted", f"{worker} may join again", worker=worker)
+        elif worker in run.members.leases:
+            _end_lease(change, worker, WorkerState(request.state), f"was {request.state} by the operator")
         elif request.state == "banned" and row.state != WorkerState.BANNED:
-            _set_state(run, worker, WorkerState.BANNED, "banned", f"{worker} was banned by the operator")
+            row.state = WorkerState.BANNED
+            change.record("banned", f"{worker} was banned by the operator", worker=worker)
         elif request.state == "evicted":
             raise Problem("not-found", f"the run {run.name} has no live worker {worker}")
 
 
-def _set_state(run: LiveRun, worker: str, state: WorkerState, kind: str, message: str) -> None:
-    with run.world.database.write() as session:
-        worker_row(run, session, worker).state = state
-        run.record(session, kind, message, worker=worker)
-    run.ring()
+def _end_lease(change: Change, worker: str, state: WorkerState, what: str, told: LeaveRequest | None = None) -> None:
+    run, members = change.run, change.run.members
+    row = change.worker_row(worker)
+    old_hash, row.token_hash, row.state = row.token_hash, None, state
+    row.metrics = members.metrics.get(worker, Metrics()).model_dump(mode="json")
+    if told is not None and told.state_digest is not None:
+        row.state_round, row.state_digest = told.state_round, bytes.fromhex(told.state_digest)
+    return_units(change.session, run.id, worker)
+    change.record(str(state), f"{worker} {what}", worker=worker)
+    finished = run.final_digest is not None and told is not None and told.state_round == run.round
+    if finished and row.state_digest != run.final_digest:
+        row.divergences += 1
+        change.row.divergences += 1
+        change.record("diverged", f"{worker} left with another state than the run's", worker=worker)
 
+    def apply() -> None:
+        if old_hash is not None:
+            members.tokens.pop(old_hash, None)
+        members.leases.end(worker)
+        members.ready.discard(worker)
+        members.previous.discard(worker)
+        members.diverged.pop(worker, None)
+        if run.seeder == worker:
+            run.seeder = None
+        if run.evaluator == worker:
+            run.evaluator = None
+        if run.open is not None:
+            run.open.given.pop(worker, None)
 
-def _end_lease(run: LiveRun, worker: str, state: WorkerState, what: str, told: LeaveRequest | None = None) -> None:
-    with run.world.database.write() as session:
-        row = session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)).one()
-        old_hash, row.token_hash, row.state = row.token_hash, None, state
-        row.metrics = run.metrics.get(worker, Metrics()).model_dump(mode="json")
-        if told is not None and told.state_digest is not None:
-            row.state_round, row.state_digest = told.state_round, bytes.fromhex(told.state_digest)
-        return_units(session, run.id, worker)
-        run.record(session, str(state), f"{worker} {what}", worker=worker)
-        finished = run.final_digest is not None and told is not None and told.state_round == run.round
-        if finished and row.state_digest != run.final_digest:
-            row.divergences += 1
-            run.row(session).divergences += 1
-            run.record(session, "diverged", f"{worker} left with another state than the run's", worker=worker)
-    if old_hash is not None:
-        run.member_tokens.pop(old_hash, None)
-    run.leases.end(worker)
-    run.ready.discard(worker)
-    run.previous.discard(worker)
-    if run.seeder == worker:
-        run.seeder = None
-    if run.evaluator == worker:
-        run.evaluator = None
-    run.diverged.pop(worker, None)
-    if run.open is not None:
-        run.open.given.pop(worker, None)
-    publishing.close_due(run)
-    assigning.try_open(run)
-    steering.note_drained(run)
-    run.wake()
+    change.then(apply)
+    change.wake()

@@ -8,9 +8,7 @@ its end, which is the last round's.
 A run that comes to rest keeps a checkpoint of its last state (`checkpointing.py`), so nothing is lost by any of them.
 """
 
-from coordinator.runs import assigning
-from coordinator.runs.live_run import LiveRun
-from coordinator.sync import publishing
+from coordinator.runs.live_run import Change, LiveRun
 from protocol.errors import Problem
 from protocol.messages import RunState
 
@@ -26,43 +24,38 @@ CHANGES: dict[RunState, set[RunState]] = {
 
 def change_state(run: LiveRun, state: RunState) -> None:
     """Pause, resume, drain or stop. Problem `run-ended` for a run that is over."""
-    with run.lock:
+    with run.change() as change:
         if state is run.state:
             return
         if state not in CHANGES[run.state]:
             raise Problem("run-ended", f"the run {run.name} is {run.state} and cannot become {state}")
-        _set(run, state, f"the operator set the run to {state}")
-        publishing.close_due(run)
-        assigning.try_open(run)  # or say why not
-        note_drained(run)
-        for fragment in range(len(run.outer)):
-            publishing.start_job(run, fragment)  # a run at rest keeps a checkpoint
-    run.wake()
+        _set(change, state, f"the operator set the run to {state}")
+        change.wake()
 
 
-def note_drained(run: LiveRun) -> None:
-    """A draining run without an open round and without workers is paused. Holds the lock."""
-    if run.state is RunState.DRAINING and run.open is None and not len(run.leases):
-        _set(run, RunState.PAUSED, "the run is drained: all workers have left; it is paused", kind="drained")
-        assigning.try_open(run)
+def note_drained(run: LiveRun) -> bool:
+    """Pause a draining run that has neither an open round nor workers; return True if it was."""
+    if run.state is not RunState.DRAINING or run.open is not None or len(run.members.leases):
+        return False
+    with run.transition() as change:
+        message = "the run is drained: all workers have left; it is paused"
+        _set(change, RunState.PAUSED, message, kind="drained")
+    return True
 
 
 def leaves(run: LiveRun, worker: str) -> bool:
-    """Whether `worker` is to leave a draining run now: unless the open round is its own, or cannot close without it.
-
-    Holds the lock.
-    """
+    """Return True if `worker` is to leave a draining run now: unless the open round is its own, or cannot close without
+    it."""
     if run.state is not RunState.DRAINING:
         return False
-    if run.open is None or run.layout is None:
+    if run.open is None:
         return True
-    taking_part = run.open.assigned & run.leases.live()
+    taking_part = run.open.assigned & run.members.leases.live()
     contributed = min((len(fragment.contributed) for fragment in run.open.fragments), default=0)
     return worker not in taking_part and max(len(taking_part), contributed) >= run.policy.min_workers
 
 
-def _set(run: LiveRun, state: RunState, message: str, *, kind: str | None = None) -> None:
-    with run.world.database.write() as session:
-        run.row(session).state = state
-        run.record(session, kind or str(state), message)
-    run.state = state
+def _set(change: Change, state: RunState, message: str, *, kind: str | None = None) -> None:
+    change.row.state = state
+    change.record(kind or str(state), message)
+    change.then(lambda: setattr(change.run, "state", state))

@@ -1,5 +1,6 @@
 """Bearer tokens: who is asking, and what may they do. Secrets are random; only their SHA-256 is stored."""
 
+import hashlib
 import hmac
 import os
 import secrets
@@ -10,12 +11,23 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from coordinator.runs.membership import new_secret, secret_hash
 from coordinator.store.database import Database
 from coordinator.store.files import fsync
 from coordinator.store.tables import TokenRow
 from protocol.errors import Problem
 from protocol.messages import NewToken, Scope, TokenInfo
+
+TOKEN_PREFIX = "ost_"
+
+
+def new_secret() -> tuple[str, bytes]:
+    """A bearer token and the hash under which it is stored."""
+    secret = TOKEN_PREFIX + secrets.token_urlsafe(32)
+    return secret, secret_hash(secret)
+
+
+def secret_hash(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ import os
 from pathlib import Path
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
-from coordinator.runs.live_run import LiveRun
+from coordinator.runs.live_run import Change, LiveRun
 from coordinator.store.files import file_digest, make_durable
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow
 from coordinator.sync import retention
 from protocol.digest import model_digest
+from protocol.fragments import Layout
 from protocol.messages import CheckpointFragment, RunState
 
 RESTING = (RunState.STOPPED, RunState.PAUSED, RunState.DRAINING)
@@ -26,13 +26,14 @@ def due(run: LiveRun, round_: int) -> bool:
 
 
 def at_rest(run: LiveRun) -> bool:
-    """Whether no round will change the state until the operator says so. Holds the lock."""
+    """Whether no round will change the state until the operator says so. Under the
+    run's lock."""
     return run.state is RunState.STOPPED or (run.state in RESTING and run.open is None)
 
 
 def owed_at_rest(run: LiveRun, fragment: int) -> bool:
-    """Whether the run has come to rest at the state of `fragment`, and that is not in a checkpoint yet. Holds the
-    lock."""
+    """Whether the run has come to rest at the state of `fragment`, and that is not in a checkpoint yet. Under the
+    run's lock."""
     round_, _ = run.outer[fragment]
     if not at_rest(run) or round_ != run.round:
         return False
@@ -48,8 +49,8 @@ def keep_at_rest(run: LiveRun, fragment: int) -> None:
             return
     keep_fragment(run, round_, fragment, run.files.state(fragment, round_), state_digest)
     with run.lock:
-        with run.world.database.write() as session:
-            completed = complete(run, session, round_)
+        with run.change() as change:
+            completed = complete(change, round_)
         if completed:
             retention.clean(run)
 
@@ -63,38 +64,37 @@ def keep_fragment(run: LiveRun, round_: int, fragment: int, state: Path, state_d
         make_durable(temporary, run.files.checkpoint(round_, fragment))
     finally:
         temporary.unlink(missing_ok=True)
-    with run.world.database.write() as session:
-        return session.merge(
+    with run.change() as change:
+        return change.session.merge(
             CheckpointFragmentRow(
                 run_id=run.id, round=round_, fragment=fragment, size=size, digest=digest, state_digest=state_digest
             )
         )
 
 
-def complete(run: LiveRun, session: Session, round_: int) -> bool:
+def complete(change: Change, round_: int) -> bool:
     """The checkpoint exists once all of its fragments do; whether that is now. Then older ones may go.
 
     In the transaction of the step, or a crash between the two would leave the last checkpoint incomplete for ever.
     """
-    assert run.layout is not None
+    run, session = change.run, change.session
     rows = session.scalars(
         select(CheckpointFragmentRow)
         .where(CheckpointFragmentRow.run_id == run.id, CheckpointFragmentRow.round == round_)
         .order_by(CheckpointFragmentRow.fragment)
     ).all()
-    if len(rows) < len(run.layout.fragments) or session.get(CheckpointRow, (run.id, round_)) is not None:
+    if len(rows) < len(run.outer) or session.get(CheckpointRow, (run.id, round_)) is not None:
         return False
     digest = model_digest(row.state_digest for row in rows)
     session.add(CheckpointRow(run_id=run.id, round=round_, created_at=run.world.now(), state_digest=digest))
-    run.record(session, "checkpoint", f"checkpoint {round_} is complete", round=round_)
+    change.record("checkpoint", f"checkpoint {round_} is complete", round=round_)
     return True
 
 
-def describe(run: LiveRun, row: CheckpointFragmentRow) -> CheckpointFragment:
-    assert run.layout is not None
+def describe(row: CheckpointFragmentRow, layout: Layout) -> CheckpointFragment:
     return CheckpointFragment(
         fragment=row.fragment,
-        elements=run.layout.elements[row.fragment],
+        elements=layout.elements[row.fragment],
         bytes=row.size,
         digest=row.digest.hex(),
         state_digest=row.state_digest.hex(),

@@ -8,15 +8,14 @@ lock at the same time are committed together.
 from collections.abc import Sequence
 
 from sqlalchemy import bindparam, func, insert, select, update
-from sqlalchemy.orm import Session
 
 from coordinator.runs import diverging
-from coordinator.runs.live_run import Arrival, Contributed, LiveRun
+from coordinator.runs.live_run import Arrival, Change, Contributed, LiveRun, OpenRound
 from coordinator.runs.units import consume_units
 from coordinator.store.files import Body, PayloadFile, make_durable
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow, RunRow, WorkerRow
-from coordinator.sync import publishing
 from protocol.errors import Problem, WireError
+from protocol.fragments import Layout
 from protocol.messages import ContributionReply, FragmentState
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader
 
@@ -40,86 +39,97 @@ _COUNT_WORKER = (
 )
 
 
-def accept(run: LiveRun, worker: str, round_: int, fragment: int, body: Body) -> ContributionReply:
-    """Keep the contribution, or raise Problem or WireError. The caller deletes the body's file."""
+def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, body: Body) -> ContributionReply:
+    """Accept the contribution, or raise Problem or WireError. The caller deletes the body's file."""
     with body.payload() as payload:
         header = payload.header
         if not isinstance(header, ContributionHeader):
             raise Problem("invalid-payload", f"the payload is a {header.kind}, expected a contribution")
-        _check_header(run, worker, round_, fragment, header)
+        _check_header(run, layout, worker, round_, fragment, header)
         payload.check()
-    with run.lock:  # refuse before it costs an fsync
-        created = _is_new(run, worker, round_, fragment, body.digest)
-        if created:
-            _await_step(run, round_, fragment)
-            _check_base(run, round_, fragment, header)
-            _check_weight(run, header)
-    if created:
-        file = run.files.contribution(round_, fragment, worker, body.digest)
-        make_durable(body.path, file)  # without the lock, for the disk takes its time
-        arrival = Arrival(header, file, body.digest, body.size, body.content)
-        run.arrivals.append(arrival)
-        with run.lock:
-            if not arrival.settled:
-                _commit_arrivals(run)
-        if arrival.error is not None:
-            raise arrival.error
-        created = arrival.created
+    try:
+        created = _accept(run, header, body)
+    except Problem as problem:
+        if problem.slug == "round-closed":
+            _note_late(run, worker, round_, fragment)
+        raise
     return ContributionReply(round=round_, fragment=fragment, digest=body.digest.hex(), created=created)
+
+
+def _accept(run: LiveRun, header: ContributionHeader, body: Body) -> bool:
+    """Make it durable and commit it, unless that was done; whether it is new."""
+    with run.lock:  # refuse before it costs an fsync
+        if not _is_new(run, header, body.digest):
+            return False
+        _await_step(run, header.round, header.fragment)
+        _check_base(run, header)
+        _check_weight(run, header)
+    file = run.files.contribution(header.round, header.fragment, header.worker, body.digest)
+    make_durable(body.path, file)  # without the lock, for the disk takes its time
+    arrival = Arrival(header, file, body.digest, body.size, body.content)
+    run.arrivals.append(arrival)
+    with run.lock:
+        if not arrival.looked_at:
+            _commit_arrivals(run)
+    if arrival.error is not None:
+        raise arrival.error
+    return arrival.created
 
 
 def _commit_arrivals(run: LiveRun) -> None:
     """Commit all that is durable, with one transaction and so one fsync: whoever gets the lock does it for everybody
-    who waits for it. One that is refused does not touch the others. Holds the lock."""
+    who waits for it. One that is refused does not touch the others. Under the run's lock."""
     arrivals: list[Arrival] = []
     while run.arrivals:
         arrivals.append(run.arrivals.popleft())
     try:
         due = [arrival for arrival in arrivals if _is_due(run, arrival)]
-        if due:
-            _keep_all(run, due)
+        if due and run.open is not None:
+            with run.change() as change:
+                _accept_all(change, run.open, due)
     except BaseException as error:
         for arrival in arrivals:
-            arrival.error = arrival.error or error
+            if not arrival.created:
+                arrival.error = arrival.error or error
         raise
     finally:
         for arrival in arrivals:
             _tidy(run, arrival)
-            arrival.settled = True
-    publishing.close_due(run)
+            arrival.looked_at = True
 
 
-def _keep_all(run: LiveRun, due: Sequence[Arrival]) -> None:
-    """First in the database, then in memory. Holds the lock."""
-    assert run.open is not None
-    kept: list[Arrival] = []
+def _accept_all(change: Change, opening: OpenRound, due: Sequence[Arrival]) -> None:
+    accepted: list[Arrival] = []
     consumed: dict[str, list[list[int]]] = {}
-    with run.world.database.write() as session:
-        units: list[int] = []
-        for arrival in due:
-            try:
-                if _is_first(arrival, kept):
-                    units.append(_consume(run, session, arrival.header, consumed))
-                    kept.append(arrival)
-            except Problem as problem:
-                arrival.error = problem
-        if kept:
-            _insert(run, session, kept)
-            _count(run, session, kept, units)
-    run.open.consumed |= consumed
-    for arrival in kept:
-        header = arrival.header
-        fragment = run.open.fragments[header.fragment]
-        fragment.contributed[header.worker] = Contributed(header.tokens, arrival.digest)
-        if arrival.content is not None:
-            fragment.contents[header.worker] = arrival.content
-        arrival.created = True
+    units: list[int] = []
+    for arrival in due:
+        try:
+            if _is_first(arrival, accepted):
+                units.append(_consume(change, opening, arrival.header, consumed))
+                accepted.append(arrival)
+        except Problem as problem:
+            arrival.error = problem
+    if accepted:
+        _insert(change, accepted)
+        _count(change, opening, accepted, units)
+
+    def apply() -> None:
+        opening.consumed |= consumed
+        for arrival in accepted:
+            header = arrival.header
+            fragment = opening.fragments[header.fragment]
+            fragment.contributed[header.worker] = Contributed(header.tokens, arrival.digest)
+            if arrival.content is not None:
+                fragment.contents[header.worker] = arrival.content
+            arrival.created = True
+
+    change.then(apply)
 
 
-def _is_first(arrival: Arrival, kept: Sequence[Arrival]) -> bool:
-    """Whether the same transaction has not kept it already; Problem where it has kept another in its place."""
+def _is_first(arrival: Arrival, accepted: Sequence[Arrival]) -> bool:
+    """Return True if this very transaction has not accepted it already; Problem if it has another in its place."""
     header = arrival.header
-    for each in kept:
+    for each in accepted:
         if (each.header.worker, each.header.fragment) == (header.worker, header.fragment):
             if each.digest != arrival.digest:
                 raise _conflict(header.worker, header.round, header.fragment, each.digest, each.header.units)
@@ -128,10 +138,9 @@ def _is_first(arrival: Arrival, kept: Sequence[Arrival]) -> bool:
 
 
 def _is_due(run: LiveRun, arrival: Arrival) -> bool:
-    """Whether it is to be committed: much may have happened since it was looked at first. Holds the lock."""
-    header = arrival.header
+    """Return True if it is to be committed: much may have happened since it was looked at first."""
     try:
-        if not _is_new(run, header.worker, header.round, header.fragment, arrival.digest):
+        if not _is_new(run, arrival.header, arrival.digest):
             return False
         if not arrival.file.is_file():
             raise Problem("not-ready", "the same contribution came twice at once; send it again", retry_after_s=1)
@@ -148,15 +157,16 @@ def _tidy(run: LiveRun, arrival: Arrival) -> None:
         arrival.file.unlink(missing_ok=True)
 
 
-def _check_header(run: LiveRun, worker: str, round_: int, fragment: int, header: ContributionHeader) -> None:
-    assert run.layout is not None
+def _check_header(
+    run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, header: ContributionHeader
+) -> None:
     expected = {
         "run": run.name,
         "round": round_,
         "fragment": fragment,
         "worker": worker,
         "codec": run.spec.sync.upload_codec,
-        "elements": run.layout.elements[fragment],
+        "elements": layout.elements[fragment],
         "chunk_elements": CHUNK_ELEMENTS,
     }
     for field, value in expected.items():
@@ -174,7 +184,7 @@ def _check_header(run: LiveRun, worker: str, round_: int, fragment: int, header:
 
 
 def _check_weight(run: LiveRun, header: ContributionHeader) -> None:
-    """It weighs what it was trained on, and carried work does not count. Holds the lock.
+    """It weighs what it was trained on, and carried work does not count. Under the run's lock.
 
     Where fragments are sent in the middle of a round, each was trained on a whole round since it was sent last, though
     the contribution names only the units that no other one has named.
@@ -194,8 +204,9 @@ def _check_weight(run: LiveRun, header: ContributionHeader) -> None:
         )
 
 
-def _is_new(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> bool:
-    """Whether the contribution would be new; Problem where the round does not take it. Holds the lock."""
+def _is_new(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
+    """Return True if the contribution would be new; Problem where the round does not take it. Under the run's lock."""
+    worker, round_, fragment = header.worker, header.round, header.fragment
     known = _known(run, worker, round_, fragment)
     if known is not None:
         if known != digest:
@@ -205,7 +216,6 @@ def _is_new(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes
     if run.open is not None and round_ == run.round:
         closed = run.open.fragments[fragment].state is not FragmentState.COLLECTING
     if closed:
-        _note_late(run, worker, round_, fragment)
         raise Problem(
             "round-closed",
             f"round {round_} closed for fragment {fragment} without {worker}; carry the work into round {run.round}",
@@ -236,7 +246,7 @@ def _units_of(run: LiveRun, worker: str, round_: int, fragment: int, digest: byt
 
 
 def _known(run: LiveRun, worker: str, round_: int, fragment: int) -> bytes | None:
-    """The digest of the contribution that was accepted. Holds the lock."""
+    """The digest of the contribution that was accepted. Under the run's lock."""
     if run.open is not None and round_ == run.round:
         contributed = run.open.fragments[fragment].contributed.get(worker)
         return None if contributed is None else contributed.digest
@@ -246,7 +256,7 @@ def _known(run: LiveRun, worker: str, round_: int, fragment: int) -> bytes | Non
 
 
 def _note_late(run: LiveRun, worker: str, round_: int, fragment: int) -> None:
-    """The round's record says who was late, and by how much. Holds the lock."""
+    """Let the round's record say who was late, and by how much."""
     key = (run.id, round_, fragment, worker)
     with run.world.database.read() as session:
         row = session.get(FragmentRow, key[:3])
@@ -255,8 +265,9 @@ def _note_late(run: LiveRun, worker: str, round_: int, fragment: int) -> None:
     if row is None or row.closed_at is None or not took_part or noted:
         return
     late_s = max(0.0, run.world.now() - row.closed_at)
-    with run.world.database.write() as session:
-        session.add(LateContributionRow(run_id=run.id, round=round_, fragment=fragment, worker=worker, late_s=late_s))
+    with run.change() as change:
+        late = LateContributionRow(run_id=run.id, round=round_, fragment=fragment, worker=worker, late_s=late_s)
+        change.session.add(late)
 
 
 def _share(run: LiveRun, round_: int, fragment: int) -> float:
@@ -272,39 +283,42 @@ def _share(run: LiveRun, round_: int, fragment: int) -> float:
 
 
 def _await_step(run: LiveRun, round_: int, fragment: int) -> None:
-    """Wait while the coordinator steps to the state `round_`. Holds the lock, but lets it go while it waits."""
+    """Wait while the coordinator steps to the state `round_`. Under the run's lock, which is free while it waits."""
     if not run.stepped.wait_for(lambda: run.outer[fragment][0] >= round_, timeout=STEP_WAIT_S):
         raise Problem("not-ready", f"the coordinator is still stepping fragment {fragment}", retry_after_s=1)
 
 
-def _check_base(run: LiveRun, round_: int, fragment: int, header: ContributionHeader) -> None:
-    """It was computed against the run's outer state. Holds the lock."""
-    base = run.outer[fragment][1]
+def _check_base(run: LiveRun, header: ContributionHeader) -> None:
+    """It was computed against the run's outer state. Under the run's lock."""
+    base = run.outer[header.fragment][1]
     if header.base != base:
-        diverging.note(run, header.worker, round_, fragment)
+        diverging.note(run, header.worker, header.round, header.fragment)
         raise Problem(
             "stale-base",
-            f"computed against the state {header.base.hex()} of fragment {fragment}; state {round_} is {base.hex()}",
-            round=round_,
+            f"computed against the state {header.base.hex()} of fragment {header.fragment}; state {header.round} is "
+            f"{base.hex()}",
+            round=header.round,
         )
 
 
-def _consume(run: LiveRun, session: Session, header: ContributionHeader, consumed: dict[str, list[list[int]]]) -> int:
+def _consume(
+    change: Change, opening: OpenRound, header: ContributionHeader, consumed: dict[str, list[list[int]]]
+) -> int:
     """Consume the units; how many of them for the first time. The fragments of one contribution name the same ones.
 
-    `consumed`: as `OpenRound.consumed`, by the same transaction. Holds the lock.
+    `consumed`: as `OpenRound.consumed`, by the same transaction.
     """
-    assert run.open is not None
-    if header.units in (run.open.consumed.get(header.worker), consumed.get(header.worker)):
+    if header.units in (opening.consumed.get(header.worker), consumed.get(header.worker)):
         return 0
-    with session.begin_nested():
-        count = consume_units(session, run.id, header.worker, header.round, header.units)
+    with change.session.begin_nested():
+        count = consume_units(change.session, change.run.id, header.worker, header.round, header.units)
     consumed[header.worker] = header.units
     return count
 
 
-def _insert(run: LiveRun, session: Session, kept: Sequence[Arrival]) -> None:
+def _insert(change: Change, accepted: Sequence[Arrival]) -> None:
     """The rows of the contributions, in the transaction that consumed their units."""
+    run = change.run
     rows = [
         {
             "run_id": run.id,
@@ -319,17 +333,17 @@ def _insert(run: LiveRun, session: Session, kept: Sequence[Arrival]) -> None:
             "norm": arrival.header.norm,
             "accepted_at": run.world.now(),
         }
-        for arrival in kept
+        for arrival in accepted
     ]
-    session.connection().execute(_INSERT, rows)
+    change.session.connection().execute(_INSERT, rows)
 
 
-def _count(run: LiveRun, session: Session, kept: Sequence[Arrival], units: Sequence[int]) -> None:
-    """Add up what the run and its workers have brought. `units`: how many each has consumed. Holds the lock."""
-    assert run.open is not None
-    known = {worker for fragment in run.open.fragments for worker in fragment.contributed}
+def _count(change: Change, opening: OpenRound, accepted: Sequence[Arrival], units: Sequence[int]) -> None:
+    """Add up what the run and its workers have brought. `units`: how many each has consumed."""
+    run = change.run
+    known = {worker for fragment in opening.fragments for worker in fragment.contributed}
     counts = []
-    for arrival, consumed in zip(kept, units, strict=True):
+    for arrival, consumed in zip(accepted, units, strict=True):
         worker = arrival.header.worker
         counts.append(
             {
@@ -341,13 +355,13 @@ def _count(run: LiveRun, session: Session, kept: Sequence[Arrival], units: Seque
             }
         )
         known.add(worker)
-    connection = session.connection()
+    connection = change.session.connection()
     connection.execute(_COUNT_WORKER, counts)
     connection.execute(
         _COUNT_RUN,
         {
             "of_run": run.id,
             "more_tokens": sum(units) * run.spec.unit_tokens,
-            "more_bytes": sum(arrival.size for arrival in kept),
+            "more_bytes": sum(arrival.size for arrival in accepted),
         },
     )

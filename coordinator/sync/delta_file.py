@@ -48,7 +48,6 @@ def write_delta(
 
     The same contributions and `base` give the same bytes.
     """
-    assert run.layout is not None
     in_order, memory = sorted(contributed.items()), Memory()
     files: dict[str, HashedPayloadFile] = {}
     try:
@@ -75,7 +74,7 @@ def write_delta(
             round=round_,
             fragment=fragment,
             codec=run.spec.sync.download_codec,
-            elements=run.layout.elements[fragment],
+            elements=payloads[0][0].header.elements,
             chunk_elements=CHUNK_ELEMENTS,
             frame_bytes=[len(frame) for frame in frames],
             base=base,
@@ -140,13 +139,13 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
         path.unlink(missing_ok=True)
         run.spoilt.add((round_, fragment))
     where = f"the delta of round {round_}, fragment {fragment}"
-    with run.lock, run.world.database.write() as session:
+    with run.change() as change:
         if mended:
             message = f"{where} was corrupt on disk; it was made again from its contributions, to the same bytes"
-            run.record(session, "mended", message, round=round_, fragment=fragment)
+            change.record("mended", message, round=round_, fragment=fragment)
         else:
             message = f"{where} is corrupt on disk and its contributions are gone; workers recover from a checkpoint"
-            run.record(session, "corrupt", message, round=round_, fragment=fragment)
+            change.record("corrupt", message, round=round_, fragment=fragment)
     return mended
 
 

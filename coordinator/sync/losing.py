@@ -5,39 +5,42 @@ worker until the round is over, so the worker is asked for it (`contribution-los
 """
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
-from coordinator.runs.live_run import LiveRun, OpenRound, worker_row
+from coordinator.runs.live_run import Change, LiveRun, OpenRound
 from coordinator.runs.rounds import advance
 from coordinator.runs.units import lose_units
 from coordinator.store.tables import ContributionRow, FragmentRow
 
 
 def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: list[str]) -> None:
-    """Forget the contributions of `workers` to fragment `index` and collect again. Holds the lock."""
+    """Forget the contributions of `workers` to fragment `index` and collect again."""
     fragment, round_ = opening.fragments[index], opening.number
-    collecting = advance(fragment.state, "contribution lost")
-    with run.world.database.write() as session:
+    with run.change() as change:
+        session, collecting = change.session, advance(fragment.state, "contribution lost")
         row = session.get_one(FragmentRow, (run.id, round_, index))
         row.state, row.reason, row.contributors, row.quorum_at, row.closed_at = collecting, "", None, None, None
         for worker in workers:
-            _forget(run, session, session.get_one(ContributionRow, (run.id, round_, index, worker)))
+            _forget(change, session.get_one(ContributionRow, (run.id, round_, index, worker)))
         message = f"round {round_}, fragment {index}: the disk has lost the contribution of {', '.join(workers)}"
-        run.record(session, "contribution-lost", message, round=round_, fragment=index, workers=workers)
-    for worker in workers:
-        lost = fragment.contributed.pop(worker)
-        run.files.contribution(round_, index, worker, lost.digest).unlink(missing_ok=True)
-    fragment.state, fragment.quorum_at = collecting, None
-    opening.settled.clear()
-    opening.consumed.clear()
-    run.wake()
+        change.record("contribution-lost", message, round=round_, fragment=index, workers=workers)
+
+        def apply() -> None:
+            for worker in workers:
+                lost = fragment.contributed.pop(worker)
+                run.files.contribution(round_, index, worker, lost.digest).unlink(missing_ok=True)
+            fragment.state, fragment.quorum_at = collecting, None
+            opening.settled.clear()
+            opening.consumed.clear()
+
+        change.then(apply)
+        change.wake()
 
 
-def _forget(run: LiveRun, session: Session, row: ContributionRow) -> None:
+def _forget(change: Change, row: ContributionRow) -> None:
     """Delete the row and what was counted of it; the units are held again once no fragment has any trace of them."""
-    worker = worker_row(run, session, row.worker)
+    run, session, run_row = change.run, change.session, change.row
+    worker = change.worker_row(row.worker)
     worker.upload_bytes -= row.size
-    run_row = run.row(session)
     run_row.upload_bytes -= row.size
     session.delete(row)
     session.flush()
@@ -51,7 +54,7 @@ def _forget(run: LiveRun, session: Session, row: ContributionRow) -> None:
         .limit(1)
     ).first()
     if others is None:
-        units = lose_units(session, run.id, row.worker, row.round, live=row.worker in run.leases)
+        units = lose_units(session, run.id, row.worker, row.round, live=row.worker in run.members.leases)
         run_row.tokens -= units * run.spec.unit_tokens
         worker.contributions -= 1
         worker.tokens -= units * run.spec.unit_tokens

@@ -7,12 +7,13 @@ state is derived (a checkpoint and the deltas after it give it again), so it nee
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
-from coordinator.runs.live_run import LiveRun
+from coordinator.runs.bell import EVENTS
+from coordinator.runs.live_run import Change, LiveRun
 from coordinator.store.files import PayloadFile, intact
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, OuterStateRow
 from coordinator.sync import checkpointing, retention
@@ -48,15 +49,19 @@ def _step(run: LiveRun, fragment: int) -> None:
     if checkpointed:
         checkpointing.keep_fragment(run, after, fragment, target, digest)
     with run.lock:
-        with run.world.database.write() as session:
-            row = session.get_one(OuterStateRow, (run.id, fragment))
+        with run.change() as change:
+            row = change.session.get_one(OuterStateRow, (run.id, fragment))
             row.round, row.state_digest = after, digest
-            completed = checkpointed and checkpointing.complete(run, session, after)
-        run.outer[fragment] = (after, digest)
-        run.stepped.notify_all()
+            completed = checkpointed and checkpointing.complete(change, after)
+            change.then(partial(_set, run, fragment, (after, digest)))
+            change.wake(EVENTS)
         if completed:
             retention.clean(run)
-    run.ring()
+
+
+def _set(run: LiveRun, fragment: int, state: tuple[int, bytes]) -> None:
+    run.outer[fragment] = state
+    run.stepped.notify_all()
 
 
 def step_file(run: LiveRun, fragment: int, before: int, source: Path, target: Path) -> bytes:
@@ -82,16 +87,17 @@ def _delta(run: LiveRun, round_: int, fragment: int) -> Iterator[Payload]:
             yield delta
 
 
-def set_rows(run: LiveRun, session: Session, round_: int, digests: list[bytes]) -> None:
-    """The rows of a whole outer state, at its beginning."""
+def begin(change: Change, digests: list[bytes]) -> None:
+    """Make state 0, whose files are there, the outer state."""
+    run = change.run
     for fragment, digest in enumerate(digests):
-        session.add(OuterStateRow(run_id=run.id, fragment=fragment, round=round_, state_digest=digest))
+        change.session.add(OuterStateRow(run_id=run.id, fragment=fragment, round=0, state_digest=digest))
+    change.then(lambda: run.outer.extend((0, digest) for digest in digests))
 
 
-def copy_checkpoint(run: LiveRun, round_: int) -> None:
+def copy_checkpoint(run: LiveRun, round_: int, fragments: int) -> None:
     """Make the files of checkpoint `round_` the current outer state."""
-    assert run.layout is not None
-    for fragment in range(len(run.layout.fragments)):
+    for fragment in range(fragments):
         checkpointing.link(run.files.checkpoint(round_, fragment), run.files.state(fragment, round_))
 
 
@@ -150,13 +156,11 @@ def _go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None
         )
     round_ = checkpoint.round
     checkpointing.link(run.files.checkpoint(round_, fragment), run.files.state(fragment, round_))
-    with run.lock:
-        with run.world.database.write() as session:
-            message = f"fragment {fragment} of the outer state is derived again from checkpoint {round_}"
-            run.record(session, "rederived", message)
-            row = session.get_one(OuterStateRow, (run.id, fragment))
-            row.round, row.state_digest = round_, checkpoint.state_digest
-        run.outer[fragment] = (round_, checkpoint.state_digest)
+    with run.change() as change:
+        change.record("rederived", f"fragment {fragment} of the outer state is derived again from checkpoint {round_}")
+        row = change.session.get_one(OuterStateRow, (run.id, fragment))
+        row.round, row.state_digest = round_, checkpoint.state_digest
+        change.then(partial(_set, run, fragment, (round_, checkpoint.state_digest)))
 
 
 def holds(path: Path, state_digest: bytes) -> bool:

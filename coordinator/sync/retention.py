@@ -48,19 +48,20 @@ def keeps_delta(run: LiveRun, round_: int) -> bool:
 
 
 def clean(run: LiveRun) -> None:
-    """Delete what the rule no longer keeps; rows first, so that no row names a missing file. Holds the lock."""
-    kept = kept_checkpoints(run)[: run.spec.checkpoints.keep]
-    delta = first_delta(kept)
-    with run.world.database.write() as session:
-        for table in (CheckpointRow, CheckpointFragmentRow):
-            session.execute(
-                delete(table).where(table.run_id == run.id, table.round < kept[0], table.round.not_in(kept))
-            )
-        _forget_history(run, session, min(delta, run.round - run.spec.retention.rounds))
-    for folder, before in (("checkpoints", kept[-1]), ("deltas", delta), ("contributions", kept[0])):
-        for round_ in run.files.rounds(folder):
-            if round_ < before:
-                run.files.remove_round(folder, round_)
+    """Delete what the rule no longer keeps; rows first, so that no row names a missing file."""
+    with run.lock:
+        kept = kept_checkpoints(run)[: run.spec.checkpoints.keep]
+        oldest_delta = first_delta(kept)
+        with run.change() as change:
+            for table in (CheckpointRow, CheckpointFragmentRow):
+                change.session.execute(
+                    delete(table).where(table.run_id == run.id, table.round < kept[0], table.round.not_in(kept))
+                )
+            _forget_history(run, change.session, min(oldest_delta, run.round - run.spec.retention.rounds))
+        for folder, before in (("checkpoints", kept[-1]), ("deltas", oldest_delta), ("contributions", kept[0])):
+            for round_ in run.files.rounds(folder):
+                if round_ < before:
+                    run.files.remove_round(folder, round_)
 
 
 def _forget_history(run: LiveRun, session: Session, before: int) -> None:
@@ -108,17 +109,16 @@ def latest(session: Session, run_id: int, round_: int) -> tuple[float | None, fl
 
 def trim_events(run: LiveRun) -> None:
     """Delete the oldest events above the limit, once a few hundred are."""
-    with run.lock:
-        if run.events_recorded < EVENTS_SLACK:
-            return
-        with run.world.database.write() as session:
-            newest_to_go = session.scalars(
-                select(EventRow.id)
-                .where(EventRow.run_id == run.id)
-                .order_by(EventRow.id.desc())
-                .offset(run.spec.retention.events)
-                .limit(1)
-            ).one_or_none()
-            if newest_to_go is not None:
-                session.execute(delete(EventRow).where(EventRow.run_id == run.id, EventRow.id <= newest_to_go))
-        run.events_recorded = 0
+    if run.events_recorded < EVENTS_SLACK:
+        return
+    with run.change() as change:
+        newest_to_go = change.session.scalars(
+            select(EventRow.id)
+            .where(EventRow.run_id == run.id)
+            .order_by(EventRow.id.desc())
+            .offset(run.spec.retention.events)
+            .limit(1)
+        ).one_or_none()
+        if newest_to_go is not None:
+            change.session.execute(delete(EventRow).where(EventRow.run_id == run.id, EventRow.id <= newest_to_go))
+        change.then(lambda: setattr(run, "events_recorded", 0))

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from sqlalchemy import delete
 
-from coordinator.runs import assigning
 from coordinator.runs.live_run import LiveRun
 from coordinator.store.files import PayloadFile
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow
@@ -14,24 +12,16 @@ from coordinator.sync import checkpointing, outer_state
 from coordinator.sync.state_file import F32, write_state
 from protocol.digest import model_digest
 from protocol.errors import Problem
+from protocol.fragments import Layout
 from protocol.messages import CheckpointFragment
 from protocol.wire import CHUNK_ELEMENTS, chunk_sizes
 
 
-def appoint(run: LiveRun, worker: str) -> bool:
-    """Whether `worker` is the one to seed state 0. The first live worker that asks is; a successor starts afresh."""
-    if run.seeder is None:
-        with run.world.database.write() as session:
-            session.execute(delete(CheckpointFragmentRow).where(CheckpointFragmentRow.run_id == run.id))
-            run.record(session, "seeding", f"{worker} uploads state 0", worker=worker)
-        run.seeder = worker
-    return run.seeder == worker
-
-
-def accept_state(run: LiveRun, worker: str, fragment: int, upload: Path) -> tuple[CheckpointFragment, bool]:
-    """Keep an uploaded fragment of state 0; whether it is new. WireError for bytes that are not such a payload."""
-    assert run.layout is not None
-    elements = run.layout.elements[fragment]
+def accept_state(
+    run: LiveRun, layout: Layout, worker: str, fragment: int, upload: Path
+) -> tuple[CheckpointFragment, bool]:
+    """Accept an uploaded fragment of state 0; whether it is new. WireError for bytes that are not such a payload."""
+    elements = layout.elements[fragment]
     with PayloadFile(upload) as payload:
         header = payload.header
         expected = ("state", run.name, 0, fragment, "fp32", 2 * elements)
@@ -43,45 +33,41 @@ def accept_state(run: LiveRun, worker: str, fragment: int, upload: Path) -> tupl
         try:
             state_digest = write_state(canonical, run.name, 0, fragment, elements, _halves(payload, elements))
             with run.lock:
-                return _keep(run, worker, fragment, canonical, state_digest)
+                row, created = _accept(run, worker, fragment, canonical, state_digest)
+                if not run.seeded:
+                    _complete(run, layout)
         finally:
             canonical.unlink(missing_ok=True)
+    return checkpointing.describe(row, layout), created
 
 
-def _keep(
+def _accept(
     run: LiveRun, worker: str, fragment: int, canonical: Path, state_digest: bytes
-) -> tuple[CheckpointFragment, bool]:
-    assert run.layout is not None
+) -> tuple[CheckpointFragmentRow, bool]:
     with run.world.database.read() as session:
         row = session.get(CheckpointFragmentRow, (run.id, 0, fragment))
-    created = row is None or row.state_digest != state_digest
-    if created:
-        if run.seeded or run.seeder != worker:
-            raise Problem("state-conflict", f"state 0 of the run {run.name} is not for {worker} to seed")
-        row = checkpointing.keep_fragment(run, 0, fragment, canonical, state_digest)
-    if not run.seeded:
-        _complete(run)
-    assert row is not None
-    return checkpointing.describe(run, row), created
+    if row is not None and row.state_digest == state_digest:
+        return row, False
+    if run.seeded or run.seeder != worker:
+        raise Problem("state-conflict", f"state 0 of the run {run.name} is not for {worker} to seed")
+    return checkpointing.keep_fragment(run, 0, fragment, canonical, state_digest), True
 
 
-def _complete(run: LiveRun) -> None:
-    """State 0 is there once all of its fragments are. Holds the lock."""
-    assert run.layout is not None
+def _complete(run: LiveRun, layout: Layout) -> None:
+    """State 0 is there once all of its fragments are. Under the run's lock."""
     with run.world.database.read() as session:
         rows = session.query(CheckpointFragmentRow).filter_by(run_id=run.id, round=0).order_by("fragment").all()
-    if len(rows) == len(run.layout.fragments):
-        outer_state.copy_checkpoint(run, 0)
-        with run.world.database.write() as session:
-            digest = model_digest(other.state_digest for other in rows)
-            session.add(CheckpointRow(run_id=run.id, round=0, created_at=run.world.now(), state_digest=digest))
-            run.record(
-                session, "seeded", f"state 0 is there: {run.layout.total_elements} parameters in {len(rows)} fragments"
-            )
-            outer_state.set_rows(run, session, 0, [other.state_digest for other in rows])
-        run.outer = [(0, other.state_digest) for other in rows]
-        assigning.try_open(run)
-        run.wake()
+    if len(rows) < len(layout.fragments):
+        return
+    outer_state.copy_checkpoint(run, 0, len(rows))
+    digests = [row.state_digest for row in rows]
+    with run.change() as change:
+        digest, now = model_digest(digests), run.world.now()
+        change.session.add(CheckpointRow(run_id=run.id, round=0, created_at=now, state_digest=digest))
+        message = f"state 0 is there: {layout.total_elements} parameters in {len(rows)} fragments"
+        change.record("seeded", message)
+        outer_state.begin(change, digests)
+        change.wake()
 
 
 def _halves(payload: PayloadFile, elements: int) -> Iterator[tuple[F32, F32]]:

@@ -55,10 +55,8 @@ class Storage:
 
 
 def _tell(run: LiveRun, kind: str, message: str) -> None:
-    """Holds the lock."""
-    with run.world.database.write() as session:
-        run.record(session, kind, message)
-    run.ring()
+    with run.change() as change:
+        change.record(kind, message)
 
 
 def has_room(probe: Path) -> bool:

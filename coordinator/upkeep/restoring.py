@@ -8,10 +8,9 @@ import logging
 
 from sqlalchemy import select
 
-from coordinator.runs import assigning, steering
 from coordinator.runs.live_run import Contributed, LiveRun, OpenFragment, OpenRound
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow, WorkerRow
-from coordinator.sync import checkpointing, outer_state, publishing
+from coordinator.sync import outer_state
 from coordinator.upkeep import setting_aside
 from protocol.messages import FragmentState, Metrics, WorkerState
 
@@ -19,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def restore(run: LiveRun) -> None:
+    """Rebuild the run in memory, and let it go on."""
     with run.lock:
         setting_aside.set_aside_newer(run)
         _restore_workers(run)
@@ -26,14 +26,7 @@ def restore(run: LiveRun) -> None:
         _sweep_contributions(run)
         if run.layout is not None:
             outer_state.restore(run)
-        resting = checkpointing.at_rest(run)  # it may have come to rest without having kept its checkpoint
-        for index in range(len(run.outer)):
-            aggregating = run.open is not None and run.open.fragments[index].state is FragmentState.AGGREGATING
-            if resting or aggregating:
-                publishing.start_job(run, index)
-        publishing.close_due(run)
-        assigning.try_open(run)
-        steering.note_drained(run)
+        run.restored()
 
 
 def _restore_workers(run: LiveRun) -> None:
@@ -42,16 +35,16 @@ def _restore_workers(run: LiveRun) -> None:
         rows = session.scalars(
             select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.state == WorkerState.LIVE)
         ).all()
-        run.previous = set(
+        run.members.previous = set(
             session.scalars(
                 select(AssignmentRow.worker).where(AssignmentRow.run_id == run.id, AssignmentRow.round == run.round - 1)
             )
         )
     for row in rows:
-        assert row.token_hash is not None
-        run.leases.renew(row.name, now)
-        run.member_tokens[row.token_hash] = row.name
-        run.metrics[row.name] = Metrics.model_validate(row.metrics)
+        if row.token_hash is not None:
+            run.members.tokens[row.token_hash] = row.name
+        run.members.leases.renew(row.name, now)
+        run.members.metrics[row.name] = Metrics.model_validate(row.metrics)
 
 
 def _restore_open_round(run: LiveRun) -> None:

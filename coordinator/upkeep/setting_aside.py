@@ -20,24 +20,24 @@ FOLDERS = ("contributions", "deltas", "checkpoints")
 
 
 def set_aside_newer(run: LiveRun) -> None:
-    """Move the files of rounds that the database does not know out of the way; say so. Holds the lock."""
+    """Move the files of rounds that the database does not know out of the way; say so."""
     newer = [(folder, round_) for folder in FOLDERS for round_ in run.files.rounds(folder) if round_ > run.round]
     if not newer:
         return
     latest = max(round_ for _, round_ in newer)
-    with run.world.database.write() as session:  # first: then a crash in between only repeats this
+    with run.change() as change:  # first: then a crash in between only repeats this
         message = (
             f"the database is older than the files (it knows {run.round} rounds, there are files of round {latest}): "
             f"it was restored from a backup. The run goes on from round {run.round}; the newer files were moved to "
             f"{run.files.root / 'set-aside'}, and every worker joins again"
         )
-        run.record(session, "restored-from-backup", message, round=run.round, files_of_round=latest)
-        live = session.scalars(
+        change.record("restored-from-backup", message, round=run.round, files_of_round=latest)
+        live = change.session.scalars(
             select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.state == WorkerState.LIVE)
         ).all()
         for row in live:  # their tokens are of a history that is gone, and their names must not be taken
             row.state, row.token_hash = WorkerState.LOST, None
-            return_units(session, run.id, row.name)
+            return_units(change.session, run.id, row.name)
     aside = run.files.root / "set-aside"
     aside.mkdir(exist_ok=True)
     place = next(aside / str(n) for n in itertools.count() if not (aside / str(n)).exists())

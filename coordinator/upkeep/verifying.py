@@ -74,20 +74,20 @@ def _mend_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
     if row.round not in retention.kept_checkpoints(run):  # the retention rule has deleted it meanwhile
         return
     if _make_again(run, row):
-        with run.lock, run.world.database.write() as session:
+        with run.change() as change:
             message = f"{where} was corrupt on disk; it was made again, to the same bytes"
-            run.record(session, "mended", message, round=row.round, fragment=row.fragment)
+            change.record("mended", message, round=row.round, fragment=row.fragment)
         return
     with run.lock:
         others = [round_ for round_ in retention.kept_checkpoints(run) if round_ != row.round]
-        with run.world.database.write() as session:
+        with run.change() as change:
             if others:
                 for table in (CheckpointRow, CheckpointFragmentRow):
-                    session.execute(delete(table).where(table.run_id == run.id, table.round == row.round))
+                    change.session.execute(delete(table).where(table.run_id == run.id, table.round == row.round))
                 message = f"{where} is corrupt on disk and cannot be made again: the checkpoint is dropped"
             else:
                 message = f"{where} is corrupt on disk and cannot be made again: no worker can join until the next one"
-            run.record(session, "corrupt", message, round=row.round, fragment=row.fragment)
+            change.record("corrupt", message, round=row.round, fragment=row.fragment)
 
 
 def _make_again(run: LiveRun, row: CheckpointFragmentRow) -> bool:

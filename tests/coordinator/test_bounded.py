@@ -76,9 +76,9 @@ def test_files_and_rows_stay_bounded_over_two_hundred_rounds(shared: InThread, r
 def test_events_are_trimmed_to_the_newest(shared: InThread, run: str) -> None:
     crew(shared, run, ["a"], checkpoints=RETENTION)
     live = shared.live(run)
-    with live.lock, shared.coordinator.database.write() as session:
+    with live.change() as change:
         for number in range(EVENTS_SLACK + 100):
-            live.record(session, "test", f"event {number}")
+            change.record("test", f"event {number}")
     shared.coordinator.tick()
     with shared.coordinator.database.read() as session:
         kept = session.query(EventRow).filter_by(run_id=live.id).order_by(EventRow.id).all()

@@ -182,7 +182,7 @@ def test_a_checkpoint_that_could_not_be_completed_is_completed_later(tmp_path: P
 
             def has_given_up() -> bool:  # of two fragments that are stepped at once both fail
                 with live.lock:
-                    return live.retry_at is not None and not live.jobs
+                    return bool(live.jobs.retry_at) and not live.jobs.running
 
             wait_until(has_given_up)
             assert events(running, "r", "fault")
@@ -219,9 +219,9 @@ def test_a_run_whose_tick_fails_does_not_hold_up_the_others(shared: InThread, ru
         clock.advance(2)
         shared.coordinator.tick()
         assert c.delta(0, 0).status_code == c.delta(0, 1).status_code == 200
-        assert "silent" in shared.live(run).leases
+        assert "silent" in shared.live(run).members.leases
     shared.coordinator.tick()
-    assert "silent" not in shared.live(run).leases
+    assert "silent" not in shared.live(run).members.leases
 
 
 def test_a_run_that_was_stopped_stays_so_though_its_last_delta_could_be_made_afterwards(tmp_path: Path) -> None:
@@ -234,6 +234,6 @@ def test_a_run_that_was_stopped_stays_so_though_its_last_delta_could_be_made_aft
         unblocked(running.live("r").files.root / "deltas")
         clock.advance(5)
         running.coordinator.tick()
-        wait_until(lambda: not running.live("r").jobs)
+        wait_until(lambda: not running.live("r").jobs.running)
         assert info(running, "r")["state"] == "stopped"
         problem(member.delta(0, 0), "run-ended")

@@ -269,7 +269,7 @@ def test_stopping_answers_those_who_wait_and_takes_no_time(lives: Lives) -> None
         answers: list[str] = []
         poll = threading.Thread(target=lambda: answers.append(member.assignment(0, wait_s=60).action))
         poll.start()
-        wait_until(lambda: "w" in running.live("r").ready)  # the poll has looked once, and waits
+        wait_until(lambda: "w" in running.live("r").members.ready)  # the poll has looked once, and waits
         began = time.monotonic()
     poll.join(timeout=5)
     assert answers == ["wait"]

@@ -156,7 +156,7 @@ class Faults:
 
         def evict() -> None:
             try:
-                membership.change(self._sim.node.run, name, WorkerChange(state="evicted"))
+                membership.change_worker(self._sim.node.run, name, WorkerChange(state="evicted"))
             except Problem as problem:
                 if problem.slug != "not-found":
                     raise
@@ -178,7 +178,7 @@ class Faults:
         def join() -> None:
             run = self._sim.node.run
             with run.lock:
-                if run.ended or name not in run.leases or run.layout is None:
+                if run.ended or name not in run.members.leases or run.layout is None:
                     return
                 request = JoinRequest(tensors=tensor_specs(Toy(self._sim.fragments)))
                 try:

@@ -5,6 +5,7 @@ to find it, so that the proof is quick; the test looks through the others where 
 """
 
 import builtins
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,7 +112,7 @@ def _stale_tokens_work() -> list[Replacement]:
 
     def init(self: LiveRun, *args: Any) -> None:
         real(self, *args)
-        self.member_tokens = _Sticky()
+        self.members.tokens = _Sticky()
 
     def renew(self: Leases, worker: str, now: float) -> bool:
         self.renew(worker, now)
@@ -180,7 +181,7 @@ def _fused_outer_step() -> list[Replacement]:
 
 
 def _never_tries_again() -> list[Replacement]:
-    return [(publishing, "retry_jobs", _nothing)]
+    return [(publishing, "RETRY_S", math.inf)]
 
 
 def _leases_never_end() -> list[Replacement]:

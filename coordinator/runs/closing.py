@@ -1,0 +1,70 @@
+"""Closing: when the contributors of a fragment of the open round are fixed. `rounds.py` decides it."""
+
+from sqlalchemy import select
+
+from coordinator.runs.live_run import Change, LiveRun, OpenRound
+from coordinator.runs.rounds import Close, advance, decide, has_quorum
+from coordinator.store.tables import EventRow, FragmentRow
+from protocol.messages import FragmentState, RunState
+
+
+def close_due(run: LiveRun) -> bool:
+    """Close the collecting fragments of the open round that are due; return True if there were any."""
+    opening = run.open
+    if opening is None or run.state is RunState.STOPPED:
+        return False
+    now = run.world.clock()
+    expected = opening.assigned & run.members.leases.live()
+    due: list[tuple[int, Close]] = []
+    for index, fragment in enumerate(opening.fragments):
+        if fragment.state is not FragmentState.COLLECTING:
+            continue
+        contributed = fragment.contributed.keys()
+        if fragment.quorum_at is None and has_quorum(expected, contributed, run.policy):
+            fragment.quorum_at = now
+        decision = decide(
+            expected, contributed, run.policy, opened_at=opening.opened_at, quorum_at=fragment.quorum_at, now=now
+        )
+        fragment.reason = decision.reason
+        if isinstance(decision, Close):
+            due.append((index, decision))
+        else:
+            fragment.closes_at = decision.until
+    if due:
+        with run.transition() as change:
+            for index, decision in due:
+                _close(change, opening, index, decision)
+    return bool(due)
+
+
+def _close(change: Change, opening: OpenRound, index: int, decision: Close) -> None:
+    """Fix the contributors, durably."""
+    run, fragment = change.run, opening.fragments[index]
+    contributors = {worker: fragment.contributed[worker].tokens for worker in decision.contributors}
+    late = sorted((opening.assigned & run.members.leases.live()) - contributors.keys())
+    row = change.session.get_one(FragmentRow, (run.id, opening.number, index))
+    closed = advance(fragment.state, "closed")
+    row.state, row.reason, row.contributors = closed, decision.reason, contributors
+    row.closed_at = run.world.now()
+    if fragment.quorum_at is not None:
+        row.quorum_at = row.closed_at - (run.world.clock() - fragment.quorum_at)
+    if late and not _told_late(change, opening.number, late):
+        message = f"round {opening.number}, first in fragment {index}: {decision.reason}"
+        change.record("late", message, round=opening.number, fragment=index, workers=late)
+
+    def apply() -> None:
+        fragment.state, fragment.closes_at = closed, None
+
+    change.then(apply)
+
+
+def _told_late(change: Change, round_: int, workers: list[str]) -> bool:
+    """Return True if an event says already that a fragment of the round closed without just these workers."""
+    told = change.session.scalars(
+        select(EventRow.data).where(
+            EventRow.run_id == change.run.id,
+            EventRow.kind == "late",
+            EventRow.data["round"].as_integer() == round_,
+        )
+    )
+    return any(data["workers"] == workers for data in told)

@@ -1,0 +1,17 @@
+"""The held-out loss of a run's states, as its workers measure it."""
+
+from coordinator.runs.live_run import LiveRun
+from coordinator.store.tables import EvaluationRow
+from protocol.errors import Problem
+from protocol.messages import EvaluationReport
+
+
+def evaluated(run: LiveRun, worker: str, round_: int, report: EvaluationReport) -> None:
+    """Record the held-out loss of state `round_`; a later report of the same state replaces an earlier one."""
+    with run.change() as change:
+        if round_ > run.round:
+            raise Problem("round-not-open", f"state {round_} does not exist yet; the run is at {run.round}")
+        change.session.merge(
+            EvaluationRow(run_id=run.id, round=round_, worker=worker, loss=report.loss, tokens=report.tokens)
+        )
+        change.record("evaluated", f"state {round_}: held-out loss {report.loss:.4f} nats per token", round=round_)

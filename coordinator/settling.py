@@ -1,0 +1,16 @@
+"""The settling of a run: whatever follows from its state, its members and the time, until nothing more does.
+
+Called in one place, `LiveRun.settle`: after every change of the run, after a start, and a few times a second.
+"""
+
+from coordinator.runs import closing, opening, steering
+from coordinator.runs.live_run import LiveRun
+from coordinator.sync import publishing
+
+
+def settle(run: LiveRun) -> None:
+    """Close what is due, open what can be opened, note what is drained; then publish what is closed. Under the run's
+    lock."""
+    while closing.close_due(run) or opening.open_next(run) or steering.note_drained(run):
+        pass
+    publishing.start_due(run)
