@@ -52,6 +52,8 @@ def assign(
         if carried:
             with run.world.database.write() as session:  # before others are dealt what lies in the pool
                 reclaim_units(session, run.id, worker, run.round, carried)
+            if run.open is not None:
+                run.open.settled.discard(worker)
         run.ready.add(worker)
         try_open(run)
         if run.open is None:
