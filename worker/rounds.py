@@ -316,8 +316,8 @@ class Rounds:
                 return True
             log.warning("the work on round %d is dropped: %s", trained.round, asked.reason)
             self._drop()
-            if self._state.round != asked.round or not self._follow(asked):
-                self.begin_next()
+            # Asked anew: what was said to be carried, here or by a flight meanwhile, counts as ours until then.
+            self.begin_next()
         except Stopped:
             self.finished = True
         return False

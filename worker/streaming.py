@@ -29,7 +29,7 @@ from protocol.messages import Assignment
 from worker.rounds import LATE, Rounds, Save
 from worker.schedule import Schedule, schedule
 from worker.sync import Flight
-from worker.work import Midway, Missed, Piece, Superseded, UnitRanges, Work, count, first_units, last_units
+from worker.work import Carry, Midway, Missed, Piece, UnitRanges, Work, count, first_units, last_units
 
 log = logging.getLogger(__name__)
 
@@ -151,8 +151,6 @@ class StreamedRounds(Rounds):
         assert self._flight is not None
         left = self._flight.land(p)
         piece, ahead = self._flight.pieces.pop(p), self._ahead(p)
-        if isinstance(left, Superseded):
-            ahead, self._fresh[p] = None, -count(self._used)
         self.carry = self.carry.merged(
             p,
             late=piece.missed(left) if isinstance(left, Missed) else None,
@@ -180,16 +178,27 @@ class StreamedRounds(Rounds):
         self._arrival = self._flight.arrival
         steps, used = self._steps.done, self._used
         self._fresh = [fresh + count(used) for fresh in self._fresh]
-        units = self._not_consumed(used, self._flight.accepted)
+        units = self._not_consumed(used, self._flight)
         loss = self._progress.end_inner_steps(steps, steps * self._spec.unit_tokens)
         self.carry = replace(self.carry, units=units, weight=count(used), loss=loss)
+        if self._flight.superseded:
+            self._begin_anew()
         self.training, self._stands, self._flight = False, True, None
         if self.carry.late:
             log.warning(LATE, self.assignment.round)
 
-    def _not_consumed(self, used: UnitRanges, accepted: int) -> UnitRanges:
+    def _not_consumed(self, used: UnitRanges, flight: Flight) -> UnitRanges:
+        if flight.superseded:
+            return []
         named = self.carry.units + used
-        return last_units(named, count(named) - accepted)
+        return last_units(named, count(named) - flight.accepted)
+
+    def _begin_anew(self) -> None:
+        """What an earlier process of this worker has contributed stands beside what this one has: some fragments are
+        ahead by other units than others. So all of them begin at the global parameters, and nothing is carried."""
+        self.carry, self._fresh = Carry(), [0] * len(self._state)
+        for p in range(len(self._state)):
+            self._fragments.rebase(p, self._state.theta[p], None)
 
     # --- between rounds -------------------------------------------------------------------------------------------
 
@@ -199,7 +208,7 @@ class StreamedRounds(Rounds):
         _ = self._state.digests  # from now on, a flipped bit is noticed
         assignment, epoch = self.assignment, self._membership.epoch
         used = first_units(assignment.units, assignment.inner_steps)
-        return epoch, self._question(flight.round + 1, self._not_consumed(used, flight.accepted))
+        return epoch, self._question(flight.round + 1, self._not_consumed(used, flight))
 
     def begin_next(self) -> None:
         arrival, self._arrival = self._arrival, None

@@ -79,6 +79,7 @@ class Flight:
         self._stepped: set[int] = set()
         self._ended = False
         self.arrival: Future[Any] | None = None  # of the call of `arrived`
+        self.superseded = False  # another contribution of this worker stands in the place of one of them
         self.accepted = 0  # units of the contribution that has the most of them, of those that are in a delta
         sync.state.round = None
 
@@ -140,17 +141,18 @@ class Flight:
             payload, fate = sync.await_delta(piece, fate, self._failed)
             with sync.client.stages(Stage.OUTER_STEP):
                 sync.state.step(p, payload)
-            self._note_step(piece, fate is None)
+            self._note_step(piece, fate)
             if fate is None:
                 return sync.unsent(piece)
             if isinstance(fate, Superseded):
                 return fate
             return Missed(unpack_payload(payload, torch.device("cpu")), fate)
 
-    def _note_step(self, piece: Piece, accepted: bool) -> None:
+    def _note_step(self, piece: Piece, fate: Fate) -> None:
         with self._lock:
             self._stepped.add(piece.fragment)
-            if accepted:
+            self.superseded = self.superseded or isinstance(fate, Superseded)
+            if fate is None:
                 self.accepted = max(self.accepted, count(piece.units))
             if len(self._stepped) < len(self._sync.state):
                 return

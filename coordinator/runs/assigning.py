@@ -1,6 +1,7 @@
 """Assignments: what each worker does next. One that comes late takes part in the open round with the next units."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from sqlalchemy import delete
 
@@ -41,6 +42,8 @@ def assign(
         with run.change() as change:  # and so the round is opened, where only this worker was waited for
             if carried:
                 reclaim_units(change.session, run.id, worker, run.round, carried)
+                if run.open is not None:
+                    change.then(partial(run.open.settled.discard, worker))
             change.then(lambda: run.members.ready.add(worker))
         opening = run.open
         if opening is None:

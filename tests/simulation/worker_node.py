@@ -164,3 +164,7 @@ class WorkerNode:
         """The outer state that the process holds, if it holds one."""
         state = getattr(self.diloco, "_state", None)
         return None if state is None or state.round is None else state
+
+    def rounds(self) -> Any:
+        """The way of the process through the rounds, if it has begun one."""
+        return getattr(self.diloco, "_rounds", None)
