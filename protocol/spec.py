@@ -8,15 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from protocol.codecs import CODECS, CodecName, DownloadCodecName
 from protocol.errors import SpecError
 
 MAX_SPEC_BYTES = 1 << 16
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-CodecName = Literal["fp32", "bf16", "int8", "int4", "2bit", "ternary", "sparse"]
-# Nothing carries over what the encoding of a delta leaves out, so the codecs that depend on that are for uploads only.
-DownloadCodecName = Literal["fp32", "bf16", "int8", "int4"]
 PositiveInt = Annotated[int, Field(gt=0, lt=1 << 40)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -241,11 +239,12 @@ class RunSpec(_Section):
     retention: RetentionSpec = Field(default_factory=RetentionSpec)
 
     @model_validator(mode="after")
-    def _sparse_without_momentum(self) -> "RunSpec":
-        if self.sync.upload_codec == "sparse" and self.outer.momentum != 0:
+    def _one_momentum(self) -> "RunSpec":
+        codec = CODECS[self.sync.upload_codec]
+        if codec.add_weight is not None and self.outer.momentum != 0:
             raise ValueError(
-                f'sync.upload_codec = "sparse" needs outer.momentum = 0, not {self.outer.momentum}: what a worker has '
-                "not sent yet is its momentum, and a second one on top makes the training unstable"
+                f'sync.upload_codec = "{codec.name}" needs outer.momentum = 0, not {self.outer.momentum}: what a '
+                "worker has not sent yet is its momentum, and a second one on top makes the training unstable"
             )
         return self
 
