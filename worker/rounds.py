@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from protocol.errors import CodecError, Problem
+from protocol.errors import CodecError, Problem, UnexpectedAnswer
 from protocol.messages import Action, Assignment, EvaluationReport
 from protocol.spec import RunSpec
 from worker import recovery, seeding
 from worker.client import Client
-from worker.errors import Resync, RunEnded, Stopped, UnexpectedAnswer, WorkLost
+from worker.errors import Resync, RunEnded, Stopped, WorkLost
 from worker.fragments import Fragments
 from worker.inner_steps import InnerSteps
 from worker.membership import Membership
