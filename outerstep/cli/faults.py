@@ -8,6 +8,7 @@ import typer
 from pydantic import BaseModel, ValidationError
 from typer.core import TyperGroup
 
+from outerstep.shadowing import refuse_shadow
 from protocol.errors import OuterstepError, Problem, Remedy, SpecError, Transient
 from protocol.exit_codes import Exit
 from protocol.spec import explain
@@ -67,7 +68,12 @@ def _explain(fault: Any, model: type[BaseModel], given: dict[str, Any], flags: d
 
 
 def import_extra(module: str, *, extra: str, command: str) -> ModuleType:
-    """`module`, which needs the libraries of pip's `outerstep[extra]`. UsageError where they are not installed."""
+    """Import `module`, which needs our package `extra` and the libraries of pip's `outerstep[extra]`. Raises UsageError
+    where these are not installed, or a file of the user's hides that."""
+    try:
+        refuse_shadow(extra)
+    except ImportError as error:
+        raise UsageError(str(error)) from error
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
