@@ -82,8 +82,7 @@ class Rounds:
 
     def end(self, save: Save) -> None:
         """The inner steps are done: exchange what they did, and begin the next round. Raises Stopped."""
-        # Where a GradScaler skipped every step, the units are spent all the same.
-        work, carry = self._begin_work(self._steps.units_used or self.assignment.units), self.carry
+        work, carry = self._begin_work(self._steps.units_used), self.carry
         if self._spec.sync.inner_steps == "auto":
             self._beat_now()  # the next round's H depends on how fast this one went
 

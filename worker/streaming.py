@@ -49,7 +49,6 @@ class StreamedRounds(Rounds):
         self._merged: set[int] = set()
         self._saved: Future[None] | None = None  # the writing of the snapshot that this round begins with
         self._arrival: Future[tuple[int, Assignment]] | None = None  # the answer that `_ask_ahead` got
-        self._ending = False  # the inner steps of this round are done
 
     # --- one round ------------------------------------------------------------------------------------------------
 
@@ -61,7 +60,7 @@ class StreamedRounds(Rounds):
         last = assignment.round + 1 == self._spec.sync.rounds
         steps, first = assignment.inner_steps, not self.carry.units
         self._due = schedule(self._spec.sync, len(self._state), steps, last=last, first=first)
-        self._sent, self._merged, self._ending = set(), set(), False
+        self._sent, self._merged = set(), set()
         self._flight = Flight(self._sync, assignment.round, self._saved, self._ask_ahead)
         self._move(0)
 
@@ -80,7 +79,7 @@ class StreamedRounds(Rounds):
                 self._merge(p)
 
     def end(self, save: Save) -> None:
-        round_number, ended, self._ending = self.assignment.round, False, True
+        round_number, ended = self.assignment.round, False
         with self._or_dropped(round_number):
             fragments = range(len(self._state))
             self._send([p for p in fragments if p not in self._sent])  # there were fewer than H steps
@@ -142,9 +141,8 @@ class StreamedRounds(Rounds):
 
     @property
     def _used(self) -> UnitRanges:
-        """The units of this round that the parameters have seen."""
-        # Where a GradScaler skipped every step, the units are spent all the same.
-        return self._steps.units_used or (self.assignment.units if self._ending else [])
+        """The units of this round that were used so far."""
+        return self._steps.units_used
 
     def _merge(self, p: int) -> None:
         self._progress.phase("sync")
