@@ -126,11 +126,12 @@ class SyncSpec(_Section):
             '"eager": a whole round of them'
         ),
     )
-    alpha: Literal["carry"] | Annotated[float, Field(ge=0, lt=1)] = Field(
+    alpha: Literal["carry"] | Annotated[float, Field(ge=0, le=1)] = Field(
         "carry",
         description=(
-            'what becomes of the progress of those inner steps: "carry" keeps it, a number mixes so much of the '
-            "local parameters into the new global ones (Streaming DiLoCo's alpha; 0 drops it)"
+            'what a worker goes on from: "carry", the new global parameters and what it has trained since it sent its '
+            "own; a number mixes so much of its local parameters into the global ones (Streaming DiLoCo's alpha; 0 "
+            "drops what it has trained since, 1 keeps all that is its own), with or without an overlap"
         ),
     )
 
@@ -143,14 +144,16 @@ class SyncSpec(_Section):
             )
         if self.overlap == "eager" and self.offsets == "spread":
             raise ValueError('overlap = "eager" needs offsets = "together": every fragment has a whole round anyway')
-        if self.alpha != "carry" and self.overlap == 0:
-            raise ValueError(f"alpha = {self.alpha}: without an overlap there is nothing to mix")
+        if self.alpha == 0 and self.overlap == 0:
+            raise ValueError(
+                f"alpha = {self.alpha}: without an overlap nothing is trained that it could drop; leave it out"
+            )
         return self
 
     @property
     def streams(self) -> bool:
-        """Whether fragments travel while training goes on, or at different times of the round."""
-        return self.overlap != 0 or self.offsets == "spread"
+        """Whether fragments travel while training goes on, or at different times of the round, or are mixed."""
+        return self.overlap != 0 or self.offsets == "spread" or self.alpha != "carry"
 
     @model_validator(mode="after")
     def _auto_needs_a_budget(self) -> "SyncSpec":

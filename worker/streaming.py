@@ -148,28 +148,31 @@ class StreamedRounds(Rounds):
         self._progress.phase("sync")
         assert self._flight is not None
         left = self._flight.land(p)
-        piece, ahead = self._flight.pieces.pop(p), self._ahead(p)
+        piece, snapshot = self._flight.pieces.pop(p), self._snapshots.pop(p, None)
+        late = piece.missed(left) if isinstance(left, Missed) else None
+        unsent = left if isinstance(left, Tensor) else None
+        self.carry = self.carry.merged(p, late=late, unsent=unsent, ahead=None)
         if isinstance(left, Superseded):
-            ahead, self._fresh[p] = None, -count(self._used)
-        self.carry = self.carry.merged(
-            p,
-            late=piece.missed(left) if isinstance(left, Missed) else None,
-            unsent=left if isinstance(left, Tensor) else None,
-            ahead=ahead,
-        )
+            self._fresh[p] = -count(self._used)
+        else:
+            self.carry = self.carry.merged(p, late=late, unsent=unsent, ahead=self._ahead(p, snapshot))
         self._fragments.rebase(p, self._state.theta[p], self.carry.delta(p))
         self._merged.add(p)
         self._progress.phase("train")
 
-    def _ahead(self, p: int) -> Tensor | None:
-        """Of the progress since fragment p was sent, what is kept, float32[n], host memory."""
-        snapshot, alpha = self._snapshots.pop(p, None), self._spec.sync.alpha
-        if snapshot is None:
-            return None
+    def _ahead(self, p: int, snapshot: Tensor | None) -> Tensor | None:
+        """What is kept, float32[n] in host memory, of the progress of fragment p that neither its new mean has nor
+        `carry` has already. `snapshot`: the parameters as they were sent, if training went on since."""
+        alpha = self._spec.sync.alpha
         if alpha == "carry":
+            if snapshot is None:
+                return None
             return self._fragments.in_host_memory(self._fragments.progress_since(p, snapshot))
+        carried, start = self.carry.delta(p), self._state.theta[p]
+        if carried is not None:  # it is in the local parameters as well, and must not count twice
+            start = start - carried
         local = self._fragments.in_host_memory(self._fragments.gather(p))
-        return (self._state.theta[p] - local) * alpha  # θ_local becomes α·θ_local + (1 − α)·θ_global
+        return (start - local) * alpha  # θ_local becomes α·θ_local + (1 − α)·start
 
     def _settle(self) -> None:
         """All fragments are merged: the round is over for this worker."""
