@@ -67,7 +67,7 @@ def tensor_specs(model: nn.Module) -> list[TensorSpec]:
         if _is_a(parameter, "torch.distributed.tensor", "DTensor"):
             raise ModelError(
                 f"parameter {name} is sharded (a DTensor), and each worker needs the whole model in one process: leave "
-                "out fully_shard or parallelize_module; DistributedDataParallel and torch.compile are fine"
+                "out fully_shard or parallelize_module; torch.compile is fine"
             )
         if not parameter.is_floating_point():
             raise ModelError(f"parameter {name} is {parameter.dtype}; only floating-point parameters can be averaged")

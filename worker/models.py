@@ -102,7 +102,7 @@ def _factory_model(spec: ModelSpec) -> nn.Module:
         sys.path.append(directory)  # last: nothing there may hide an installed package, one of ours above all
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         raise ModelError(
             f"model.factory = {spec.factory!r}: {error} (looked in the installed packages, then in {directory})"
         ) from error

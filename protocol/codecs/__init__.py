@@ -1,7 +1,8 @@
 """Codecs: how a chunk of fp32 values becomes bytes. Choose one from CODECS by its name.
 
 To add one, write `protocol/codecs/NAME.py` and `worker/codecs/NAME.py`, and add its line to _MODULES. What the run spec
-and the wire format allow, the worker's codecs, the planner and the generated pages all derive from this one table.
+and the wire format allow, the worker's codecs, the planner and the generated pages all derive from this one table. Of a
+module's names, FIGURES (the planner's) and `add_weight` are optional.
 
 The numpy versions in this package are the reference. Where there are compiled kernels they take its place for int8 and
 int4, and `worker/codecs` produces the same bytes on the worker's device. A codec works on one chunk at a time, so that

@@ -306,6 +306,13 @@ def test_a_redirected_download_is_told_and_not_tried_for_ever() -> None:
     assert clock.slept == []
 
 
+def test_a_redirected_upload_was_not_accepted() -> None:
+    """It was taken for accepted, and waited for in the delta."""
+    client, _, _ = make_client([httpx.Response(308, headers={"Location": "https://c/x"})])
+    with pytest.raises(UnexpectedAnswer, match="redirects to https://c/x"):
+        client.contribute("m", HEADER, [bytes(length) for length in HEADER.frame_bytes])
+
+
 def test_a_stalled_upload_is_sent_again() -> None:
     """`request-timeout` is not a 5xx, and so it ended the worker, though its words are to send it again."""
     client, _, seen = make_client([problem("request-timeout"), httpx.Response(201, json={})])
