@@ -79,7 +79,7 @@ def payload(values: F32, codec: str, *, zstd: bool) -> bytes:
         run="benchmark",
         round=0,
         fragment=0,
-        codec=codec,  # type: ignore[arg-type]
+        codec=codec,
         elements=len(values),
         chunk_elements=CHUNK_ELEMENTS,
         frame_bytes=[len(frame) for frame in frames],

@@ -11,16 +11,16 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from outerstep.cli import app
+from protocol.exit_codes import IN_WORDS
 
 PAGE = Path(__file__).parent / "commands.md"
 WIDTH = 100  # columns
 
-HEAD = """\
+HEAD = f"""\
 # Commands
 
-Made by `docs/write_commands.py`: what each command says with `--help`. They end with exit code 0 when they have done
-what they were asked, 2 for wrong usage, 3 when they were refused and should not be retried, and 75 when it is worth
-trying again. Errors are one line on stderr.
+Made by `docs/write_commands.py`: what each command says with `--help`. Errors are one line on stderr.
+{IN_WORDS}
 """
 
 

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from outerstep.shadowing import refuse_shadow
+
 if TYPE_CHECKING:
     from worker.diloco import DiLoCo
 
@@ -9,10 +11,13 @@ __all__ = ["DiLoCo", "__version__"]
 
 __version__ = "0.1.0"
 
+refuse_shadow("protocol")  # which all of it needs, whatever is used
+
 
 def __getattr__(name: str) -> Any:
     """`DiLoCo` on first use: it needs torch, and a coordinator runs without."""
     if name == "DiLoCo":
+        refuse_shadow("worker")
         from worker.diloco import DiLoCo
 
         return DiLoCo

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from http import HTTPStatus
 from itertools import islice, takewhile
 
-from outerstep.rest import Client, UnreachableError
-from protocol.errors import Problem
+from outerstep.rest import Client
+from protocol.errors import Problem, Remedy, Transient
 from protocol.messages import Event, RoundInfo, RunInfo, RunState, WorkerInfo
 
 ENDED = frozenset({RunState.FINISHED, RunState.STOPPED})
@@ -48,8 +47,8 @@ def follow(client: Client, run: str, *, patience_s: float, sleep: Callable[[floa
         try:
             client.wait_for_event(run, look.last_event, patience_s=patience_s)
             look = take_look(client, run, look)
-        except (UnreachableError, Problem) as error:
-            if isinstance(error, Problem) and error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        except (Transient, Problem) as error:
+            if isinstance(error, Problem) and error.remedy is not Remedy.RETRY:
                 raise
             look = replace(look, rounds=(), events=(), trouble=str(error))
             yield look

@@ -27,35 +27,6 @@ GAP_ROUNDS = 1.1  # DiLoCo ends about this / rounds above synchronous training, 
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Of one codec, measured.
-
-    zstd                       bytes after zstd level 1 as a share of those before, of real pseudo-gradients
-    up, down                   loss above fp32's, nats per byte, as upload and as download codec; None: not measured
-    pack, unpack, accumulate   10^9 elements per second on one core
-    """
-
-    zstd: float
-    up: float | None
-    down: float | None
-    pack: float
-    unpack: float
-    accumulate: float
-
-
-FIGURES = {
-    "fp32": Figures(zstd=0.918, up=0.0, down=0.0, pack=0.15, unpack=0.26, accumulate=3.6),
-    "bf16": Figures(zstd=0.793, up=0.0007, down=0.0007, pack=0.20, unpack=0.47, accumulate=2.9),
-    "int8": Figures(zstd=0.931, up=0.0003, down=0.0001, pack=0.85, unpack=0.84, accumulate=5.8),
-    "int4": Figures(zstd=0.827, up=0.0005, down=0.0010, pack=1.50, unpack=1.15, accumulate=6.4),
-    "2bit": Figures(zstd=0.957, up=0.0058, down=None, pack=0.30, unpack=0.69, accumulate=1.3),
-    "ternary": Figures(zstd=0.683, up=0.0087, down=None, pack=0.29, unpack=0.74, accumulate=1.7),
-    "sparse": Figures(zstd=0.982, up=None, down=None, pack=0.08, unpack=0.62, accumulate=1.4),
-}
-UNKNOWN = Figures(zstd=1.0, up=None, down=None, pack=0.1, unpack=0.1, accumulate=0.5)
-
-
-@dataclass(frozen=True)
 class Given:
     """What the run is to be: lines in bit/s, `latency_s` of a round trip, seconds per inner step, `steps` in all.
 
@@ -114,7 +85,7 @@ def exchange(given: Given, up: str, down: str, *, zstd: bool = True, fragment: i
     sizes = fragment_sizes(given.parameters, fragment)
     upload = {n: contribution_bytes(up, n, zstd=zstd) for n in set(sizes)}
     download = {n: delta_bytes(down, n, given.workers, zstd=zstd) for n in set(sizes)}
-    losses = (FIGURES.get(up, UNKNOWN).up, FIGURES.get(down, UNKNOWN).down)
+    losses = (CODECS[up].figures.up, CODECS[down].figures.down)
     return Exchange(
         up,
         down,
@@ -131,7 +102,7 @@ def sync_seconds(given: Given, up: str, down: str, fragments: Sequence[tuple[int
     Fragments go through encoding, line up, aggregation, line down and outer step as through a pipeline, one after the
     other, as soon as what comes before is done with them and what they come to is free.
     """
-    upload, download = FIGURES.get(up, UNKNOWN), FIGURES.get(down, UNKNOWN)
+    upload, download = CODECS[up].figures, CODECS[down].figures
     encoded = sent = fetched = 0.0
     acknowledged, averaged, stepped = ([0.0] * ways for ways in (UPLOADS, COORDINATOR_CORES, DOWNLOADS))
     for elements, upload_bytes, download_bytes in fragments:
@@ -237,7 +208,7 @@ def _header(codec: str, elements: int, frame_bytes: list[int]) -> dict[str, Any]
 
 
 def _payload_bytes(codec: str, elements: int, header: Callable[[list[int]], wire.Header], *, zstd: bool) -> int:
-    ratio = FIGURES.get(codec, UNKNOWN).zstd if zstd else 1.0
+    ratio = CODECS[codec].figures.zstd if zstd else 1.0
     frames = [round(ratio * CODECS[codec].size(n)) for n in wire.chunk_sizes(elements, wire.CHUNK_ELEMENTS)]
     return len(wire.pack_header(header(frames))) + sum(frames)
 

@@ -2,20 +2,19 @@
 
 What goes wrong is raised as one of three things, and each says what to do:
 
-    Problem                 the coordinator refused (protocol.errors.Problem), or has a fault of its own (status 5xx)
-    UnreachableError        nobody answered, or a proxy did in the coordinator's place: worth trying again
-    UnexpectedAnswerError   somebody answered who is not a coordinator: the URL is wrong
+    Problem            the coordinator refused, or has a fault of its own; its remedy says which
+    Transient          nobody answered, or a proxy did in the coordinator's place: worth trying again
+    UnexpectedAnswer   somebody answered who is not a coordinator: the URL is wrong
 """
 
-import json
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel, ValidationError
 
-from protocol.errors import OuterstepError, Problem
+from protocol.answers import Reply, raise_for_problem, read_message
+from protocol.errors import Transient
 from protocol.messages import (
     EpochInfo,
     Event,
@@ -31,19 +30,8 @@ from protocol.messages import (
     WorkerInfo,
 )
 
-Message = TypeVar("Message", bound=BaseModel)
-
 PAGE_ITEMS = 100
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)  # seconds
-PASSING = frozenset({httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS})  # a proxy's, and soon over
-
-
-class UnreachableError(OuterstepError):
-    """No answer from the coordinator; it may be down, or the line is."""
-
-
-class UnexpectedAnswerError(OuterstepError):
-    """An answer that no coordinator gives."""
 
 
 class Client:
@@ -74,7 +62,7 @@ class Client:
         """Create a run from a TOML spec; the run, and whether it is new (False: the same spec was there already)."""
         headers = {"content-type": "application/toml"}
         response = self._send("POST", "/v1/runs", content=spec.encode(), headers=headers)
-        return self._parse(response, RunInfo), response.status_code == httpx.codes.CREATED
+        return read_message(RunInfo, response), response.status_code == httpx.codes.CREATED
 
     def change_run(self, run: str, change: RunChange) -> RunInfo:
         return self._ask("PATCH", _path(run), RunInfo, json=change.model_dump())
@@ -108,9 +96,7 @@ class Client:
         timeout = httpx.Timeout(TIMEOUT.connect, read=patience_s)
         try:
             with self.http.stream("GET", _path(run, "events"), headers=headers, timeout=timeout) as response:
-                if not response.is_success:
-                    response.read()
-                    raise self._refusal(response)
+                raise_for_problem(response)
                 for line in response.iter_lines():
                     if line.startswith("data:"):  # comments, which keep the connection alive, begin with a colon
                         return
@@ -133,7 +119,7 @@ class Client:
 
     # --- the one way out ------------------------------------------------------------------------------------------
 
-    def _pages(self, path: str, item: type[Message], after: str | None = None) -> Iterator[Message]:
+    def _pages(self, path: str, item: type[Reply], after: str | None = None) -> Iterator[Reply]:
         while True:
             cursor = {} if after is None else {"after": after}
             page = self._ask("GET", path, Page[item], params={"limit": str(PAGE_ITEMS), **cursor})  # type: ignore[valid-type]
@@ -142,50 +128,19 @@ class Client:
             if after is None:
                 return
 
-    def _ask(self, method: str, path: str, reply: type[Message], **request: Any) -> Message:
-        return self._parse(self._send(method, path, **request), reply)
+    def _ask(self, method: str, path: str, reply: type[Reply], **request: Any) -> Reply:
+        return read_message(reply, self._send(method, path, **request))
 
     def _send(self, method: str, path: str, **request: Any) -> httpx.Response:
         try:
             response = self.http.request(method, path, **request)
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
-        if not response.is_success:
-            raise self._refusal(response)
+        raise_for_problem(response)
         return response
 
-    def _parse(self, response: httpx.Response, reply: type[Message]) -> Message:
-        return self._validate(reply, response.content)
-
-    def _validate(self, reply: type[Message], body: str | bytes) -> Message:
-        try:
-            return reply.model_validate_json(body)
-        except ValidationError as error:
-            raise UnexpectedAnswerError(
-                f"{self.http.base_url} does not answer as a coordinator does; check the URL"
-            ) from error
-
-    def _refusal(self, response: httpx.Response) -> OuterstepError:
-        try:
-            retry_after = response.headers.get("retry-after", "")
-            return Problem.from_document(
-                response.json(), retry_after_s=float(retry_after) if retry_after.isdecimal() else None
-            )
-        except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
-            pass  # not a problem document of ours: some other server or a proxy speaks
-        status = f"{response.status_code} {response.reason_phrase}".strip()
-        if response.is_server_error or response.status_code in PASSING:
-            return UnreachableError(f"{self.http.base_url} answered {status}, and not in the coordinator's own words")
-        if response.is_redirect:
-            return UnexpectedAnswerError(
-                f"{self.http.base_url} points to {response.headers.get('location')}; use that URL"
-            )
-        return UnexpectedAnswerError(f"{self.http.base_url} answered {status} and is no coordinator; check the URL")
-
-    def _unreachable(self, error: httpx.TransportError) -> UnreachableError:
-        return UnreachableError(
-            f"cannot reach the coordinator at {self.http.base_url}: {error or type(error).__name__}"
-        )
+    def _unreachable(self, error: httpx.TransportError) -> Transient:
+        return Transient(f"cannot reach the coordinator at {self.http.base_url}: {error or type(error).__name__}")
 
 
 def connect(url: str, token: str, *, trust_env: bool = True) -> Client:

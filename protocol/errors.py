@@ -5,57 +5,81 @@
     ├── LayoutError        a model that cannot be cut into fragments
     ├── CodecError         values that a codec cannot carry (NaN, infinity, too large): the caller's fault
     ├── WireError          bytes that are not a valid payload: the peer's fault
-    └── Problem            a refusal as it travels over HTTP (RFC 9457); `slug` is one of PROBLEMS
+    ├── Problem            a refusal as it travels over HTTP (RFC 9457); `slug` is one of PROBLEMS
+    ├── Transient          a fault on the way to the coordinator that is worth another try
+    └── UnexpectedAnswer   an answer that no coordinator gives: a proxy, a wrong address, another version
 
-`Problem` is raised by the coordinator and raised again, with the same slug, by the worker's client.
+`Problem` is raised by the coordinator and raised again, with the same slug, by its clients (answers.py).
 """
 
-from http import HTTPStatus
-from typing import Any
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 PROBLEM_PREFIX = "urn:outerstep:problem:"
 
-# slug -> (HTTP status, what it means and what to do). docs/rest.md lists every one (tested).
-PROBLEMS: dict[str, tuple[HTTPStatus, str]] = {
-    "invalid-message": (HTTPStatus.UNPROCESSABLE_ENTITY, "The JSON message is malformed; mend it and send it again."),
-    "invalid-spec": (HTTPStatus.UNPROCESSABLE_ENTITY, "The run spec cannot be run; the detail names key and value."),
-    "invalid-payload": (HTTPStatus.BAD_REQUEST, "The payload's bytes break the wire format; nothing was kept."),
-    "digest-mismatch": (HTTPStatus.BAD_REQUEST, "The bytes that arrived are not the bytes announced; send them again."),
-    "request-timeout": (HTTPStatus.REQUEST_TIMEOUT, "The upload stalled and was given up; send it again."),
-    "length-required": (HTTPStatus.LENGTH_REQUIRED, "An upload needs a Content-Length."),
-    "payload-too-large": (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "The body is larger than what is sent here can be."),
-    "unauthorized": (
-        HTTPStatus.UNAUTHORIZED,
-        "No token, an unknown or revoked one, or a member token of an ended lease.",
+
+class Remedy(StrEnum):
+    """What a client does about a problem."""
+
+    RETRY = "retry"  # it sends the same again, after Retry-After or a backoff
+    ACT = "act"  # it does what the meaning says, and goes on
+    REFUSED = "refused"  # it ends: the same command would meet it again
+
+
+class ProblemType(NamedTuple):
+    """One row of PROBLEMS: the HTTP status, what a client does, and in words what it means and what to do."""
+
+    status: int
+    remedy: Remedy
+    title: str
+
+
+RETRY, ACT, REFUSED = Remedy
+
+# By slug. docs/rest.md lists every one (tested).
+PROBLEMS: dict[str, ProblemType] = {
+    "invalid-message": ProblemType(422, REFUSED, "The JSON message is malformed; mend it and send it again."),
+    "invalid-spec": ProblemType(422, REFUSED, "The run spec cannot be run; the detail names key and value."),
+    "invalid-payload": ProblemType(400, REFUSED, "The payload's bytes break the wire format; nothing was kept."),
+    "digest-mismatch": ProblemType(400, RETRY, "The bytes that arrived are not the bytes announced; send them again."),
+    "request-timeout": ProblemType(408, RETRY, "The upload stalled and was given up; send it again."),
+    "length-required": ProblemType(411, REFUSED, "An upload needs a Content-Length."),
+    "payload-too-large": ProblemType(413, REFUSED, "The body is larger than what is sent here can be."),
+    "unauthorized": ProblemType(
+        401, REFUSED, "No token, an unknown or revoked one, or a member token of an ended lease."
     ),
-    "forbidden": (HTTPStatus.FORBIDDEN, "The token is valid but its scope does not allow this."),
-    "banned": (HTTPStatus.FORBIDDEN, "The operator has banned this worker from the run until it is readmitted."),
-    "not-found": (HTTPStatus.NOT_FOUND, "There is nothing at this address."),
-    "method-not-allowed": (HTTPStatus.METHOD_NOT_ALLOWED, "This address does not take this method."),
-    "not-published": (HTTPStatus.NOT_FOUND, "Not there yet; ask again. The detail says what is waited for."),
-    "gone": (HTTPStatus.GONE, "Deleted by the retention rule; recover from the latest checkpoint."),
-    "range-not-satisfiable": (HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "The Range lies outside the bytes."),
-    "run-exists": (HTTPStatus.CONFLICT, "Another run has this name; a run's spec never changes. Choose a new name."),
-    "run-ended": (HTTPStatus.CONFLICT, "The run is finished or stopped and takes no more work."),
-    "worker-name-taken": (HTTPStatus.CONFLICT, "A live worker has this name; choose another, or wait for its lease."),
-    "model-mismatch": (HTTPStatus.CONFLICT, "This worker's model is not the run's model; the detail names the tensor."),
-    "data-mismatch": (HTTPStatus.CONFLICT, "This worker's training set is not the run's training set."),
-    "state-conflict": (HTTPStatus.CONFLICT, "State 0 is seeded once, by the worker that was asked to."),
-    "round-closed": (HTTPStatus.CONFLICT, "The round closed without this contribution; carry the work into the next."),
-    "round-not-open": (HTTPStatus.CONFLICT, "The round has not opened yet."),
-    "contribution-conflict": (
-        HTTPStatus.CONFLICT,
-        "Another contribution of this worker was already accepted; it stands.",
+    "forbidden": ProblemType(403, REFUSED, "The token is valid but its scope does not allow this."),
+    "banned": ProblemType(403, REFUSED, "The operator has banned this worker from the run until it is readmitted."),
+    "not-found": ProblemType(404, REFUSED, "There is nothing at this address."),
+    "method-not-allowed": ProblemType(405, REFUSED, "This address does not take this method."),
+    "not-published": ProblemType(404, ACT, "Not there yet; ask again. The detail says what is waited for."),
+    "gone": ProblemType(410, ACT, "Deleted by the retention rule; recover from the latest checkpoint."),
+    "range-not-satisfiable": ProblemType(416, ACT, "The Range lies outside the bytes."),
+    "run-exists": ProblemType(
+        409, REFUSED, "Another run has this name; a run's spec never changes. Choose a new name."
     ),
-    "contribution-lost": (
-        HTTPStatus.CONFLICT,
-        "The coordinator has no such contribution of this worker, or has lost it; send it again.",
+    "run-ended": ProblemType(409, ACT, "The run is finished or stopped and takes no more work."),
+    "worker-name-taken": ProblemType(
+        409, REFUSED, "A live worker has this name; choose another, or wait for its lease."
     ),
-    "stale-base": (HTTPStatus.CONFLICT, "Computed against another outer state than the run's; resync, then go on."),
-    "units-not-held": (HTTPStatus.CONFLICT, "Work units that are named are not assigned to this worker."),
-    "not-ready": (HTTPStatus.SERVICE_UNAVAILABLE, "The coordinator cannot serve just now; try again."),
-    "storage-full": (HTTPStatus.INSUFFICIENT_STORAGE, "The coordinator's disk is full; it goes on when there is room."),
-    "internal": (HTTPStatus.INTERNAL_SERVER_ERROR, "A fault of the coordinator; its log has the request id."),
+    "model-mismatch": ProblemType(
+        409, REFUSED, "This worker's model is not the run's model; the detail names the tensor."
+    ),
+    "data-mismatch": ProblemType(409, REFUSED, "This worker's training set is not the run's training set."),
+    "state-conflict": ProblemType(409, ACT, "State 0 is seeded once, by the worker that was asked to."),
+    "round-closed": ProblemType(409, ACT, "The round closed without this contribution; carry the work into the next."),
+    "round-not-open": ProblemType(409, ACT, "The round has not opened yet."),
+    "contribution-conflict": ProblemType(
+        409, ACT, "Another contribution of this worker was already accepted; it stands."
+    ),
+    "contribution-lost": ProblemType(
+        409, ACT, "The coordinator has no such contribution of this worker, or has lost it; send it again."
+    ),
+    "stale-base": ProblemType(409, ACT, "Computed against another outer state than the run's; resync, then go on."),
+    "units-not-held": ProblemType(409, ACT, "Work units that are named are not assigned to this worker."),
+    "not-ready": ProblemType(503, RETRY, "The coordinator cannot serve just now; try again."),
+    "storage-full": ProblemType(507, RETRY, "The coordinator's disk is full; it goes on when there is room."),
+    "internal": ProblemType(500, RETRY, "A fault of the coordinator; its log has the request id."),
 }
 
 
@@ -79,6 +103,18 @@ class WireError(OuterstepError):
     """Bytes that are not a valid payload."""
 
 
+class Transient(OuterstepError):
+    """A fault on the way that is worth another try; `retry_after_s` is the server's wish, if it had one."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnexpectedAnswer(OuterstepError):
+    """An answer that no coordinator gives."""
+
+
 class Problem(OuterstepError):
     """A refusal with a stable type, as RFC 9457 describes it.
 
@@ -97,13 +133,17 @@ class Problem(OuterstepError):
 
     @property
     def status(self) -> int:
-        return int(PROBLEMS[self.slug][0])
+        return PROBLEMS[self.slug].status
+
+    @property
+    def remedy(self) -> Remedy:
+        return PROBLEMS[self.slug].remedy
 
     def document(self) -> dict[str, Any]:
         """The application/problem+json document."""
         return {
             "type": PROBLEM_PREFIX + self.slug,
-            "title": PROBLEMS[self.slug][1],
+            "title": PROBLEMS[self.slug].title,
             "status": self.status,
             "detail": self.detail,
             **self.members,

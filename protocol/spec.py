@@ -8,15 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from protocol.codecs import CODECS, CodecName, DownloadCodecName
 from protocol.errors import SpecError
 
 MAX_SPEC_BYTES = 1 << 16
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-CodecName = Literal["fp32", "bf16", "int8", "int4", "2bit", "ternary", "sparse"]
-# Nothing carries over what the encoding of a delta leaves out, so the codecs that depend on that are for uploads only.
-DownloadCodecName = Literal["fp32", "bf16", "int8", "int4"]
 PositiveInt = Annotated[int, Field(gt=0, lt=1 << 40)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -128,11 +126,12 @@ class SyncSpec(_Section):
             '"eager": a whole round of them'
         ),
     )
-    alpha: Literal["carry"] | Annotated[float, Field(ge=0, lt=1)] = Field(
+    alpha: Literal["carry"] | Annotated[float, Field(ge=0, le=1)] = Field(
         "carry",
         description=(
-            'what becomes of the progress of those inner steps: "carry" keeps it, a number mixes so much of the '
-            "local parameters into the new global ones (Streaming DiLoCo's alpha; 0 drops it)"
+            'what a worker goes on from: "carry", the new global parameters and what it has trained since it sent its '
+            "own; a number mixes so much of its local parameters into the global ones (Streaming DiLoCo's alpha; 0 "
+            "drops what it has trained since, 1 keeps all that is its own), with or without an overlap"
         ),
     )
 
@@ -145,14 +144,16 @@ class SyncSpec(_Section):
             )
         if self.overlap == "eager" and self.offsets == "spread":
             raise ValueError('overlap = "eager" needs offsets = "together": every fragment has a whole round anyway')
-        if self.alpha != "carry" and self.overlap == 0:
-            raise ValueError(f"alpha = {self.alpha}: without an overlap there is nothing to mix")
+        if self.alpha == 0 and self.overlap == 0:
+            raise ValueError(
+                f"alpha = {self.alpha}: without an overlap nothing is trained that it could drop; leave it out"
+            )
         return self
 
     @property
     def streams(self) -> bool:
-        """Whether fragments travel while training goes on, or at different times of the round."""
-        return self.overlap != 0 or self.offsets == "spread"
+        """Whether fragments travel while training goes on, or at different times of the round, or are mixed."""
+        return self.overlap != 0 or self.offsets == "spread" or self.alpha != "carry"
 
     @model_validator(mode="after")
     def _auto_needs_a_budget(self) -> "SyncSpec":
@@ -241,11 +242,12 @@ class RunSpec(_Section):
     retention: RetentionSpec = Field(default_factory=RetentionSpec)
 
     @model_validator(mode="after")
-    def _sparse_without_momentum(self) -> "RunSpec":
-        if self.sync.upload_codec == "sparse" and self.outer.momentum != 0:
+    def _one_momentum(self) -> "RunSpec":
+        codec = CODECS[self.sync.upload_codec]
+        if codec.add_weight is not None and self.outer.momentum != 0:
             raise ValueError(
-                f'sync.upload_codec = "sparse" needs outer.momentum = 0, not {self.outer.momentum}: what a worker has '
-                "not sent yet is its momentum, and a second one on top makes the training unstable"
+                f'sync.upload_codec = "{codec.name}" needs outer.momentum = 0, not {self.outer.momentum}: what a '
+                "worker has not sent yet is its momentum, and a second one on top makes the training unstable"
             )
         return self
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import zstandard
 from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 
-from protocol.codecs import CODECS, Codec
+from protocol.codecs import CODECS, Codec, CodecName
 from protocol.digest import DIGEST_BYTES, Buffer
 from protocol.errors import WireError
 
@@ -64,7 +64,7 @@ class _Header(_Strict):
     run: Annotated[str, Field(max_length=64)]
     round: Index
     fragment: Index
-    codec: Literal["fp32", "bf16", "int8", "int4", "2bit", "ternary", "sparse"]
+    codec: CodecName
     elements: Annotated[int, Field(ge=1, le=MAX_ELEMENTS)]
     chunk_elements: Annotated[int, Field(ge=1, le=MAX_CHUNK_ELEMENTS)]
     frame_bytes: Annotated[list[Annotated[int, Field(ge=1)]], Field(max_length=MAX_FRAMES), FailFast()]

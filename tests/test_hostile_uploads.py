@@ -77,7 +77,7 @@ def refused(reply: httpx.Response, slug: str) -> None:
     assert reply.headers["content-type"] == "application/problem+json", reply.text
     document = reply.json()
     assert document["type"] == PROBLEM_PREFIX + slug, document
-    assert reply.status_code == document["status"] == PROBLEMS[slug][0]
+    assert reply.status_code == document["status"] == PROBLEMS[slug].status
     assert document["detail"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from coordinator.app import create_app
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
-from protocol.errors import PROBLEM_PREFIX, PROBLEMS
+from protocol.errors import PROBLEM_PREFIX, PROBLEMS, Remedy
 from protocol.messages import Action, RunState, Scope
 
 PAGE = (Path(__file__).parents[1] / "docs" / "rest.md").read_text(encoding="utf-8")
@@ -31,8 +31,10 @@ def test_every_request_and_no_other(tmp_path: Path) -> None:
 
 
 def test_every_problem_and_no_other() -> None:
-    rows = re.findall(r"^\| `([a-z-]+)` \| (\d{3}) \| (.*) \|$", PAGE, re.MULTILINE)
-    assert rows == [(slug, str(int(status)), meaning) for slug, (status, meaning) in PROBLEMS.items()]
+    rows = re.findall(r"^\| `([a-z-]+)` \| (\d{3}) \| (\w+) \| (.*) \|$", PAGE, re.MULTILINE)
+    assert rows == [(slug, str(int(row.status)), row.remedy, row.title) for slug, row in PROBLEMS.items()]
+    for remedy in Remedy:
+        assert f"- `{remedy}`: " in PAGE
     assert PROBLEM_PREFIX in PAGE
 
 

@@ -15,7 +15,8 @@ import httpx
 import torch
 
 from protocol.compiled import KERNELS
-from protocol.errors import CodecError, OuterstepError, Problem
+from protocol.errors import CodecError, OuterstepError, Problem, Remedy
+from protocol.exit_codes import Exit
 from protocol.heap import keep_freed_memory
 from protocol.messages import RunDetail, RunState
 from worker.client import Client, open_http
@@ -26,32 +27,14 @@ from worker.models import build_model
 from worker.settings import WorkerSettings
 from worker.train import build_inner_optimizer, evaluate, train
 
-DONE, USAGE, REFUSED, RETRY = 0, 2, 3, 75
-
 # From the first signal to the end, whatever hangs: less than the 10 s after which containers are killed.
 LEAVE_WITHIN_S = 9.0
-
-# Refusals that the same command would meet again.
-_FINAL = {
-    "unauthorized",
-    "forbidden",
-    "banned",
-    "not-found",
-    "method-not-allowed",
-    "worker-name-taken",
-    "model-mismatch",
-    "data-mismatch",
-    "invalid-message",
-    "invalid-payload",
-    "payload-too-large",
-}
 
 log = logging.getLogger(__name__)
 
 
-def run_worker(settings: WorkerSettings, *, end_process: Callable[[int], object] = os._exit) -> int:
-    """Join the run, train until it ends; the exit code: 0 done, 2 usage, 3 refused (do not retry), 75 worth
-    retrying.
+def run_worker(settings: WorkerSettings, *, end_process: Callable[[int], object] = os._exit) -> Exit:
+    """Join the run, train until it ends; return how the process is to end.
 
     `end_process` is called where a signal has come and leaving takes longer than LEAVE_WITHIN_S.
     """
@@ -62,7 +45,7 @@ def run_worker(settings: WorkerSettings, *, end_process: Callable[[int], object]
         device = choose_device(settings.device)
     except ValueError as error:
         log.error("%s", error)
-        return USAGE
+        return Exit.USAGE
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     try:
@@ -74,14 +57,14 @@ def run_worker(settings: WorkerSettings, *, end_process: Callable[[int], object]
         return _code_of(problem)
     except (CodecError, DataError, ModelError, StateDirBusy) as error:
         log.error("%s", error)
-        return REFUSED
+        return Exit.REFUSED
     except (OuterstepError, OSError, httpx.HTTPError) as error:
         log.error("%s: %s", type(error).__name__, error)
-        return RETRY
+        return Exit.RETRY
     except Exception:
         log.exception("an unexpected fault; starting this worker again resumes its work")
-        return RETRY
-    return DONE
+        return Exit.RETRY
+    return Exit.DONE
 
 
 def choose_device(name: str) -> torch.device:
@@ -163,7 +146,7 @@ def stop_on_signals(end_process: Callable[[int], object]) -> Iterator[threading.
 
     def give_up() -> None:
         log.warning("leaving has taken %.0f s: gone without goodbye; the lease ends by itself", LEAVE_WITHIN_S)
-        end_process(DONE)
+        end_process(Exit.DONE)
 
     last_resort = threading.Timer(LEAVE_WITHIN_S, give_up)
     last_resort.daemon = True
@@ -184,9 +167,9 @@ def stop_on_signals(end_process: Callable[[int], object]) -> Iterator[threading.
             signal.signal(number, handler)
 
 
-def _code_of(problem: Problem) -> int:
+def _code_of(problem: Problem) -> Exit:
     if problem.slug == "run-ended":
         log.info("%s", problem.detail)
-        return DONE
+        return Exit.DONE
     log.error("the coordinator refuses: %s", problem)
-    return REFUSED if problem.slug in _FINAL else RETRY
+    return Exit.REFUSED if problem.remedy is Remedy.REFUSED else Exit.RETRY

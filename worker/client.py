@@ -15,21 +15,20 @@ from typing import Any, Self, TypeVar
 
 import httpx
 from blake3 import blake3
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from protocol import messages, wire
+from protocol.answers import Reply, raise_for_problem, read_message
 from protocol.digest import Buffer, content_digest
-from protocol.errors import WireError
+from protocol.errors import Transient, UnexpectedAnswer, WireError
 from worker.entropy import Entropy
-from worker.errors import UnexpectedAnswer
 from worker.grace import Signal
 from worker.line import Line, watch
-from worker.retry import Retry, Transient
+from worker.retry import Retry
 from worker.stages import Stages
-from worker.transfer import PART_BYTES, Download, Part, Traffic, memory, pieces, raise_for_problem
+from worker.transfer import PART_BYTES, Download, Part, Traffic, memory, pieces
 
 T = TypeVar("T")
-Reply = TypeVar("Reply", bound=BaseModel)
 
 # Shorter than the 30 s that the coordinator allows, so that a worker that is asked to stop is gone soon.
 LONG_POLL_S = 5
@@ -208,10 +207,6 @@ class Client:
             all_headers["Content-Type"] = "application/json"
         response = self._http.request(method, path, content=content, headers=all_headers, timeout=self._timeout())
         raise_for_problem(response)
-        if response.is_redirect:
-            raise UnexpectedAnswer(
-                f"{response.request.url} redirects to {response.headers['Location']}; give that address"
-            )
         return response
 
     def _json(
@@ -226,10 +221,9 @@ class Client:
         def attempt() -> Reply:
             response = self._answer(method, path, token or self._token, body, headers)
             try:
-                return reply.model_validate_json(response.content)
-            except ValidationError as error:
-                start = response.text[:200]
-                raise Transient(f"{method} {path} answered what is no {reply.__name__}: {start!r}: {error}") from error
+                return read_message(reply, response)
+            except UnexpectedAnswer as error:
+                raise Transient(str(error)) from error  # a body may have been broken on the way
 
         return self._retry(attempt)
 

@@ -8,9 +8,9 @@
             optimizer.step()
             optimizer.zero_grad()
 
-The inner steps are counted by a hook on the optimizer, so that a step which a GradScaler skips does not count; after
-the H-th one the hook does the sync, and `step()` returns with the next round's parameters in the model. Source of the
-algorithm: DiLoCo (arXiv 2311.08105), algorithm 1.
+The inner steps are counted by a hook on the optimizer, so that a step which a GradScaler skips does not count (its unit
+is spent all the same: inner_steps.py); after the H-th one the hook does the sync, and `step()` returns with the next
+round's parameters in the model. Source of the algorithm: DiLoCo (arXiv 2311.08105), algorithm 1.
 """
 
 import logging
@@ -44,7 +44,7 @@ from worker.saver import Saver
 from worker.state_dir import StateDir
 from worker.streaming import StreamedRounds
 from worker.sync import Sync
-from worker.work import Midway, Work
+from worker.work import Midway, Work, first_units
 
 log = logging.getLogger(__name__)
 
@@ -150,12 +150,19 @@ class DiLoCo:
         return self._rounds.finished or self._client.stop.is_set()
 
     def units(self) -> Iterator[int]:
-        """The numbers of the work units to train on, one per inner step, until `finished`."""
+        """The numbers of the work units to train on, one per inner step, until `finished`.
+
+        Asking for the next one says that the last one is done with: where its step was skipped, as a GradScaler does,
+        it is spent all the same, and the round has an inner step less. The unit in hand when the loop breaks out goes
+        back to the pool, if its step is not done.
+        """
         while not self.finished:
             assignment = self._rounds.assignment
-            for unit in chain.from_iterable(range(start, stop) for start, stop in assignment.units):
+            due = first_units(assignment.units, assignment.inner_steps)
+            for unit in chain.from_iterable(range(start, stop) for start, stop in due):
                 self._steps.begin_unit()
                 yield unit
+                self._steps.end_unit()
                 if self.finished or self._rounds.assignment is not assignment:
                     break
             else:

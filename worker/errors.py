@@ -4,8 +4,8 @@ OuterstepError (protocol)
 ├── ModelError          a model that cannot be built or trained in this run
 ├── DataError           a training set that cannot be read, or is too small
 ├── StateDirBusy        another process works in the same state directory
-├── UnexpectedAnswer    an answer that no coordinator gives: a proxy, a wrong address, another version
 ├── Resync              the worker's outer state is not the run's: take a checkpoint, drop the round's work
+├── WorkLost            the work units of a contribution belong to somebody else by now
 ├── RunEnded            the run ended while something of it was waited for
 └── Stopped             the worker was asked to stop while it waited
 """
@@ -23,10 +23,6 @@ class DataError(OuterstepError):
 
 class StateDirBusy(OuterstepError):
     """Another process works in the same state directory."""
-
-
-class UnexpectedAnswer(OuterstepError):
-    """An answer that no coordinator gives."""
 
 
 class Resync(OuterstepError):

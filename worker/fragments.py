@@ -4,7 +4,9 @@ Parameters are taken in `named_parameters` order, tied ones once, those with req
 averaged.
 """
 
+import sys
 from collections.abc import Iterator
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +18,57 @@ from worker.side_stream import SideStream
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """Return the parameters by the names that they have without torch.compile, DistributedDataParallel and DataParallel
+    around the model or parts of it, so that workers with and without them share a run.
+
+    Raises ModelError where two parameters then have one name.
+    """
+    within = {path for name, module in model.named_modules() if (path := _path_within(name, module))}
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        plain = _without(within, name)
+        if plain in found:
+            raise ModelError(f"two parameters are called {plain}, one of them {name} within its wrapper; rename one")
+        found[plain] = parameter
+    return found
+
+
+def _path_within(name: str, module: nn.Module) -> str | None:
+    """The path of the module that `module`, of this name, wraps; None where it wraps none."""
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        child = "module"
+    elif _is_a(module, "torch._dynamo.eval_frame", "OptimizedModule"):
+        child = "_orig_mod"
+    else:
+        return None
+    return f"{name}.{child}".removeprefix(".")
+
+
+def _is_a(value: object, module: str, name: str) -> bool:
+    """Return True if `value` is of that class, whose module takes seconds to import: until it is, nothing is."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def _without(within: set[str], name: str) -> str:
+    """The parameter's name less the parts of its path that only a wrapper has put there."""
+    paths = accumulate(name.split("."), "{}.{}".format)
+    return ".".join(path.rpartition(".")[2] for path in paths if path not in within)
 
 
 def tensor_specs(model: nn.Module) -> list[TensorSpec]:
-    """What the coordinator is told about the model. Raises ModelError for parameters that are not real floats."""
+    """What the coordinator is told about the model. Raises ModelError for parameters that cannot be averaged here."""
     parameters = trainable_parameters(model)
     if not parameters:
         raise ModelError("the model has no trainable parameters")
     for name, parameter in parameters.items():
+        if _is_a(parameter, "torch.distributed.tensor", "DTensor"):
+            raise ModelError(
+                f"parameter {name} is sharded (a DTensor), and each worker needs the whole model in one process: leave "
+                "out fully_shard or parallelize_module; torch.compile is fine"
+            )
         if not parameter.is_floating_point():
             raise ModelError(f"parameter {name} is {parameter.dtype}; only floating-point parameters can be averaged")
     return [TensorSpec(name=name, shape=list(parameter.shape)) for name, parameter in parameters.items()]

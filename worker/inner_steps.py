@@ -1,5 +1,10 @@
 """Where in its assignment a worker is: the inner steps that it has done, the units that it has used, and its place in
-the learning rate's schedule."""
+the learning rate's schedule.
+
+A unit is used once its inner step is done, or once the loop asks for the next unit: so one whose step a GradScaler
+skipped is used as well, wherever in the round it lies. A used unit is spent, and counts in the weight of the
+contribution; all others go back to the pool.
+"""
 
 from protocol.messages import Assignment
 from protocol.spec import RunSpec
@@ -24,11 +29,15 @@ class InnerSteps:
             self.warmup_left = self._warmup_steps if assignment.round else 0
 
     def begin_unit(self) -> None:
-        """The loop was given the next unit. A loop that takes no units here uses one per inner step."""
+        """Note that the loop was given the next unit. A loop that takes no units here uses one per inner step."""
         self._units_begun += 1
 
+    def end_unit(self) -> None:
+        """Note that the loop is through with the unit, whether or not its step was skipped."""
+        self._units_used = max(self._units_used, self._units_begun)
+
     def step(self) -> None:
-        """One inner step is done; a unit whose step was skipped before is used as well."""
+        """Note that one inner step is done."""
         self.done += 1
         self._units_used = max(self._units_begun, self.done)
         if self.warmup_left:
@@ -36,7 +45,7 @@ class InnerSteps:
 
     @property
     def units_used(self) -> UnitRanges:
-        """The units that the parameters have seen: the first ones of the assignment."""
+        """The units that were used: the first ones of the assignment."""
         return first_units(self._units, self._units_used)
 
     @property

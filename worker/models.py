@@ -99,13 +99,19 @@ def _factory_model(spec: ModelSpec) -> nn.Module:
     module_name, _, function_name = spec.factory.partition(":")
     directory = str(Path.cwd())
     if directory not in sys.path:
-        sys.path.insert(0, directory)
+        sys.path.append(directory)  # last: nothing there may hide an installed package, one of ours above all
     try:
-        factory = getattr(importlib.import_module(module_name), function_name)
+        module = importlib.import_module(module_name)
     except (ImportError, AttributeError) as error:
         raise ModelError(
-            f"model.factory = {spec.factory!r}: {error} (looked in {directory} and the installed packages)"
+            f"model.factory = {spec.factory!r}: {error} (looked in the installed packages, then in {directory})"
         ) from error
+    factory = getattr(module, function_name, None)
+    if factory is None:
+        raise ModelError(
+            f"model.factory = {spec.factory!r}: {module!r} has no attribute {function_name!r}; installed packages come "
+            f"before {directory}: if yours is there, give it another name"
+        )
     model = factory()
     if not isinstance(model, nn.Module):
         raise ModelError(f"model.factory = {spec.factory!r} returned {type(model).__name__}, not a torch.nn.Module")

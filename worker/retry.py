@@ -1,8 +1,8 @@
 """How long a worker keeps trying: for ever. A coordinator outage of any length must not end it.
 
-Transient faults (no connection, 5xx, 429, broken bodies, bytes damaged on the way) are tried again after a capped
-exponential backoff with full jitter, or after the server's Retry-After. The first failure is logged, then one a
-minute, then the return.
+Transient faults (no connection, a proxy's 5xx or 429, a broken body, problems whose remedy is `retry`) are tried again
+after a capped exponential backoff with full jitter, or after the server's Retry-After. The first failure is logged,
+then one a minute, then the return.
 """
 
 import copy
@@ -16,7 +16,7 @@ from typing import TypeVar
 import httpx
 from tenacity import RetryCallState, Retrying, retry_if_exception
 
-from protocol.errors import OuterstepError, Problem
+from protocol.errors import Problem, Remedy, Transient
 from worker.errors import Stopped
 from worker.grace import Signal
 
@@ -28,14 +28,6 @@ RETRY_AFTER_CAP_S = 300.0
 LOG_EVERY_S = 60.0
 
 log = logging.getLogger(__name__)
-
-
-class Transient(OuterstepError):
-    """A fault on the way that is worth another try; `retry_after_s` is the server's wish, if it had one."""
-
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 class Outage:
@@ -135,10 +127,11 @@ class Retry:
 
 
 def is_transient(error: BaseException) -> bool:
+    """Return True if the same request is worth sending again."""
     if isinstance(error, httpx.UnsupportedProtocol):
         return False
     if isinstance(error, Problem):
-        return error.status >= 500 or error.slug == "digest-mismatch"
+        return error.remedy is Remedy.RETRY
     return isinstance(error, Transient | httpx.TransportError)
 
 

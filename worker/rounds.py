@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from protocol.errors import CodecError, Problem
+from protocol.errors import CodecError, Problem, UnexpectedAnswer
 from protocol.messages import Action, Assignment, EvaluationReport
 from protocol.spec import RunSpec
 from worker import recovery, seeding
 from worker.client import Client
-from worker.errors import Resync, RunEnded, Stopped, UnexpectedAnswer, WorkLost
+from worker.errors import Resync, RunEnded, Stopped, WorkLost
 from worker.fragments import Fragments
 from worker.inner_steps import InnerSteps
 from worker.membership import Membership
@@ -82,8 +82,7 @@ class Rounds:
 
     def end(self, save: Save) -> None:
         """The inner steps are done: exchange what they did, and begin the next round. Raises Stopped."""
-        # Where a GradScaler skipped every step, the units are spent all the same.
-        work, carry = self._begin_work(self._steps.units_used or self.assignment.units), self.carry
+        work, carry = self._begin_work(self._steps.units_used), self.carry
         if self._spec.sync.inner_steps == "auto":
             self._beat_now()  # the next round's H depends on how fast this one went
 

@@ -49,7 +49,6 @@ class StreamedRounds(Rounds):
         self._merged: set[int] = set()
         self._saved: Future[None] | None = None  # the writing of the snapshot that this round begins with
         self._arrival: Future[tuple[int, Assignment]] | None = None  # the answer that `_ask_ahead` got
-        self._ending = False  # the inner steps of this round are done
 
     # --- one round ------------------------------------------------------------------------------------------------
 
@@ -61,7 +60,7 @@ class StreamedRounds(Rounds):
         last = assignment.round + 1 == self._spec.sync.rounds
         steps, first = assignment.inner_steps, not self.carry.units
         self._due = schedule(self._spec.sync, len(self._state), steps, last=last, first=first)
-        self._sent, self._merged, self._ending = set(), set(), False
+        self._sent, self._merged = set(), set()
         self._flight = Flight(self._sync, assignment.round, self._saved, self._ask_ahead)
         self._move(0)
 
@@ -80,7 +79,7 @@ class StreamedRounds(Rounds):
                 self._merge(p)
 
     def end(self, save: Save) -> None:
-        round_number, ended, self._ending = self.assignment.round, False, True
+        round_number, ended = self.assignment.round, False
         with self._or_dropped(round_number):
             fragments = range(len(self._state))
             self._send([p for p in fragments if p not in self._sent])  # there were fewer than H steps
@@ -142,34 +141,35 @@ class StreamedRounds(Rounds):
 
     @property
     def _used(self) -> UnitRanges:
-        """The units of this round that the parameters have seen."""
-        # Where a GradScaler skipped every step, the units are spent all the same.
-        return self._steps.units_used or (self.assignment.units if self._ending else [])
+        """The units of this round that were used so far."""
+        return self._steps.units_used
 
     def _merge(self, p: int) -> None:
         self._progress.phase("sync")
         assert self._flight is not None
         left = self._flight.land(p)
-        piece, ahead = self._flight.pieces.pop(p), self._ahead(p)
-        self.carry = self.carry.merged(
-            p,
-            late=piece.missed(left) if isinstance(left, Missed) else None,
-            unsent=left if isinstance(left, Tensor) else None,
-            ahead=ahead,
-        )
+        piece, snapshot = self._flight.pieces.pop(p), self._snapshots.pop(p, None)
+        late = piece.missed(left) if isinstance(left, Missed) else None
+        unsent = left if isinstance(left, Tensor) else None
+        self.carry = self.carry.merged(p, late=late, unsent=unsent, ahead=None)
+        self.carry = self.carry.merged(p, late=late, unsent=unsent, ahead=self._ahead(p, snapshot))
         self._fragments.rebase(p, self._state.theta[p], self.carry.delta(p))
         self._merged.add(p)
         self._progress.phase("train")
 
-    def _ahead(self, p: int) -> Tensor | None:
-        """Of the progress since fragment p was sent, what is kept, float32[n], host memory."""
-        snapshot, alpha = self._snapshots.pop(p, None), self._spec.sync.alpha
-        if snapshot is None:
-            return None
+    def _ahead(self, p: int, snapshot: Tensor | None) -> Tensor | None:
+        """What is kept, float32[n] in host memory, of the progress of fragment p that neither its new mean has nor
+        `carry` has already. `snapshot`: the parameters as they were sent, if training went on since."""
+        alpha = self._spec.sync.alpha
         if alpha == "carry":
+            if snapshot is None:
+                return None
             return self._fragments.in_host_memory(self._fragments.progress_since(p, snapshot))
+        carried, start = self.carry.delta(p), self._state.theta[p]
+        if carried is not None:  # it is in the local parameters as well, and must not count twice
+            start = start - carried
         local = self._fragments.in_host_memory(self._fragments.gather(p))
-        return (self._state.theta[p] - local) * alpha  # θ_local becomes α·θ_local + (1 − α)·θ_global
+        return (start - local) * alpha  # θ_local becomes α·θ_local + (1 − α)·start
 
     def _settle(self) -> None:
         """All fragments are merged: the round is over for this worker."""

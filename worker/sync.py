@@ -19,12 +19,12 @@ from torch import Tensor
 
 from protocol import wire
 from protocol.codecs import CODECS
-from protocol.errors import OuterstepError, Problem
+from protocol.errors import OuterstepError, Problem, UnexpectedAnswer
 from protocol.messages import Stage
 from protocol.spec import RunSpec
 from worker.client import Client
 from worker.codecs import round_trip, unpack_payload
-from worker.errors import Resync, RunEnded, Stopped, UnexpectedAnswer, WorkLost
+from worker.errors import Resync, RunEnded, Stopped, WorkLost
 from worker.grace import Grace
 from worker.membership import Membership
 from worker.outer_state import OuterState

@@ -1,11 +1,10 @@
-"""Bytes over HTTP: uploads in pieces, downloads that resume, whole or in parts, and how an answer becomes a problem.
+"""Bytes over HTTP: uploads in pieces, downloads that resume, whole or in parts.
 
 Why pieces: httpcore's cost for one big `bytes` body grows with the square of its size; a generator of pieces costs a
 quarter of it at 100 MB, and the least where they stay in the cache. Downloads read the socket's own chunks into memory
 that was allocated once.
 """
 
-import json
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -13,12 +12,12 @@ import httpx
 import numpy as np
 from blake3 import blake3
 
+from protocol.answers import raise_for_problem
 from protocol.digest import Buffer
-from protocol.errors import Problem
+from protocol.errors import Transient, UnexpectedAnswer
 from protocol.messages import Stage
-from worker.errors import Stopped, UnexpectedAnswer
+from worker.errors import Stopped
 from worker.grace import Signal
-from worker.retry import Transient
 from worker.stages import Stages
 
 PIECE_BYTES = 1 << 18
@@ -55,36 +54,9 @@ def pieces(buffers: Sequence[Buffer], traffic: Traffic, stop: Signal) -> Iterato
             yield bytes(piece)
 
 
-def raise_for_problem(response: httpx.Response) -> None:
-    """Raise what an answer of status 400 or more means: Problem, Transient (5xx, 429, 408 of a proxy) or
-    UnexpectedAnswer."""
-    if response.status_code < 400:
-        return
-    response.read()
-    retry_after_s = _retry_after_s(response)
-    try:
-        document = json.loads(response.content)
-        problem = Problem.from_document(document, retry_after_s=retry_after_s)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        # Not ours: a proxy's page, or nothing at all.
-        start = response.text[:200].strip()
-        where = f"{response.request.method} {response.request.url} answered {response.status_code}"
-        if response.status_code >= 500 or response.status_code in (408, 429):
-            raise Transient(f"{where}: {start!r}", retry_after_s=retry_after_s) from None
-        raise UnexpectedAnswer(
-            f"{where}, which is not a coordinator's answer: {start!r}; check the URL and what lies between"
-        ) from None
-    raise problem
-
-
 def _check(stop: Signal) -> None:
     if stop.is_set():
         raise Stopped("asked to stop in the middle of a transfer")
-
-
-def _retry_after_s(response: httpx.Response) -> float | None:
-    value = response.headers.get("Retry-After", "")
-    return float(value) if value.isdigit() else None
 
 
 class Download:

@@ -144,8 +144,8 @@ class Members:
 class Jobs:
     """The publishing of a run's fragments on other threads, by fragment: which have a job at work, and what went wrong.
 
-    `retry_at`: no job begins before, for a fault, such as a full disk, interrupted one. `faults`: what the last one failed
-    of, so that it is told once.
+    `retry_at`: no job begins before, for a fault, such as a full disk, interrupted one. `faults`: what the last one
+    failed of, so that it is told once.
     """
 
     running: set[int] = field(default_factory=set)

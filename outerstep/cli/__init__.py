@@ -7,6 +7,7 @@ import typer
 from outerstep import __version__
 from outerstep.cli import coordinator, demo, plan, run, token, worker
 from outerstep.cli.faults import CommandGroup
+from protocol.exit_codes import IN_WORDS
 
 app = typer.Typer(
     name="outerstep",
@@ -24,7 +25,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(epilog=IN_WORDS)
 def outerstep(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
@@ -47,14 +48,12 @@ def outerstep(
       outerstep worker http://127.0.0.1:8470 --run my-run --token-file worker.token
       outerstep run watch my-run
       outerstep run export my-run --out ./model
-
-    Exit codes: 0 done, 2 usage, 3 refused (do not retry), 75 worth retrying.
     """
 
 
 app.command()(coordinator.coordinator)
 app.command()(coordinator.migrate)
-app.command()(worker.worker)
+app.command(epilog=IN_WORDS)(worker.worker)
 app.add_typer(run.app, name="run")
 app.add_typer(token.app, name="token")
 app.command()(demo.demo)

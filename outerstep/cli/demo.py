@@ -17,7 +17,7 @@ from outerstep.demo import Plan, run_demo
 from outerstep.demo.processes import ChildError
 from outerstep.demo.spec import ROUNDS, demo_spec
 from outerstep.display import display_for
-from protocol.spec import DownloadCodecName
+from protocol.codecs import DownloadCodecName
 
 FAILED = 1
 NEEDED = {"torch": "worker", "transformers": "worker", "fastapi": "coordinator", "sqlalchemy": "coordinator"}

@@ -1,13 +1,6 @@
-"""How a command ends when something is wrong: one line on stderr, and an exit code that a script can act upon.
-
-0   done
-2   usage: a flag, a file or a spec is wrong
-3   refused: trying again does not help
-75  worth trying again: the coordinator cannot be reached or has a fault (EX_TEMPFAIL of sysexits.h)
-"""
+"""How a command ends when something is wrong: one line on stderr, and an exit code (protocol/exit_codes.py)."""
 
 import importlib
-from http import HTTPStatus
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -15,13 +8,12 @@ import typer
 from pydantic import BaseModel, ValidationError
 from typer.core import TyperGroup
 
-from outerstep.rest import UnreachableError
-from protocol.errors import OuterstepError, Problem, SpecError
+from outerstep.shadowing import refuse_shadow
+from protocol.errors import OuterstepError, Problem, Remedy, SpecError, Transient
+from protocol.exit_codes import Exit
 from protocol.spec import explain
 
 Model = TypeVar("Model", bound=BaseModel)
-
-DONE, USAGE, REFUSED, RETRY = 0, 2, 3, 75
 
 OUR_PACKAGES = frozenset({"coordinator", "migrations", "outerstep", "protocol", "worker"})
 
@@ -41,16 +33,16 @@ class CommandGroup(TyperGroup):
             raise typer.Exit(exit_code(error)) from error
 
 
-def exit_code(error: OuterstepError) -> int:
+def exit_code(error: OuterstepError) -> Exit:
     match error:
         case UsageError() | SpecError():
-            return USAGE
-        case UnreachableError():
-            return RETRY
-        case Problem() if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            return RETRY
+            return Exit.USAGE
+        case Transient():
+            return Exit.RETRY
+        case Problem() if error.remedy is Remedy.RETRY:
+            return Exit.RETRY
         case _:
-            return REFUSED
+            return Exit.REFUSED
 
 
 def validated(model: type[Model], given: dict[str, Any], flags: dict[str, str]) -> Model:
@@ -76,7 +68,12 @@ def _explain(fault: Any, model: type[BaseModel], given: dict[str, Any], flags: d
 
 
 def import_extra(module: str, *, extra: str, command: str) -> ModuleType:
-    """`module`, which needs the libraries of pip's `outerstep[extra]`. UsageError where they are not installed."""
+    """Import `module`, which needs our package `extra` and the libraries of pip's `outerstep[extra]`. Raises UsageError
+    where these are not installed, or a file of the user's hides that."""
+    try:
+        refuse_shadow(extra)
+    except ImportError as error:
+        raise UsageError(str(error)) from error
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -379,7 +379,8 @@ def _shares(account: Account) -> str:
 def _overlap(spec: RunSpec) -> str:
     sync = spec.sync
     steps = "a whole round" if sync.overlap == "eager" else f"{sync.overlap} inner steps"
-    return f"{steps}, fragments {sync.offsets}"
+    alpha = "" if sync.alpha == "carry" else f", alpha {sync.alpha:g}"
+    return f"{steps}, fragments {sync.offsets}{alpha}"
 
 
 def _inner_steps(spec: RunSpec) -> str:

@@ -48,9 +48,6 @@ def worker(
     on where this worker was; SIGTERM or Ctrl-C leaves the run cleanly.
 
     \b
-    Exit codes: 0 done, 2 usage, 3 refused (do not retry), 75 worth retrying.
-
-    \b
     Example:
       OUTERSTEP_TOKEN=… outerstep worker https://coordinator.example.org --run my-run
     """

@@ -10,6 +10,7 @@ from outerstep.demo.spec import PROMPT, RUN
 from outerstep.demo.summary import Summary, summarise, summary_text
 from outerstep.display import Display
 from outerstep.follow import ENDED, follow
+from protocol.errors import Transient
 from protocol.messages import RunDetail, Scope, TokenRequest
 
 PATIENCE_S = 0.5  # between two looks at the run and at the processes
@@ -44,7 +45,7 @@ def run_demo(plan: Plan, display: Display) -> tuple[Summary, str]:
                 run = _train(client, url, processes, plan, display)
                 sample = _sample(client, admin_token, plan.directory / "model")
                 rounds, workers = list(client.rounds(RUN)), list(client.workers(RUN))
-        except rest.UnreachableError as error:
+        except Transient as error:
             raise unreachable(coordinator) from error
     summary = summarise(run, rounds, workers, seconds=time.monotonic() - started, sample=sample)
     return summary, summary_text(summary, run, PROMPT)

@@ -1,6 +1,6 @@
 """The run that the demo trains."""
 
-from protocol.spec import DownloadCodecName
+from protocol.codecs import DownloadCodecName
 
 RUN = "demo"
 ROUNDS = 24

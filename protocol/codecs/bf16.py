@@ -3,9 +3,12 @@
 import numpy as np
 import numpy.typing as npt
 
+from protocol.codecs.figures import Figures
 from protocol.errors import CodecError, WireError
 
 NAME = "bf16"
+ERROR_FEEDBACK = False
+FIGURES = Figures(zstd=0.793, up=0.0007, down=0.0007, pack=0.20, unpack=0.47, accumulate=2.9)
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 

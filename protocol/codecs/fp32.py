@@ -3,9 +3,12 @@
 import numpy as np
 import numpy.typing as npt
 
+from protocol.codecs.figures import Figures
 from protocol.errors import CodecError, WireError
 
 NAME = "fp32"
+ERROR_FEEDBACK = False
+FIGURES = Figures(zstd=0.918, up=0.0, down=0.0, pack=0.15, unpack=0.26, accumulate=3.6)
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 

@@ -12,9 +12,12 @@ import numpy as np
 
 from protocol.codecs import blocks
 from protocol.codecs.blocks import F32, I8, U8
+from protocol.codecs.figures import Figures
 from protocol.errors import WireError
 
 NAME = "int8"
+ERROR_FEEDBACK = False
+FIGURES = Figures(zstd=0.931, up=0.0003, down=0.0001, pack=0.85, unpack=0.84, accumulate=5.8)
 BLOCK = 256
 MOST = 127
 

@@ -24,9 +24,12 @@ import numpy.typing as npt
 
 from protocol.codecs import blocks
 from protocol.codecs.blocks import F32, U8
+from protocol.codecs.figures import Figures
 from protocol.errors import WireError
 
 NAME = "sparse"
+ERROR_FEEDBACK = True
+FIGURES = Figures(zstd=0.982, up=None, down=None, pack=0.08, unpack=0.62, accumulate=1.4)
 BLOCK = 4096
 EVERY = 64  # one of so many is sent
 SMALL, LARGE = 7, 10

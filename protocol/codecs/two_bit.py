@@ -15,8 +15,11 @@ import numpy as np
 
 from protocol.codecs import blocks
 from protocol.codecs.blocks import F32, I8, U8
+from protocol.codecs.figures import Figures
 
 NAME = "2bit"
+ERROR_FEEDBACK = True
+FIGURES = Figures(zstd=0.957, up=0.0058, down=None, pack=0.30, unpack=0.69, accumulate=1.3)
 BLOCK = 256
 SMALL, LARGE = 29, 97
 BETWEEN = np.float32(63)

@@ -50,8 +50,8 @@ def problem(reply: httpx.Response, slug: str) -> dict[str, Any]:
     document: dict[str, Any] = reply.json()
     assert reply.headers["content-type"] == "application/problem+json", reply.text
     assert document["type"] == PROBLEM_PREFIX + slug, document
-    assert reply.status_code == document["status"] == PROBLEMS[slug][0]
-    assert document["title"] == PROBLEMS[slug][1]
+    assert reply.status_code == document["status"] == PROBLEMS[slug].status
+    assert document["title"] == PROBLEMS[slug].title
     assert reply.headers["x-request-id"]
     return document
 

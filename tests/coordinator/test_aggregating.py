@@ -1,11 +1,11 @@
-"""The mean of contributions where a codec sends only some of the values."""
+"""The mean of contributions where a codec sends only some of the values, and another rule in its place."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from coordinator.sync.aggregating import aggregate
+from coordinator.sync.aggregating import AGGREGATORS, aggregate
 from protocol.codecs import CODECS
 from protocol.digest import Buffer
 from protocol.wire import ContributionHeader, Payload, pack_frames, pack_header
@@ -13,13 +13,13 @@ from protocol.wire import ContributionHeader, Payload, pack_frames, pack_header
 F32 = np.float32
 
 
-def contribution(values: np.ndarray, worker: str) -> Payload:
-    frames = pack_frames(values, CODECS["sparse"], zstd=True)
+def contribution(values: np.ndarray, worker: str, codec: str = "sparse") -> Payload:
+    frames = pack_frames(values, CODECS[codec], zstd=True)
     header = ContributionHeader(
         run="r",
         round=0,
         fragment=0,
-        codec="sparse",
+        codec=codec,
         elements=len(values),
         chunk_elements=1 << 18,
         frame_bytes=[len(frame) for frame in frames],
@@ -78,3 +78,22 @@ def test_it_is_the_weighted_mean_in_every_chunk(n: int) -> None:
     assert np.array_equal(sent > 0, mean != 0)
     assert np.allclose(mean, expected, rtol=0, atol=1e-6)
     assert (sent > 0).mean() > 1 / 64, "no two workers sent different values, so nothing is proved"
+
+
+def test_another_rule_is_one_function_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinate-wise median: one hostile worker of three, with a million times the weight, moves nothing."""
+
+    def median(weighted: Sequence[tuple[Payload, np.float32]], index: int) -> np.ndarray:
+        values = np.empty((len(weighted), weighted[0][0].chunks[index]), np.float32)
+        for row, (payload, _) in zip(values, weighted, strict=True):
+            payload.codec.decode(payload.chunk(index), row)
+        return np.median(values, axis=0).astype(np.float32)
+
+    monkeypatch.setitem(AGGREGATORS, "median", median)
+    n = (1 << 18) + 5
+    values = np.random.default_rng(0).standard_normal((3, n)).astype(np.float32)
+    values[2] = -8e9
+    payloads = [(contribution(each, f"w{i}", "fp32"), 1_000_000 if i == 2 else 1) for i, each in enumerate(values)]
+    assert (decoded(aggregate(payloads, "fp32", zstd=False), n) < -7e9).all()
+    robust = decoded(aggregate(payloads, "fp32", zstd=False, rule="median"), n)
+    assert np.array_equal(robust, values[:2].min(axis=0))

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from outerstep.cli import app
 from outerstep.cli.connection import checked_url, find_token
 from outerstep.cli.faults import CommandGroup, UsageError, exit_code, import_extra
-from outerstep.rest import UnexpectedAnswerError, UnreachableError
-from protocol.errors import OuterstepError, Problem, SpecError
+from protocol.errors import OuterstepError, Problem, SpecError, Transient, UnexpectedAnswer
+from protocol.exit_codes import IN_WORDS
 from tests.outerstep.examples import SPEC
 
 RUN_COMMANDS = [
@@ -93,14 +93,20 @@ def test_python_m_outerstep_is_the_command():
         (SpecError("x"), 2),
         (Problem("not-found", "x"), 3),
         (Problem("run-exists", "x"), 3),
-        (UnexpectedAnswerError("x"), 3),
-        (UnreachableError("x"), 75),
+        (UnexpectedAnswer("x"), 3),
+        (Transient("x"), 75),
         (Problem("not-ready", "x"), 75),
         (Problem("internal", "x"), 75),
     ],
 )
 def test_exit_codes(error: OuterstepError, code: int):
     assert exit_code(error) == code
+
+
+def test_the_exit_codes_are_told_as_they_are():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    for told in (readme, invoke("--help")[1], invoke("worker", "--help")[1]):
+        assert IN_WORDS in " ".join(told.split())
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import httpx
 import pytest
 
 from outerstep.follow import follow
-from outerstep.rest import Client, UnreachableError
-from protocol.errors import Problem
+from outerstep.rest import Client
+from protocol.errors import Problem, Transient
 from tests.outerstep.examples import event_document, page, round_document, run_document
 
 
@@ -85,7 +85,7 @@ def test_an_outage_is_waited_for_ever_longer_and_nothing_is_missed():
 
 
 def test_the_first_look_must_succeed():
-    with pytest.raises(UnreachableError):
+    with pytest.raises(Transient):
         next(follow(History(httpx.ConnectError("refused")).client(), "demo", patience_s=1, sleep=no_sleep))
 
 

@@ -10,14 +10,16 @@ from typer.testing import CliRunner
 
 from outerstep import plan
 from outerstep.cli import app
-from outerstep.plan import FIGURES, Given
+from outerstep.plan import Given
 from protocol.codecs import CODECS
+from protocol.codecs.figures import UNKNOWN
 from protocol.fragments import TensorSpec, plan_fragments
 from protocol.spec import SyncSpec
 from protocol.wire import CHUNK_ELEMENTS, Contributor, DeltaHeader, pack_frames, pack_header
 
 GIVEN = Given(parameters=100_000_000, up=10e6, down=100e6, step_s=1.0, workers=4, latency_s=0.04, steps=20_000)
-INT8_BITS = (8 + 16 / 256) * FIGURES["int8"].zstd  # per parameter
+INT8 = CODECS["int8"].figures
+INT8_BITS = (8 + 16 / 256) * INT8.zstd  # per parameter
 COMMAND = ["plan", "--params", "1.2e9", "--up", "10mbit", "--down", "100Mbit/s", "--step-time", "1.0"]
 
 
@@ -37,7 +39,7 @@ def test_bytes_are_those_of_a_real_payload(codec: str):
         run="my-run",
         round=100,
         fragment=100,
-        codec=codec,  # type: ignore[arg-type]
+        codec=codec,
         elements=n,
         chunk_elements=CHUNK_ELEMENTS,
         frame_bytes=[len(frame) for frame in frames],
@@ -68,8 +70,8 @@ def test_one_fragment_goes_through_everything_one_after_the_other():
     given = replace(GIVEN, parameters=1_000_000, latency_s=0.5)
     each = plan.exchange(given, "int8", "int8")
     lines = 8 * each.upload_bytes / given.up + 8 * each.download_bytes / given.down
-    cpu = 1e-3 * (1 / FIGURES["int8"].pack + 4 / FIGURES["int8"].accumulate)
-    cpu += 1e-3 * (1 / FIGURES["int8"].pack + 1 / FIGURES["int8"].unpack)
+    cpu = 1e-3 * (1 / INT8.pack + 4 / INT8.accumulate)
+    cpu += 1e-3 * (1 / INT8.pack + 1 / INT8.unpack)
     assert each.sync_s == pytest.approx(lines + cpu + 2 * 0.5)
 
 
@@ -106,7 +108,7 @@ def test_every_pair_that_a_spec_may_name_is_there():
 
 
 def test_a_codec_without_figures_is_planned_for_and_not_recommended(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delitem(FIGURES, "int8")
+    monkeypatch.setitem(CODECS, "int8", replace(CODECS["int8"], figures=UNKNOWN))
     found = plan.settings(GIVEN)
     unknown = [each for each in found if "int8" in (each.exchange.upload_codec, each.exchange.download_codec)]
     assert unknown

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from outerstep.rest import Client, UnexpectedAnswerError, UnreachableError
-from protocol.errors import Problem
+from outerstep.rest import Client
+from protocol.errors import Problem, Transient, UnexpectedAnswer
 from protocol.messages import RunChange, Scope, TokenRequest
 from tests.outerstep.examples import event_document, page, round_document, run_document
 
@@ -61,14 +61,14 @@ def test_a_problem_is_raised_as_such():
 @pytest.mark.parametrize(
     ("response", "error"),
     [
-        (httpx.Response(502, text="<h1>Bad Gateway</h1>"), UnreachableError),
-        (httpx.Response(503, json=["not", "a", "document"]), UnreachableError),
-        (httpx.Response(500, json={"type": "about:blank", "detail": "x"}), UnreachableError),
-        (httpx.Response(429, text="slow down"), UnreachableError),
-        (httpx.Response(404, text="nothing here"), UnexpectedAnswerError),
-        (httpx.Response(301, headers={"location": "https://elsewhere.test"}), UnexpectedAnswerError),
-        (httpx.Response(200, text="<html>welcome</html>"), UnexpectedAnswerError),
-        (httpx.Response(200, json={"id": 1}), UnexpectedAnswerError),
+        (httpx.Response(502, text="<h1>Bad Gateway</h1>"), Transient),
+        (httpx.Response(503, json=["not", "a", "document"]), Transient),
+        (httpx.Response(500, json={"type": "about:blank", "detail": "x"}), Transient),
+        (httpx.Response(429, text="slow down"), Transient),
+        (httpx.Response(404, text="nothing here"), UnexpectedAnswer),
+        (httpx.Response(301, headers={"location": "https://elsewhere.test"}), UnexpectedAnswer),
+        (httpx.Response(200, text="<html>welcome</html>"), UnexpectedAnswer),
+        (httpx.Response(200, json={"id": 1}), UnexpectedAnswer),
     ],
 )
 def test_answers_that_are_not_a_coordinators(response: httpx.Response, error: type[Exception]):
@@ -89,7 +89,7 @@ def test_no_answer_is_unreachable(fault: httpx.TransportError):
         lambda: client.create_token(TokenRequest(scope=Scope.WORKER)),
         lambda: next(client.runs()),
     ):
-        with pytest.raises(UnreachableError, match=r"cannot reach the coordinator at http://coordinator\.test"):
+        with pytest.raises(Transient, match=r"cannot reach the coordinator at http://coordinator\.test"):
             request()
 
 

@@ -7,8 +7,9 @@ import pytest
 from outerstep.demo.spec import demo_spec
 from outerstep.demo.summary import replicas_identical, summarise, summary_text
 from outerstep.plan import allreduce_bytes
+from protocol.codecs import DownloadCodecName
 from protocol.messages import RoundInfo, RunDetail, WorkerInfo
-from protocol.spec import DownloadCodecName, parse_spec
+from protocol.spec import parse_spec
 from tests.outerstep.examples import DIGEST, round_document, run_document, worker_document
 
 FINISHED = RunDetail.model_validate(run_document(state="finished", round=4, held_out_loss=1.5, state_digest=DIGEST))

@@ -109,8 +109,8 @@ def test_a_problem_travels(slug: str) -> None:
     document = sent.document()
     assert document == {
         "type": PROBLEM_PREFIX + slug,
-        "title": PROBLEMS[slug][1],
-        "status": int(PROBLEMS[slug][0]),
+        "title": PROBLEMS[slug].title,
+        "status": int(PROBLEMS[slug].status),
         "detail": "round 3 is closed",
         "round": 3,
     }

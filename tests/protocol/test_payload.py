@@ -100,7 +100,7 @@ def build(values: np.ndarray, codec: str, *, zstd: bool, chunk_elements: int) ->
         run="r",
         round=0,
         fragment=0,
-        codec=codec,  # type: ignore[arg-type]
+        codec=codec,
         elements=len(values),
         chunk_elements=chunk_elements,
         frame_bytes=[len(frame) for frame in frames],

@@ -13,12 +13,11 @@ import httpx
 import torch
 from torch import nn
 
-from protocol.errors import Problem
+from protocol.errors import Problem, Remedy
 from protocol.messages import EvaluationReport
 from tests.simulation.disk import Disk
 from tests.simulation.network import Line
 from tests.simulation.scheduler import Group, Killed, Scheduler
-from worker import agent
 from worker.client import TIMEOUT, Client
 from worker.diloco import DiLoCo
 from worker.errors import Stopped
@@ -81,10 +80,12 @@ class WorkerNode:
         except (Problem, httpx.TransportError) as problem:
             # What `outerstep worker` makes of it. Its supervisor starts it again, except where it is refused for good:
             # that must not happen to an honest worker, or the run goes on without it for ever.
-            slug = problem.slug if isinstance(problem, Problem) else type(problem).__name__
-            self.problems.append(slug)
-            if slug in agent._FINAL and slug != "worker-name-taken":
-                raise AssertionError(f"I5: {self.name} was refused for good: {problem}") from problem
+            if not isinstance(problem, Problem):
+                self.problems.append(type(problem).__name__)
+            else:
+                self.problems.append(problem.slug)
+                if problem.remedy is Remedy.REFUSED and problem.slug != "worker-name-taken":
+                    raise AssertionError(f"I5: {self.name} was refused for good: {problem}") from problem
         self.finished = self.over()
         self.diloco = None
         self.group.dead = True

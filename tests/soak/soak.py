@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from protocol.exit_codes import Exit
 from protocol.messages import Scope
 from tests.soak.proxy import Proxy
 from tests.support.coordinator import CoordinatorProcess, Running
@@ -26,7 +27,6 @@ BEHIND_SLOW_LINES = WORKERS[:2]
 SLOW = Rate(up_kbit=2_000, down_kbit=10_000, loss_per_mille=5)
 DECADE = 10  # rounds in which each worker is killed once, and the coordinator twice
 STEP_S = 0.25
-RETRY_EXIT = 75
 
 SPEC = """
 name = "soak"
@@ -127,7 +127,7 @@ class Worker(WorkerProcess):
     def tend(self) -> int | None:
         """Start it again where that is worth it; the exit code of a process that has ended by itself."""
         code = self.process.poll() if self.process is not None else None
-        if code == RETRY_EXIT:
+        if code == Exit.RETRY:
             self.start()
         return code
 
@@ -198,7 +198,7 @@ def _until_finished(
                 code = worker.tend()
                 if code is not None:
                     outcome.exits.append((name, code))
-                    assert code == RETRY_EXIT, f"{name} ended with {code}: {worker.log.read_text()[-2000:]}"
+                    assert code == Exit.RETRY, f"{name} ended with {code}: {worker.log.read_text()[-2000:]}"
             if round_ < 0:
                 continue
             at = round_ + min((now - opened_at) / plan.round_s, 1.0)

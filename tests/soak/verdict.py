@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from protocol.exit_codes import Exit
 from tests.soak.soak import STEP_S, WORKERS, Outcome
 
 TARGET = 0.88  # Decoupled DiLoCo (arXiv 2604.21428) under aggressive failures, at this rate of kills
@@ -29,7 +30,7 @@ def faults(outcome: Outcome) -> list[str]:
         same = worker["state_digest"] == final["state_digest"]
         check(same, f"{worker['name']} left with {worker['state_digest']}, the run ended with {final['state_digest']}")
     for name, code in outcome.exits:
-        check(code in (0, 75), f"{name} ended with exit code {code}")
+        check(code in (Exit.DONE, Exit.RETRY), f"{name} ended with exit code {code}")
     for event in outcome.info["/events?limit=1000"]["items"]:
         check(event["kind"] not in ("diverged", "epoch-broken", "fault"), event["message"])
     with sqlite3.connect(outcome.data_dir / "outerstep.db") as database:

@@ -13,12 +13,13 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from protocol.exit_codes import Exit
 from protocol.messages import RunDetail, Scope, WorkerInfo
 from tests.support.coordinator import InThread, coordinator_thread
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy
-from worker.agent import DONE, REFUSED, USAGE, run_worker
+from worker.agent import run_worker
 from worker.client import Client, open_http
 from worker.export import export, load_checkpoint, sample
 from worker.settings import WorkerSettings
@@ -74,7 +75,7 @@ def settings(coordinator: InThread, tmp_path: Path, **changes: Any) -> WorkerSet
 
 def test_a_run_of_text_and_its_export(coordinator: InThread, text: Path, tmp_path: Path) -> None:
     coordinator.create_run(RUN.format(source=text, rounds=4))
-    assert run_worker(settings(coordinator, tmp_path)) == DONE
+    assert run_worker(settings(coordinator, tmp_path)) == Exit.DONE
     with coordinator.client() as http:
         wait_until(lambda: http.get("/v1/runs/text").json()["state_digest"] is not None)
         run = RunDetail.model_validate(http.get("/v1/runs/text").json())
@@ -102,7 +103,7 @@ def test_a_run_of_text_and_its_export(coordinator: InThread, text: Path, tmp_pat
         first = load_checkpoint(client, 0)
         assert not torch.equal(first(tokens).logits, loaded(tokens).logits)
 
-    assert run_worker(settings(coordinator, tmp_path)) == DONE, "a finished run has nothing to do"
+    assert run_worker(settings(coordinator, tmp_path)) == Exit.DONE, "a finished run has nothing to do"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -120,7 +121,7 @@ def test_a_signal_leaves_cleanly(coordinator: InThread, text: Path, tmp_path: Pa
     sender = threading.Thread(target=send)
     sender.start()
     ended: list[int] = []
-    assert run_worker(settings(coordinator, tmp_path), end_process=ended.append) == DONE
+    assert run_worker(settings(coordinator, tmp_path), end_process=ended.append) == Exit.DONE
     sender.join()
     assert ended == []
     assert signal.getsignal(number) == before
@@ -151,16 +152,16 @@ def test_refusals_and_their_exit_codes(
         return result
 
     caplog.set_level(logging.INFO)
-    assert code("not-found", run="other") == REFUSED
-    assert code("unauthorized", token="wrong") == REFUSED
-    assert code("forbidden", token=coordinator.token(Scope.VIEWER)) == REFUSED
-    assert code("device 'cuda:99' cannot be used", device="cuda:99") == USAGE
-    assert code("device 'gpu' cannot be used", device="gpu") == USAGE
+    assert code("not-found", run="other") == Exit.REFUSED
+    assert code("unauthorized", token="wrong") == Exit.REFUSED
+    assert code("forbidden", token=coordinator.token(Scope.VIEWER)) == Exit.REFUSED
+    assert code("device 'cuda:99' cannot be used", device="cuda:99") == Exit.USAGE
+    assert code("device 'gpu' cannot be used", device="gpu") == Exit.USAGE
     (text / "more.txt").write_text("another training set")
     coordinator.create_run(RUN.format(source=f"{tmp_path}/nothing", rounds=2).replace('"text"', '"empty"'))
-    assert code("names no files on this machine", run="empty") == REFUSED
+    assert code("names no files on this machine", run="empty") == Exit.REFUSED
     coordinator.create_run(toy.spec())
-    assert code("its workers are scripts of their own", run="toy") == REFUSED
+    assert code("its workers are scripts of their own", run="toy") == Exit.REFUSED
 
 
 def test_another_training_set_is_refused(coordinator: InThread, text: Path, tmp_path: Path) -> None:
@@ -178,9 +179,9 @@ def test_another_training_set_is_refused(coordinator: InThread, text: Path, tmp_
         member = client.join("first", request)
         client.leave(member.member_token, "first", LeaveRequest())
         client.join("taken", request)
-    assert run_worker(settings(coordinator, tmp_path, name="taken")) == REFUSED
+    assert run_worker(settings(coordinator, tmp_path, name="taken")) == Exit.REFUSED
     (text / "more.txt").write_text("another training set")
-    assert run_worker(settings(coordinator, tmp_path)) == REFUSED
+    assert run_worker(settings(coordinator, tmp_path)) == Exit.REFUSED
 
 
 def test_settings_have_sensible_defaults() -> None:

@@ -14,11 +14,11 @@ from blake3 import blake3
 
 from protocol import messages, wire
 from protocol.digest import parse_content_digest
-from protocol.errors import Problem
+from protocol.errors import PROBLEMS, Problem, Remedy, UnexpectedAnswer
 from protocol.fragments import Layout
 from tests.support.http_server import Handler, serving
 from worker.client import Client, open_http
-from worker.errors import Stopped, UnexpectedAnswer
+from worker.errors import Stopped
 from worker.heartbeat import Heartbeat
 from worker.membership import Membership
 from worker.retry import BACKOFF_CAP_S
@@ -96,16 +96,14 @@ def test_transient_faults_are_tried_again() -> None:
             httpx.RemoteProtocolError("cut"),
             httpx.Response(502, text="<html>bad gateway"),
             httpx.Response(429, text="slow down"),
-            problem("not-ready"),
-            problem("storage-full"),
-            problem("internal"),
+            *(problem(slug) for slug, row in PROBLEMS.items() if row.remedy is Remedy.RETRY),
             httpx.Response(200, text="{half a rep"),
             httpx.Response(200, json=LEASE),
         ]
     )
     assert renew(client).directive is messages.Directive.CONTINUE
-    assert len(seen) == 10
-    assert len(clock.slept) == 9
+    assert len(seen) == 12
+    assert len(clock.slept) == 11
     assert seen[-1].headers["Authorization"] == "Bearer m"
 
 
@@ -135,7 +133,7 @@ def test_retry_after_is_honoured() -> None:
     assert clock.slept == [17]
 
 
-@pytest.mark.parametrize("slug", ["round-closed", "unauthorized", "stale-base", "not-found", "invalid-message"])
+@pytest.mark.parametrize("slug", [slug for slug, row in PROBLEMS.items() if row.remedy is not Remedy.RETRY])
 def test_refusals_are_raised_at_once(slug: str) -> None:
     client, clock, _ = make_client([problem(slug, "because")])
     with pytest.raises(Problem, match="because") as raised:
@@ -298,6 +296,28 @@ class BlobServer:
         cut = self.cuts.pop(0) if self.cuts else len(body)
         headers = {"ETag": etag, "Content-Length": str(len(body))}
         return httpx.Response(206 if start else 200, headers=headers, stream=Broken(body, cut))
+
+
+def test_a_redirected_download_is_told_and_not_tried_for_ever() -> None:
+    """It was taken for a fault on the way, like a whole where a part was asked for."""
+    client, clock, _ = make_client([httpx.Response(308, headers={"Location": "https://c/x"})])
+    with pytest.raises(UnexpectedAnswer, match="redirects to https://c/x"):
+        client.delta(0, 0, LIMIT)
+    assert clock.slept == []
+
+
+def test_a_redirected_upload_was_not_accepted() -> None:
+    """It was taken for accepted, and waited for in the delta."""
+    client, _, _ = make_client([httpx.Response(308, headers={"Location": "https://c/x"})])
+    with pytest.raises(UnexpectedAnswer, match="redirects to https://c/x"):
+        client.contribute("m", HEADER, [bytes(length) for length in HEADER.frame_bytes])
+
+
+def test_a_stalled_upload_is_sent_again() -> None:
+    """`request-timeout` is not a 5xx, and so it ended the worker, though its words are to send it again."""
+    client, _, seen = make_client([problem("request-timeout"), httpx.Response(201, json={})])
+    client.contribute("m", HEADER, [bytes(length) for length in HEADER.frame_bytes])
+    assert len(seen) == 2
 
 
 def test_a_download_goes_on_where_it_broke_off() -> None:

@@ -296,19 +296,51 @@ def test_skipped_steps_do_not_count(tmp_path: Path) -> None:
     assert seen == [(0, 0), (1, 1), (2, 2), (2, 3), (4, 4), (5, 5), (6, 6), (7, 7)]
 
 
-def test_a_round_whose_steps_were_all_skipped(tmp_path: Path) -> None:
-    """A GradScaler that is still looking for its scale: nothing was learned, the units are spent, the run goes on."""
+SKIPPED = {"first": {0}, "middle": {1, 2}, "last": {3}, "all": {0, 1, 2, 3}}
+
+
+@pytest.mark.parametrize("sync", ["", 'overlap = 1\noffsets = "spread"', 'overlap = "eager"'])
+@pytest.mark.parametrize("which", SKIPPED)
+def test_a_unit_whose_step_was_skipped_is_spent_and_counts(tmp_path: Path, which: str, sync: str) -> None:
+    """A GradScaler that is still looking for its scale. The last unit of a round went back to the pool, and was counted
+    as carried work that never came where fragments travel meanwhile; the others were spent."""
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=3, sync=sync), tmp_path)
+        model = toy.make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        seen = []
+        with DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a") as diloco:
+            for unit in diloco.units():
+                seen.append(unit)
+                if unit not in SKIPPED[which]:
+                    toy.step(diloco, model, optimizer, unit)
+        info = run.final()
+        assert seen == list(range(3 * toy.STEPS))
+        assert info.state_digest == run.told("a").state_digest
+        assert info.tokens == 3 * toy.STEPS * info.spec.unit_tokens
+
+
+@pytest.mark.parametrize(("leaves", "used"), [("at the next unit", 3), ("with the unit in hand", 2)])
+def test_leaving_after_a_skipped_step(tmp_path: Path, leaves: str, used: int) -> None:
+    """What the loop was through with is handed in, what it had just begun goes back to the pool."""
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(rounds=2), tmp_path)
         model = toy.make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         with DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a") as diloco:
             for unit in diloco.units():
-                if unit >= toy.STEPS:
+                if unit == 2:  # skipped
+                    if leaves == "with the unit in hand":
+                        break
+                    diloco._client.stop.set()
+                else:
                     toy.step(diloco, model, optimizer, unit)
+        assert run.told("a").tokens == used * diloco.spec.unit_tokens
+        given: list[int] = []
+        run.worker("b", on_step=lambda diloco: given.extend(chain(*diloco._rounds.assignment.units)))
         info = run.final()
-        assert info.state_digest == run.told("a").state_digest
-        assert info.tokens == 2 * toy.STEPS * info.spec.unit_tokens
+        assert info.state_digest == run.told("b").state_digest
+        assert min(given) == used
 
 
 def test_asked_to_stop(tmp_path: Path) -> None:

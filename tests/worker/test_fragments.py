@@ -1,8 +1,14 @@
 """Parameters to fragments and back."""
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from protocol.fragments import Layout, plan_fragments
 from worker.errors import ModelError
@@ -106,4 +112,85 @@ def test_models_that_cannot_be_averaged() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     with pytest.raises(ModelError, match=r"weight is torch\.complex64"):
+        tensor_specs(model)
+
+
+# --- wrapped and sharded models -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process only."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: nn.Module = nn.Linear(3, 3)
+        self.outer: nn.Module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    wrapped: Any = torch.compile(module)  # compiles nothing before its first use
+    return wrapped
+
+
+def with_compiled_parts() -> nn.Module:
+    model, part = Plain(), nn.Sequential(compiled(nn.Linear(2, 3)), nn.Linear(3, 1))
+    model.inner, model.outer = compiled(model.inner), compiled(part)
+    return model
+
+
+WRAPPED: dict[str, Callable[[], nn.Module]] = {
+    "torch.compile": lambda: compiled(Plain()),
+    "DDP": lambda: DistributedDataParallel(Plain()),
+    "DataParallel": lambda: nn.DataParallel(Plain()),
+    "DDP around torch.compile": lambda: DistributedDataParallel(compiled(Plain())),
+    "torch.compile around DDP": lambda: compiled(DistributedDataParallel(Plain())),
+    "parts within parts": with_compiled_parts,
+    "everything": lambda: DistributedDataParallel(compiled(with_compiled_parts())),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_wrappers_change_no_name(wrapped: str) -> None:
+    """They put `_orig_mod.` and `module.` into the names, so a compiled worker was refused with model-mismatch."""
+    model = WRAPPED[wrapped]()
+    assert [name for name, _ in model.named_parameters()] != [name for name, _ in Plain().named_parameters()]
+    assert tensor_specs(model) == tensor_specs(Plain())
+    fragments, layout = fragments_of(model, 10)
+    for p, n in enumerate(layout.elements):
+        fragments.scatter(p, torch.arange(n) + 100.0 * p)
+    expected = Plain()
+    same = Fragments(expected, layout)
+    for p, n in enumerate(layout.elements):
+        same.scatter(p, torch.arange(n) + 100.0 * p)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_name_of_the_users_own_stays() -> None:
+    """Only what a wrapper puts there goes: a module may well be called `module`, whatever its name says."""
+    model = nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": nn.Linear(2, 1, bias=False)})})
+    assert [spec.name for spec in tensor_specs(model)] == ["module._orig_mod.weight"]
+    assert [spec.name for spec in tensor_specs(nn.DataParallel(model))] == ["module._orig_mod.weight"]
+
+
+def test_two_parameters_of_one_name() -> None:
+    model = nn.DataParallel(nn.Linear(2, 1, bias=False))
+    model.weight = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ModelError, match=r"two parameters are called weight, one of them module\.weight"):
+        tensor_specs(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sharded_model_is_refused() -> None:
+    """It was a RuntimeError of torch, as the first round began."""
+    model = Plain()
+    fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    with pytest.raises(ModelError, match=r"parameter inner\.weight is sharded \(a DTensor\)"):
         tensor_specs(model)

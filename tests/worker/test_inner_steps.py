@@ -51,17 +51,40 @@ def test_a_loop_that_takes_no_units_uses_one_per_step() -> None:
     assert steps.units_used == [[10, 12], [20, 21]]
 
 
-def test_a_skipped_step_uses_its_unit_once_another_step_follows() -> None:
-    """It shaped nothing: so as the last one it goes back to the pool, and in between it is behind us."""
+@pytest.mark.parametrize("skipped", [{0}, {2}, {5}, {0, 1}, {1, 4, 5}, set(range(6))])
+def test_a_skipped_step_uses_its_unit_wherever_it_lies(skipped: set[int]) -> None:
+    """One in the middle was used, one at the end went back to the pool, and where all were skipped all were used."""
+    steps = InnerSteps(spec())
+    begin(steps)
+    for unit in range(6):
+        steps.begin_unit()
+        if unit not in skipped:
+            steps.step()
+        steps.end_unit()
+        assert sum(stop - start for start, stop in steps.units_used) == unit + 1
+    assert steps.units_used == [[10, 12], [20, 24]]
+    assert steps.done == 6 - len(skipped)
+
+
+def test_the_unit_in_hand_is_not_used_yet() -> None:
+    steps = InnerSteps(spec())
+    begin(steps)
+    steps.begin_unit()
+    assert steps.units_used == []
+    steps.end_unit()
+    steps.begin_unit()
+    assert steps.units_used == [[10, 11]]
+
+
+def test_a_unit_of_the_last_round_uses_none_of_the_next() -> None:
+    """The round's last step begins the next round before the loop asks for another unit."""
     steps = InnerSteps(spec())
     begin(steps)
     steps.begin_unit()
     steps.step()
-    steps.begin_unit()  # skipped by the GradScaler
-    assert steps.units_used == [[10, 11]]
-    steps.begin_unit()
-    steps.step()
-    assert steps.units_used == [[10, 12], [20, 21]]
+    begin(steps, 1)
+    steps.end_unit()
+    assert steps.units_used == []
 
 
 @pytest.mark.parametrize(("own", "seen"), [(6, [0, 1, 2, 3, 4, 5]), (3, [0, 2, 4]), (4, [0, 1, 3, 4])])

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 import httpx
 import pytest
 
+from protocol.exit_codes import Exit
 from protocol.messages import RoundDetail
 from tests.support.waiting import wait_until
 from tests.worker import toy
@@ -183,6 +184,6 @@ def test_whatever_hangs_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> Non
     ended: SimpleQueue[int] = SimpleQueue()
     with agent.stop_on_signals(ended.put) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert ended.get(timeout=60) == agent.DONE
+        assert ended.get(timeout=60) == Exit.DONE
         assert stop.is_set()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "a second signal ends it at once"

@@ -85,6 +85,19 @@ def test_a_function_in_the_working_directory(tmp_path: Path, monkeypatch: pytest
     assert logits_of(model, torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 256)
 
 
+def test_the_working_directory_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came first, so that a user's worker.py or json.py took the place of the packages that were imported next."""
+    for name in ("coordinator.py", "own_factory.py"):
+        (tmp_path / name).write_text("import torch\ndef make():\n    return torch.nn.Linear(1, 1)\n")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    monkeypatch.setattr(sys, "path", list(before))
+    build_model(spec('[model]\nfactory = "own_factory:make"'), CPU)
+    assert sys.path == [*before, str(tmp_path)]
+    with pytest.raises(ModelError, match=r"<module 'coordinator' from .*has no attribute 'make'.*another name"):
+        build_model(spec('[model]\nfactory = "coordinator:make"'), CPU)
+
+
 def test_sampling_is_repeatable() -> None:
     model = build_model(spec(TINY), CPU).eval()
     written = [sample(model, b"def ", 80, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]

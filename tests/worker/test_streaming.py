@@ -29,6 +29,7 @@ SCHEDULES = {
     "spread": 'offsets = "spread"\noverlap = 2',
     "longer than the offsets": 'offsets = "spread"\noverlap = 4',
     "spread, no overlap": 'offsets = "spread"',
+    "mixed, no overlap": "alpha = 0.5",
 }
 EVERY = pytest.mark.parametrize("sync", SCHEDULES.values(), ids=SCHEDULES.keys())
 

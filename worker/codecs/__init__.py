@@ -7,6 +7,7 @@ Every operation is one fp32 operation rounded to nearest even, as the format dem
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +15,8 @@ import torch
 from torch import Tensor
 
 from protocol import wire
-from protocol.codecs import CODECS, REFERENCE
+from protocol.codecs import CODECS, REFERENCE, Codec
 from protocol.digest import Buffer
-from worker.codecs import bf16, fp32, int4, int8, sparse, ternary, two_bit
 
 U8 = npt.NDArray[np.uint8]
 
@@ -30,15 +30,12 @@ class TorchCodec:
     decode: Callable[[Tensor, int], Tensor]
 
 
-IN_TORCH: dict[str, TorchCodec] = {
-    "fp32": TorchCodec(fp32.encode, fp32.decode),
-    "bf16": TorchCodec(bf16.encode, bf16.decode),
-    "int8": TorchCodec(int8.encode, int8.decode),
-    "int4": TorchCodec(int4.encode, int4.decode),
-    "2bit": TorchCodec(two_bit.encode, two_bit.decode),
-    "ternary": TorchCodec(ternary.encode, ternary.decode),
-    "sparse": TorchCodec(sparse.encode, sparse.decode),
-}
+def _in_torch(codec: Codec) -> TorchCodec:
+    module = import_module(f"{__name__}.{codec.module}")
+    return TorchCodec(module.encode, module.decode)
+
+
+IN_TORCH: dict[str, TorchCodec] = {name: _in_torch(codec) for name, codec in REFERENCE.items()}
 
 
 def _with_kernels(name: str) -> TorchCodec:

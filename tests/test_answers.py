@@ -1,0 +1,142 @@
+"""Both clients, a worker's and an operator's, read answers in the same way and say the same of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from outerstep.rest import Client as Operator
+from protocol import messages
+from protocol.answers import raise_for_problem, read_message
+from protocol.errors import PROBLEMS, Problem, Remedy, Transient, UnexpectedAnswer
+from worker.client import Client as Worker
+from worker.retry import is_transient
+
+URL = "http://c/v1/runs/r"
+
+
+@dataclass
+class Answer:
+    """As little of an answer as is looked at."""
+
+    status_code: int
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    request: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(method="GET", url=URL))
+
+    def read(self) -> bytes:
+        return self.body
+
+
+STRANGERS: dict[str, tuple[Answer, type[Exception], str]] = {
+    "a proxy without a coordinator": (
+        Answer(502, b"<h1>Bad Gateway</h1>"),
+        Transient,
+        f"GET {URL} answered 502: '<h1>Bad Gateway</h1>'",
+    ),
+    "a proxy that wants less": (Answer(429, b"slow down"), Transient, f"GET {URL} answered 429: 'slow down'"),
+    "a proxy's timeout": (Answer(408), Transient, f"GET {URL} answered 408: ''"),
+    "a document of another kind": (Answer(500, b'{"type": "about:blank"}'), Transient, "answered 500"),
+    "a newer coordinator's problem": (
+        Answer(409, b'{"type": "urn:outerstep:problem:not-yet-known", "detail": "x"}'),
+        UnexpectedAnswer,
+        "answered 409, which is not a coordinator's answer",
+    ),
+    "another server": (
+        Answer(404, b"no such page"),
+        UnexpectedAnswer,
+        f"GET {URL} answered 404, which is not a coordinator's answer: 'no such page'; check the URL",
+    ),
+    "a redirect": (
+        Answer(301, b"moved", {"Location": "https://c/v1/runs/r"}),
+        UnexpectedAnswer,
+        f"{URL} redirects to https://c/v1/runs/r; give that address",
+    ),
+    "a redirect to nowhere": (Answer(304), UnexpectedAnswer, "answered 304, which is not"),
+    "no text at all": (Answer(400, b"\xff\xfe" * 500), UnexpectedAnswer, "answered 400"),
+}
+
+
+@pytest.mark.parametrize("case", STRANGERS)
+def test_what_strangers_say(case: str) -> None:
+    answer, kind, said = STRANGERS[case]
+    with pytest.raises(kind) as caught:
+        raise_for_problem(answer)
+    assert said in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(("told", "wanted_s"), [("17", 17.0), ("soon", None), ("-1", None), ("²", None)])
+def test_when_to_ask_again(told: str, wanted_s: float | None) -> None:
+    with pytest.raises(Transient) as caught:
+        raise_for_problem(Answer(503, headers={"Retry-After": told}))
+    assert caught.value.retry_after_s == wanted_s
+
+
+@pytest.mark.parametrize("slug", PROBLEMS)
+def test_every_problem_comes_back_as_itself(slug: str) -> None:
+    problem = Problem(slug, "because", share=0.5)
+    body = httpx.Response(200, json=problem.document()).content
+    with pytest.raises(Problem, match="because") as caught:
+        raise_for_problem(Answer(problem.status, body, {"Retry-After": "3"}))
+    assert (caught.value.slug, caught.value.members, caught.value.retry_after_s) == (slug, {"share": 0.5}, 3)
+
+
+def test_a_success_is_left_unread() -> None:
+    class Stream(Answer):
+        def read(self) -> bytes:
+            raise AssertionError("the stream was read")
+
+    raise_for_problem(Stream(206))
+
+
+def test_a_message_or_what_came_in_its_place() -> None:
+    assert read_message(messages.RunChange, Answer(200, b'{"state": "paused"}')).state == "paused"
+    with pytest.raises(UnexpectedAnswer, match="answered what is no RunDetail: '<html>welcome"):
+        read_message(messages.RunDetail, Answer(200, b"<html>welcome"))
+
+
+def ask(answer: Answer) -> list[str]:
+    """What each client says of the same answer; neither tries again."""
+
+    class Asked(Exception):
+        pass
+
+    def give_up(_: float) -> None:
+        raise Asked
+
+    http = httpx.Client(
+        transport=httpx.MockTransport(
+            lambda _: httpx.Response(answer.status_code, content=answer.body, headers=dict(answer.headers))
+        ),
+        base_url="http://c",
+    )
+    calls: list[Callable[[], object]] = [
+        lambda: Operator(http).run("r"),
+        # Past the retrying, of which test_client.py tells.
+        lambda: Worker(http, "r", "t", sleep=give_up)._answer("GET", "/v1/runs/r", "t"),
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises((Problem, Transient, UnexpectedAnswer)) as caught:
+            call()
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    return said
+
+
+@pytest.mark.parametrize("case", STRANGERS)
+def test_both_clients_say_the_same(case: str) -> None:
+    operator, worker = ask(STRANGERS[case][0])
+    assert operator == worker
+
+
+def test_what_is_worth_a_retry_is_a_column() -> None:
+    """A fault of the coordinator always is, bytes that were damaged or stalled on the way are too, and nothing else."""
+    again = {slug for slug in PROBLEMS if is_transient(Problem(slug, ""))}
+    assert again == {slug for slug, row in PROBLEMS.items() if row.remedy is Remedy.RETRY}
+    assert again == {slug for slug, row in PROBLEMS.items() if row.status >= 500} | {
+        "digest-mismatch",
+        "request-timeout",
+    }
