@@ -5,6 +5,7 @@ before the answer goes out; a refused upload leaves neither. Files become durabl
 lock at the same time are committed together.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from sqlalchemy import bindparam, func, insert, select, update
@@ -14,7 +15,7 @@ from coordinator import diverging, publishing
 from coordinator.files import Body, PayloadFile, make_durable
 from coordinator.live_run import Arrival, Contributed, LiveRun
 from coordinator.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow, RunRow, WorkerRow
-from coordinator.units import consume_units
+from coordinator.units import consume_units, count_by_round
 from protocol.errors import Problem, WireError
 from protocol.messages import ContributionReply, FragmentState
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader
@@ -51,6 +52,8 @@ def accept(run: LiveRun, worker: str, round_: int, fragment: int, body: Body) ->
         created = _is_new(run, worker, round_, fragment, body.digest)
         if created:
             _await_step(run, round_, fragment)
+            created = _is_new(run, worker, round_, fragment, body.digest)  # others had the lock meanwhile
+        if created:
             _check_base(run, round_, fragment, header)
             _check_weight(run, header)
     if created:
@@ -173,24 +176,43 @@ def _check_header(run: LiveRun, worker: str, round_: int, fragment: int, header:
 
 
 def _check_weight(run: LiveRun, header: ContributionHeader) -> None:
-    """It weighs what it was trained on, and carried work does not count. Holds the lock.
+    """Refuse it unless it weighs one round's work: that of its own round or, where all of it is carried, at most that
+    of the last carried round. Holds the lock.
 
-    Where fragments are sent in the middle of a round, each was trained on a whole round since it was sent last, though
-    the contribution names only the units that no other one has named.
+    Where fragments are sent in the middle of a round, each was trained on a whole round's units since it was sent last,
+    of this round and the one before, though the contribution names only those that no other one has named.
     """
-    units = sum(stop - start for start, stop in header.units)
-    weight = header.tokens // run.spec.unit_tokens
-    least, most = (1 if header.carried else units), units
+    weight, units = header.tokens // run.spec.unit_tokens, sum(stop - start for start, stop in header.units)
+    by_round, inner_steps = _named(run, header)
+    if by_round.total() < units:
+        raise Problem(
+            "units-not-held", f"of the work units {header.units[:3]}… {header.worker} holds only {by_round.total()}"
+        )
+    own, last_carried = by_round.pop(header.round, 0), by_round[max(by_round, default=0)]
     if run.spec.sync.streams:
-        with run.world.database.read() as session:
-            row = session.get(AssignmentRow, (run.id, header.round, header.worker))
-        least, most = 1, max(units, row.inner_steps if row is not None else 0)
+        least, most = 1, max(own + last_carried, inner_steps)
+    elif own:
+        least, most = own, own
+    else:
+        least, most = 1, last_carried
     if not least <= weight <= most:
         raise Problem(
             "invalid-payload",
-            f"header field tokens is {header.tokens}: {weight} units; the contribution names {units}, and its weight "
-            f"is {least} to {most} of them",
+            f"header field tokens is {header.tokens}: {weight} units; the contribution names {units}, {own} of them of "
+            f"its own round, and its weight is {least} to {most}",
         )
+
+
+def _named(run: LiveRun, header: ContributionHeader) -> tuple[Counter[int], int]:
+    """How many units the contribution names of each round that they were assigned for, those alone that the worker may
+    name; and the inner steps that its own round was assigned with. Holds the lock."""
+    given = None if run.open is None else run.open.given.get(header.worker)
+    if given is not None and [list(each) for each in given.units] == header.units:  # as most do; no need to ask
+        return Counter({header.round: sum(stop - start for start, stop in header.units)}), given.inner_steps
+    with run.world.database.read() as session:
+        row = session.get(AssignmentRow, (run.id, header.round, header.worker))
+        by_round = count_by_round(session, run.id, header.worker, header.round, header.units)
+    return by_round, 0 if row is None else row.inner_steps
 
 
 def _is_new(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> bool:

@@ -57,7 +57,9 @@ def test_the_momentum_of_state_0_is_plus_0_throughout(shared: InThread, run: str
     for at, value in ((n, 1.0), (2 * n - 1, 1e-45), (n + 3, -0.0), (n, np.nan), (2 * n - 1, np.inf), (0, np.nan)):
         wrong = state.copy()
         wrong[at] = value
-        raw = [wrong[start : start + chunk_elements].astype("<f4").tobytes() for start in range(0, 2 * n, chunk_elements)]
+        raw = [
+            wrong[start : start + chunk_elements].astype("<f4").tobytes() for start in range(0, 2 * n, chunk_elements)
+        ]
         problem(a.put_frames(0, 2 * n, raw, chunk_elements), "invalid-payload")
     assert a.http.get(f"/v1/runs/{run}/checkpoints/0/fragments/0").status_code == 404, "nothing of it was kept"
     assert list((shared.data_dir / "incoming").iterdir()) == []
