@@ -11,6 +11,7 @@ from fastapi_offline import FastAPIOffline
 
 from coordinator.api import checkpoints, events, health, problems, rounds, runs, tokens, workers
 from coordinator.api.authentication import Authenticate
+from coordinator.api.head import AnswerHead
 from coordinator.api.limits import LimitBody, RequestId
 from coordinator.service import Coordinator
 
@@ -42,6 +43,7 @@ def create_app(coordinator: Coordinator) -> FastAPI:
     app.add_middleware(LimitBody)
     app.add_middleware(Authenticate)
     app.add_middleware(RequestId)
+    app.add_middleware(AnswerHead)
     return app
 
 

@@ -7,14 +7,14 @@ from fastapi.concurrency import run_in_threadpool
 
 from coordinator import reports, seeding
 from coordinator.api.access import Caller, Limit, Number, ReadableRun, Service, check_fragment
-from coordinator.api.blobs import PAYLOAD_TYPE, blob
+from coordinator.api.blobs import blob
 from coordinator.api.rounds import _PAYLOAD_BODY
 from coordinator.api.uploads import Upload, received
 from coordinator.live_run import LiveRun
 from coordinator.tables import CheckpointFragmentRow
 from protocol.errors import Problem
 from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page
-from protocol.wire import max_payload_bytes
+from protocol.wire import MEDIA_TYPE, max_payload_bytes
 
 router = APIRouter(prefix="/v1/runs/{run}/checkpoints", tags=["checkpoints"])
 
@@ -57,7 +57,7 @@ def get_checkpoint(run: ReadableRun, number: Annotated[str, Path(pattern=r"^(lat
 @router.get(
     "/{number}/fragments/{fragment}",
     response_class=Response,
-    responses={200: {"content": {PAYLOAD_TYPE: {}}}, 206: {}, 304: {}},
+    responses={200: {"content": {MEDIA_TYPE: {}}}, 206: {}, 304: {}},
 )
 def get_checkpoint_fragment(
     http: Request, run: ReadableRun, number: Number, fragment: Number, service: Service

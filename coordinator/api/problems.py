@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from coordinator.database import disk_is_full
@@ -41,9 +42,7 @@ def install(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> Response:
         where = f"{request.method} {request.url.path}"
         if error.status_code == 405:
-            return problem_response(
-                Problem("method-not-allowed", f"{where}: this address does not take {request.method}")
-            )
+            return _not_allowed(request, where)
         if error.status_code == 404:
             return problem_response(Problem("not-found", f"{where}: there is nothing here; see /docs"))
         if error.status_code == 413:
@@ -54,6 +53,19 @@ def install(app: FastAPI) -> None:
     async def _gone(request: Request, _: ClientDisconnect) -> Response:
         logger.info("%s %s: the client went away", request.method, request.url.path)
         return Response(status_code=499)  # nobody reads it
+
+
+def _not_allowed(request: Request, where: str) -> Response:
+    answer = problem_response(Problem("method-not-allowed", f"{where}: this address does not take {request.method}"))
+    addresses = request.app.openapi()["paths"].items()
+    path = request.url.path
+    taken = {method.upper() for address, methods in addresses if _matches(address, path) for method in methods}
+    answer.headers["Allow"] = ", ".join(sorted(taken | ({"HEAD"} if "GET" in taken else set())))
+    return answer
+
+
+def _matches(address: str, path: str) -> bool:
+    return compile_path(address)[0].match(path) is not None
 
 
 def _explain(fault: Any) -> str:

@@ -7,7 +7,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from coordinator import contributing, reports
 from coordinator.api.access import Caller, Limit, MemberRun, Number, PathName, ReadableRun, Service, check_fragment
-from coordinator.api.blobs import PAYLOAD_TYPE, blob, blob_in_memory
+from coordinator.api.blobs import blob, blob_in_memory
 from coordinator.api.uploads import Upload, received
 from coordinator.api.waiting import poll, preferred_wait_s
 from coordinator.bell import delta_of
@@ -15,12 +15,12 @@ from coordinator.live_run import LiveRun
 from coordinator.tables import FragmentRow
 from protocol.errors import Problem
 from protocol.messages import ContributionReply, EvaluationReport, FragmentState, Page, RoundDetail, RoundInfo
-from protocol.wire import max_payload_bytes
+from protocol.wire import MEDIA_TYPE, max_payload_bytes
 
 router = APIRouter(prefix="/v1/runs/{run}/rounds", tags=["rounds"])
 
 _PAYLOAD_BODY = {
-    "requestBody": {"required": True, "content": {PAYLOAD_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+    "requestBody": {"required": True, "content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 }
 
 
@@ -77,7 +77,7 @@ def _accept(run: LiveRun, worker: str, number: int, fragment: int, upload: Uploa
 @router.get(
     "/{number}/fragments/{fragment}/delta",
     response_class=Response,
-    responses={200: {"content": {PAYLOAD_TYPE: {}}}, 206: {}, 304: {}},
+    responses={200: {"content": {MEDIA_TYPE: {}}}, 206: {}, 304: {}},
 )
 async def get_delta(
     http: Request, run: ReadableRun, number: Number, fragment: Number, caller: Caller, service: Service

@@ -61,7 +61,7 @@ def member(shared: InThread) -> Member:
         ("GET", "/v1/runs?limit=1001", "invalid-message"),
         ("POST", "/v1/runs/r", "method-not-allowed"),
         ("DELETE", "/v1/runs", "method-not-allowed"),
-        ("HEAD", "/v1/runs/r/rounds/0/fragments/0/delta", "method-not-allowed"),
+        ("HEAD", "/v1/runs/r/rounds/7/fragments/0/delta", "not-published"),
         ("DELETE", "/v1/tokens/none", "not-found"),
     ],
 )
