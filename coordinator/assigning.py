@@ -55,7 +55,7 @@ def assign(
         run.ready.add(worker)
         try_open(run)
         if run.open is None:
-            return Assignment(action=Action.WAIT, reason=run.why_not_open, round=run.round)
+            return Assignment(action=Action.WAIT, reason=standing(run), round=run.round)
         given = run.open.given.get(worker)
         if given is None or not _is_settled(run.open, worker, carried):
             given = _give(run, run.open, worker, carried)
@@ -110,25 +110,46 @@ def _give(run: LiveRun, opening: OpenRound, worker: str, carried: Sequence[Seque
     return given
 
 
-def try_open(run: LiveRun) -> None:
-    """Open the next round if there are enough workers for it; otherwise say why not. Holds the lock."""
-    if run.open is not None:
-        return
+def standing(run: LiveRun) -> str:
+    """Say what the run is at, in one sentence that is true in each of its states.
+
+    Without the lock, what it says was so at one moment or another.
+    """
+    opening = run.open
+    if run.ended:
+        return f"the run is {run.state}"
+    if opening is None:
+        return why_not_open(run) or f"round {run.round} is about to open"
+    so_far = f"round {opening.number} is open"
+    return so_far if run.state is RunState.RUNNING else f"{so_far}, and the run is {run.state}: no other opens"
+
+
+def why_not_open(run: LiveRun) -> str | None:
+    """Say why the next round does not open; None where there is no reason."""
     if run.state is not RunState.RUNNING:
-        run.why_not_open = f"the run is {run.state}"
-        return
+        return f"the run is {run.state}"
     if run.damage is not None:
-        run.why_not_open = run.damage
-        return
+        return run.damage
+    if run.layout is None:
+        return "waiting for the first worker"
     if not run.seeded:
-        run.why_not_open = "waiting for state 0" if run.seeder is None else f"{run.seeder} uploads state 0"
+        return "waiting for state 0" if run.seeder is None else f"{run.seeder} uploads state 0"
+    ready = len(_ready(run))
+    if ready < run.policy.min_workers:
+        return f"round {run.round} waits for workers: {ready} of at least {run.policy.min_workers} are ready"
+    return None
+
+
+def _ready(run: LiveRun) -> set[str]:
+    """The workers that the next round would open with."""
+    return run.leases.live() & (run.ready | run.previous)
+
+
+def try_open(run: LiveRun) -> None:
+    """Open the next round if nothing stands against it. Holds the lock."""
+    if run.open is not None or why_not_open(run) is not None:
         return
-    workers = sorted(run.leases.live() & (run.ready | run.previous))
-    if len(workers) < run.policy.min_workers:
-        run.why_not_open = (
-            f"round {run.round} waits for workers: {len(workers)} of at least {run.policy.min_workers} are ready"
-        )
-        return
+    workers = sorted(_ready(run))
     assert run.layout is not None
     count = len(run.layout.fragments)
     opening = OpenRound(run.round, run.world.clock(), set(workers), [OpenFragment() for _ in range(count)])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from sqlalchemy import bindparam, func, insert, select, update
 from sqlalchemy.orm import Session
 
-from coordinator import diverging, publishing
+from coordinator import assigning, diverging, publishing
 from coordinator.files import Body, PayloadFile, make_durable
 from coordinator.live_run import Arrival, Contributed, LiveRun
 from coordinator.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow, RunRow, WorkerRow
@@ -236,7 +236,7 @@ def _is_new(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes
     if run.ended:
         raise Problem("run-ended", f"the run {run.name} is {run.state}")
     if run.open is None or round_ != run.round:
-        raise Problem("round-not-open", f"round {round_} is not open: {run.why_not_open}")
+        raise Problem("round-not-open", f"round {round_} is not open: {assigning.standing(run)}")
     return True
 
 

@@ -147,7 +147,6 @@ class LiveRun:
         self.ready: set[str] = set()  # workers that hold the state of `round` and asked what to do
         self.previous: set[str] = set()  # workers of the round before `round`
         self.open: OpenRound | None = None
-        self.why_not_open = "waiting for the first worker"
         self.seeder: str | None = None
         self.evaluator: str | None = None  # of the final state
         self.reports: deque[Told] = deque()  # not booked yet

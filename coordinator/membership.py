@@ -128,9 +128,8 @@ def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:
     if not run.leases.renew_live(worker, run.world.clock()):
         raise _ended(worker)
     run.metrics[worker] = metrics
-    state, opening = run.state, run.open  # not under the lock: each is what it was at some moment
-    reason = f"the run is {state}" if opening is None else f"round {opening.number} is open"
-    return LeaseReply(directive=DIRECTIVES.get(state, Directive.CONTINUE), reason=reason, lease_s=run.leases.term_s)
+    directive = DIRECTIVES.get(run.state, Directive.CONTINUE)
+    return LeaseReply(directive=directive, reason=assigning.standing(run), lease_s=run.leases.term_s)
 
 
 def check_lease(run: LiveRun, worker: str) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator import accounting, checkpointing, retention
+from coordinator import accounting, assigning, checkpointing, retention
 from coordinator.files import disk_bytes
-from coordinator.live_run import LiveRun
+from coordinator.live_run import LiveRun, OpenFragment
 from coordinator.tables import (
     CheckpointFragmentRow,
     CheckpointRow,
@@ -88,7 +88,7 @@ def _reason(run: LiveRun) -> str:
     if run.ended:
         return f"the run is {run.state} after {run.round} of {run.spec.sync.rounds} rounds"
     if run.open is None:
-        return run.why_not_open
+        return assigning.standing(run)
     return f"round {run.round}: {_least_advanced(run)[1]}"
 
 
@@ -96,7 +96,13 @@ def _least_advanced(run: LiveRun) -> tuple[FragmentState, str]:
     """State and reason of the open round: those of its least advanced fragment."""
     assert run.open is not None
     fragment = min(run.open.fragments, key=lambda each: ADVANCEMENT.index(each.state))
-    return fragment.state, fragment.reason
+    return fragment.state, _fragment_reason(run, fragment)
+
+
+def _fragment_reason(run: LiveRun, fragment: OpenFragment) -> str:
+    """What a fragment of the open round waits for: nothing any more where the run was stopped."""
+    given_up = run.state is RunState.STOPPED and fragment.state is not FragmentState.PUBLISHED
+    return "given up: the run was stopped" if given_up else fragment.reason
 
 
 def rounds(run: LiveRun, limit: int, before: int | None) -> Page[RoundInfo]:
@@ -172,8 +178,8 @@ def _fragment(run: LiveRun, row: FragmentRow) -> FragmentInfo:
     contributors, reason, closes_in_s = row.contributors or {}, row.reason, None
     if run.open is not None and run.open.number == row.round:
         fragment = run.open.fragments[row.fragment]
-        contributors, reason = fragment.contributed, fragment.reason
-        if fragment.closes_at is not None:
+        contributors, reason = fragment.contributed, _fragment_reason(run, fragment)
+        if fragment.closes_at is not None and run.state is not RunState.STOPPED:
             closes_in_s = max(0.0, fragment.closes_at - run.world.clock())
     return FragmentInfo(
         fragment=row.fragment,

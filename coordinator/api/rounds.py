@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator import contributing, reports
+from coordinator import assigning, contributing, reports
 from coordinator.api.access import Caller, Limit, MemberRun, Number, PathName, ReadableRun, Service, check_fragment
 from coordinator.api.blobs import blob, blob_in_memory
 from coordinator.api.uploads import Upload, received
@@ -130,7 +130,7 @@ def _delta_digest(run: LiveRun, number: int, fragment: int, member: str | None) 
             if member is not None and number > run.round:
                 raise Problem("round-not-open", f"the run is at round {run.round}; recover its state", round=run.round)
             if run.open is None or number != run.open.number:
-                return False, f"round {number} is not open: {run.why_not_open}"
+                return False, f"round {number} is not open: {assigning.standing(run)}"
             collecting = run.open.fragments[fragment].state is FragmentState.COLLECTING
             if member is not None and collecting and member not in run.open.fragments[fragment].contributed:
                 raise Problem(
