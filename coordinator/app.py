@@ -10,9 +10,9 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi_offline import FastAPIOffline
 
 from coordinator.api import checkpoints, events, health, problems, rounds, runs, tokens, workers
+from coordinator.api.answer_headers import AnswerHeaders
 from coordinator.api.authentication import Authenticate
 from coordinator.api.head import AnswerHead
-from coordinator.api.limits import LimitBody, RequestId
 from coordinator.service import Coordinator
 
 TICK_S = 0.2
@@ -40,9 +40,8 @@ def create_app(coordinator: Coordinator) -> FastAPI:
     problems.install(app)
     for group in (runs, workers, rounds, checkpoints, events, tokens, health):
         app.include_router(group.router)
-    app.add_middleware(LimitBody)
     app.add_middleware(Authenticate)
-    app.add_middleware(RequestId)
+    app.add_middleware(AnswerHeaders)
     app.add_middleware(AnswerHead)
     return app
 

@@ -8,6 +8,7 @@ from fastapi.concurrency import run_in_threadpool
 from coordinator import reports, seeding
 from coordinator.api.access import Caller, Limit, Number, ReadableRun, Service, check_fragment
 from coordinator.api.blobs import blob
+from coordinator.api.limits import LimitedRoute, takes_up_to
 from coordinator.api.rounds import _PAYLOAD_BODY
 from coordinator.api.uploads import Upload, received
 from coordinator.live_run import LiveRun
@@ -16,10 +17,11 @@ from protocol.errors import Problem
 from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page
 from protocol.wire import MEDIA_TYPE, max_payload_bytes
 
-router = APIRouter(prefix="/v1/runs/{run}/checkpoints", tags=["checkpoints"])
+router = APIRouter(prefix="/v1/runs/{run}/checkpoints", tags=["checkpoints"], route_class=LimitedRoute)
 
 
 @router.put("/0/fragments/{fragment}", status_code=201, openapi_extra=_PAYLOAD_BODY)
+@takes_up_to(None)
 async def seed(
     http: Request, response: Response, run: ReadableRun, fragment: Number, caller: Caller, service: Service
 ) -> CheckpointFragment:

@@ -9,11 +9,12 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from coordinator import reports
 from coordinator.api.access import Limit, ReadableRun, Service
+from coordinator.api.limits import LimitedRoute
 from coordinator.bell import EVENTS, Bell
 from coordinator.live_run import LiveRun
 from protocol.messages import Event, Page
 
-router = APIRouter(prefix="/v1/runs/{run}/events", tags=["events"])
+router = APIRouter(prefix="/v1/runs/{run}/events", tags=["events"], route_class=LimitedRoute)
 
 STREAM_PAGE = 100
 

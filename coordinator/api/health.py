@@ -5,9 +5,10 @@ from importlib.metadata import version
 from fastapi import APIRouter
 
 from coordinator.api.access import Service
+from coordinator.api.limits import LimitedRoute
 from protocol.messages import Health
 
-router = APIRouter(tags=["health"])
+router = APIRouter(tags=["health"], route_class=LimitedRoute)
 
 
 @router.get("/healthz")

@@ -44,7 +44,7 @@ def install(app: FastAPI) -> None:
         if error.status_code == 405:
             return _not_allowed(request, where)
         if error.status_code == 404:
-            return problem_response(Problem("not-found", f"{where}: there is nothing here; see /docs"))
+            return refusal(Problem("not-found", f"{where}: there is nothing here; see /docs"), request.headers)
         if error.status_code == 413:
             return problem_response(Problem("payload-too-large", f"{where}: {error.detail}"))
         return problem_response(Problem("invalid-message", f"{where}: {error.detail}"))
@@ -56,7 +56,8 @@ def install(app: FastAPI) -> None:
 
 
 def _not_allowed(request: Request, where: str) -> Response:
-    answer = problem_response(Problem("method-not-allowed", f"{where}: this address does not take {request.method}"))
+    problem = Problem("method-not-allowed", f"{where}: this address does not take {request.method}")
+    answer = refusal(problem, request.headers)
     addresses = request.app.openapi()["paths"].items()
     path = request.url.path
     taken = {method.upper() for address, methods in addresses if _matches(address, path) for method in methods}
@@ -84,16 +85,21 @@ def fault_response(scope: Scope, request_id: str, error: Exception) -> Response:
 
 
 async def refuse(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request whose body has not been read.
+    """Answer a request whose body has not been read."""
+    await refusal(problem, Headers(scope=scope))(scope, receive, send)
+
+
+def refusal(problem: Problem, headers: Headers) -> Response:
+    """The answer to a request of these headers whose body has not been read.
 
     The server reads what still comes of a body, and forgets it, so that the sender is not cut off before it sees the
     answer and the connection lives on. Of a body that has no end, or one too far away, it need not: it hangs up.
     """
-    headers, response = Headers(scope=scope), problem_response(problem)
+    answer = problem_response(problem)
     length = headers.get("content-length", "0")
     if "transfer-encoding" in headers or not length.isdigit() or int(length) > MAX_FORGOTTEN_BYTES:
-        response.headers["Connection"] = "close"
-    await response(scope, receive, send)
+        answer.headers["Connection"] = "close"
+    return answer
 
 
 def problem_response(problem: Problem) -> Response:

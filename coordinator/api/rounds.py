@@ -8,6 +8,7 @@ from fastapi.concurrency import run_in_threadpool
 from coordinator import assigning, contributing, reports
 from coordinator.api.access import Caller, Limit, MemberRun, Number, PathName, ReadableRun, Service, check_fragment
 from coordinator.api.blobs import blob, blob_in_memory
+from coordinator.api.limits import LimitedRoute, takes_up_to
 from coordinator.api.uploads import Upload, received
 from coordinator.api.waiting import poll, preferred_wait_s
 from coordinator.bell import delta_of
@@ -17,7 +18,7 @@ from protocol.errors import Problem
 from protocol.messages import ContributionReply, EvaluationReport, FragmentState, Page, RoundDetail, RoundInfo
 from protocol.wire import MEDIA_TYPE, max_payload_bytes
 
-router = APIRouter(prefix="/v1/runs/{run}/rounds", tags=["rounds"])
+router = APIRouter(prefix="/v1/runs/{run}/rounds", tags=["rounds"], route_class=LimitedRoute)
 
 _PAYLOAD_BODY = {
     "requestBody": {"required": True, "content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
@@ -50,6 +51,7 @@ def report_evaluation(
 
 
 @router.put("/{number}/fragments/{fragment}/contributions/{worker}", status_code=201, openapi_extra=_PAYLOAD_BODY)
+@takes_up_to(None)
 async def contribute(
     http: Request,
     response: Response,

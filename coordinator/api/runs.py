@@ -7,15 +7,18 @@ from fastapi.concurrency import run_in_threadpool
 
 from coordinator import epochs, reports, steering
 from coordinator.api.access import Admin, Caller, Limit, ReadableRun, Service
+from coordinator.api.limits import LimitedRoute, takes_up_to
 from protocol.errors import Problem
 from protocol.messages import EpochInfo, Page, RunChange, RunDetail, RunInfo, RunState
+from protocol.spec import MAX_SPEC_BYTES
 
-router = APIRouter(prefix="/v1/runs", tags=["runs"])
+router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=LimitedRoute)
 
 _TOML_BODY = {"requestBody": {"required": True, "content": {"application/toml": {"schema": {"type": "string"}}}}}
 
 
 @router.post("", status_code=201, openapi_extra=_TOML_BODY)
+@takes_up_to(MAX_SPEC_BYTES)
 async def create_run(request: Request, response: Response, service: Service, _: Admin) -> RunDetail:
     """Create a run from a TOML spec. The same spec again answers 200 and changes nothing."""
     try:

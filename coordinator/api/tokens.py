@@ -5,9 +5,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 
 from coordinator.api.access import Admin, Limit, Service
+from coordinator.api.limits import LimitedRoute
 from protocol.messages import NewToken, Page, TokenInfo, TokenRequest
 
-router = APIRouter(prefix="/v1/tokens", tags=["tokens"])
+router = APIRouter(prefix="/v1/tokens", tags=["tokens"], route_class=LimitedRoute)
 
 
 @router.post("", status_code=201)

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from coordinator import accounting, assigning, membership, reports
 from coordinator.api.access import Admin, Caller, Joiner, Limit, MemberRun, PathName, ReadableRun, Service
+from coordinator.api.limits import LimitedRoute, takes_up_to
 from coordinator.api.waiting import poll, preferred_wait_s
 from coordinator.bell import ASSIGNMENTS
 from protocol.errors import Problem
@@ -24,10 +25,11 @@ from protocol.messages import (
     WorkerInfo,
 )
 
-router = APIRouter(prefix="/v1/runs/{run}/workers", tags=["workers"])
+router = APIRouter(prefix="/v1/runs/{run}/workers", tags=["workers"], route_class=LimitedRoute)
 
 
 @router.put("/{worker}")
+@takes_up_to(16 << 20)  # it lists every tensor of the model
 def join(run: PathName, worker: PathName, request: JoinRequest, service: Service, _: Joiner) -> JoinReply:
     """Join or rejoin a run."""
     return membership.join(service.run(run), worker, request)
@@ -59,6 +61,7 @@ async def renew_lease(run: MemberRun, worker: PathName, metrics: Metrics) -> Lea
 
 
 @router.put("/{worker}/assignment")
+@takes_up_to(4 << 20)  # with the units that are carried
 async def get_assignment(
     http: Request, run: MemberRun, worker: PathName, request: AssignmentRequest, service: Service
 ) -> Assignment:
