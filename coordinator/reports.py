@@ -256,8 +256,7 @@ def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
             query = query.where(CheckpointRow.round == round_)
         row = session.scalars(query).one_or_none()
         if row is None or run.layout is None:
-            which = "no checkpoint yet" if round_ is None else f"no checkpoint {round_}"
-            raise Problem("not-found", f"the run {run.name} has {which}; see /v1/runs/{run.name}/checkpoints")
+            raise no_checkpoint(run, session, round_)
         fragments = session.scalars(
             select(CheckpointFragmentRow)
             .where(CheckpointFragmentRow.run_id == run.id, CheckpointFragmentRow.round == row.round)
@@ -268,6 +267,18 @@ def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
             layout=run.layout,
             fragments=[checkpointing.describe(run, each) for each in fragments],
         )
+
+
+def no_checkpoint(run: LiveRun, session: Session, round_: int | None) -> Problem:
+    """Why there is no checkpoint of `round_` (None: none at all): `gone`, where the retention rule has deleted those of
+    so early states; otherwise `not-found`."""
+    oldest = session.scalar(select(func.min(CheckpointRow.round)).where(CheckpointRow.run_id == run.id))
+    if round_ is not None and oldest is not None and round_ < oldest:
+        return Problem(
+            "gone", f"checkpoints below {oldest} were deleted by the retention rule; recover from the latest one"
+        )
+    which = "no checkpoint yet" if round_ is None else f"no checkpoint {round_}"
+    return Problem("not-found", f"the run {run.name} has {which}; see /v1/runs/{run.name}/checkpoints")
 
 
 def _checkpoint_fields(session: Session, row: CheckpointRow) -> dict[str, Any]:

@@ -68,6 +68,6 @@ def get_checkpoint_fragment(
     check_fragment(run, fragment)
     with run.world.database.read() as session:
         row = session.get(CheckpointFragmentRow, (run.id, number, fragment))
-    if row is None:
-        raise Problem("not-found", f"there is no checkpoint {number}; see /v1/runs/{run.name}/checkpoints")
+        if row is None:
+            raise reports.no_checkpoint(run, session, number)
     return blob(http, run.files.checkpoint(number, fragment), row.digest, service.pieces)

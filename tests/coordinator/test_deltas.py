@@ -171,6 +171,18 @@ def test_deltas_and_checkpoints_that_the_retention_rule_deleted(shared: InThread
     problem(a.delta(0, 0), "gone")
     problem(a.delta(1, 0), "gone")
     assert a.delta(2, 0).status_code == 200, "the newest delta stays, for workers are just fetching it"
-    problem(a.http.get(f"/v1/runs/{run}/checkpoints/1/fragments/0"), "not-found")
-    problem(a.http.get(f"/v1/runs/{run}/checkpoints/1"), "not-found")
+    for number, slug in ((0, "gone"), (1, "gone"), (2, "gone"), (4, "not-found")):
+        for rest in ("", "/fragments/0"):
+            problem(a.http.get(f"/v1/runs/{run}/checkpoints/{number}{rest}"), slug)
     assert [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == [3]
+
+
+def test_a_checkpoint_that_never_was_is_not_gone(shared: InThread, run: str) -> None:
+    (a,) = crew(shared, run, ["a"], rounds=5, checkpoints="every_rounds = 2\nkeep = 2")
+    for round_ in range(4):
+        play_round([a], round_)
+        shared.await_state(run, round_ + 1)
+    for number, slug in ((0, "gone"), (1, "gone"), (3, "not-found"), (5, "not-found")):
+        for rest in ("", "/fragments/0"):
+            problem(a.http.get(f"/v1/runs/{run}/checkpoints/{number}{rest}"), slug)
+    assert [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == [4, 2]
