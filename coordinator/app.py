@@ -12,6 +12,7 @@ from fastapi_offline import FastAPIOffline
 from coordinator.api import checkpoints, events, health, problems, rounds, runs, tokens, workers
 from coordinator.api.answer_headers import AnswerHeaders
 from coordinator.api.authentication import Authenticate
+from coordinator.api.describing import describe
 from coordinator.api.head import AnswerHead
 from coordinator.service import Coordinator
 
@@ -33,11 +34,13 @@ def create_app(coordinator: Coordinator) -> FastAPI:
     app = FastAPIOffline(
         title="Outerstep coordinator",
         version=version("outerstep"),
-        description="One DiLoCo run over ordinary internet lines. docs/rest.md explains it.",
+        description="One DiLoCo run over ordinary internet lines. docs/rest.md explains it. "
+        "HEAD is answered wherever GET is.",
         lifespan=lifespan,
     )
     app.state.coordinator = coordinator
     problems.install(app)
+    describe(app)
     for group in (runs, workers, rounds, checkpoints, events, tokens, health):
         app.include_router(group.router)
     app.add_middleware(Authenticate)
