@@ -181,7 +181,7 @@ def count_by_round(
         for row in rows[max(bisect_right(starts, start) - 1, 0) : bisect_left(starts, stop)]:
             assert row.round is not None  # it is assigned, or was until `round_`
             counts[row.round] += max(min(stop, row.stop) - max(start, row.start), 0)
-    return counts
+    return +counts  # without the rounds that have none
 
 
 def _contributable(session: Session, run_id: int, worker: str, round_: int) -> Sequence[UnitRangeRow]:

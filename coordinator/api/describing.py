@@ -84,7 +84,6 @@ def _asked(name: str, description: str, *, required: bool = False, **schema: Any
     return {"name": name, "in": "header", "required": required, "description": description, "schema": schema}
 
 
-# `responses` and `openapi_extra` of routes.
 def _immutable(*more: str) -> Answers:
     names = (*_OF_BLOB, *more)
     return {
@@ -94,6 +93,7 @@ def _immutable(*more: str) -> Answers:
     }
 
 
+# The `responses` of routes, and then their `openapi_extra`.
 IMMUTABLE = _immutable()
 IMMUTABLE_OR_WAITED = _immutable("Preference-Applied")
 WAITED: Answers = {"200": {"headers": _headers("Preference-Applied")}}
