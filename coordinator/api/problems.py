@@ -42,7 +42,7 @@ def install(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> Response:
         where = f"{request.method} {request.url.path}"
         if error.status_code == 405:
-            return _not_allowed(request, where)
+            return _not_allowed(request, where, (error.headers or {}).get("Allow", ""))
         if error.status_code == 404:
             return refusal(Problem("not-found", f"{where}: there is nothing here; see /docs"), request.headers)
         if error.status_code == 413:
@@ -55,18 +55,17 @@ def install(app: FastAPI) -> None:
         return Response(status_code=499)  # nobody reads it
 
 
-def _not_allowed(request: Request, where: str) -> Response:
+def _not_allowed(request: Request, where: str, known: str) -> Response:
+    """`known`: the methods of the first route of this address, in a list; of the others, OpenAPI tells."""
     problem = Problem("method-not-allowed", f"{where}: this address does not take {request.method}")
     answer = refusal(problem, request.headers)
-    addresses = request.app.openapi()["paths"].items()
-    path = request.url.path
-    taken = {method.upper() for address, methods in addresses if _matches(address, path) for method in methods}
+    addresses, path = request.app.openapi()["paths"].items(), request.url.path
+    routes = [methods for address, methods in addresses if compile_path(address)[0].match(path)]
+    taken = {method.strip() for method in known.split(",") if method} | {
+        method.upper() for each in routes for method in each
+    }
     answer.headers["Allow"] = ", ".join(sorted(taken | ({"HEAD"} if "GET" in taken else set())))
     return answer
-
-
-def _matches(address: str, path: str) -> bool:
-    return compile_path(address)[0].match(path) is not None
 
 
 def _explain(fault: Any) -> str:

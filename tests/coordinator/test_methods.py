@@ -75,6 +75,7 @@ def test_head_of_the_live_stream_of_events_ends(shared: InThread, member: Member
         ("HEAD", "/v1/runs/blobs/workers/w/lease", "PUT"),
         ("DELETE", "/v1/runs/blobs/checkpoints/0/fragments/0", "GET, HEAD, PUT"),
         ("OPTIONS", "/healthz", "GET, HEAD"),
+        ("POST", "/docs", "GET, HEAD"),
     ],
 )
 def test_a_method_that_is_not_taken_is_answered_with_those_that_are(
