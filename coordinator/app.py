@@ -10,8 +10,10 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi_offline import FastAPIOffline
 
 from coordinator.api import checkpoints, events, health, problems, rounds, runs, tokens, workers
+from coordinator.api.answer_headers import AnswerHeaders
 from coordinator.api.authentication import Authenticate
-from coordinator.api.limits import LimitBody, RequestId
+from coordinator.api.describing import describe
+from coordinator.api.head import AnswerHead
 from coordinator.service import Coordinator
 
 TICK_S = 0.2
@@ -32,16 +34,18 @@ def create_app(coordinator: Coordinator) -> FastAPI:
     app = FastAPIOffline(
         title="Outerstep coordinator",
         version=version("outerstep"),
-        description="One DiLoCo run over ordinary internet lines. docs/rest.md explains it.",
+        description="One DiLoCo run over ordinary internet lines. docs/rest.md explains it. "
+        "HEAD is answered wherever GET is.",
         lifespan=lifespan,
     )
     app.state.coordinator = coordinator
     problems.install(app)
+    describe(app)
     for group in (runs, workers, rounds, checkpoints, events, tokens, health):
         app.include_router(group.router)
-    app.add_middleware(LimitBody)
     app.add_middleware(Authenticate)
-    app.add_middleware(RequestId)
+    app.add_middleware(AnswerHeaders)
+    app.add_middleware(AnswerHead)
     return app
 
 

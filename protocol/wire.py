@@ -10,18 +10,20 @@ length is checked before anything is allocated or decompressed.
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal
+from itertools import pairwise
+from typing import Annotated, Any, Literal, Self
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 import zstandard
-from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError, model_validator
 
 from protocol.codecs import CODECS, Codec, CodecName
 from protocol.digest import DIGEST_BYTES, Buffer
 from protocol.errors import WireError
 
+MEDIA_TYPE = "application/vnd.outerstep.payload"
 MAGIC = b"OSTP"
 VERSION = 1
 PREFIX = struct.Struct("<4sHHI")
@@ -75,9 +77,9 @@ class ContributionHeader(_Header):
     `units` are the half-open ranges of work units that it was trained on; `loss` is the mean training loss, nats
     per token; `norm` the L2 norm of the fragment's pseudo-gradient before encoding.
 
-    `carried` are the rounds whose late work is in it, less the deltas that those rounds published, times
-    `carried_share`; `tokens`, its weight in the mean, are those of its own round, while `units` has the carried ones as
-    well."""
+    `carried` are the earlier rounds, ascending, whose late work is in it, less the deltas that those rounds published,
+    times `carried_share`; `tokens`, its weight in the mean, are those of its own round, while `units` has the carried
+    ones as well."""
 
     kind: Literal["contribution"] = "contribution"
     worker: Annotated[str, Field(max_length=64)]
@@ -89,6 +91,12 @@ class ContributionHeader(_Header):
     units: Annotated[list[UnitRange], Field(max_length=MAX_UNIT_RANGES), FailFast()]
     carried: Annotated[list[Index], Field(max_length=MAX_UNIT_RANGES), FailFast()]
     carried_share: Annotated[Finite, Field(gt=0, le=1)]
+
+    @model_validator(mode="after")
+    def _carries_earlier_rounds(self) -> Self:
+        if any(earlier >= later for earlier, later in pairwise([*self.carried, self.round])):
+            raise ValueError(f"carried lists rounds before {self.round}, ascending, none twice")
+        return self
 
 
 class DeltaHeader(_Header):
@@ -237,6 +245,7 @@ def _read_header(read_at: Callable[[int, int], Buffer], total_bytes: int) -> tup
             read_at(PREFIX.size, header_bytes),
             raw=False,
             strict_map_key=True,
+            object_pairs_hook=_map,
             max_array_len=MAX_FRAMES,
             max_map_len=MAX_MAP_KEYS,
         )
@@ -248,6 +257,15 @@ def _read_header(read_at: Callable[[int, int], Buffer], total_bytes: int) -> tup
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"the header is not msgpack: {str(error) or type(error).__name__}") from error
     return header, PREFIX.size + header_bytes
+
+
+def _map(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A map of the header. WireError where a key stands in it twice: readers would differ in which one they take."""
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise WireError(f"header key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one map")
+    return document
 
 
 def _decompress(frame: Buffer, raw_bytes: int, index: int) -> bytes:

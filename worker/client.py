@@ -235,7 +235,7 @@ class Client:
             total_bytes += len(buffer)
             hasher.update(buffer)
         headers = self._headers(token) | {
-            "Content-Type": "application/octet-stream",
+            "Content-Type": wire.MEDIA_TYPE,
             "Content-Length": str(total_bytes),
             "Content-Digest": content_digest(hasher.digest()),
         }

@@ -27,8 +27,8 @@ def load_checkpoint(client: Client, state_round: int | None = None) -> nn.Module
     """The run's model with the parameters of checkpoint `state_round` (None: the latest), on the CPU, for evaluation.
 
     Of a finished run the latest is the last: the coordinator takes its own last step a moment after the run has
-    finished, and that is waited for. Raises Problem `not-found` where there is no such checkpoint, ModelError where
-    the model cannot be built here.
+    finished, and that is waited for. Raises Problem `not-found` where there is no such checkpoint, `gone` where
+    there is none any more, ModelError where the model cannot be built here.
     """
     run = client.run_detail()
     while state_round is None and run.state is RunState.FINISHED and run.state_digest is None:

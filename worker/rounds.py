@@ -237,6 +237,7 @@ class Rounds:
                 self._seed()
             case Action.RECOVER:
                 self._progress.phase("recover")
+                self._drop_undone(assignment.round)
                 self._take_back()
                 held = 0 if self.maybe_state_0 else self._state.round
                 self.maybe_state_0 = False
@@ -293,6 +294,13 @@ class Rounds:
 
     def _take_back(self) -> None:
         """Before another state is loaded: of what was trained, all that is to be kept is in `carry`."""
+
+    def _drop_undone(self, round_number: int) -> None:
+        """Drop what is carried where the run has gone back to `round_number`, in a backup, and the rounds that were
+        missed are still to come."""
+        if any(late.rounds[-1] >= round_number for late in self.carry.late.values()):
+            log.warning("the run went back to round %d: the work of later rounds is dropped", round_number)
+            self._drop()
 
     def _drop(self) -> None:
         """What was done since the last contribution is not wanted."""

@@ -124,7 +124,7 @@ class StreamedRounds(Rounds):
         carry, round_number, gathered = self.carry, self.assignment.round, self._fragments.side_stream.mark()
         named, fresh = carry.units + self._used, self._fresh[p] + count(self._used)
         # At most what the coordinator lets one round weigh.
-        weight = min(fresh, max(count(named), self.assignment.inner_steps)) or carry.weight or 1
+        weight = min(fresh or carry.weight or 1, max(count(named), self.assignment.inner_steps))
         mean_loss = self._progress.mean_loss()
         loss = carry.loss if mean_loss is None else mean_loss
 

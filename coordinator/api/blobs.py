@@ -15,25 +15,26 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from coordinator.api.head import wants_head_only
+from coordinator.api.problems import problem_response
 from coordinator.store.files import PIECE_BYTES
 from coordinator.tuning.pieces import Pieces
 from protocol.digest import Buffer
 from protocol.errors import Problem
-
-MAX_RANGES = 100
-PAYLOAD_TYPE = "application/vnd.outerstep.payload"
+from protocol.wire import MEDIA_TYPE
 
 
 class _Blob(Response):
     """An answer of `size` bytes, sent piece by piece."""
 
     def __init__(self, status: int, headers: dict[str, str], size: int) -> None:
-        super().__init__(status_code=status, headers={**headers, "Content-Length": str(size)}, media_type=PAYLOAD_TYPE)
+        super().__init__(status_code=status, headers={**headers, "Content-Length": str(size)}, media_type=MEDIA_TYPE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for piece in self._pieces():
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        if not wants_head_only(scope):  # or all of the file would be read for nothing
+            async for piece in self._pieces():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     def _pieces(self) -> AsyncIterator[Buffer]:
@@ -63,8 +64,12 @@ class _FromFile(_Blob):
         super().__init__(status, headers, stop - start)
         self._file, self._start, self._stop, self._sizes = file, start, stop, pieces
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
+
     async def _pieces(self) -> AsyncIterator[Buffer]:
-        with self._file, self._sizes.transfer():
+        with self._sizes.transfer():
             at = self._start
             while at < self._stop:
                 wanted = min(self._sizes.bytes, self._stop - at)
@@ -76,14 +81,13 @@ class _FromFile(_Blob):
 
 
 def blob(request: Request, path: Path, digest: bytes, pieces: Pieces) -> Response:
-    """The file at `path`, whose BLAKE3 digest is known and is its ETag.
+    """The file at `path`, whose BLAKE3 digest is known and is its ETag, or the part that is asked for.
 
-    Problem: gone, range-not-satisfiable. Of several ranges the whole is the answer, as RFC 9110 allows.
+    Problem: gone. Of several ranges the whole is the answer, as RFC 9110 allows.
     """
     headers = _headers(digest)
     if _is_known(request, headers):
         return Response(status_code=304, headers=headers)
-    asked = _range_header(request, headers)
     try:
         file = path.open("rb", buffering=0)
     except FileNotFoundError:
@@ -92,15 +96,26 @@ def blob(request: Request, path: Path, digest: bytes, pieces: Pieces) -> Respons
         ) from None
     try:
         size = os.fstat(file.fileno()).st_size
-        ranges = [] if asked is None else _ranges(asked, size)
+        ranges = _ranges(_range_header(request, headers), size)
     except BaseException:
         file.close()
         raise
+    if ranges and all(start >= stop for start, stop in ranges):
+        file.close()
+        return _not_satisfiable(request.headers["range"], size)
     if len(ranges) != 1:
         return _FromFile(200, headers, file, 0, size, pieces)
     ((start, stop),) = ranges
     headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
     return _FromFile(206, headers, file, start, stop, pieces)
+
+
+def _not_satisfiable(asked: str, size: int) -> Response:
+    answer = problem_response(
+        Problem("range-not-satisfiable", f"Range: {asked[:100]} does not lie within the {size} bytes")
+    )
+    answer.headers["Content-Range"] = f"bytes */{size}"
+    return answer
 
 
 def blob_in_memory(request: Request, content: memoryview, digest: bytes, pieces: Pieces) -> Response | None:
@@ -114,7 +129,7 @@ def blob_in_memory(request: Request, content: memoryview, digest: bytes, pieces:
 def _headers(digest: bytes) -> dict[str, str]:
     return {
         "ETag": f'"{digest.hex()}"',
-        "Cache-Control": "public, max-age=31536000, immutable",
+        "Cache-Control": "private, max-age=31536000, immutable",
         "Accept-Ranges": "bytes",
     }
 
@@ -131,23 +146,32 @@ def _range_header(request: Request, headers: dict[str, str]) -> str | None:
     return request.headers.get("range") if request.headers.get("if-range", etag) == etag else None
 
 
-def _ranges(header: str, size: int) -> list[tuple[int, int]]:
-    """The half-open ranges that a Range header asks for. Problem `range-not-satisfiable` if not all lie within."""
-    unit, _, listed = header.partition("=")
-    parts = listed.split(",")
-    if unit.strip().lower() == "bytes" and len(parts) <= MAX_RANGES:
-        ranges = [_range(part, size) for part in parts]
-        if all(start < stop for start, stop in ranges):
-            return ranges
-    raise Problem("range-not-satisfiable", f"Range: {header[:100]} does not lie within the {size} bytes")
+def _ranges(header: str | None, size: int) -> list[tuple[int, int]]:
+    """The half-open ranges that a Range header asks for, an empty one for each that begins behind the end.
+
+    None at all where it is to be ignored (RFC 9110, section 14.2): there is none, its unit is unknown, or it is
+    malformed.
+    """
+    unit, _, listed = (header or "").partition("=")
+    if unit.strip().lower() != "bytes":
+        return []
+    ranges = [_range(part, size) for part in listed.split(",")]
+    return [each for each in ranges if each is not None] if None not in ranges else []
 
 
-def _range(part: str, size: int) -> tuple[int, int]:
-    """One half-open range; an empty one where it is not well-formed or begins behind the end."""
-    match = re.fullmatch(r"\s*([0-9]{1,18})?-([0-9]{1,18})?\s*", part)
-    if match is None or match.groups() == (None, None):
-        return 0, 0
-    first, last = match.groups()
-    if first is None:
-        return max(0, size - int(last)), size  # the last so many bytes
-    return int(first), size if last is None else min(int(last) + 1, size)
+def _range(part: str, size: int) -> tuple[int, int] | None:
+    """One half-open range within `size` bytes; None where it is malformed."""
+    match = re.fullmatch(r"[ \t]*([0-9]*)-([0-9]*)[ \t]*", part)
+    if match is None or match.groups() == ("", ""):
+        return None
+    first, last = (_number(digits) for digits in match.groups())
+    if not match[1]:
+        return max(0, size - last), size  # the last so many bytes
+    if match[2] and last < first:
+        return None
+    return min(first, size), min(last + 1, size) if match[2] else size
+
+
+def _number(digits: str) -> int:
+    """A number, or one beyond any file's end: Python reads no endless digits."""
+    return int(digits or "0") if len(digits) <= 18 else 10**18

@@ -7,8 +7,9 @@ from fastapi.concurrency import run_in_threadpool
 
 from coordinator.api import reports
 from coordinator.api.access import Caller, Limit, Number, ReadableRun, Service, layout_with
-from coordinator.api.blobs import PAYLOAD_TYPE, blob
-from coordinator.api.rounds import _PAYLOAD_BODY
+from coordinator.api.blobs import blob
+from coordinator.api.describing import ASKS_FOR_BYTES, IMMUTABLE, OF_A_RUN, OF_AN_UPLOAD, UPLOADS, Answers, refusing
+from coordinator.api.limits import LimitedRoute, takes_up_to
 from coordinator.api.uploads import Upload, received
 from coordinator.runs.live_run import LiveRun
 from coordinator.store.tables import CheckpointFragmentRow
@@ -18,10 +19,18 @@ from protocol.fragments import Layout
 from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page
 from protocol.wire import max_payload_bytes
 
-router = APIRouter(prefix="/v1/runs/{run}/checkpoints", tags=["checkpoints"])
+router = APIRouter(prefix="/v1/runs/{run}/checkpoints", tags=["checkpoints"], route_class=LimitedRoute)
+
+_SAME_AGAIN: Answers = {"200": {"model": CheckpointFragment, "description": "It was accepted before."}}
 
 
-@router.put("/0/fragments/{fragment}", status_code=201, openapi_extra=_PAYLOAD_BODY)
+@router.put(
+    "/0/fragments/{fragment}",
+    status_code=201,
+    responses=_SAME_AGAIN | refusing(*OF_A_RUN, *OF_AN_UPLOAD, "state-conflict"),
+    openapi_extra=UPLOADS,
+)
+@takes_up_to(None)
 async def seed(
     http: Request, response: Response, run: ReadableRun, fragment: Number, caller: Caller, service: Service
 ) -> CheckpointFragment:
@@ -43,7 +52,7 @@ def _accept(
     return seeding.accept_state(run, layout, worker, fragment, upload.complete().path)
 
 
-@router.get("")
+@router.get("", responses=refusing(*OF_A_RUN))
 def list_checkpoints(
     run: ReadableRun, limit: Limit = 100, after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None
 ) -> Page[CheckpointInfo]:
@@ -51,7 +60,7 @@ def list_checkpoints(
     return reports.checkpoints(run, limit, after)
 
 
-@router.get("/{number}")
+@router.get("/{number}", responses=refusing(*OF_A_RUN, "gone"))
 def get_checkpoint(run: ReadableRun, number: Annotated[str, Path(pattern=r"^(latest|\d{1,18})$")]) -> CheckpointDetail:
     """One checkpoint: layout, fragments, digests."""
     return reports.checkpoint_detail(run, None if number == "latest" else int(number))
@@ -60,7 +69,8 @@ def get_checkpoint(run: ReadableRun, number: Annotated[str, Path(pattern=r"^(lat
 @router.get(
     "/{number}/fragments/{fragment}",
     response_class=Response,
-    responses={200: {"content": {PAYLOAD_TYPE: {}}}, 206: {}, 304: {}},
+    responses=IMMUTABLE | refusing(*OF_A_RUN, "gone", "range-not-satisfiable"),
+    openapi_extra=ASKS_FOR_BYTES,
 )
 def get_checkpoint_fragment(
     http: Request, run: ReadableRun, number: Number, fragment: Number, service: Service
@@ -69,6 +79,6 @@ def get_checkpoint_fragment(
     layout_with(run, fragment)
     with run.world.database.read() as session:
         row = session.get(CheckpointFragmentRow, (run.id, number, fragment))
-    if row is None:
-        raise Problem("not-found", f"there is no checkpoint {number}; see /v1/runs/{run.name}/checkpoints")
+        if row is None:
+            raise reports.no_checkpoint(run, session, number)
     return blob(http, run.files.checkpoint(number, fragment), row.digest, service.pieces)

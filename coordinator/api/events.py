@@ -9,16 +9,19 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from coordinator.api import reports
 from coordinator.api.access import Limit, ReadableRun, Service
+from coordinator.api.describing import OF_A_RUN, Answers, refusing
+from coordinator.api.limits import LimitedRoute
 from coordinator.runs.bell import EVENTS, Bell
 from coordinator.runs.live_run import LiveRun
 from protocol.messages import Event, Page
 
-router = APIRouter(prefix="/v1/runs/{run}/events", tags=["events"])
+router = APIRouter(prefix="/v1/runs/{run}/events", tags=["events"], route_class=LimitedRoute)
 
 STREAM_PAGE = 100
+_STREAM: Answers = {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
-@router.get("", response_model=Page[Event], responses={200: {"content": {"text/event-stream": {}}}})
+@router.get("", response_model=Page[Event], responses=_STREAM | refusing(*OF_A_RUN))
 async def get_events(
     http: Request,
     run: ReadableRun,

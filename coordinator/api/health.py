@@ -5,18 +5,20 @@ from importlib.metadata import version
 from fastapi import APIRouter
 
 from coordinator.api.access import Service
+from coordinator.api.describing import refusing
+from coordinator.api.limits import LimitedRoute
 from protocol.messages import Health
 
-router = APIRouter(tags=["health"])
+router = APIRouter(tags=["health"], route_class=LimitedRoute)
 
 
-@router.get("/healthz")
+@router.get("/healthz", responses=refusing(token=False))
 async def healthz() -> Health:
     """The process lives."""
     return Health(status="ok", version=version("outerstep"))
 
 
-@router.get("/readyz")
+@router.get("/readyz", responses=refusing("not-ready", token=False))
 def readyz(service: Service) -> Health:
     """The database answers and the data directory takes writes."""
     service.check_ready()

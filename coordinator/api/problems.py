@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from coordinator.store.database import disk_is_full
@@ -41,11 +42,9 @@ def install(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> Response:
         where = f"{request.method} {request.url.path}"
         if error.status_code == 405:
-            return problem_response(
-                Problem("method-not-allowed", f"{where}: this address does not take {request.method}")
-            )
+            return _not_allowed(request, where, (error.headers or {}).get("Allow", ""))
         if error.status_code == 404:
-            return problem_response(Problem("not-found", f"{where}: there is nothing here; see /docs"))
+            return refusal(Problem("not-found", f"{where}: there is nothing here; see /docs"), request.headers)
         if error.status_code == 413:
             return problem_response(Problem("payload-too-large", f"{where}: {error.detail}"))
         return problem_response(Problem("invalid-message", f"{where}: {error.detail}"))
@@ -54,6 +53,19 @@ def install(app: FastAPI) -> None:
     async def _gone(request: Request, _: ClientDisconnect) -> Response:
         logger.info("%s %s: the client went away", request.method, request.url.path)
         return Response(status_code=499)  # nobody reads it
+
+
+def _not_allowed(request: Request, where: str, known: str) -> Response:
+    """`known`: the methods of the first route of this address, in a list; of the others, OpenAPI tells."""
+    problem = Problem("method-not-allowed", f"{where}: this address does not take {request.method}")
+    answer = refusal(problem, request.headers)
+    addresses, path = request.app.openapi()["paths"].items(), request.url.path
+    routes = [methods for address, methods in addresses if compile_path(address)[0].match(path)]
+    taken = {method.strip() for method in known.split(",") if method} | {
+        method.upper() for each in routes for method in each
+    }
+    answer.headers["Allow"] = ", ".join(sorted(taken | ({"HEAD"} if "GET" in taken else set())))
+    return answer
 
 
 def _explain(fault: Any) -> str:
@@ -72,16 +84,21 @@ def fault_response(scope: Scope, request_id: str, error: Exception) -> Response:
 
 
 async def refuse(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request whose body has not been read.
+    """Answer a request whose body has not been read."""
+    await refusal(problem, Headers(scope=scope))(scope, receive, send)
+
+
+def refusal(problem: Problem, headers: Headers) -> Response:
+    """The answer to a request of these headers whose body has not been read.
 
     The server reads what still comes of a body, and forgets it, so that the sender is not cut off before it sees the
     answer and the connection lives on. Of a body that has no end, or one too far away, it need not: it hangs up.
     """
-    headers, response = Headers(scope=scope), problem_response(problem)
+    answer = problem_response(problem)
     length = headers.get("content-length", "0")
     if "transfer-encoding" in headers or not length.isdigit() or int(length) > MAX_FORGOTTEN_BYTES:
-        response.headers["Connection"] = "close"
-    await response(scope, receive, send)
+        answer.headers["Connection"] = "close"
+    return answer
 
 
 def problem_response(problem: Problem) -> Response:

@@ -6,7 +6,8 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator.runs import accounting
-from coordinator.runs.live_run import LiveRun, OpenRound
+from coordinator.runs.live_run import LiveRun, OpenFragment, OpenRound
+from coordinator.runs.opening import standing
 from coordinator.store.files import disk_bytes
 from coordinator.store.tables import (
     CheckpointFragmentRow,
@@ -90,14 +91,20 @@ def _reason(run: LiveRun) -> str:
     if run.ended:
         return f"the run is {run.state} after {run.round} of {run.spec.sync.rounds} rounds"
     if run.open is None:
-        return run.why_not_open
-    return f"round {run.round}: {_least_advanced(run.open)[1]}"
+        return standing(run)
+    return f"round {run.round}: {_least_advanced(run, run.open)[1]}"
 
 
-def _least_advanced(opening: OpenRound) -> tuple[FragmentState, str]:
+def _least_advanced(run: LiveRun, opening: OpenRound) -> tuple[FragmentState, str]:
     """State and reason of the open round: those of its least advanced fragment."""
     fragment = min(opening.fragments, key=lambda each: ADVANCEMENT.index(each.state))
-    return fragment.state, fragment.reason
+    return fragment.state, _fragment_reason(run, fragment)
+
+
+def _fragment_reason(run: LiveRun, fragment: OpenFragment) -> str:
+    """What a fragment of the open round waits for: nothing any more where the run was stopped."""
+    given_up = run.state is RunState.STOPPED and fragment.state is not FragmentState.PUBLISHED
+    return "given up: the run was stopped" if given_up else fragment.reason
 
 
 def rounds(run: LiveRun, limit: int, before: int | None) -> Page[RoundInfo]:
@@ -151,7 +158,7 @@ def _round_fields(run: LiveRun, session: Session, row: RoundRow) -> dict[str, An
     evaluation = session.get(EvaluationRow, (run.id, row.round))
     state, reason = FragmentState.PUBLISHED, "published"
     if run.open is not None and run.open.number == row.round:
-        state, reason = _least_advanced(run.open)
+        state, reason = _least_advanced(run, run.open)
     return {
         "round": row.round,
         "state": state,
@@ -174,8 +181,8 @@ def _fragment(run: LiveRun, row: FragmentRow) -> FragmentInfo:
     contributors, reason, closes_in_s = row.contributors or {}, row.reason, None
     if run.open is not None and run.open.number == row.round:
         fragment = run.open.fragments[row.fragment]
-        contributors, reason = fragment.contributed, fragment.reason
-        if fragment.closes_at is not None:
+        contributors, reason = fragment.contributed, _fragment_reason(run, fragment)
+        if fragment.closes_at is not None and run.state is not RunState.STOPPED:
             closes_in_s = max(0.0, fragment.closes_at - run.world.clock())
     return FragmentInfo(
         fragment=row.fragment,
@@ -252,8 +259,7 @@ def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
             query = query.where(CheckpointRow.round == round_)
         row = session.scalars(query).one_or_none()
         if row is None or run.layout is None:
-            which = "no checkpoint yet" if round_ is None else f"no checkpoint {round_}"
-            raise Problem("not-found", f"the run {run.name} has {which}; see /v1/runs/{run.name}/checkpoints")
+            raise no_checkpoint(run, session, round_)
         fragments = session.scalars(
             select(CheckpointFragmentRow)
             .where(CheckpointFragmentRow.run_id == run.id, CheckpointFragmentRow.round == row.round)
@@ -264,6 +270,18 @@ def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
             layout=run.layout,
             fragments=[checkpointing.describe(each, run.layout) for each in fragments],
         )
+
+
+def no_checkpoint(run: LiveRun, session: Session, round_: int | None) -> Problem:
+    """Why there is no checkpoint of `round_` (None: none at all): `gone`, where the retention rule has deleted those of
+    so early states; otherwise `not-found`."""
+    oldest = session.scalar(select(func.min(CheckpointRow.round)).where(CheckpointRow.run_id == run.id))
+    if round_ is not None and oldest is not None and round_ < oldest:
+        return Problem(
+            "gone", f"checkpoints below {oldest} were deleted by the retention rule; recover from the latest one"
+        )
+    which = "no checkpoint yet" if round_ is None else f"no checkpoint {round_}"
+    return Problem("not-found", f"the run {run.name} has {which}; see /v1/runs/{run.name}/checkpoints")
 
 
 def _checkpoint_fields(session: Session, row: CheckpointRow) -> dict[str, Any]:

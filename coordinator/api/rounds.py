@@ -7,12 +7,24 @@ from fastapi.concurrency import run_in_threadpool
 
 from coordinator.api import reports
 from coordinator.api.access import Caller, Limit, MemberRun, Number, PathName, ReadableRun, Service, layout_with
-from coordinator.api.blobs import PAYLOAD_TYPE, blob, blob_in_memory
+from coordinator.api.blobs import blob, blob_in_memory
+from coordinator.api.describing import (
+    ASKS_FOR_BYTES_OR_WAITS,
+    IMMUTABLE_OR_WAITED,
+    OF_A_CHANGE,
+    OF_A_RUN,
+    OF_AN_UPLOAD,
+    UPLOADS,
+    Answers,
+    refusing,
+)
+from coordinator.api.limits import LimitedRoute, takes_up_to
 from coordinator.api.uploads import Upload, received
 from coordinator.api.waiting import poll, preferred_wait_s
 from coordinator.runs import evaluating
 from coordinator.runs.bell import delta_of
 from coordinator.runs.live_run import LiveRun
+from coordinator.runs.opening import standing
 from coordinator.store.tables import FragmentRow
 from coordinator.sync import contributing
 from protocol.errors import Problem
@@ -20,14 +32,22 @@ from protocol.fragments import Layout
 from protocol.messages import ContributionReply, EvaluationReport, FragmentState, Page, RoundDetail, RoundInfo
 from protocol.wire import max_payload_bytes
 
-router = APIRouter(prefix="/v1/runs/{run}/rounds", tags=["rounds"])
+router = APIRouter(prefix="/v1/runs/{run}/rounds", tags=["rounds"], route_class=LimitedRoute)
 
-_PAYLOAD_BODY = {
-    "requestBody": {"required": True, "content": {PAYLOAD_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
-}
+_OF_A_CONTRIBUTION = (
+    "round-closed",
+    "round-not-open",
+    "run-ended",
+    "contribution-conflict",
+    "stale-base",
+    "units-not-held",
+    "not-ready",
+)
+_OF_A_DELTA = ("not-published", "run-ended", "round-not-open", "contribution-lost", "gone", "range-not-satisfiable")
+_SAME_AGAIN: Answers = {"200": {"model": ContributionReply, "description": "It was accepted before."}}
 
 
-@router.get("")
+@router.get("", responses=refusing(*OF_A_RUN))
 def list_rounds(
     run: ReadableRun, limit: Limit = 100, after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None
 ) -> Page[RoundInfo]:
@@ -35,13 +55,17 @@ def list_rounds(
     return reports.rounds(run, limit, after)
 
 
-@router.get("/{number}")
+@router.get("/{number}", responses=refusing(*OF_A_RUN))
 def get_round(run: ReadableRun, number: Annotated[str, Path(pattern=r"^(current|\d{1,18})$")]) -> RoundDetail:
     """One round and its fragments; `current` is the open one, or the next where none is open."""
     return reports.round_detail(run, run.round if number == "current" else int(number))
 
 
-@router.put("/{number}/evaluation", status_code=204)
+@router.put(
+    "/{number}/evaluation",
+    status_code=204,
+    responses=refusing(*OF_A_RUN, "round-not-open", *OF_A_CHANGE),
+)
 def report_evaluation(
     run: ReadableRun, number: Number, report: EvaluationReport, caller: Caller, service: Service
 ) -> Response:
@@ -52,7 +76,13 @@ def report_evaluation(
     return Response(status_code=204)
 
 
-@router.put("/{number}/fragments/{fragment}/contributions/{worker}", status_code=201, openapi_extra=_PAYLOAD_BODY)
+@router.put(
+    "/{number}/fragments/{fragment}/contributions/{worker}",
+    status_code=201,
+    responses=_SAME_AGAIN | refusing(*OF_A_RUN, *OF_AN_UPLOAD, *_OF_A_CONTRIBUTION),
+    openapi_extra=UPLOADS,
+)
+@takes_up_to(None)
 async def contribute(
     http: Request,
     response: Response,
@@ -79,7 +109,8 @@ def _accept(run: LiveRun, layout: Layout, worker: str, number: int, fragment: in
 @router.get(
     "/{number}/fragments/{fragment}/delta",
     response_class=Response,
-    responses={200: {"content": {PAYLOAD_TYPE: {}}}, 206: {}, 304: {}},
+    responses=IMMUTABLE_OR_WAITED | refusing(*OF_A_RUN, *_OF_A_DELTA),
+    openapi_extra=ASKS_FOR_BYTES_OR_WAITS,
 )
 async def get_delta(
     http: Request, run: ReadableRun, number: Number, fragment: Number, caller: Caller, service: Service
@@ -132,7 +163,7 @@ def _delta_digest(run: LiveRun, number: int, fragment: int, member: str | None) 
             if member is not None and number > run.round:
                 raise Problem("round-not-open", f"the run is at round {run.round}; recover its state", round=run.round)
             if run.open is None or number != run.open.number:
-                return False, f"round {number} is not open: {run.why_not_open}"
+                return False, f"round {number} is not open: {standing(run)}"
             collecting = run.open.fragments[fragment].state is FragmentState.COLLECTING
             if member is not None and collecting and member not in run.open.fragments[fragment].contributed:
                 raise Problem(

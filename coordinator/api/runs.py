@@ -7,16 +7,28 @@ from fastapi.concurrency import run_in_threadpool
 
 from coordinator.api import reports
 from coordinator.api.access import Admin, Caller, Limit, ReadableRun, Service
+from coordinator.api.describing import OF_A_CHANGE, OF_A_RUN, Answers, refusing
+from coordinator.api.limits import LimitedRoute, takes_up_to
 from coordinator.runs import epochs, steering
 from protocol.errors import Problem
 from protocol.messages import EpochInfo, Page, RunChange, RunDetail, RunInfo, RunState
+from protocol.spec import MAX_SPEC_BYTES
 
-router = APIRouter(prefix="/v1/runs", tags=["runs"])
+router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=LimitedRoute)
 
-_TOML_BODY = {"requestBody": {"required": True, "content": {"application/toml": {"schema": {"type": "string"}}}}}
+_TOML = {"application/toml": {"schema": {"type": "string"}}}
+_TOML_BODY = {"requestBody": {"required": True, "content": _TOML}}
+_SPEC: Answers = {"200": {"content": _TOML}}
+_SAME_AGAIN: Answers = {"200": {"model": RunDetail, "description": "The same spec exists already."}}
 
 
-@router.post("", status_code=201, openapi_extra=_TOML_BODY)
+@router.post(
+    "",
+    status_code=201,
+    responses=_SAME_AGAIN | refusing("forbidden", "invalid-spec", "run-exists", *OF_A_CHANGE),
+    openapi_extra=_TOML_BODY,
+)
+@takes_up_to(MAX_SPEC_BYTES)
 async def create_run(request: Request, response: Response, service: Service, _: Admin) -> RunDetail:
     """Create a run from a TOML spec. The same spec again answers 200 and changes nothing."""
     try:
@@ -29,7 +41,7 @@ async def create_run(request: Request, response: Response, service: Service, _: 
     return await run_in_threadpool(reports.run_detail, run)
 
 
-@router.get("")
+@router.get("", responses=refusing())
 def list_runs(
     service: Service, caller: Caller, limit: Limit = 100, after: Annotated[str | None, Query()] = None
 ) -> Page[RunInfo]:
@@ -39,19 +51,19 @@ def list_runs(
     return Page(items=items, next=items[-1].name if len(runs) > limit else None)
 
 
-@router.get("/{run}")
+@router.get("/{run}", responses=refusing(*OF_A_RUN))
 def get_run(run: ReadableRun) -> RunDetail:
     """State, reason, round, counts, and the parsed spec."""
     return reports.run_detail(run)
 
 
-@router.get("/{run}/spec", response_class=Response, responses={200: {"content": {"application/toml": {}}}})
+@router.get("/{run}/spec", response_class=Response, responses=_SPEC | refusing(*OF_A_RUN))
 def get_spec(run: ReadableRun) -> Response:
     """The spec, byte for byte as it was given."""
     return Response(run.spec_toml, media_type="application/toml")
 
 
-@router.get("/{run}/units")
+@router.get("/{run}/units", responses=refusing(*OF_A_RUN))
 def list_epochs(
     run: ReadableRun, limit: Limit = 100, after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None
 ) -> Page[EpochInfo]:
@@ -59,7 +71,7 @@ def list_epochs(
     return epochs.epochs(run, limit, after)
 
 
-@router.patch("/{run}")
+@router.patch("/{run}", responses=refusing(*OF_A_RUN, "run-ended", *OF_A_CHANGE))
 def change_run(run: ReadableRun, change: RunChange, _: Admin) -> RunDetail:
     """Pause, resume, drain or stop."""
     steering.change_state(run, RunState(change.state))

@@ -4,10 +4,12 @@ import asyncio
 import re
 from collections.abc import Callable
 from typing import TypeVar
+from urllib.request import parse_http_list
 
 import anyio.to_thread
 from fastapi import Request
 
+from coordinator.api.answer_headers import note_header
 from coordinator.runs.bell import Bell
 
 MAX_WAIT_S = 60.0
@@ -15,9 +17,16 @@ Answer = TypeVar("Answer")
 
 
 def preferred_wait_s(request: Request) -> float:
-    """The wait that the request asks for; 0 where it asks for none."""
-    match = re.search(r"\bwait=(\d{1,6})\b", request.headers.get("prefer", ""))
-    return min(float(match[1]), MAX_WAIT_S) if match else 0.0
+    """The wait that the request asks for, at most MAX_WAIT_S; 0 where it asks for none. The answer will say so."""
+    for preference in parse_http_list(", ".join(request.headers.getlist("prefer"))):
+        name, _, value = preference.partition(";")[0].partition("=")
+        if name.strip().lower() == "wait":  # the first one counts (RFC 7240, section 2)
+            seconds = re.fullmatch(r'([0-9]+)|"([0-9]+)"', value.strip())
+            wait_s = 0.0 if seconds is None else min(float(seconds[1] or seconds[2]), MAX_WAIT_S)
+            if wait_s:
+                note_header(request, "Preference-Applied", f"wait={wait_s:.0f}")
+            return wait_s
+    return 0.0
 
 
 async def poll(

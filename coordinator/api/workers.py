@@ -6,6 +6,8 @@ from fastapi import APIRouter, Query, Request, Response
 
 from coordinator.api import reports
 from coordinator.api.access import Admin, Caller, Joiner, Limit, MemberRun, PathName, ReadableRun, Service
+from coordinator.api.describing import ASKS_TO_WAIT, OF_A_CHANGE, OF_A_RUN, WAITED, refusing
+from coordinator.api.limits import LimitedRoute, takes_up_to
 from coordinator.api.waiting import poll, preferred_wait_s
 from coordinator.runs import accounting, assigning, membership
 from coordinator.runs.bell import ASSIGNMENTS
@@ -25,16 +27,19 @@ from protocol.messages import (
     WorkerInfo,
 )
 
-router = APIRouter(prefix="/v1/runs/{run}/workers", tags=["workers"])
+router = APIRouter(prefix="/v1/runs/{run}/workers", tags=["workers"], route_class=LimitedRoute)
+
+_OF_A_JOIN = ("banned", "run-ended", "worker-name-taken", "model-mismatch", "data-mismatch")
 
 
-@router.put("/{worker}")
+@router.put("/{worker}", responses=refusing(*OF_A_RUN, *_OF_A_JOIN, *OF_A_CHANGE))
+@takes_up_to(16 << 20)  # it lists every tensor of the model
 def join(run: PathName, worker: PathName, request: JoinRequest, service: Service, _: Joiner) -> JoinReply:
     """Join or rejoin a run."""
     return membership.join(service.run(run), worker, request)
 
 
-@router.delete("/{worker}", status_code=204)
+@router.delete("/{worker}", status_code=204, responses=refusing(*OF_A_RUN, *OF_A_CHANGE))
 def leave(
     run: PathName, worker: PathName, caller: Caller, service: Service, request: LeaveRequest | None = None
 ) -> Response:
@@ -46,20 +51,25 @@ def leave(
     return Response(status_code=204)
 
 
-@router.patch("/{worker}")
+@router.patch("/{worker}", responses=refusing(*OF_A_RUN, *OF_A_CHANGE))
 def change_worker(run: ReadableRun, worker: PathName, change: WorkerChange, _: Admin) -> WorkerInfo:
     """Evict a worker, ban it, or let a banned one join again."""
     membership.change_worker(run, worker, change)
     return reports.worker(run, worker)
 
 
-@router.put("/{worker}/lease")
+@router.put("/{worker}/lease", responses=refusing(*OF_A_RUN))
 async def renew_lease(run: MemberRun, worker: PathName, metrics: Metrics) -> LeaseReply:
     """Heartbeat."""
     return membership.renew(run, worker, metrics)
 
 
-@router.put("/{worker}/assignment")
+@router.put(
+    "/{worker}/assignment",
+    responses=WAITED | refusing(*OF_A_RUN, "units-not-held", *OF_A_CHANGE),
+    openapi_extra=ASKS_TO_WAIT,
+)
+@takes_up_to(4 << 20)  # with the units that are carried
 async def get_assignment(
     http: Request, run: MemberRun, worker: PathName, request: AssignmentRequest, service: Service
 ) -> Assignment:
@@ -83,7 +93,7 @@ async def get_assignment(
     return await poll(service.bell, run.name, ASSIGNMENTS, preferred_wait_s(http), glance, look)
 
 
-@router.get("")
+@router.get("", responses=refusing(*OF_A_RUN))
 def list_workers(
     run: ReadableRun, limit: Limit = 100, after: Annotated[str | None, Query()] = None
 ) -> Page[WorkerInfo]:
@@ -91,7 +101,7 @@ def list_workers(
     return reports.workers(run, limit, after)
 
 
-@router.get("/{worker}")
+@router.get("/{worker}", responses=refusing(*OF_A_RUN))
 def get_worker(run: ReadableRun, worker: PathName) -> WorkerInfo:
     """One worker."""
     return reports.worker(run, worker)

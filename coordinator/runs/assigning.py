@@ -7,7 +7,7 @@ from sqlalchemy import delete
 
 from coordinator.runs import steering
 from coordinator.runs.live_run import Change, Given, LiveRun, OpenRound
-from coordinator.runs.opening import assignment_row, inner_steps_of, is_evaluated
+from coordinator.runs.opening import assignment_row, inner_steps_of, is_evaluated, standing
 from coordinator.runs.units import assign_units, assigned_units, reclaim_units, return_forgotten_units
 from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow, EvaluationRow
 from protocol.messages import Action, Assignment, RunState
@@ -47,7 +47,7 @@ def assign(
             change.then(lambda: run.members.ready.add(worker))
         opening = run.open
         if opening is None:
-            return Assignment(action=Action.WAIT, reason=run.why_not_open, round=run.round)
+            return Assignment(action=Action.WAIT, reason=standing(run), round=run.round)
         given = opening.given.get(worker)
         if given is None or not _is_settled(opening, worker, carried):
             given = _give(run, opening, worker, carried)

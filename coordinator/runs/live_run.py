@@ -182,7 +182,6 @@ class LiveRun:
         )
         self.members = Members(Leases(members.lease_s))
         self.open: OpenRound | None = None
-        self.why_not_open = "waiting for the first worker"
         self.seeder: str | None = None
         self.evaluator: str | None = None  # of the final state
         self.outer: list[tuple[int, bytes]] = []  # per fragment: round and digest of the coordinator's own state

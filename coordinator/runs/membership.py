@@ -6,6 +6,7 @@ from sqlalchemy import select
 
 from coordinator.runs import accounting
 from coordinator.runs.live_run import Change, LiveRun
+from coordinator.runs.opening import standing
 from coordinator.runs.units import return_units
 from coordinator.store.tables import WorkerRow
 from coordinator.store.tokens import new_secret, secret_hash
@@ -121,11 +122,8 @@ def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:
     if not run.members.leases.renew_live(worker, run.world.clock()):
         raise _ended(worker)
     run.members.metrics[worker] = metrics
-    state, opening = run.state, run.open  # not under the lock: each is what it was at some moment
-    reason = f"the run is {state}" if opening is None else f"round {opening.number} is open"
-    return LeaseReply(
-        directive=DIRECTIVES.get(state, Directive.CONTINUE), reason=reason, lease_s=run.members.leases.term_s
-    )
+    directive = DIRECTIVES.get(run.state, Directive.CONTINUE)
+    return LeaseReply(directive=directive, reason=standing(run), lease_s=run.members.leases.term_s)
 
 
 def check_lease(run: LiveRun, worker: str) -> None:

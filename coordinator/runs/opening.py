@@ -11,15 +11,46 @@ from coordinator.store.tables import AssignmentRow, FragmentRow, RoundRow
 from protocol.messages import FragmentState, RunState
 
 
+def standing(run: LiveRun) -> str:
+    """Say what the run is at, in one sentence that is true in each of its states.
+
+    Without the lock, what it says was so at one moment or another.
+    """
+    opening = run.open
+    if run.ended:
+        return f"the run is {run.state}"
+    if opening is None:
+        return why_not_open(run) or f"round {run.round} is about to open"
+    so_far = f"round {opening.number} is open"
+    return so_far if run.state is RunState.RUNNING else f"{so_far}, and the run is {run.state}: no other opens"
+
+
+def why_not_open(run: LiveRun) -> str | None:
+    """Say why the next round does not open; None where there is no reason."""
+    if run.state is not RunState.RUNNING:
+        return f"the run is {run.state}"
+    if run.damage is not None:
+        return run.damage
+    if run.layout is None:
+        return "waiting for the first worker"
+    if not run.seeded:
+        return "waiting for state 0" if run.seeder is None else f"{run.seeder} uploads state 0"
+    ready = len(_ready(run))
+    if ready < run.policy.min_workers:
+        return f"round {run.round} waits for workers: {ready} of at least {run.policy.min_workers} are ready"
+    return None
+
+
+def _ready(run: LiveRun) -> set[str]:
+    """The workers that the next round would open with."""
+    return run.members.leases.live() & (run.members.ready | run.members.previous)
+
+
 def open_next(run: LiveRun) -> bool:
-    """Open the next round if there are enough workers for it; return True if it was. Otherwise the run says why not."""
-    if run.open is not None:
+    """Open the next round if nothing stands against it; return True if it was opened."""
+    if run.open is not None or why_not_open(run) is not None:
         return False
-    workers = sorted(run.members.leases.live() & (run.members.ready | run.members.previous))
-    reason = _why_not(run, len(workers))
-    if reason is not None:
-        run.why_not_open = reason
-        return False
+    workers = sorted(_ready(run))
     fragments = range(len(run.outer))
     opening = OpenRound(run.round, run.world.clock(), set(workers), [OpenFragment() for _ in fragments])
     with run.transition() as change:
@@ -45,19 +76,6 @@ def open_next(run: LiveRun) -> bool:
         change.then(apply)
         change.wake(ASSIGNMENTS)
     return True
-
-
-def _why_not(run: LiveRun, workers: int) -> str | None:
-    """Why no round can be opened with so many workers; None where one can."""
-    if run.state is not RunState.RUNNING:
-        return f"the run is {run.state}"
-    if run.damage is not None:
-        return run.damage
-    if not run.seeded:
-        return "waiting for state 0" if run.seeder is None else f"{run.seeder} uploads state 0"
-    if workers < run.policy.min_workers:
-        return f"round {run.round} waits for workers: {workers} of at least {run.policy.min_workers} are ready"
-    return None
 
 
 def assignment_row(run: LiveRun, worker: str, given: Given) -> AssignmentRow:

@@ -6,7 +6,7 @@ counts and checks them.
 """
 
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -152,16 +152,7 @@ def consume_units(session: Session, run_id: int, worker: str, round_: int, units
     that leaves in the middle of a round; the others stay assigned. The fragments of one contribution name the same
     units, so units that this very round consumed are accepted again. Raises Problem `units-not-held` otherwise.
     """
-    rows = session.scalars(
-        select(UnitRangeRow)
-        .where(
-            UnitRangeRow.run_id == run_id,
-            UnitRangeRow.worker == worker,
-            or_(UnitRangeRow.state == "assigned", UnitRangeRow.consumed_round == round_),
-        )
-        .order_by(UnitRangeRow.start)
-    ).all()
-    held = {row.start: row for row in rows}
+    held = {row.start: row for row in _contributable(session, run_id, worker, round_)}
     consumed = 0
     for start, stop in joined(sorted((start, stop) for start, stop in units)):
         at = start
@@ -178,6 +169,32 @@ def consume_units(session: Session, run_id: int, worker: str, round_: int, units
                 row.state, row.consumed_round = "consumed", round_
                 consumed += row.stop - row.start
     return consumed
+
+
+def count_by_round(
+    session: Session, run_id: int, worker: str, round_: int, units: Sequence[Sequence[int]]
+) -> Counter[int]:
+    """How many of `units` a contribution of `worker` to `round_` may name, by the round that they were assigned for."""
+    rows = _contributable(session, run_id, worker, round_)
+    starts, counts = [row.start for row in rows], Counter[int]()
+    for start, stop in units:
+        for row in rows[max(bisect_right(starts, start) - 1, 0) : bisect_left(starts, stop)]:
+            assert row.round is not None  # it is assigned, or was until `round_`
+            counts[row.round] += max(min(stop, row.stop) - max(start, row.start), 0)
+    return +counts  # without the rounds that have none
+
+
+def _contributable(session: Session, run_id: int, worker: str, round_: int) -> Sequence[UnitRangeRow]:
+    """The units that `worker` holds, or has contributed to `round_`."""
+    return session.scalars(
+        select(UnitRangeRow)
+        .where(
+            UnitRangeRow.run_id == run_id,
+            UnitRangeRow.worker == worker,
+            or_(UnitRangeRow.state == "assigned", UnitRangeRow.consumed_round == round_),
+        )
+        .order_by(UnitRangeRow.start)
+    ).all()
 
 
 def lose_units(session: Session, run_id: int, worker: str, round_: int, *, live: bool) -> int:

@@ -5,13 +5,15 @@ before the answer goes out; a refused upload leaves neither. Files become durabl
 lock at the same time are committed together.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from sqlalchemy import bindparam, func, insert, select, update
 
 from coordinator.runs import diverging
 from coordinator.runs.live_run import Arrival, Change, Contributed, LiveRun, OpenRound
-from coordinator.runs.units import consume_units
+from coordinator.runs.opening import standing
+from coordinator.runs.units import consume_units, count_by_round
 from coordinator.store.files import Body, PayloadFile, make_durable
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow, RunRow, WorkerRow
 from protocol.errors import Problem, WireError
@@ -62,6 +64,8 @@ def _accept(run: LiveRun, header: ContributionHeader, body: Body) -> bool:
         if not _is_new(run, header, body.digest):
             return False
         _await_step(run, header.round, header.fragment)
+        if not _is_new(run, header, body.digest):  # others had the lock meanwhile
+            return False
         _check_base(run, header)
         _check_weight(run, header)
     file = run.files.contribution(header.round, header.fragment, header.worker, body.digest)
@@ -184,24 +188,43 @@ def _check_header(
 
 
 def _check_weight(run: LiveRun, header: ContributionHeader) -> None:
-    """It weighs what it was trained on, and carried work does not count. Under the run's lock.
+    """Refuse it unless it weighs one round's work: that of its own round or, where all of it is carried, at most that
+    of the last carried round. Under the run's lock.
 
-    Where fragments are sent in the middle of a round, each was trained on a whole round since it was sent last, though
-    the contribution names only the units that no other one has named.
+    Where fragments are sent in the middle of a round, each was trained on a whole round's units since it was sent last,
+    of this round and the one before, though the contribution names only those that no other one has named.
     """
-    units = sum(stop - start for start, stop in header.units)
-    weight = header.tokens // run.spec.unit_tokens
-    least, most = (1 if header.carried else units), units
+    weight, units = header.tokens // run.spec.unit_tokens, sum(stop - start for start, stop in header.units)
+    by_round, inner_steps = _named(run, header)
+    if by_round.total() < units:
+        raise Problem(
+            "units-not-held", f"of the work units {header.units[:3]}… {header.worker} holds only {by_round.total()}"
+        )
+    own, last_carried = by_round.pop(header.round, 0), by_round[max(by_round, default=0)]
     if run.spec.sync.streams:
-        with run.world.database.read() as session:
-            row = session.get(AssignmentRow, (run.id, header.round, header.worker))
-        least, most = 1, max(units, row.inner_steps if row is not None else 0)
+        least, most = 1, max(own + last_carried, inner_steps)
+    elif own:
+        least, most = own, own
+    else:
+        least, most = 1, last_carried
     if not least <= weight <= most:
         raise Problem(
             "invalid-payload",
-            f"header field tokens is {header.tokens}: {weight} units; the contribution names {units}, and its weight "
-            f"is {least} to {most} of them",
+            f"header field tokens is {header.tokens}: {weight} units; the contribution names {units}, {own} of them of "
+            f"its own round, and its weight is {least} to {most}",
         )
+
+
+def _named(run: LiveRun, header: ContributionHeader) -> tuple[Counter[int], int]:
+    """How many units the contribution names of each round that they were assigned for, those alone that the worker may
+    name; and the inner steps that its own round was assigned with. Under the run's lock."""
+    given = None if run.open is None else run.open.given.get(header.worker)
+    if given is not None and [list(each) for each in given.units] == header.units:  # as most do; no need to ask
+        return Counter({header.round: sum(stop - start for start, stop in header.units)}), given.inner_steps
+    with run.world.database.read() as session:
+        row = session.get(AssignmentRow, (run.id, header.round, header.worker))
+        by_round = count_by_round(session, run.id, header.worker, header.round, header.units)
+    return by_round, 0 if row is None else row.inner_steps
 
 
 def _is_new(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
@@ -225,7 +248,7 @@ def _is_new(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
     if run.ended:
         raise Problem("run-ended", f"the run {run.name} is {run.state}")
     if run.open is None or round_ != run.round:
-        raise Problem("round-not-open", f"round {round_} is not open: {run.why_not_open}")
+        raise Problem("round-not-open", f"round {round_} is not open: {standing(run)}")
     return True
 
 

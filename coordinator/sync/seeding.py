@@ -14,13 +14,13 @@ from protocol.digest import model_digest
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import CheckpointFragment
-from protocol.wire import CHUNK_ELEMENTS, chunk_sizes
 
 
 def accept_state(
     run: LiveRun, layout: Layout, worker: str, fragment: int, upload: Path
 ) -> tuple[CheckpointFragment, bool]:
-    """Accept an uploaded fragment of state 0; whether it is new. WireError for bytes that are not such a payload."""
+    """Accept an uploaded fragment of state 0; whether it is new. WireError for bytes that are not such a payload,
+    Problem `invalid-payload` where it is another one or its momentum is not +0."""
     elements = layout.elements[fragment]
     with PayloadFile(upload) as payload:
         header = payload.header
@@ -71,10 +71,15 @@ def _complete(run: LiveRun, layout: Layout) -> None:
 
 
 def _halves(payload: PayloadFile, elements: int) -> Iterator[tuple[F32, F32]]:
-    """The uploaded state as chunks (θ, u); the payload's own chunks may lie across the border between the two."""
-    values = np.empty(2 * elements, np.float32)
-    payload.decode(values)
+    """The uploaded state 0 in pieces (θ, u), a chunk in memory at a time. Problem `invalid-payload` unless all of u is
+    +0; that follows θ in the payload, so it is known at the end."""
     start = 0
-    for n in chunk_sizes(elements, CHUNK_ELEMENTS):
-        yield values[start : start + n], values[elements + start : elements + start + n]
+    for index, n in enumerate(payload.chunks):
+        values = np.empty(n, np.float32)
+        payload.codec.decode(payload.chunk(index), values)
+        theta, momentum = np.split(values, [max(elements - start, 0)])
+        if momentum.view(np.uint32).any():
+            raise Problem("invalid-payload", "the momentum u of state 0, the second half of the values, is not +0")
+        if theta.size:
+            yield theta, np.zeros_like(theta)
         start += n

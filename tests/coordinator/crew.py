@@ -8,6 +8,7 @@ import httpx
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
 from tests.support.coordinator import InThread, Running
 from tests.support.member import Member, spec_toml
+from tests.support.openapi import check_declared
 
 GRACE_OF_A_SECOND = "lease_s = 100\ngrace_factor = 0\ngrace_min_s = 1\ngrace_max_s = 1"
 
@@ -46,13 +47,14 @@ def play_round(members: list[Member], round_: int) -> None:
 
 
 def problem(reply: httpx.Response, slug: str) -> dict[str, Any]:
-    """The problem document of a refusal, which must be the named one."""
+    """The problem document of a refusal, which must be the named one, and one that OpenAPI tells of."""
     document: dict[str, Any] = reply.json()
     assert reply.headers["content-type"] == "application/problem+json", reply.text
     assert document["type"] == PROBLEM_PREFIX + slug, document
     assert reply.status_code == document["status"] == PROBLEMS[slug].status
     assert document["title"] == PROBLEMS[slug].title
     assert reply.headers["x-request-id"]
+    check_declared(reply, slug)
     return document
 
 

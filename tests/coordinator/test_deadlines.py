@@ -96,9 +96,9 @@ def test_work_that_was_late_is_refused_kept_by_its_worker_and_counts_in_its_next
     following = c.assignment(1)
     assert following.action == "train"
     assert not {tuple(each) for each in following.units} & {tuple(each) for each in late.units}
-    carried = late.units + following.units
-    tokens = sum(stop - start for start, stop in carried) * c.spec.unit_tokens
-    contribute_all(c, 1, units=carried, tokens=tokens)
+    named = late.units + following.units
+    tokens = sum(stop - start for start, stop in named) * c.spec.unit_tokens
+    contribute_all(c, 1, units=named, carried=[0])  # its weight is that of one round
     contribute_all(a, 1)
     contribute_all(b, 1)
     assert a.delta(1, 0).status_code == 200

@@ -31,7 +31,7 @@ def test_the_bytes_are_a_payload_of_their_kind_and_their_digest_is_the_etag(memb
     reply = member.http.get(address)
     assert reply.status_code == 200
     assert reply.headers["content-type"] == "application/vnd.outerstep.payload"
-    assert reply.headers["cache-control"] == "public, max-age=31536000, immutable"
+    assert reply.headers["cache-control"] == "private, max-age=31536000, immutable"
     assert reply.headers["accept-ranges"] == "bytes"
     assert reply.headers["etag"] == f'"{digest(reply.content).hex()}"'
     header = Payload.from_bytes(reply.content).header
@@ -85,11 +85,25 @@ def test_a_download_that_broke_off_goes_on_only_on_the_same_bytes(member: Member
 
 
 @pytest.mark.parametrize(
+    "wanted", ["bytes=99999999-", "bytes=-0", "Bytes = 99999999-", "bytes=99999999-,-0", f"bytes={'9' * 5000}-"]
+)
+def test_a_range_that_cannot_be_had_is_a_problem_that_tells_the_size(member: Member, address: str, wanted: str) -> None:
+    size = len(member.http.get(address).content)
+    refused = member.http.get(address, headers={"Range": wanted})
+    assert f"within the {size} bytes" in problem(refused, "range-not-satisfiable")["detail"]
+    assert refused.headers["content-range"] == f"bytes */{size}"
+
+
+@pytest.mark.parametrize(
     "wanted",
-    ["bytes=99999999-", "bytes=5-2", "bytes=-0", "bytes=", "bytes=-", "bytes=a-b", "bytes", "lines=0-1", "bytes=0-1,99999999-", "bytes=" + ",".join(["0-1"] * 101)],
+    ["lines=0-1", "bytes", "bytes=", "bytes=-", "bytes=a-b", "bytes=5-2", "bytes=0-1,", "bytes=0-1,x", "bytes=0--1", "bytes=0-1,99999999-", "bytes=" + ",".join(["0-1"] * 101)],
 )  # fmt: skip
-def test_a_range_that_cannot_be_had_is_a_problem(member: Member, address: str, wanted: str) -> None:
-    assert "bytes" in problem(member.http.get(address, headers={"Range": wanted}), "range-not-satisfiable")["detail"]
+def test_a_range_of_another_unit_or_without_sense_or_of_many_parts_gets_the_whole(
+    member: Member, address: str, wanted: str
+) -> None:
+    whole, reply = member.http.get(address), member.http.get(address, headers={"Range": wanted})
+    assert (reply.status_code, reply.content) == (200, whole.content)
+    assert "content-range" not in reply.headers
 
 
 def test_a_delta_that_is_not_there_yet_says_what_is_waited_for(shared: InThread, run: str) -> None:
@@ -157,6 +171,18 @@ def test_deltas_and_checkpoints_that_the_retention_rule_deleted(shared: InThread
     problem(a.delta(0, 0), "gone")
     problem(a.delta(1, 0), "gone")
     assert a.delta(2, 0).status_code == 200, "the newest delta stays, for workers are just fetching it"
-    problem(a.http.get(f"/v1/runs/{run}/checkpoints/1/fragments/0"), "not-found")
-    problem(a.http.get(f"/v1/runs/{run}/checkpoints/1"), "not-found")
+    for number, slug in ((0, "gone"), (1, "gone"), (2, "gone"), (4, "not-found")):
+        for rest in ("", "/fragments/0"):
+            problem(a.http.get(f"/v1/runs/{run}/checkpoints/{number}{rest}"), slug)
     assert [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == [3]
+
+
+def test_a_checkpoint_that_never_was_is_not_gone(shared: InThread, run: str) -> None:
+    (a,) = crew(shared, run, ["a"], rounds=5, checkpoints="every_rounds = 2\nkeep = 2")
+    for round_ in range(4):
+        play_round([a], round_)
+        shared.await_state(run, round_ + 1)
+    for number, slug in ((0, "gone"), (1, "gone"), (3, "not-found"), (5, "not-found")):
+        for rest in ("", "/fragments/0"):
+            problem(a.http.get(f"/v1/runs/{run}/checkpoints/{number}{rest}"), slug)
+    assert [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == [4, 2]

@@ -1,5 +1,9 @@
 """State 0: one worker makes it, and a successor begins afresh."""
 
+import numpy as np
+import pytest
+
+from coordinator.sync.state_file import StateReader
 from tests.coordinator.crew import crew, enlist, info, problem
 from tests.support.coordinator import InThread, SettableClock
 from tests.support.member import spec_toml
@@ -40,3 +44,26 @@ def test_only_the_appointed_worker_seeds_and_only_once(shared: InThread, run: st
         for fragment in (0, 1):
             problem(member.seed_fragment(fragment, 0.75), "state-conflict")
     assert info(shared, run, "/checkpoints/0") == before
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 100, 1 << 18])
+def test_the_momentum_of_state_0_is_plus_0_throughout(shared: InThread, run: str, chunk_elements: int) -> None:
+    """Every replica begins with u = +0; with another u the first outer step would be one that nobody took."""
+    shared.create_run(spec_toml(run))
+    a = enlist(shared, run, "a")
+    assert a.assignment(None).action == "seed"
+    n = len(a.theta[0])
+    state = np.concatenate([np.linspace(-1, 1, n, dtype=np.float32), np.zeros(n, np.float32)])
+    for at, value in ((n, 1.0), (2 * n - 1, 1e-45), (n + 3, -0.0), (n, np.nan), (2 * n - 1, np.inf), (0, np.nan)):
+        wrong = state.copy()
+        wrong[at] = value
+        raw = [
+            wrong[start : start + chunk_elements].astype("<f4").tobytes() for start in range(0, 2 * n, chunk_elements)
+        ]
+        problem(a.put_frames(0, 2 * n, raw, chunk_elements), "invalid-payload")
+    assert a.http.get(f"/v1/runs/{run}/checkpoints/0/fragments/0").status_code == 404, "nothing of it was kept"
+    assert list((shared.data_dir / "incoming").iterdir()) == []
+    assert a.put_state(0, state, chunk_elements).status_code == 201
+    with StateReader(shared.live(run).files.checkpoint(0, 0)) as kept:
+        theta, momentum = kept.read(0, n)
+    assert (theta.tobytes(), momentum.tobytes()) == (state[:n].tobytes(), bytes(4 * n))

@@ -13,6 +13,7 @@ from coordinator.runs.units import (
     assign_units,
     assigned_units,
     consume_units,
+    count_by_round,
     lose_units,
     reclaim_units,
     return_forgotten_units,
@@ -257,3 +258,22 @@ def test_units_of_missed_rounds_return_to_the_pool_but_not_those_of_carried_work
         **dict.fromkeys(range(15), ("free", None)),
         **dict.fromkeys(range(15, 20), ("assigned", "a")),
     }
+
+
+def test_the_units_of_a_contribution_are_counted_by_the_round_that_they_were_assigned_for(session: Session) -> None:
+    run = new_run(session)
+    assign_units(session, run, "a", 0, 5)  # 0 to 5
+    assign_units(session, run, "b", 0, 5)  # 5 to 10
+    assign_units(session, run, "a", 1, 5)  # 10 to 15
+    session.flush()
+    assert count_by_round(session, run.id, "a", 1, [[0, 5], [10, 13]]) == {0: 5, 1: 3}
+    assert count_by_round(session, run.id, "a", 1, [[3, 12]]) == {0: 2, 1: 2}, "those of b are not its own"
+    assert list(count_by_round(session, run.id, "a", 1, [[5, 10], [500, 505]])) == [], "no round that it has none of"
+    consume_units(session, run.id, "a", 1, [[0, 5], [10, 13]])
+    session.flush()
+    assert count_by_round(session, run.id, "a", 1, [[0, 5], [10, 13]]) == {0: 5, 1: 3}, "of its other fragments"
+    assert count_by_round(session, run.id, "a", 2, [[0, 5], [13, 15]]) == {1: 2}, "spent"
+    return_units(session, run.id, "a")
+    reclaim_units(session, run.id, "a", 3, [[13, 15]])
+    session.flush()
+    assert count_by_round(session, run.id, "a", 3, [[13, 15]]) == {2: 2}, "claimed again in round 3"

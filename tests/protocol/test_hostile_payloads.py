@@ -54,6 +54,11 @@ def raw_payload(document: Any, pieces: list[bytes]) -> bytes:
     return PREFIX.pack(b"OSTP", 1, 0, len(body)) + body + b"".join(pieces)
 
 
+def as_map(pairs: list[tuple[str, Any]]) -> bytes:
+    """A msgpack map of these keys and values, repeated keys and all."""
+    return b"\xde" + struct.pack(">H", len(pairs)) + b"".join(msgpack.packb(each) for pair in pairs for each in pair)
+
+
 def payload(pieces: list[bytes], **changes: Any) -> bytes:
     fields = header_fields() | {"frame_bytes": [len(piece) for piece in pieces]} | changes
     return raw_payload({key: value for key, value in fields.items() if value is not ...}, pieces)
@@ -130,12 +135,26 @@ def test_spliced(position: int, inserted: bytes, removed: int) -> None:
     read_or_wire_error(VALID[:position] + inserted + VALID[position + removed :])
 
 
+def test_carried_rounds_and_maps_within_that_are_in_order_are_taken() -> None:
+    read(payload(frames(), round=3, carried=[0, 2]))
+    read(with_contributors(as_map([("worker", "a"), ("tokens", 1)])))
+
+
 def test_every_key_is_required_and_no_other_is_allowed() -> None:
     for key in header_fields():
         with pytest.raises(WireError):
             read(payload(frames(), **{key: ...}))
     with pytest.raises(WireError, match="surprise"):
         read(payload(frames(), surprise=1))
+
+
+def with_contributors(contributors: bytes) -> bytes:
+    """A delta's payload that lists these msgpack bytes as its contributors."""
+    own = ("worker", "tokens", "inner_steps", "loss", "norm", "units", "carried", "carried_share")
+    fields = {key: value for key, value in header_fields().items() if key not in own}
+    fields |= {"kind": "delta", "frame_bytes": [len(piece) for piece in frames()]}
+    document = as_map([*fields.items(), ("contributors", [])])
+    return raw_payload(document.removesuffix(b"\x90") + b"\x91" + contributors, frames())
 
 
 CASES: dict[str, tuple[Callable[[], bytes], str]] = {
@@ -171,6 +190,12 @@ CASES: dict[str, tuple[Callable[[], bytes], str]] = {
     "NaN loss": (lambda: payload(frames(), loss=float("nan")), "loss"),
     "infinite norm": (lambda: payload(frames(), norm=float("inf")), "norm"),
     "a unit range of three": (lambda: payload(frames(), units=[[1, 2, 3]]), "units"),
+    "a key twice": (lambda: raw_payload(as_map([*header_fields().items(), ("round", 1)]), frames()), "'round' stands twice"),
+    "a key twice in a map within": (lambda: with_contributors(as_map([("worker", "a"), ("tokens", 1), ("tokens", 2)])), "'tokens' stands twice"),
+    "a carried round that is still to come": (lambda: payload(frames(), carried=[5]), "carried lists rounds before 1"),
+    "its own round carried": (lambda: payload(frames(), carried=[0, 1]), "carried lists rounds before 1"),
+    "a carried round twice": (lambda: payload(frames(), carried=[0, 0]), "carried lists rounds before 1"),
+    "carried rounds in disorder": (lambda: payload(frames(), round=3, carried=[1, 0]), "carried lists rounds before 3"),
     "a long worker name": (lambda: payload(frames(), worker="w" * 65), "worker"),
 }  # fmt: skip
 

@@ -72,6 +72,7 @@ def test_the_limits_are_the_codes() -> None:
     assert "1 to 2^22" in PAGE
     assert (f"`0x{blocks.MIN_SCALE_BITS:04X}`" in PAGE, f"`0x{blocks.MAX_SCALE_BITS:04X}`" in PAGE) == (True, True)
     assert f"Version {wire.VERSION}." in PAGE
+    assert f"`{wire.MEDIA_TYPE}`" in PAGE
 
 
 def test_every_field_is_in_a_table() -> None:

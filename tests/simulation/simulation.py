@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
+from coordinator.runs.opening import standing
 from coordinator.store.database import Database
 from protocol.spec import parse_spec
 from tests.simulation.coordinator_node import CoordinatorNode, crash_at_commits, engine
@@ -227,7 +228,7 @@ class Simulation:
         }
         run = self.node.run if self.node.up else None
         reasons = [] if run is None or run.open is None else [each.reason for each in run.open.fragments]
-        return f"{run and run.why_not_open} {reasons} {states}"
+        return f"{run and standing(run)} {reasons} {states}"
 
     def _started(self) -> None:
         assert self.node.service is not None

@@ -1,5 +1,6 @@
 """A worker without a model: joins, seeds, contributes and steps with the numpy reference alone, over real HTTP."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import httpx
@@ -7,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.codecs import CODECS
-from protocol.digest import StateHash, content_digest, digest
+from protocol.digest import Buffer, StateHash, content_digest, digest
 from protocol.fragments import TensorSpec
 from protocol.messages import Assignment, DataSummary, JoinReply, JoinRequest
 from protocol.outer_step import outer_step
@@ -84,15 +85,23 @@ class Member:
     def seed_fragment(self, fragment: int, value: float) -> httpx.Response:
         theta = self.theta[fragment]
         theta[:] = value
-        both = np.concatenate([theta, self.momentum[fragment]])
-        frames = pack_frames(both, CODECS["fp32"], zstd=True)
+        return self.put_state(fragment, np.concatenate([theta, self.momentum[fragment]]))
+
+    def put_state(self, fragment: int, both: F32, chunk_elements: int = CHUNK_ELEMENTS) -> httpx.Response:
+        """Upload `both`, θ and then u, as a fragment of state 0."""
+        frames = pack_frames(both, CODECS["fp32"], zstd=True, chunk_elements=chunk_elements)
+        return self.put_frames(fragment, len(both), frames, chunk_elements)
+
+    def put_frames(
+        self, fragment: int, elements: int, frames: Sequence[Buffer], chunk_elements: int = CHUNK_ELEMENTS
+    ) -> httpx.Response:
         header = StateHeader(
             run=self.run,
             round=0,
             fragment=fragment,
             codec="fp32",
-            elements=len(both),
-            chunk_elements=CHUNK_ELEMENTS,
+            elements=elements,
+            chunk_elements=chunk_elements,
             frame_bytes=[len(frame) for frame in frames],
         )
         body = pack_header(header) + b"".join(frames)

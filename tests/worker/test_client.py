@@ -261,6 +261,7 @@ def test_an_upload_is_whole_and_announced_each_time() -> None:
         assert request.headers["Content-Length"] == str(len(body))
         assert "Transfer-Encoding" not in request.headers
         assert parse_content_digest(request.headers["Content-Digest"]) == blake3(body).digest()
+        assert request.headers["Content-Type"] == wire.MEDIA_TYPE
     assert client.traffic.upload_bytes == 3 * len(body)
 
 

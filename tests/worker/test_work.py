@@ -1,10 +1,15 @@
 """What travels on into the next contribution, by what became of the last one."""
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from torch import Tensor
 
-from worker.work import Late, Missed, Work, carry_of, first_units
+from protocol.messages import Action, Assignment
+from worker import recovery
+from worker.rounds import Rounds
+from worker.work import Carry, Late, Missed, Work, carry_of, first_units
 
 WORK = Work(3, [[0, 5], [8, 9]], 1, 6, 1.5, [1.0, 2.0], [torch.tensor([3.0, 1.0]), torch.tensor([1.0, 2.0, 4.0])])
 
@@ -50,6 +55,20 @@ def test_late_work_makes_up_for_the_means_that_lacked_it(late_rounds: int) -> No
     published = torch.stack([means(deltas[:2]) for deltas in rounds]).sum(0)
     assert torch.allclose(published + made_up, torch.stack([means(deltas) for deltas in rounds]).sum(0))
     assert carried[0][0].rounds == list(range(late_rounds))
+
+
+@pytest.mark.parametrize(("back_to", "kept"), [(5, True), (4, False), (2, False)])
+def test_late_work_on_rounds_that_a_backup_has_undone_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, back_to: int, kept: bool
+) -> None:
+    """The rounds are still to come for the run: no contribution to them, or to one before, may list them as carried."""
+    rounds = Rounds(*(MagicMock() for _ in range(10)))
+    rounds.carry = Carry(late={1: Late(torch.zeros(3), 0.5, [2, 4])})
+    recovered: list[int] = []
+    monkeypatch.setattr(recovery, "recover", lambda client, spec, state, target, held: recovered.append(target))
+    rounds._follow(Assignment(action=Action.RECOVER, reason="the run is elsewhere", round=back_to))
+    assert recovered == [back_to]
+    assert bool(rounds.carry.late) == kept
 
 
 def test_first_units() -> None:

@@ -1,0 +1,52 @@
+"""Headers that an answer carries whatever it is: X-Request-Id, and what a handler has noted on its way."""
+
+import re
+import uuid
+
+from fastapi import Request
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coordinator.api.problems import fault_response
+
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_NOTED = "answer_headers"  # among the request's state
+
+
+def note_header(request: Request, name: str, value: str) -> None:
+    """Let the answer carry this header, also where it is a problem."""
+    request.scope.setdefault("state", {}).setdefault(_NOTED, {})[name] = value
+
+
+class AnswerHeaders:
+    """Takes the client's X-Request-Id, or makes one; answers with it, also where the application failed.
+
+    Not left to starlette, whose own last resort answers without the id and then drops the connection.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        started = False
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                headers.update(scope.get("state", {}).get(_NOTED, {}))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except Exception as error:  # whatever it is, the client hears of it as a problem
+            if started:
+                raise
+            await fault_response(scope, request_id, error)(scope, receive, send_with_headers)

@@ -1,0 +1,91 @@
+"""What the coordinator says it waits for is true in every state of a run, wherever it says it."""
+
+import pytest
+
+from tests.coordinator.crew import crew, enlist, info, play_round, problem
+from tests.support.coordinator import InThread
+from tests.support.member import Member, spec_toml
+
+
+def heartbeat(member: Member) -> tuple[str, str]:
+    reply = member.http.put(member.path("/lease"), json={}).raise_for_status().json()
+    return reply["directive"], reply["reason"]
+
+
+def steer(shared: InThread, run: str, state: str) -> None:
+    with shared.client() as admin:
+        admin.patch(f"/v1/runs/{run}", json={"state": state}).raise_for_status()
+
+
+def why_not(shared: InThread, run: str, round_: int) -> str:
+    """What a reader is told who asks for the delta of a round that is not open."""
+    with shared.client() as reader:
+        detail = problem(reader.get(f"/v1/runs/{run}/rounds/{round_}/fragments/0/delta"), "not-published")["detail"]
+    return str(detail).removeprefix(f"round {round_} is not open: ")
+
+
+def test_before_state_0_is_there(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run))
+    assert info(shared, run)["reason"] == "waiting for the first worker"
+    a = enlist(shared, run, "a")
+    assert info(shared, run)["reason"] == heartbeat(a)[1] == "waiting for state 0"
+    assert a.assignment(None).action == "seed"
+    assert info(shared, run)["reason"] == heartbeat(a)[1] == why_not(shared, run, 0) == "a uploads state 0"
+
+
+def test_while_a_round_waits_for_workers_and_while_it_is_open(shared: InThread, run: str) -> None:
+    """Of round 1 it was said that round 0 waits for workers, while that was open."""
+    a, b = members = crew(shared, run, ["a", "b"], rounds=3, min_workers=2)
+    a.assignment(0)
+    waits = "round 0 waits for workers: 1 of at least 2 are ready"
+    assert info(shared, run)["reason"] == heartbeat(a)[1] == why_not(shared, run, 1) == a.assignment(0).reason == waits
+    ahead = b.assignment(0).model_copy(update={"round": 1})
+    assert heartbeat(a) == ("continue", "round 0 is open")
+    assert why_not(shared, run, 1) == "round 0 is open"
+    refused = problem(a.contribute(ahead, 0, a.pseudo_gradients(1)[0]), "round-not-open")
+    assert refused["detail"] == "round 1 is not open: round 0 is open"
+    play_round(members, 0)
+
+
+@pytest.mark.parametrize(("state", "directive"), [("paused", "continue"), ("draining", "drain")])
+def test_while_the_last_round_for_now_is_open_and_after_it(
+    shared: InThread, run: str, state: str, directive: str
+) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=3, min_workers=2)
+    for member in (a, b):
+        member.assignment(0)
+    a.take_part(0)
+    steer(shared, run, state)
+    said = f"round 0 is open, and the run is {state}: no other opens"
+    assert heartbeat(a) == (directive, said)
+    assert why_not(shared, run, 1) == said
+    assert info(shared, run)["reason"].startswith("round 0: waiting for 1 of 2 workers (b); ")
+    b.take_part(0)
+    for member in (a, b):
+        member.step(0)
+    said = f"the run is {state}"
+    assert heartbeat(b) == (directive, said)
+    assert info(shared, run)["reason"] == why_not(shared, run, 1) == said
+
+
+def test_once_the_run_is_stopped_nothing_is_open_or_waited_for(shared: InThread, run: str) -> None:
+    """The lease still said that round 0 is open, and the round's record when it would close."""
+    members = crew(shared, run, ["a", "b", "c", "d"], rounds=2, members="lease_s = 100\nround_max_s = 60")
+    for member in members:
+        member.assignment(0)
+    a = members[0]
+    a.take_part(0)
+    assert info(shared, run, "/rounds/0")["fragments"][0]["closes_in_s"] == 60
+    steer(shared, run, "stopped")
+    assert heartbeat(a) == ("stop", "the run is stopped")
+    assert info(shared, run)["reason"] == "the run is stopped after 0 of 2 rounds"
+    record = info(shared, run, "/rounds/0")
+    assert record["reason"] == record["fragments"][0]["reason"] == "given up: the run was stopped"
+    assert record["fragments"][0]["closes_in_s"] is None
+
+
+def test_once_the_run_is_finished(shared: InThread, run: str) -> None:
+    (a,) = crew(shared, run, ["a"], rounds=1)
+    play_round([a], 0)
+    assert heartbeat(a)[1] == "the run is finished"
+    assert info(shared, run)["reason"] == "the run is finished after 1 of 1 rounds"
