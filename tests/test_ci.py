@@ -9,6 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git to clone with")
+
 CLOSING = "========== {} in 9.00s =========="
 SKIPPED = "SKIPPED [1] tests/test_lines.py:3: no slow lines: not root"
 
