@@ -22,7 +22,6 @@ import json
 import os
 import platform
 import random
-import shutil
 import signal
 import socket
 import statistics
@@ -291,7 +290,7 @@ def main() -> int:
     parser.add_argument("--up", type=float, default=10, help="Mbit/s; default 10")
     parser.add_argument("--down", type=float, default=100, help="Mbit/s; default 100")
     arguments = parser.parse_args()
-    reason = why_not() or (None if shutil.which("iperf3") else "no iperf3 (Debian: apt install iperf3)")
+    reason = why_not("iperf3")
     if reason is not None:
         print(f"There are no slow lines on this machine: {reason}.", file=sys.stderr)
         return NO_LINES_EXIT

@@ -2,7 +2,10 @@
 A failing test's report has what went wrong in it, and not a line for each request."""
 
 import logging
+import signal
+from collections.abc import Callable, Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -11,3 +14,33 @@ settings.register_profile(
 settings.load_profile("outerstep")
 
 logging.getLogger("httpx").setLevel(logging.WARNING)
+
+SAID = "said"
+
+
+@pytest.fixture
+def say(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Prints a line, which stands at the end of pytest's report also where the test passes."""
+
+    def both(line: str) -> None:
+        print(line)
+        record_property(SAID, line)
+
+    return both
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what tests that passed have said; what others said is in their reports."""
+    for report in terminalreporter.getreports("passed"):
+        lines = [str(line) for name, line in report.user_properties if name == SAID]
+        if lines:
+            terminalreporter.section(report.nodeid)
+            terminalreporter.write_line("\n".join(lines))
+
+
+@pytest.fixture
+def in_the_background() -> Iterator[None]:
+    """As where `pytest &` or nohup has started this: SIGINT is ignored, and children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -29,6 +29,8 @@ from tests.support.reference import fragment_bounds, run_reference
 from tests.support.text import write_text
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.system
+
 ROUNDS = 2
 CHECKPOINTS = "every_rounds = 1\nkeep = 1"
 

@@ -71,6 +71,7 @@ def test_what_is_hidden() -> None:
     assert not {"numpy", "pydantic", "httpx"} & set(hidden_from("coordinator") + hidden_from("worker"))
 
 
+@pytest.mark.system
 def test_a_coordinator_starts_without_the_workers_libraries(tmp_path: Path) -> None:
     with outerstep("coordinator", "coordinator", "--data", str(tmp_path / "data"), "--port", "0") as process:
         assert process.stdout is not None
@@ -83,6 +84,7 @@ def test_a_coordinator_starts_without_the_workers_libraries(tmp_path: Path) -> N
         assert process.wait(30) in (0, -signal.SIGTERM)  # uvicorn shuts down, then lets the signal have its way
 
 
+@pytest.mark.system
 def test_a_worker_starts_without_the_coordinators_libraries(tmp_path: Path) -> None:
     """It gets as far as asking a coordinator, which is not there: port 9 is never listened on."""
     with outerstep(

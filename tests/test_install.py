@@ -62,6 +62,7 @@ def outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.system
 @pytest.mark.timeout(900)  # it installs torch
 def test_each_side_installs_alone_and_they_train_together(outside: Path) -> None:
     coordinator_python = installed_alone(outside / "coordinator-venv", "coordinator", CC="false")

@@ -22,6 +22,8 @@ from tests.support.text import write_text
 from tests.support.waiting import wait_until
 from tests.support.workers import WorkerProcess
 
+pytestmark = pytest.mark.system
+
 NAMES = ["w0", "w1", "w2"]
 
 

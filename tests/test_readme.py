@@ -72,6 +72,7 @@ def test_the_tree_in_the_readme_is_the_tree() -> None:
         assert list(ROOT.glob(f"*/{name}")), name
 
 
+@pytest.mark.system
 def test_a_run_of_your_own_goes_as_the_readme_says(tmp_path: Path) -> None:
     _, serve, create, join = blocks("sh")
     (toml,) = blocks("toml")

@@ -56,7 +56,14 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(("upload", "download"), [("fp32", "fp32"), ("int8", "int8"), ("ternary", "int4")])
+@pytest.mark.parametrize(
+    ("upload", "download"),
+    [
+        pytest.param("fp32", "fp32", marks=pytest.mark.system),
+        ("int8", "int8"),
+        pytest.param("ternary", "int4", marks=pytest.mark.system),
+    ],
+)
 def test_three_workers_and_four_rounds_equal_the_reference_bit_for_bit(
     tmp_path: Path, upload: str, download: str
 ) -> None:

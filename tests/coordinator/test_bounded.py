@@ -1,5 +1,7 @@
 """After many rounds, neither the disk nor the database has grown beyond what the rules allow."""
 
+import pytest
+
 from coordinator.store.tables import (
     AssignmentRow,
     CheckpointFragmentRow,
@@ -34,6 +36,7 @@ def rows(running: InThread, run: str) -> dict[str, int]:
         return {table.__tablename__: session.query(table).filter_by(run_id=run_id).count() for table in tables}
 
 
+@pytest.mark.system
 def test_files_and_rows_stay_bounded_over_two_hundred_rounds(shared: InThread, run: str) -> None:
     members = crew(shared, run, ["a", "b"], rounds=ROUNDS, min_workers=2, checkpoints=RETENTION)
     live = shared.live(run)

@@ -78,6 +78,7 @@ def assert_nothing_half_written(running: InThread, run: str) -> None:
             assert intact(live.files.delta(each.round, each.fragment), each.delta_digest)
 
 
+@pytest.mark.system
 def test_whichever_write_finds_the_disk_full_the_run_ends_as_if_it_had_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,6 +14,9 @@ import psutil
 import pytest
 
 from tests.outerstep.conftest import serving
+from tests.support.signals import default_signals
+
+pytestmark = pytest.mark.system
 
 DEADLINE_S = 60
 
@@ -29,6 +32,7 @@ def demo(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"},
+        preexec_fn=default_signals,
     ) as process:
         try:
             yield process
@@ -153,6 +157,7 @@ def check_export(served, exported: Path, kept_model: Path) -> None:
     assert (code, err.startswith("outerstep: not-found: ")) == (3, True)
 
 
+@pytest.mark.usefixtures("in_the_background")
 def test_ctrl_c_in_the_middle_ends_every_process_and_removes_what_was_temporary(tmp_path: Path):
     with demo(tmp_path, "--rounds", "1000") as process:
         read_until(process, "round 0 ")

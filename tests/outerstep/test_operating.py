@@ -15,6 +15,7 @@ from protocol.messages import JoinRequest
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.examples import SPEC
 from tests.support.member import DATA, TENSORS
+from tests.support.signals import default_signals
 
 
 def create(served: Served, name: str) -> None:
@@ -186,6 +187,7 @@ def worker_command(served: Served, run: str, token: str, state: Path) -> tuple[i
     return done.returncode, done.stderr
 
 
+@pytest.mark.system
 def test_a_worker_that_is_refused_and_one_that_has_nothing_to_do(served: Served, tmp_path: Path):
     create(served, "ended")
     assert served.outerstep("run", "stop", "ended")[0] == 0
@@ -204,6 +206,7 @@ def read_until(stream, text: str) -> list[str]:
     raise AssertionError(f"{text!r} was never said: {lines}")
 
 
+@pytest.mark.system
 def test_watching_survives_a_restart_of_the_coordinator(tmp_path: Path):
     with serving(tmp_path / "data") as first:
         create(first, "watched")
@@ -225,6 +228,7 @@ def test_watching_survives_a_restart_of_the_coordinator(tmp_path: Path):
         assert watching.wait(10) == 0
 
 
+@pytest.mark.usefixtures("in_the_background")
 def test_interrupting_the_watching_is_quiet_and_leaves_the_run_alone(served: Served):
     create(served, "left-alone")
     environment = {"OUTERSTEP_URL": served.url, "OUTERSTEP_TOKEN": served.admin_token, "PYTHONUNBUFFERED": "1"}
@@ -234,6 +238,7 @@ def test_interrupting_the_watching_is_quiet_and_leaves_the_run_alone(served: Ser
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=default_signals,
     )
     read_until(watching.stdout, "was created")
     watching.send_signal(signal.SIGINT)

@@ -6,24 +6,42 @@ A failure prints the command that replays it.
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 
 from tests.simulation.many import REPLAY, Summary, many
+from tests.simulation.seeds import FIXED, QUICK, head, of_commit
 from tests.simulation.simulation import simulate
 
-SEEDS = 300
 
-
-@pytest.mark.timeout(900)
-def test_the_invariants_hold_under_every_seed() -> None:
+def simulated(seeds: Iterable[int]) -> Summary:
+    """What happened under the seeds; AssertionError where an invariant did not hold."""
     summary, failures = Summary(), []
-    for report in many(range(SEEDS)):
+    for report in many(seeds):
         summary.add(report)
         if report.failure is not None:
             failures.append(f"{report.failure}\n    replay it: {REPLAY.format(seed=report.seed)}")
-    print(summary.text())
     assert not failures, "\n" + "\n".join(failures)
+    return summary
+
+
+@pytest.mark.timeout(900)
+def test_the_invariants_hold_under_the_first_seeds() -> None:
+    assert simulated(QUICK).rounds > 0
+
+
+@pytest.mark.system
+@pytest.mark.timeout(900)
+def test_the_invariants_hold_under_every_seed(say: Callable[[str], None]) -> None:
+    commit = head(Path(__file__).parent)
+    drawn = of_commit(commit)
+    whose = "no commit" if commit is None else f"commit {commit[:12]}"
+    say(f"simulated seeds {FIXED.start} to {FIXED[-1]} and, by {whose}, {drawn.start} to {drawn[-1]}; replay those:")
+    say(f"    python -m tests.simulation --first {drawn.start} --seeds {len(drawn)}")
+    summary = simulated([*FIXED, *drawn])
+    say(summary.text())
     unseen = [fault for fault in EVERY_FAULT if not summary.faults[fault]]
     assert not unseen, f"these faults never happened: {unseen}"
 
@@ -36,6 +54,7 @@ EVERY_FAULT = (
 )
 
 
+@pytest.mark.system
 def test_a_seed_is_replayed_exactly_in_another_process() -> None:
     """Also where Python hashes strings differently: nothing may depend on the order of a set."""
     here = simulate(5)

@@ -2,7 +2,10 @@
 
 import os
 import shutil
+import socket
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,7 @@ def after(outcome: Outcome, tampering: str) -> list[str]:
     return found
 
 
+@pytest.mark.system
 @pytest.mark.timeout(900)
 def test_kills_of_both_sides_broken_lines_and_flipped_bits_lose_nothing(tmp_path: Path) -> None:
     outcome = soak(Plan(seed=3, rounds=8, round_s=5), tmp_path / "soak", patience_s=600, say=show)
@@ -40,6 +44,29 @@ def test_kills_of_both_sides_broken_lines_and_flipped_bits_lose_nothing(tmp_path
         assert any(said in fault for fault in after(outcome, tampering)), tampering
     assert {whom for _, whom in outcome.kills} == {*WORKERS, "coordinator"}
     assert outcome.harm.keys() >= {"cut", "stall", "corrupt"}
+
+
+@pytest.mark.system
+def test_slow_lines_carry_bytes_and_count_them() -> None:
+    """A skip says that the soak ran without them."""
+    if reason := lines.why_not():
+        pytest.skip(f"the soak has no slow lines here: {reason}")
+    sent = os.urandom(300_000)
+    fetch = "import socket, sys; s = socket.create_connection((sys.argv[1], int(sys.argv[2])))\n"
+    fetch += "while piece := s.recv(1 << 16): sys.stdout.buffer.write(piece)"
+    with lines.slow_lines(["far"], lines.Rate(2_000, 10_000, 5)) as far:
+        line = far["far"]
+        with socket.create_server((line.address, 0)) as server:
+            port = str(server.getsockname()[1])
+            command = [*line.prefix, sys.executable, "-c", fetch, line.address, port]
+            with subprocess.Popen(command, stdout=subprocess.PIPE) as fetching:
+                connection, _ = server.accept()
+                with connection:
+                    connection.sendall(sent)
+                received, _ = fetching.communicate()
+        assert received == sent
+        up, down = line.wire_bytes()
+    assert down > len(sent) > up > 0
 
 
 def test_a_plan_kills_each_worker_once_and_the_coordinator_twice_per_decade() -> None:
@@ -53,6 +80,6 @@ def test_a_plan_kills_each_worker_once_and_the_coordinator_twice_per_decade() ->
 def test_a_machine_without_root_or_tools_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "nft" else tool)
-    assert lines.why_not() == "no nft (Debian: apt install iproute2 nftables)"
+    assert lines.why_not() == "no nft (Debian: apt install nftables)"
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert lines.why_not() == "not root"

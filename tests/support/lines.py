@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "iperf3": "iperf3"}  # Debian's, by command
+
 QUEUE_MS = 200  # what waits in front of a full line, as in a home router
 
 
@@ -49,13 +51,14 @@ class Line:
         return int((counters / "rx_bytes").read_text()), int((counters / "tx_bytes").read_text())
 
 
-def why_not() -> str | None:
-    """Why there are no slow lines on this machine; None where there are."""
+def why_not(*further: str) -> str | None:
+    """Why there are no slow lines on this machine, or not the `further` commands; None where all is there."""
     if os.geteuid() != 0:
         return "not root"
-    missing = [tool for tool in ("ip", "tc", "nft") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc", "nft", *further) if shutil.which(tool) is None]
     if missing:
-        return f"no {' and no '.join(missing)} (Debian: apt install iproute2 nftables)"
+        packages = sorted({PACKAGES[tool] for tool in missing})
+        return f"no {' and no '.join(missing)} (Debian: apt install {' '.join(packages)})"
     try:
         with slow_lines(["probe"], Rate(2_000, 10_000, 5)):
             return None

@@ -55,6 +55,7 @@ def test_replicas_are_identical(tmp_path: Path, upload: str, download: str) -> N
 POINTS = ["before upload", "after upload", "before download", "after download"]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("round_number", [0, 1, 2])
 def test_killed_during_the_sync(tmp_path: Path, undisturbed: str, point: str, round_number: int) -> None:

@@ -81,6 +81,7 @@ def undisturbed(
     return request.param, *recorded(tmp_path_factory.mktemp("undisturbed"), request.param)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("point", ["before upload", "after upload", "before download", "after download"])
 def test_what_was_left_out_survives_a_crash(
     tmp_path: Path, undisturbed: tuple[str, dict[tuple[int, int], np.ndarray], str], point: str

@@ -211,6 +211,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return digests
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize(("name", "round_number"), [("eager", 2), ("spread", 2), ("spread", ROUNDS - 1)])
 def test_killed_while_fragments_travel(
@@ -253,6 +254,7 @@ def killed_at(run: Toy, state_dir: Path, round_number: int, step: int) -> None:
         run.worker("a", client_class=mortal, state_dir=state_dir, on_step=kill)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["together", "spread", "spread, no overlap"])
 def test_killed_before_the_last_fragment_is_sent(tmp_path: Path, undisturbed: dict[str, str], name: str) -> None:
     """Twice, so that the second process resumes from the snapshot that the first one resumed from."""
@@ -264,6 +266,7 @@ def test_killed_before_the_last_fragment_is_sent(tmp_path: Path, undisturbed: di
         assert run.final().state_digest == undisturbed[SCHEDULES[name]]
 
 
+@pytest.mark.system
 @EVERY
 def test_killed_after_the_last_fragment_was_sent(tmp_path: Path, sync: str) -> None:
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
