@@ -74,10 +74,10 @@ def delta(values: F32, codec: str = "int8", frame: bytes | None = None, **change
     return packed(wire.DeltaHeader.model_validate(fields | changes), frames)
 
 
-def state(both: F32, chunk_elements: int, compress: Sequence[int] = ()) -> bytes:
+def state(both: F32, chunk_elements: int, compress: Sequence[int] = (), **changes: Any) -> bytes:
     frames = framed(both, "fp32", chunk_elements, compress)
-    fields = common(both, "fp32", chunk_elements, frames) | {"round": 7}
-    return packed(wire.StateHeader.model_validate(fields), frames)
+    fields = common(both, "fp32", chunk_elements, frames)
+    return packed(wire.StateHeader.model_validate(fields | changes), frames)
 
 
 def framed(values: F32, codec: str, chunk_elements: int, compress: Sequence[int] = ()) -> list[Buffer]:

@@ -115,8 +115,8 @@ def payloads() -> Document:
         ("a contribution that carries the late work of rounds 3 and 4", contribution(spread(5, seed=3), **late)),
         ("a delta, raw", delta(spread(300, seed=4))),
         ("a delta, compressed by zstd 1.5", delta(few_values(), frame=FROM_A_COMPRESSOR)),
-        ("a state in chunks of 4, raw", state(np.concatenate([theta, momentum]), 4)),
-        ("a state in chunks of 256, all but the first compressed", state(large_state, 256, compress=[1, 2])),
+        ("a state in chunks of 4, raw", state(np.concatenate([theta, momentum]), 4, round=7)),
+        ("a state in chunks of 256, all but the first compressed", state(large_state, 256, compress=[1, 2], round=8)),
     ]
     return [{"name": name, **described(body)} for name, body in cases]
 
