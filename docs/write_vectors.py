@@ -238,8 +238,8 @@ def digests() -> Document:
 
 def layouts() -> Document:
     """Which slices make up the fragments, and the digest of that."""
-    layers = [f"layers.{i}.{each}.weight" for i in range(5) for each in ("norm", "mlp")]
-    names = ["embedding.weight", *layers, "norm.weight"]
+    layers = [f"layers.{i}.{each}.weight" for i in range(12) for each in ("norm", "mlp")]
+    names = ["embedding.weight", *layers[:8], "shared.weight", *layers[8:], "norm.weight"]
     small = [TensorSpec(name=name, shape=[8] if "norm" in name else [40, 8]) for name in names]
     shapes = {"scale": [], "none": [0, 4], "w": [7, 100]}
     odd = [TensorSpec(name=name, shape=shape) for name, shape in shapes.items()]
@@ -271,7 +271,12 @@ TEXT = {
 def data() -> Document:
     """A training set: its digest, which text is held out, and the rows of the work units of two epochs."""
     result: Document = []
-    for seed, holdout, names in ((0, 0.3, list(TEXT)), (7, 0.0, list(TEXT)), (7, 0.25, ["b/two.txt"])):
+    for seed, holdout, names in (
+        (0, 0.3, list(TEXT)),
+        (7, 0.001, list(TEXT)),
+        (7, 0.0, list(TEXT)),
+        (7, 0.25, ["b/two.txt"]),
+    ):
         files = {name: TEXT[name] for name in names}
         read = read_text(files, seed=seed, sequence_length=8, batch_size=2, holdout=holdout)
         result.append(

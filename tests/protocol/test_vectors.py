@@ -1,7 +1,6 @@
 """docs/vectors/*.json: what docs/write_vectors.py writes, and what every implementation here makes of them."""
 
 import json
-import random
 import re
 import runpy
 from collections.abc import Callable
@@ -281,37 +280,6 @@ def test_training_sets(tmp_path: Path) -> None:
         assert [[bytes(row).hex() for row in data.unit(unit).tolist()] for unit in range(len(case["rows"]))] == case[
             "rows"
         ]
-
-
-def test_the_order_of_the_page_is_the_order_of_the_rows() -> None:
-    """The words of docs/wire-format.md on the order of rows, followed with a Mersenne twister and nothing else."""
-    for case in vectors("training-sets"):
-        spec, training = case["spec"], case["training"].encode()
-        length, batch = spec["sequence_length"], spec["batch_size"]
-        sequences = (len(training) - 1) // length
-        per_epoch = sequences // batch
-        assert per_epoch == case["units"]
-        rows = []
-        for epoch in range(len(case["rows"]) // per_epoch):
-            _, key, position, *_ = np.random.RandomState([spec["seed"], epoch]).get_state(legacy=True)  # init_by_array
-            twister = random.Random()
-            twister.setstate((3, (*map(int, key), int(position)), None))
-            order = list(range(sequences))
-            for i in range(sequences - 1, 0, -1):
-                j = draw(twister, i)
-                order[i], order[j] = order[j], order[i]
-            for unit in range(per_epoch):
-                starts = [sequence * length for sequence in order[unit * batch : (unit + 1) * batch]]
-                rows.append([training[start : start + length + 1].hex() for start in starts])
-        assert rows == case["rows"]
-
-
-def draw(twister: random.Random, most: int) -> int:
-    mask = (1 << most.bit_length()) - 1
-    while True:
-        value = twister.getrandbits(32) & mask
-        if value <= most:
-            return value
 
 
 def test_what_must_be_refused_is_refused_for_its_reason() -> None:
