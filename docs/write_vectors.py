@@ -271,12 +271,8 @@ TEXT = {
 def data() -> Document:
     """A training set: its digest, which text is held out, and the rows of the work units of two epochs."""
     result: Document = []
-    for seed, holdout, names in (
-        (0, 0.3, list(TEXT)),
-        (7, 0.001, list(TEXT)),
-        (7, 0.0, list(TEXT)),
-        (7, 0.25, ["b/two.txt"]),
-    ):
+    every, single = list(TEXT), ["b/two.txt"]
+    for seed, holdout, names in ((0, 0.3, every), (7, 0.001, every), (7, 0.0, every), (7, 0.25, single)):
         files = {name: TEXT[name] for name in names}
         read = read_text(files, seed=seed, sequence_length=8, batch_size=2, holdout=holdout)
         result.append(
