@@ -17,7 +17,7 @@ from docs.vector_parts import array, contribution, hexadecimal, state, state_dig
 from protocol import wire
 from protocol.digest import content_digest, digest, model_digest
 from protocol.outer_step import outer_step
-from tests.support.coordinator import Running, coordinator_thread
+from tests.support.coordinator import coordinator_thread
 
 PAGE = Path(__file__).parent / "rest.md"
 HEADING = "## The life of a worker\n"
@@ -57,12 +57,11 @@ UNTOLD = {"host", "user-agent", "accept", "accept-encoding", "connection", "date
 
 
 class Play:
-    """Sends requests, and keeps them with their answers as Markdown. `secrets`: what is shown in place of each."""
+    """Sends requests, and keeps them with their answers as Markdown. `secrets` are shown by their names."""
 
-    def __init__(self, running: Running) -> None:
-        self._http = running.client()
-        del self._http.headers["Authorization"]
-        self.secrets = {"ADMIN_TOKEN": running.admin_token}
+    def __init__(self, http: httpx.Client, admin_token: str) -> None:
+        self._http = http
+        self.secrets = {"ADMIN_TOKEN": admin_token}
         self._text = ""
 
     @property
@@ -98,7 +97,7 @@ def is_bytes(answer: httpx.Response) -> bool:
 
 
 def timeless(value: Any) -> Any:
-    """The same without points in time, which no two plays have in common."""
+    """The same with one point in time for all: no two plays have theirs in common."""
     if isinstance(value, dict):
         return {key: NO_TIME if key.endswith("_at") and each else timeless(each) for key, each in value.items()}
     return [timeless(each) for each in value] if isinstance(value, list) else value
@@ -133,9 +132,9 @@ def laid_out(value: Any, indent: str = "", room: int = WIDTH) -> str:
     return "{\n" + ",\n".join(deeper + part for part in parts) + f"\n{indent}}}"
 
 
-def play(running: Running, await_state: Callable[[str, int], None]) -> str:
-    """From the creation of the run to its end."""
-    play, run, worker = Play(running), "/v1/runs/demo", "/v1/runs/demo/workers/a"
+def perform(play: Play, await_state: Callable[[str, int], None]) -> None:
+    """Play it from the creation of the run to its end. `await_state` waits for the coordinator's own outer step."""
+    run, worker = "/v1/runs/demo", "/v1/runs/demo/workers/a"
     theta, momentum = array(1, -2, 0.5, 0, 3), np.zeros(5, np.float32)
     question: dict[str, Any] = {"state_round": None, "carried": []}
 
@@ -204,14 +203,19 @@ def play(running: Running, await_state: Callable[[str, int], None]) -> str:
 
     play.scene("After the end", "The member token has ended with the lease. In the middle of a run one joins again.")
     play.send("MEMBER_TOKEN", "PUT", f"{worker}/lease", {})
-    return play.text
 
 
 def page() -> str:
     """The whole page: what stands before the section, and the section as it was just played."""
-    with tempfile.TemporaryDirectory() as directory, coordinator_thread(Path(directory)) as running:
-        played = play(running, running.await_state)
-    return PAGE.read_text(encoding="utf-8").partition(HEADING)[0] + HEADING + "\n" + INTRODUCTION + played
+    before = PAGE.read_text(encoding="utf-8").partition(HEADING)[0]
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        coordinator_thread(Path(directory)) as running,
+        running.client() as http,
+    ):
+        play = Play(http, running.admin_token)
+        perform(play, running.await_state)
+    return before + HEADING + "\n" + INTRODUCTION + play.text
 
 
 if __name__ == "__main__":
