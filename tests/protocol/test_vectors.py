@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,9 @@ from worker.codecs import IN_TORCH, TORCH_CODECS, TorchCodec, unpack_payload
 from worker.data import TextData
 
 F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "wire-format.md").read_text(encoding="utf-8")
-CPU = torch.device("cpu")
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 # What is said of each kind of fault: by the package, when it refuses a payload.
 REASONS = {
@@ -55,25 +55,37 @@ def same(ours: F32, expected: str) -> bool:
     return ours.tobytes() == bytes.fromhex(expected)
 
 
-def implementations(name: str) -> list[Codec | TorchCodec]:
-    return [REFERENCE[name], CODECS[name], IN_TORCH[name], TORCH_CODECS[name]]
+@dataclass(frozen=True)
+class InNumpy:
+    codec: Codec
+
+    def encode(self, values: F32) -> bytes:
+        out = np.empty(self.codec.size(len(values)), np.uint8)
+        self.codec.encode(values.copy(), out)
+        return out.tobytes()
+
+    def decode(self, data: bytes, n: int) -> F32:
+        out = np.empty(n, np.float32)
+        self.codec.decode(np.frombuffer(data, np.uint8), out)
+        return out
 
 
-def encode(codec: Codec | TorchCodec, values: F32) -> bytes:
-    if isinstance(codec, TorchCodec):
-        return codec.encode(torch.from_numpy(values.copy())).numpy().tobytes()
-    out = np.empty(codec.size(len(values)), np.uint8)
-    codec.encode(values.copy(), out)
-    return out.tobytes()
+@dataclass(frozen=True)
+class InTorch:
+    codec: TorchCodec
+    device: str
+
+    def encode(self, values: F32) -> bytes:
+        return self.codec.encode(torch.from_numpy(values.copy()).to(self.device)).cpu().numpy().tobytes()
+
+    def decode(self, data: bytes, n: int) -> F32:
+        return self.codec.decode(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device), n).cpu().numpy()
 
 
-def decode(codec: Codec | TorchCodec, data: bytes, n: int) -> F32:
-    raw = np.frombuffer(bytearray(data), np.uint8)
-    if isinstance(codec, TorchCodec):
-        return codec.decode(torch.from_numpy(raw), n).numpy()
-    out = np.empty(n, np.float32)
-    codec.decode(raw, out)
-    return out
+def implementations(name: str) -> list[InNumpy | InTorch]:
+    """The reference, the compiled kernels where there are any, and torch on every device that is here."""
+    in_torch = [InTorch(codecs[name], device) for codecs in (IN_TORCH, TORCH_CODECS) for device in DEVICES]
+    return [InNumpy(REFERENCE[name]), InNumpy(CODECS[name]), *in_torch]
 
 
 def test_the_files_are_current() -> None:
@@ -99,9 +111,9 @@ def test_codecs(name: str) -> None:
     for case in cases:
         data, n = bytes.fromhex(case["encoded"]), case["elements"]
         for codec in implementations(name):
-            assert same(decode(codec, data, n), case["decoded"]), case["name"]
+            assert same(codec.decode(data, n), case["decoded"]), case["name"]
             if "values" in case:
-                assert encode(codec, floats(case["values"])).hex() == case["encoded"], case["name"]
+                assert codec.encode(floats(case["values"])).hex() == case["encoded"], case["name"]
 
 
 @pytest.mark.parametrize("case", vectors("payloads"), ids=lambda case: case["name"])
@@ -122,7 +134,8 @@ def test_payloads(case: dict[str, Any]) -> None:
     ours = np.empty_like(expected)
     payload.decode(ours)
     assert ours.tobytes() == expected.tobytes()
-    assert unpack_payload(payload, CPU).numpy().tobytes() == expected.tobytes()
+    for device in DEVICES:
+        assert unpack_payload(payload, torch.device(device)).cpu().numpy().tobytes() == expected.tobytes()
 
     assert digest(body).hex() == case["digest"]
     assert content_digest(digest(body)) == case["content_digest"]
@@ -184,7 +197,7 @@ def test_means(case: dict[str, Any]) -> None:
     (frame,) = aggregate([arrived[worker] for worker in order], case["download_codec"], zstd=False)
     assert bytes(frame).hex() == case["encoded"]
     for codec in implementations(case["download_codec"]):
-        assert same(decode(codec, bytes.fromhex(case["encoded"]), len(reverse)), case["decoded"])
+        assert same(codec.decode(bytes.fromhex(case["encoded"]), len(reverse)), case["decoded"])
 
 
 @pytest.mark.parametrize("case", vectors("outer-steps"), ids=lambda case: f"momentum {case['momentum']}")
@@ -287,7 +300,7 @@ def test_what_must_be_refused_is_refused_for_its_reason() -> None:
         if case["kind"] == "values":
             for codec in implementations(case["codec"]):
                 with pytest.raises(CodecError, match=case["codec"]):
-                    encode(codec, floats(case["values"]))
+                    codec.encode(floats(case["values"]))
             continue
         with pytest.raises(WireError) as refusal:
             Payload.from_bytes(bytes.fromhex(case["payload"])).check()
