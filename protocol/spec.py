@@ -69,7 +69,14 @@ class InnerSpec(_Section):
     beta2: Fraction = Field(0.95, description="AdamW's beta 2")
     weight_decay: float = Field(0.1, ge=0, description="AdamW's weight decay")
     clip_norm: float = Field(1.0, gt=0, description="gradients are clipped to this global L2 norm")
-    warmup_steps: int = Field(100, ge=0, description="inner steps of linear warmup")
+    warmup_steps: int = Field(
+        100,
+        ge=0,
+        description=(
+            "W, inner steps of linear warmup: step s, counted from 0, has (s + 1) / W of the peak, so that the first "
+            "one trains as well; transformers' schedules have s / W, the same rates one step later"
+        ),
+    )
     joiner_warmup_steps: int = Field(
         10,
         ge=0,

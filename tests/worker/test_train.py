@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import get_cosine_schedule_with_warmup
 
 from protocol.spec import RunSpec, parse_spec
 from worker.data import TextData
@@ -42,6 +43,18 @@ def test_learning_rate_is_keyed_to_global_steps() -> None:
     assert rates[110] == pytest.approx(0.2)
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert learning_rate(spec(), 500) == pytest.approx(0.2)
+
+
+def test_the_warmup_is_one_step_ahead_of_transformers() -> None:
+    """docs/settings.md says so: (s + 1) / W of the peak, where transformers' schedules have s / W."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=2.0)
+    theirs = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=10, num_training_steps=100)
+    (share,) = theirs.lr_lambdas
+    assert share(0) == 0
+    for step in range(10):
+        assert (
+            learning_rate(spec(), step) == pytest.approx(2.0 * share(step + 1)) == pytest.approx(2.0 * (step + 1) / 10)
+        )
 
 
 def test_round_seeds_differ() -> None:

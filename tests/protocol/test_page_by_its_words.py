@@ -1,0 +1,228 @@
+"""docs/wire-format.md leaves nothing open: whoever follows its words, with nothing of this package, meets the vectors."""
+
+import itertools
+import json
+import math
+import random
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from blake3 import blake3
+
+VECTORS = Path(__file__).parents[2] / "docs" / "vectors"
+F32 = np.float32
+BLOCKS = {"int8": 256, "int4": 256, "2bit": 256, "ternary": 64, "sparse": 4096}
+
+
+def vectors(name: str) -> list[dict[str, Any]]:
+    return json.loads((VECTORS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+# --- section 3 ----------------------------------------------------------------------------------------------------
+
+
+def scale(data: bytes, block: int) -> F32:
+    """Two bytes are the upper half of an fp32 number."""
+    return F32(struct.unpack("<f", b"\0\0" + data[2 * block : 2 * block + 2])[0])
+
+
+def codes(codec: str, data: bytes, n: int) -> dict[int, int]:
+    """q by index, of what follows the scales."""
+    match codec:
+        case "int8":
+            return dict(enumerate(struct.unpack(f"<{n}b", data)))
+        case "int4":
+            halves = [byte & 15 for byte in data] + [byte >> 4 for byte in data]
+            return {i: half - 16 * (half > 7) for i, half in enumerate(halves[:n])}
+        case "2bit":
+            return {i: (-1 if pair & 2 else 1) * (97 if pair & 1 else 29) for i, pair in enumerate(pairs(data)[:n])}
+        case "ternary":
+            return {i: pair - 4 * (pair > 1) for i, pair in enumerate(pairs(data)[:n])}
+    m = -(-n // 64)
+    second = -(-m // 4)
+    third = second + -(-3 * m // 4)
+    low, values = bits(data[second:third]), bits(data[third:])
+    ones = [place for place, bit in enumerate(bits(data[:second])) if bit]
+    result = {}
+    for j, place in enumerate(ones):
+        index = 64 * (place - j) + sum(bit << i for i, bit in enumerate(low[6 * j : 6 * j + 6]))
+        result[index] = (-1 if values[2 * j + 1] else 1) * (10 if values[2 * j] else 7)
+    return result
+
+
+def pairs(data: bytes) -> list[int]:
+    return [byte >> 2 * quarter & 3 for quarter in range(4) for byte in data]
+
+
+def bits(data: bytes) -> list[int]:
+    return [byte >> i & 1 for byte in data for i in range(8)]
+
+
+def terms(codec: str, data: bytes, n: int) -> dict[int, tuple[F32, F32]]:
+    """By index: a value is the product of the two."""
+    if codec == "fp32":
+        return {i: (F32(x), F32(1)) for i, (x,) in enumerate(struct.iter_unpack("<f", data))}
+    if codec == "bf16":
+        return {i: (scale(data, i), F32(1)) for i in range(n)}
+    block = BLOCKS[codec]
+    return {i: (F32(q), scale(data, i // block)) for i, q in codes(codec, data[2 * -(-n // block) :], n).items()}
+
+
+@pytest.mark.parametrize("case", vectors("codecs"), ids=lambda case: f"{case['codec']} {case['name']}")
+def test_bytes_mean_what_the_page_says(case: dict[str, Any]) -> None:
+    values = np.zeros(case["elements"], F32)
+    for index, (q, s) in terms(case["codec"], bytes.fromhex(case["encoded"]), case["elements"]).items():
+        values[index] = q * s
+    assert values.tobytes().hex() == case["decoded"]
+
+
+# --- sections 1 and 4 ---------------------------------------------------------------------------------------------
+
+
+def opened(payload: bytes) -> tuple[dict[str, Any], bytes]:
+    """The header and the only frame, raw."""
+    magic, version, reserved, length = struct.unpack("<4sHHI", payload[:12])
+    assert (magic, version, reserved) == (b"OSTP", 1, 0)
+    return msgpack.unpackb(payload[12 : 12 + length]), payload[12 + length :]
+
+
+@pytest.mark.parametrize("case", vectors("means"), ids=lambda case: case["codec"])
+def test_a_mean_is_what_the_page_says(case: dict[str, Any]) -> None:
+    codec = case["codec"]
+    arrived = {
+        header["worker"]: (header, frame) for header, frame in map(opened, map(bytes.fromhex, case["contributions"]))
+    }
+    total = sum(header["tokens"] for header, _ in arrived.values())
+    n = next(header["elements"] for header, _ in arrived.values())
+    mean, weights = np.zeros(n, F32), np.zeros(n, F32)
+    for worker in sorted(arrived, key=str.encode):
+        header, frame = arrived[worker]
+        w = F32(header["tokens"] / total)
+        for index, (q, s) in terms(codec, frame, n).items():
+            mean[index] += q * F32(w * s)
+            weights[index] += w
+    if codec == "sparse":
+        mean[weights != 0] /= weights[weights != 0]
+    assert mean.tobytes().hex() == case["mean"]
+
+
+@pytest.mark.parametrize("case", vectors("outer-steps"), ids=lambda case: f"momentum {case['momentum']}")
+def test_an_outer_step_is_what_the_page_says(case: dict[str, Any]) -> None:
+    theta, u, (eta,), (mu,) = (
+        np.frombuffer(bytes.fromhex(case[name]), "<f4").astype(F32)
+        for name in ("theta", "u", "learning_rate_bits", "momentum_bits")
+    )
+    for step in case["steps"]:
+        delta = np.frombuffer(bytes.fromhex(step["delta"]), "<f4").astype(F32)
+        u = mu * u
+        u = u + delta
+        t = mu * u
+        t = t + delta
+        t = eta * t
+        theta = theta - t
+        assert (theta.tobytes().hex(), u.tobytes().hex()) == (step["theta"], step["u"])
+
+
+# --- sections 2, 5 and 8 ------------------------------------------------------------------------------------------
+
+
+def test_digests_are_what_the_page_says() -> None:
+    for case in vectors("digests"):
+        match case["of"]:
+            case "payload":
+                told = bytes.fromhex(case["bytes"])
+            case "state":
+                told = blake3(bytes.fromhex(case["theta"])).digest() + blake3(bytes.fromhex(case["u"])).digest()
+            case "model":
+                told = b"".join(map(bytes.fromhex, case["states"]))
+        assert blake3(told).hexdigest() == case["digest"]
+
+
+def test_layouts_are_what_the_page_says() -> None:
+    """Tapered and strided ones too."""
+    for case in vectors("layouts"):
+        tensors, sync = case["layout"]["tensors"], case["sync"]
+        sizes = [math.prod(tensor["shape"]) for tensor in tensors]
+        total = sum(sizes)
+        count = -(-total // sync["fragment_elements"])
+        bounds = [total * p // count for p in range(count)]
+        while sync["offsets"] == "together" and total - bounds[-1] >= 1 << 20:
+            bounds.append((bounds[-1] + total) // 2)
+        fragments: list[list[dict[str, int]]] = []
+        order = range(len(tensors)) if sync["fragment_layers"] == "sequential" else strided(tensors, count)
+        for low, high in itertools.pairwise([*bounds, total]):
+            fragments.append([])
+            first = 0  # of the tensor, in the long vector
+            for index in order:
+                start, stop = max(low, first), min(high, first + sizes[index])
+                if start < stop:
+                    fragments[-1].append({"tensor": index, "start": start - first, "stop": stop - first})
+                first += sizes[index]
+        assert fragments == case["layout"]["fragments"]
+
+
+def strided(tensors: list[dict[str, Any]], count: int) -> list[int]:
+    found = [re.search(r"\.([0-9]+)\.", tensor["name"]) for tensor in tensors]
+    layers = {index: int(match[1]) for index, match in enumerate(found) if match}
+    before = [index for index in range(len(tensors)) if layers and index < min(layers)]
+    groups = [[index for index in layers if layers[index] % count == p] for p in range(count)]
+    numbered = [index for group in groups for index in sorted(group, key=lambda index: (layers[index], index))]
+    after = [index for index in range(len(tensors)) if index not in before and index not in layers]
+    return before + numbered + after
+
+
+def test_training_sets_are_what_the_page_says() -> None:
+    """The digest, and what is held out."""
+    for case in vectors("training-sets"):
+        files = {name: case["files"][name].encode() for name in sorted(case["files"])}
+        told = b"".join(b"%b\0%d\0%b" % (name.encode(), len(text), text) for name, text in files.items())
+        assert blake3(told).hexdigest() == case["digest"]
+
+        holdout = case["spec"]["holdout"]
+        if len(files) == 1:
+            (text,) = files.values()
+            at = len(text) - math.floor(len(text) * holdout)
+            assert [text[:at].decode(), text[at:].decode()] == [case["training"], case["held_out"]]
+            continue
+        draws = {name: int.from_bytes(blake3(name.encode()).digest()[:8], "little") / 2**64 for name in files}
+        held = {name for name in files if draws[name] < holdout}
+        if not held and holdout:
+            held = {min(draws, key=draws.__getitem__)}
+        assert b"".join(text for name, text in files.items() if name in held).decode() == case["held_out"]
+        assert b"".join(text for name, text in files.items() if name not in held).decode() == case["training"]
+
+
+def test_the_order_of_rows_is_what_the_page_says() -> None:
+    """With a Mersenne twister and nothing else of numpy."""
+    for case in vectors("training-sets"):
+        spec, training = case["spec"], case["training"].encode()
+        length, batch = spec["sequence_length"], spec["batch_size"]
+        sequences = (len(training) - 1) // length
+        per_epoch = sequences // batch
+        assert per_epoch == case["units"]
+        rows = []
+        for epoch in range(len(case["rows"]) // per_epoch):
+            _, key, position, *_ = np.random.RandomState([spec["seed"], epoch]).get_state(legacy=True)  # init_by_array
+            twister = random.Random()
+            twister.setstate((3, (*map(int, key), int(position)), None))
+            order = list(range(sequences))
+            for i in range(sequences - 1, 0, -1):
+                j = draw(twister, i)
+                order[i], order[j] = order[j], order[i]
+            for unit in range(per_epoch):
+                starts = [sequence * length for sequence in order[unit * batch : (unit + 1) * batch]]
+                rows.append([training[start : start + length + 1].hex() for start in starts])
+        assert rows == case["rows"]
+
+
+def draw(twister: random.Random, most: int) -> int:
+    mask = (1 << most.bit_length()) - 1
+    while True:
+        value = twister.getrandbits(32) & mask
+        if value <= most:
+            return value
