@@ -1,0 +1,181 @@
+"""Is a contribution what the run waits for? Each check refuses it with a Problem that says what is wrong."""
+
+from collections import Counter
+
+from sqlalchemy import func, select
+
+from coordinator.runs import diverging
+from coordinator.runs.live_run import LiveRun
+from coordinator.runs.opening import standing
+from coordinator.runs.units import count_by_round
+from coordinator.store.files import PayloadFile
+from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow
+from protocol.errors import Problem, WireError
+from protocol.fragments import Layout
+from protocol.messages import FragmentState
+from protocol.wire import CHUNK_ELEMENTS, ContributionHeader
+
+STEP_WAIT_S = 30.0
+
+
+def check_header(
+    run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, header: ContributionHeader
+) -> None:
+    expected = {
+        "run": run.name,
+        "round": round_,
+        "fragment": fragment,
+        "worker": worker,
+        "codec": run.spec.sync.upload_codec,
+        "elements": layout.elements[fragment],
+        "chunk_elements": CHUNK_ELEMENTS,
+    }
+    for field, value in expected.items():
+        if getattr(header, field) != value:
+            raise Problem("invalid-payload", f"header field {field} is {getattr(header, field)!r}, expected {value!r}")
+    units = sum(stop - start for start, stop in header.units)
+    if any(start >= stop for start, stop in header.units) or units == 0:
+        raise Problem(
+            "invalid-payload", f"header field units is {header.units[:3]}…: give at least one range, none of them empty"
+        )
+    if header.tokens % run.spec.unit_tokens:
+        raise Problem(
+            "invalid-payload", f"header field tokens is {header.tokens}, no multiple of {run.spec.unit_tokens} per unit"
+        )
+
+
+def check_weight(run: LiveRun, header: ContributionHeader) -> None:
+    """Refuse it unless it weighs one round's work: that of its own round or, where all of it is carried, at most that
+    of the last carried round. Under the run's lock.
+
+    Where fragments are sent in the middle of a round, each was trained on a whole round's units since it was sent last,
+    of this round and the one before, though the contribution names only those that no other one has named.
+    """
+    weight, units = header.tokens // run.spec.unit_tokens, sum(stop - start for start, stop in header.units)
+    by_round, inner_steps = _named(run, header)
+    if by_round.total() < units:
+        raise Problem(
+            "units-not-held", f"of the work units {header.units[:3]}… {header.worker} holds only {by_round.total()}"
+        )
+    own, last_carried = by_round.pop(header.round, 0), by_round[max(by_round, default=0)]
+    if run.spec.sync.streams:
+        least, most = 1, max(own + last_carried, inner_steps)
+    elif own:
+        least, most = own, own
+    else:
+        least, most = 1, last_carried
+    if not least <= weight <= most:
+        raise Problem(
+            "invalid-payload",
+            f"header field tokens is {header.tokens}: {weight} units; the contribution names {units}, {own} of them of "
+            f"its own round, and its weight is {least} to {most}",
+        )
+
+
+def _named(run: LiveRun, header: ContributionHeader) -> tuple[Counter[int], int]:
+    """How many units the contribution names of each round that they were assigned for, those alone that the worker may
+    name; and the inner steps that its own round was assigned with. Under the run's lock."""
+    given = None if run.open is None else run.open.given.get(header.worker)
+    if given is not None and [list(each) for each in given.units] == header.units:  # as most do; no need to ask
+        return Counter({header.round: sum(stop - start for start, stop in header.units)}), given.inner_steps
+    with run.world.database.read() as session:
+        row = session.get(AssignmentRow, (run.id, header.round, header.worker))
+        by_round = count_by_round(session, run.id, header.worker, header.round, header.units)
+    return by_round, 0 if row is None else row.inner_steps
+
+
+def is_new(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
+    """Return True if the contribution would be new; Problem where the round does not take it. Under the run's lock."""
+    worker, round_, fragment = header.worker, header.round, header.fragment
+    known = accepted_digest(run, worker, round_, fragment)
+    if known is not None:
+        if known != digest:
+            raise conflict(worker, round_, fragment, known, _units_of(run, worker, round_, fragment, known))
+        return False
+    closed = round_ < run.round
+    if run.open is not None and round_ == run.round:
+        closed = run.open.fragments[fragment].state is not FragmentState.COLLECTING
+    if closed:
+        raise Problem(
+            "round-closed",
+            f"round {round_} closed for fragment {fragment} without {worker}; carry the work into round {run.round}",
+            round=run.round,
+            share=_share(run, round_, fragment),
+        )
+    if run.ended:
+        raise Problem("run-ended", f"the run {run.name} is {run.state}")
+    if run.open is None or round_ != run.round:
+        raise Problem("round-not-open", f"round {round_} is not open: {standing(run)}")
+    return True
+
+
+def conflict(worker: str, round_: int, fragment: int, known: bytes, units: list[list[int]] | None) -> Problem:
+    """Say which units the contribution that stands was trained on: a worker that has lost its state since may have
+    trained on others."""
+    detail = f"{worker} has already contributed to round {round_}, fragment {fragment}: digest {known.hex()}"
+    return Problem("contribution-conflict", detail, units=units)
+
+
+def _units_of(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> list[list[int]] | None:
+    """The units of an accepted contribution, from its file; None where that was deleted or spoilt since."""
+    try:
+        with PayloadFile(run.files.contribution(round_, fragment, worker, digest)) as payload:
+            return payload.header.units if isinstance(payload.header, ContributionHeader) else None
+    except (OSError, WireError):
+        return None
+
+
+def accepted_digest(run: LiveRun, worker: str, round_: int, fragment: int) -> bytes | None:
+    """The digest of the contribution that was accepted. Under the run's lock."""
+    if run.open is not None and round_ == run.round:
+        contributed = run.open.fragments[fragment].contributed.get(worker)
+        return None if contributed is None else contributed.digest
+    with run.world.database.read() as session:
+        row = session.get(ContributionRow, (run.id, round_, fragment, worker))
+    return None if row is None else row.digest
+
+
+def note_late(run: LiveRun, worker: str, round_: int, fragment: int) -> None:
+    """Let the round's record say who was late, and by how much."""
+    key = (run.id, round_, fragment, worker)
+    with run.world.database.read() as session:
+        row = session.get(FragmentRow, key[:3])
+        took_part = session.get(AssignmentRow, (run.id, round_, worker)) is not None
+        noted = session.get(LateContributionRow, key) is not None
+    if row is None or row.closed_at is None or not took_part or noted:
+        return
+    late_s = max(0.0, run.world.now() - row.closed_at)
+    with run.change() as change:
+        late = LateContributionRow(run_id=run.id, round=round_, fragment=fragment, worker=worker, late_s=late_s)
+        change.session.add(late)
+
+
+def _share(run: LiveRun, round_: int, fragment: int) -> float:
+    """Which share of a past round's workers contributed to the fragment; 1 where its rows are gone by now."""
+    with run.world.database.read() as session:
+        row = session.get(FragmentRow, (run.id, round_, fragment))
+        assigned = session.scalar(
+            select(func.count()).where(AssignmentRow.run_id == run.id, AssignmentRow.round == round_)
+        )
+    if row is None or not row.contributors or not assigned:
+        return 1.0
+    return min(1.0, len(row.contributors) / assigned)
+
+
+def await_step(run: LiveRun, round_: int, fragment: int) -> None:
+    """Wait while the coordinator steps to the state `round_`. Under the run's lock, which is free while it waits."""
+    if not run.stepped.wait_for(lambda: run.outer[fragment][0] >= round_, timeout=STEP_WAIT_S):
+        raise Problem("not-ready", f"the coordinator is still stepping fragment {fragment}", retry_after_s=1)
+
+
+def check_base(run: LiveRun, header: ContributionHeader) -> None:
+    """It was computed against the run's outer state. Under the run's lock."""
+    base = run.outer[header.fragment][1]
+    if header.base != base:
+        diverging.note(run, header.worker, header.round, header.fragment)
+        raise Problem(
+            "stale-base",
+            f"computed against the state {header.base.hex()} of fragment {header.fragment}; state {header.round} is "
+            f"{base.hex()}",
+            round=header.round,
+        )
