@@ -42,11 +42,11 @@ from protocol.spec import RunSpec, SyncSpec, parse_spec
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
 from worker.codecs import pack_fragment, unpack_payload
 from worker.data import TextData
-from worker.fragments import Fragments, tensor_specs
 from worker.models import build_model
-from worker.outer_state import OuterState
+from worker.state.fragments import Fragments, tensor_specs
+from worker.state.outer_state import OuterState
+from worker.state.work import Carry, Missed, Work, carry_of
 from worker.train import build_inner_optimizer, evaluate, learning_rate, mean_loss, set_learning_rate
-from worker.work import Carry, Missed, Work, carry_of
 
 WORKERS = 8
 CPU = torch.device("cpu")

@@ -50,12 +50,12 @@ from protocol.fragments import TensorSpec
 from protocol.heap import keep_freed_memory
 from protocol.messages import Action, JoinRequest, Metrics
 from protocol.wire import CHUNK_ELEMENTS, StateHeader
-from worker.client import Client, open_http
 from worker.codecs import pack_fragment
-from worker.membership import Membership
-from worker.outer_state import OuterState
-from worker.sync import Sync
-from worker.work import Work
+from worker.link.client import Client, open_http
+from worker.link.membership import Membership
+from worker.rounds.sync import Sync
+from worker.state.outer_state import OuterState
+from worker.state.work import Work
 
 # Workers and parameters, for the coordinator's memory; and the rounds that it takes until no more comes in use.
 CREWS = ((2, 25_000_000), (32, 25_000_000), (2, 100_000_000), (2, 400_000_000))

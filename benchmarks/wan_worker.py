@@ -20,13 +20,13 @@ from torch import nn
 
 from outerstep import DiLoCo
 from protocol.messages import Action, Assignment, JoinRequest
-from worker import seeding
-from worker.client import Client, open_http
-from worker.fragments import Fragments, tensor_specs
-from worker.membership import Membership
-from worker.outer_state import OuterState
-from worker.sync import Sync
-from worker.work import Work
+from worker.link import seeding
+from worker.link.client import Client, open_http
+from worker.link.membership import Membership
+from worker.rounds.sync import Sync
+from worker.state.fragments import Fragments, tensor_specs
+from worker.state.outer_state import OuterState
+from worker.state.work import Work
 
 
 class Flat(nn.Module):

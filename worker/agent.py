@@ -18,10 +18,10 @@ from protocol.compiled import KERNELS
 from protocol.errors import CodecError, OuterstepError, Problem
 from protocol.heap import keep_freed_memory
 from protocol.messages import RunDetail, RunState
-from worker.client import Client, open_http
 from worker.data import TextData
 from worker.diloco import DiLoCo
 from worker.errors import DataError, ModelError, StateDirBusy, Stopped
+from worker.link.client import Client, open_http
 from worker.models import build_model
 from worker.settings import WorkerSettings
 from worker.train import build_inner_optimizer, evaluate, train

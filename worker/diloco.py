@@ -30,21 +30,21 @@ from torch import Tensor, nn
 from protocol.errors import OuterstepError
 from protocol.messages import DataSummary, EvaluationReport, JoinRequest, RunDetail
 from protocol.spec import RunSpec
-from worker import snapshot
-from worker.client import Client, open_http
+from worker.accounts.progress import Progress
 from worker.errors import ModelError, Stopped
-from worker.fragments import Fragments, tensor_specs
-from worker.heartbeat import Heartbeat
-from worker.inner_steps import InnerSteps
-from worker.membership import Membership
-from worker.outer_state import OuterState
-from worker.progress import Progress
-from worker.rounds import Rounds
-from worker.saver import Saver
-from worker.state_dir import StateDir
-from worker.streaming import StreamedRounds
-from worker.sync import Sync
-from worker.work import Midway, Work
+from worker.link.client import Client, open_http
+from worker.link.heartbeat import Heartbeat
+from worker.link.membership import Membership
+from worker.rounds.inner_steps import InnerSteps
+from worker.rounds.rounds import Rounds
+from worker.rounds.streaming import StreamedRounds
+from worker.rounds.sync import Sync
+from worker.state import snapshot
+from worker.state.fragments import Fragments, tensor_specs
+from worker.state.outer_state import OuterState
+from worker.state.saver import Saver
+from worker.state.state_dir import StateDir
+from worker.state.work import Midway, Work
 
 log = logging.getLogger(__name__)
 

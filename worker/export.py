@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from protocol import wire
 from protocol.fragments import first_difference
 from protocol.messages import RunState
-from worker.client import Client
 from worker.codecs import unpack_payload
 from worker.errors import ModelError
-from worker.fragments import Fragments, tensor_specs
+from worker.link.client import Client
 from worker.models import BYTES, build_model, logits_of
+from worker.state.fragments import Fragments, tensor_specs
 
 _HOST = torch.device("cpu")
 TEMPERATURE = 0.8

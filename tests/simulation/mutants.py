@@ -29,9 +29,10 @@ from coordinator import (
 from coordinator.leases import Leases
 from coordinator.live_run import LiveRun
 from protocol.messages import FragmentState
-from worker import fragments, streaming, sync
-from worker import outer_state as worker_outer_state
-from worker.work import Carry, Missed, Work, carry_of
+from worker.rounds import streaming, sync
+from worker.state import fragments
+from worker.state import outer_state as worker_outer_state
+from worker.state.work import Carry, Missed, Work, carry_of
 
 Replacement = tuple[Any, str, Any]
 

@@ -19,9 +19,9 @@ from tests.simulation.disk import Disk
 from tests.simulation.network import Line
 from tests.simulation.scheduler import Group, Killed, Scheduler
 from worker import agent
-from worker.client import TIMEOUT, Client
 from worker.diloco import DiLoCo
 from worker.errors import Stopped
+from worker.link.client import TIMEOUT, Client
 
 ELEMENTS = 256  # of a fragment, so units below this number can be told apart
 

@@ -22,7 +22,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-_THROUGH = ("coordinator.files", "coordinator.disk", "coordinator.database", "worker.state_dir")
+_THROUGH = ("coordinator.files", "coordinator.disk", "coordinator.database", "worker.state.state_dir")
 _RUN = re.compile(r"^runs/[^/]+/?")
 _WORKER = re.compile(r"\.[a-z]+\.[0-9a-f]{16}$")
 _NUMBER = re.compile(r"\b[0-9]+\b")
@@ -101,7 +101,7 @@ def caller() -> str:
     while True:
         module = frame.f_globals["__name__"]
         if module.startswith(("coordinator.", "worker.")) and module not in _THROUGH:
-            return f"{module.partition('.')[2]}.{frame.f_code.co_name}"
+            return f"{module.rpartition('.')[2]}.{frame.f_code.co_name}"
         assert frame.f_back is not None
         frame = frame.f_back
 

@@ -9,7 +9,7 @@ from protocol.messages import RoundDetail, Stage
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
-from worker.transfer import PIECE_BYTES
+from worker.link.transfer import PIECE_BYTES
 
 
 def round_detail(run: Toy, number: int) -> RoundDetail:

@@ -19,8 +19,8 @@ from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy
 from worker.agent import DONE, REFUSED, USAGE, run_worker
-from worker.client import Client, open_http
 from worker.export import export, load_checkpoint, sample
+from worker.link.client import Client, open_http
 from worker.settings import WorkerSettings
 
 RUN = """
@@ -169,8 +169,8 @@ def test_another_training_set_is_refused(coordinator: InThread, text: Path, tmp_
         # A first worker fixes the training set, and leaves.
         from protocol.messages import JoinRequest, LeaveRequest
         from worker.data import TextData
-        from worker.fragments import tensor_specs
         from worker.models import build_model
+        from worker.state.fragments import tensor_specs
 
         client = Client(http, "text", coordinator.token(Scope.WORKER))
         spec = client.run_detail().spec

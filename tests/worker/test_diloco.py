@@ -14,9 +14,9 @@ from protocol.errors import CodecError, Problem
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
-from worker.client import Client, open_http
 from worker.diloco import DiLoCo
-from worker.fragments import Fragments
+from worker.link.client import Client, open_http
+from worker.state.fragments import Fragments
 
 
 @pytest.fixture(scope="module")

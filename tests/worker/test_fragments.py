@@ -6,7 +6,7 @@ from torch import nn
 
 from protocol.fragments import Layout, plan_fragments
 from worker.errors import ModelError
-from worker.fragments import Fragments, tensor_specs
+from worker.state.fragments import Fragments, tensor_specs
 
 
 class Tied(nn.Module):

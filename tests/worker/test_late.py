@@ -14,8 +14,8 @@ from protocol.wire import ContributionHeader, Payload, pack_header
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import MortalClient, Toy, coordinator_thread
-from worker.client import Client
 from worker.diloco import DiLoCo
+from worker.link.client import Client
 
 FRAGMENTS = 3
 AT_ONCE = "grace_factor = 0\ngrace_min_s = 0"

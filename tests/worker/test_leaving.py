@@ -15,11 +15,11 @@ from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker import agent
-from worker.client import Client
 from worker.diloco import DiLoCo
 from worker.errors import Stopped
-from worker.grace import HAND_IN_S, Grace
-from worker.transfer import PIECE_BYTES
+from worker.link.client import Client
+from worker.link.grace import HAND_IN_S, Grace
+from worker.link.transfer import PIECE_BYTES
 
 
 def contributors(run: Toy, number: int) -> list[list[str]]:

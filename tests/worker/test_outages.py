@@ -18,8 +18,8 @@ from tests.support.http_server import Handler, serving
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
-from worker.client import Client, open_http
 from worker.diloco import DiLoCo
+from worker.link.client import Client, open_http
 
 
 def event_kinds(run: Toy) -> list[str]:

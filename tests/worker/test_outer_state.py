@@ -13,7 +13,7 @@ from protocol.outer_step import outer_step
 from protocol.spec import OuterSpec
 from protocol.wire import CHUNK_ELEMENTS, DeltaHeader, Payload, pack_frames, pack_header
 from worker.errors import Resync
-from worker.outer_state import OuterState
+from worker.state.outer_state import OuterState
 
 N = CHUNK_ELEMENTS + 1000
 LAYOUT = plan_fragments([TensorSpec(name="w", shape=[N])], N)

@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
-from worker.client import Client
 from worker.diloco import DiLoCo
+from worker.link.client import Client
 
 FRAGMENTS = 3
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.support.states import LAYOUT, empty_state
-from worker import snapshot
-from worker.outer_state import OuterState
-from worker.saver import Saver
-from worker.snapshot import Snapshot
-from worker.stages import Stages
-from worker.state_dir import StateDir
-from worker.work import Work
+from worker.accounts.stages import Stages
+from worker.state import snapshot
+from worker.state.outer_state import OuterState
+from worker.state.saver import Saver
+from worker.state.snapshot import Snapshot
+from worker.state.state_dir import StateDir
+from worker.state.work import Work
 
 
 def to_round(state: OuterState, number: int) -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.support.states import LAYOUT, empty_state
-from worker import snapshot
 from worker.errors import StateDirBusy
-from worker.memory import HostMemory
-from worker.outer_state import OuterState
-from worker.snapshot import Snapshot
-from worker.state_dir import SNAPSHOT, STATE, MemberTokens, StateDir
-from worker.work import Carry, Late, Midway, Work
+from worker.state import snapshot
+from worker.state.outer_state import OuterState
+from worker.state.snapshot import Snapshot
+from worker.state.state_dir import SNAPSHOT, STATE, MemberTokens, StateDir
+from worker.state.work import Carry, Late, Midway, Work
+from worker.tuning.memory import HostMemory
 
 
 def make_state() -> OuterState:

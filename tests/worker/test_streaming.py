@@ -16,9 +16,9 @@ from protocol.spec import parse_spec
 from tests.support.waiting import PATIENCE_S
 from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
-from worker.client import Client, open_http
 from worker.diloco import DiLoCo
-from worker.schedule import schedule
+from worker.link.client import Client, open_http
+from worker.rounds.schedule import schedule
 
 STEPS = 6
 FRAGMENTS = 3

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker.work import Late, Missed, Work, carry_of, first_units
+from worker.state.work import Late, Missed, Work, carry_of, first_units
 
 WORK = Work(3, [[0, 5], [8, 9]], 1, 6, 1.5, [1.0, 2.0], [torch.tensor([3.0, 1.0]), torch.tensor([1.0, 2.0, 4.0])])
 

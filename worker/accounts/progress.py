@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from protocol.messages import Metrics, RoundReport, Stage
-from worker.stages import Stages
-from worker.transfer import Traffic
+from worker.accounts.stages import Stages
+from worker.link.transfer import Traffic
 
 log = logging.getLogger(__name__)
 

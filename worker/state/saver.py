@@ -12,12 +12,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from protocol.messages import Stage
-from worker import snapshot
-from worker.outer_state import OuterState
-from worker.snapshot import Snapshot
-from worker.stages import Stages
-from worker.state_dir import StateDir
-from worker.work import Midway, Work
+from worker.accounts.stages import Stages
+from worker.state import snapshot
+from worker.state.outer_state import OuterState
+from worker.state.snapshot import Snapshot
+from worker.state.state_dir import StateDir
+from worker.state.work import Midway, Work
 
 
 class Saver:

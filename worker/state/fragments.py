@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from protocol.fragments import Layout, TensorSpec
 from worker.errors import ModelError
-from worker.memory import HostMemory
-from worker.side_stream import SideStream
+from worker.tuning.memory import HostMemory
+from worker.tuning.side_stream import SideStream
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

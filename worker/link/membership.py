@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from protocol.errors import Problem
 from protocol.messages import JoinReply, JoinRequest, LeaveRequest, Metrics, RoundReport
-from worker.client import Client
-from worker.state_dir import MemberTokens, StateDir
+from worker.link.client import Client
+from worker.state.state_dir import MemberTokens, StateDir
 
 T = TypeVar("T")
 

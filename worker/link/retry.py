@@ -18,7 +18,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception
 
 from protocol.errors import OuterstepError, Problem
 from worker.errors import Stopped
-from worker.grace import Signal
+from worker.link.grace import Signal
 
 T = TypeVar("T")
 

@@ -20,13 +20,13 @@ from pydantic import BaseModel, ValidationError
 from protocol import messages, wire
 from protocol.digest import Buffer, content_digest
 from protocol.errors import WireError
-from worker.entropy import Entropy
+from worker.accounts.stages import Stages
 from worker.errors import UnexpectedAnswer
-from worker.grace import Signal
-from worker.line import Line, watch
-from worker.retry import Retry, Transient
-from worker.stages import Stages
-from worker.transfer import PART_BYTES, Download, Part, Traffic, memory, pieces, raise_for_problem
+from worker.link.grace import Signal
+from worker.link.line import Line, watch
+from worker.link.retry import Retry, Transient
+from worker.link.transfer import PART_BYTES, Download, Part, Traffic, memory, pieces, raise_for_problem
+from worker.tuning.entropy import Entropy
 
 T = TypeVar("T")
 Reply = TypeVar("Reply", bound=BaseModel)

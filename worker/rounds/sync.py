@@ -22,14 +22,14 @@ from protocol.codecs import CODECS
 from protocol.errors import OuterstepError, Problem
 from protocol.messages import Stage
 from protocol.spec import RunSpec
-from worker.client import Client
 from worker.codecs import round_trip, unpack_payload
 from worker.errors import Resync, RunEnded, Stopped, UnexpectedAnswer, WorkLost
-from worker.grace import Grace
-from worker.membership import Membership
-from worker.outer_state import OuterState
-from worker.side_stream import SideStream
-from worker.work import Carry, Missed, Piece, Superseded, UnitRanges, Work, carry_of, count, in_order
+from worker.link.client import Client
+from worker.link.grace import Grace
+from worker.link.membership import Membership
+from worker.state.outer_state import OuterState
+from worker.state.work import Carry, Missed, Piece, Superseded, UnitRanges, Work, carry_of, count, in_order
+from worker.tuning.side_stream import SideStream
 
 # One body goes over the line at a time (line.py); meanwhile the next fragment is encoded and the last one acknowledged.
 _UPLOADS = 3

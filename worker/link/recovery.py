@@ -15,9 +15,9 @@ from protocol import wire
 from protocol.errors import Problem
 from protocol.messages import CheckpointDetail
 from protocol.spec import RunSpec
-from worker.client import MAX_LISTED, Client
 from worker.errors import Resync
-from worker.outer_state import OuterState
+from worker.link.client import MAX_LISTED, Client
+from worker.state.outer_state import OuterState
 
 _REPLAYED = 4  # fragments at a time
 _LOADED = 2  # fragments of a checkpoint at a time: each is held in memory as a whole

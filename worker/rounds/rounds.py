@@ -16,16 +16,16 @@ from torch import Tensor
 from protocol.errors import CodecError, Problem
 from protocol.messages import Action, Assignment, EvaluationReport
 from protocol.spec import RunSpec
-from worker import recovery, seeding
-from worker.client import Client
+from worker.accounts.progress import Progress
 from worker.errors import Resync, RunEnded, Stopped, UnexpectedAnswer, WorkLost
-from worker.fragments import Fragments
-from worker.inner_steps import InnerSteps
-from worker.membership import Membership
-from worker.outer_state import OuterState
-from worker.progress import Progress
-from worker.sync import Sync
-from worker.work import Carry, Midway, UnitRanges, Work, count
+from worker.link import recovery, seeding
+from worker.link.client import Client
+from worker.link.membership import Membership
+from worker.rounds.inner_steps import InnerSteps
+from worker.rounds.sync import Sync
+from worker.state.fragments import Fragments
+from worker.state.outer_state import OuterState
+from worker.state.work import Carry, Midway, UnitRanges, Work, count
 
 _PAUSE_S = 0.2  # between long polls
 

@@ -25,10 +25,10 @@ from protocol.digest import DIGEST_BYTES, Buffer, digest
 from protocol.direct import Writer
 from protocol.fragments import Layout
 from protocol.messages import RunDetail
-from worker.memory import HostMemory
-from worker.outer_state import OuterState
-from worker.state_dir import SNAPSHOT, STATE, StateDir
-from worker.work import Carry, Late, Midway, Work
+from worker.state.outer_state import OuterState
+from worker.state.state_dir import SNAPSHOT, STATE, StateDir
+from worker.state.work import Carry, Late, Midway, Work
+from worker.tuning.memory import HostMemory
 
 _VERSION = 6
 _PIECE_BYTES = 1 << 18  # that stay in the cache while they are hashed and copied

@@ -9,9 +9,9 @@ from typing import Self
 
 from protocol.errors import OuterstepError
 from protocol.messages import Directive, Metrics
-from worker.client import Client
 from worker.errors import Stopped
-from worker.membership import Membership
+from worker.link.client import Client
+from worker.link.membership import Membership
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from blake3 import blake3
 from protocol.digest import Buffer
 from protocol.errors import Problem
 from protocol.messages import Stage
+from worker.accounts.stages import Stages
 from worker.errors import Stopped, UnexpectedAnswer
-from worker.grace import Signal
-from worker.retry import Transient
-from worker.stages import Stages
+from worker.link.grace import Signal
+from worker.link.retry import Transient
 
 PIECE_BYTES = 1 << 18
 PART_BYTES = 8 << 20

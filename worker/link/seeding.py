@@ -6,11 +6,11 @@ import torch
 
 from protocol import wire
 from protocol.spec import RunSpec
-from worker.client import Client
 from worker.codecs import pack_fragment
-from worker.fragments import Fragments
-from worker.membership import Membership
-from worker.outer_state import OuterState
+from worker.link.client import Client
+from worker.link.membership import Membership
+from worker.state.fragments import Fragments
+from worker.state.outer_state import OuterState
 
 
 def seed(client: Client, membership: Membership, spec: RunSpec, fragments: Fragments, state: OuterState) -> None:

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from protocol.messages import Assignment
-from worker.rounds import LATE, Rounds, Save
-from worker.schedule import Schedule, schedule
-from worker.sync import Flight
-from worker.work import Midway, Missed, Piece, Superseded, UnitRanges, Work, count, first_units, last_units
+from worker.rounds.rounds import LATE, Rounds, Save
+from worker.rounds.schedule import Schedule, schedule
+from worker.rounds.sync import Flight
+from worker.state.work import Midway, Missed, Piece, Superseded, UnitRanges, Work, count, first_units, last_units
 
 log = logging.getLogger(__name__)
 
