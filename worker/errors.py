@@ -6,6 +6,8 @@ OuterstepError (protocol)
 ├── StateDirBusy        another process works in the same state directory
 ├── UnexpectedAnswer    an answer that no coordinator gives: a proxy, a wrong address, another version
 ├── Resync              the worker's outer state is not the run's: take a checkpoint, drop the round's work
+├── WorkLost            the work units of a contribution belong to somebody else by now: drop the round's work
+├── Unwanted            the round's work is not wanted any more: drop it
 ├── RunEnded            the run ended while something of it was waited for
 └── Stopped             the worker was asked to stop while it waited
 """
@@ -35,6 +37,10 @@ class Resync(OuterstepError):
 
 class WorkLost(OuterstepError):
     """The work units of a contribution belong to somebody else by now."""
+
+
+class Unwanted(OuterstepError):
+    """The round's work is not wanted any more."""
 
 
 class RunEnded(OuterstepError):

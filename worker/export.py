@@ -15,7 +15,7 @@ from worker.codecs import unpack_payload
 from worker.errors import ModelError
 from worker.link.client import Client
 from worker.models import BYTES, build_model, logits_of
-from worker.state.fragments import Fragments, tensor_specs
+from worker.state.fragments import DenseFragments, tensor_specs
 
 _HOST = torch.device("cpu")
 TEMPERATURE = 0.8
@@ -39,7 +39,7 @@ def load_checkpoint(client: Client, state_round: int | None = None) -> nn.Module
     difference = first_difference(checkpoint.layout.tensors, tensor_specs(model))
     if difference:
         raise ModelError(f"the model built here is not the model of the run {client.run}: {difference}")
-    fragments = Fragments(model, checkpoint.layout)
+    fragments = DenseFragments(model, checkpoint.layout)
     with ThreadPoolExecutor(_CONNECTIONS, "export") as connections:
         for p, elements in enumerate(checkpoint.layout.elements):
             limit_bytes = wire.max_payload_bytes("fp32", 2 * elements)

@@ -312,7 +312,7 @@ class Ledger:
     def _check_held_units(self, worker: WorkerNode) -> None:
         """As a worker begins to train: what the coordinator counts as its own, it has. Otherwise nobody trains on it."""
         assert worker.diloco is not None
-        assignment, carry = worker.diloco._rounds.assignment, worker.diloco._rounds.carry
+        assignment, carry = worker.diloco.joined.rounds.assignment, worker.diloco.joined.rounds.carry
         if assignment.action is not Action.TRAIN or self._seen.get(f"{worker.name}'s assignment") is assignment:
             return
         self._seen[f"{worker.name}'s assignment"] = assignment

@@ -29,10 +29,11 @@ from coordinator import (
 from coordinator.leases import Leases
 from coordinator.live_run import LiveRun
 from protocol.messages import FragmentState
-from worker.rounds import streaming, sync
-from worker.state import fragments
+from worker.rounds import round as round_
+from worker.rounds import rounds
 from worker.state import outer_state as worker_outer_state
-from worker.state.work import Carry, Missed, Work, carry_of
+from worker.state.fragments import DenseFragments
+from worker.state.work import Contribution, Late, Missed
 
 Replacement = tuple[Any, str, Any]
 
@@ -134,28 +135,32 @@ def _stale_tokens_work() -> list[Replacement]:
 
 
 def _no_rebase() -> list[Replacement]:
-    real = fragments.Fragments.rebase
-    gradient = fragments.Fragments.pseudo_gradient
+    real, gradient = DenseFragments.rebase, DenseFragments.pseudo_gradient
+
+    def without(self: DenseFragments, p: int, theta: torch.Tensor, carry: object = None, *rest: Any) -> torch.Tensor:
+        return gradient(self, p, theta, None, *rest)
+
     return [
-        (fragments.Fragments, "rebase", lambda self, p, theta, carry: real(self, p, theta, None)),
-        (fragments.Fragments, "pseudo_gradient", lambda self, p, theta, carry=None: gradient(self, p, theta, None)),
+        (DenseFragments, "rebase", lambda self, p, theta, carry: real(self, p, theta, None)),
+        (DenseFragments, "pseudo_gradient", without),
     ]
 
 
 def _carries_what_the_mean_has() -> list[Replacement]:
-    def whole(late: Work, missed: dict[int, Missed], unsent: dict[int, torch.Tensor]) -> Carry:
-        lacking = {p: Missed(torch.zeros_like(each.mean), each.share) for p, each in missed.items()}
-        return carry_of(late, lacking, unsent)
+    real = Contribution.missed
 
-    return [(sync, "carry_of", whole)]
+    def whole(self: Contribution, missed: Missed) -> Late:
+        return real(self, Missed(torch.zeros_like(missed.mean), missed.share))
+
+    return [(Contribution, "missed", whole)]
 
 
 def _drops_what_was_trained_meanwhile() -> list[Replacement]:
-    return [(streaming.StreamedRounds, "_ahead", _nothing)]
+    return [(DenseFragments, "progress_since", lambda self, p, local: torch.zeros_like(local))]
 
 
 def _forgets_units() -> list[Replacement]:
-    return [(streaming.StreamedRounds, "_not_consumed", lambda self, used, accepted: [])]
+    return [(where, "units_left", lambda named, consumed: []) for where in (round_, rounds)]
 
 
 def _no_units_returned() -> list[Replacement]:

@@ -162,5 +162,7 @@ class WorkerNode:
 
     def held(self) -> Any:
         """The outer state that the process holds, if it holds one."""
-        state = getattr(self.diloco, "_state", None)
-        return None if state is None or state.round is None else state
+        if self.diloco is None or not self.diloco.has_joined:
+            return None
+        state = self.diloco.joined.state
+        return None if state.round is None else state

@@ -135,7 +135,7 @@ def test_a_function_s_model_is_exported_as_tensors(coordinator: InThread, tmp_pa
     with open_http(coordinator.url) as http:
         export(Client(http, "toy", run.token), tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
-    for name, parameter in diloco._model.named_parameters():
+    for name, parameter in diloco.model.named_parameters():
         assert torch.equal(tensors[name], parameter)
 
 

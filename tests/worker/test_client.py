@@ -190,7 +190,7 @@ def test_a_lost_answer_to_a_heartbeat_leaves_time_for_another_within_the_lease()
 
     client, _, seen = make_client(answer)
     membership = Membership(client, "w", messages.JoinRequest(tensors=[]), None)
-    with Heartbeat(client, membership, 60.0, messages.Metrics) as heartbeat:
+    with Heartbeat(membership, 60.0, messages.Metrics) as heartbeat:
         heartbeat.beat_now()
         assert beaten.wait(30)
     assert [request.extensions["timeout"]["read"] for request in seen] == [20.0]

@@ -6,7 +6,7 @@ from torch import nn
 
 from protocol.fragments import Layout, plan_fragments
 from worker.errors import ModelError
-from worker.state.fragments import Fragments, tensor_specs
+from worker.state.fragments import DenseFragments, tensor_specs
 
 
 class Tied(nn.Module):
@@ -21,9 +21,9 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def fragments_of(model: nn.Module, elements: int = 100) -> tuple[Fragments, Layout]:
+def fragments_of(model: nn.Module, elements: int = 100) -> tuple[DenseFragments, Layout]:
     layout = plan_fragments(tensor_specs(model), elements)
-    return Fragments(model, layout), layout
+    return DenseFragments(model, layout), layout
 
 
 def test_tied_once_and_frozen_never() -> None:

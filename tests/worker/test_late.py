@@ -149,7 +149,7 @@ def test_late_work_survives_a_crash(tmp_path: Path) -> None:
     def die(diloco: DiLoCo) -> None:
         meet(diloco)
         if diloco.round == 1:
-            diloco._client.die()  # type: ignore[attr-defined]
+            diloco.client.die()  # type: ignore[attr-defined]
 
     def run_c() -> None:
         with pytest.raises(toy.Killed):

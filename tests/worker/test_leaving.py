@@ -94,7 +94,7 @@ def test_a_hand_in_that_was_cut_short_is_completed_by_the_next_process(tmp_path:
         if (diloco.round, diloco.inner_step) == (0, 1):
             together.wait(60)
         if (diloco.round, diloco.inner_step) == (1, 2):
-            diloco._client.stop.set()
+            diloco.client.stop.set()
 
     def hold(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (0, 1):

@@ -15,7 +15,7 @@ from worker.state.outer_state import OuterState
 from worker.state.saver import Saver
 from worker.state.snapshot import Snapshot
 from worker.state.state_dir import StateDir
-from worker.state.work import Work
+from worker.state.work import Contribution, Work
 
 
 def to_round(state: OuterState, number: int) -> None:
@@ -25,7 +25,8 @@ def to_round(state: OuterState, number: int) -> None:
 
 
 def work_of(number: int) -> Work:
-    return Work(number, [[0, 1]], 1, 1, 0.5, [0.0, 0.0], [torch.zeros(n) for n in LAYOUT.elements])
+    deltas = enumerate(torch.zeros(n) for n in LAYOUT.elements)
+    return Work([Contribution(number, p, [[0, 1]], 1, 1, 0.5, 0.0, delta) for p, delta in deltas])
 
 
 @contextmanager

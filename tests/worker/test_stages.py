@@ -9,7 +9,7 @@ import torch
 from protocol.messages import Stage
 from worker.accounts.progress import Progress
 from worker.accounts.stages import Stages
-from worker.link.transfer import Traffic
+from worker.accounts.traffic import Traffic
 
 
 class Clock:

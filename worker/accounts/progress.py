@@ -13,7 +13,7 @@ from torch import Tensor
 
 from protocol.messages import Metrics, RoundReport, Stage
 from worker.accounts.stages import Stages
-from worker.link.transfer import Traffic
+from worker.accounts.traffic import Traffic
 
 log = logging.getLogger(__name__)
 

@@ -21,11 +21,12 @@ from protocol import messages, wire
 from protocol.digest import Buffer, content_digest
 from protocol.errors import WireError
 from worker.accounts.stages import Stages
+from worker.accounts.traffic import Traffic
 from worker.errors import UnexpectedAnswer
 from worker.link.grace import Signal
 from worker.link.line import Line, watch
 from worker.link.retry import Retry, Transient
-from worker.link.transfer import PART_BYTES, Download, Part, Traffic, memory, pieces, raise_for_problem
+from worker.link.transfer import PART_BYTES, Download, Part, memory, pieces, raise_for_problem
 from worker.tuning.entropy import Entropy
 
 T = TypeVar("T")

@@ -10,7 +10,6 @@ from typing import Self
 from protocol.errors import OuterstepError
 from protocol.messages import Directive, Metrics
 from worker.errors import Stopped
-from worker.link.client import Client
 from worker.link.membership import Membership
 
 log = logging.getLogger(__name__)
@@ -20,11 +19,11 @@ class Heartbeat:
     """Runs from `with` to its end. `run_ended` is set once the coordinator says `stop`; `failure` is what ended it
     early."""
 
-    def __init__(self, client: Client, membership: Membership, lease_s: float, metrics: Callable[[], Metrics]) -> None:
+    def __init__(self, membership: Membership, lease_s: float, metrics: Callable[[], Metrics]) -> None:
         self._done, self._wake = threading.Event(), threading.Event()
         # It goes on while the worker that was asked to stop finishes its step: the lease must last until it leaves.
         # And a lost answer must not cost the lease: there is time for another try.
-        self._client = client.until(self._done, silence_s=lease_s / 3)
+        self._client = membership.client.until(self._done, silence_s=lease_s / 3)
         self._membership, self._metrics = membership, metrics
         self._interval_s = lease_s / 3
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -45,7 +44,7 @@ class Heartbeat:
         self._thread.join(timeout=1)
 
     def beat_now(self) -> None:
-        """There is news in the metrics that the coordinator acts upon."""
+        """Renew the lease soon: there is news in the metrics that the coordinator acts upon."""
         self._wake.set()
 
     def _run(self) -> None:
@@ -55,7 +54,7 @@ class Heartbeat:
                 return
             self._wake.clear()
             try:
-                self._beat()
+                self.beat()
             except Stopped:
                 return
             except OuterstepError as error:
@@ -63,7 +62,8 @@ class Heartbeat:
                 self.failure = error
                 return
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Renew the lease, and do what the answer says."""
         worker, metrics = self._membership.worker, self._metrics()
         reply = self._membership.act(lambda token: self._client.renew_lease(token, worker, metrics))
         self._interval_s = reply.lease_s / 3

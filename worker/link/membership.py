@@ -23,7 +23,7 @@ class Membership:
     """Holds the member token. Thread-safe: of several threads that learn of a lost lease, one joins again."""
 
     def __init__(self, client: Client, worker: str, request: JoinRequest, files: StateDir | None) -> None:
-        self._client = client
+        self.client = client
         self.worker = worker
         self._request = request
         self._files = files
@@ -52,7 +52,7 @@ class Membership:
                     raise
                 reason = problem.detail
             if refusals:
-                self._client.pause(min(refusals, _PAUSE_S))
+                self.client.pause(min(refusals, _PAUSE_S))
             refusals += 1
             with self._lock:
                 if self._token == token:
@@ -63,7 +63,7 @@ class Membership:
         """Leave and join again: whatever units this worker still holds return to the pool."""
         with self._lock:
             try:
-                self._client.give_up(self._token, self.worker)
+                self.client.give_up(self._token, self.worker)
             except Problem as problem:
                 if problem.slug != "unauthorized":  # the lease ended by itself; the units are back already
                     raise
@@ -78,7 +78,7 @@ class Membership:
     ) -> None:
         hexadecimal = state_digest.hex() if state_digest else None
         request = LeaveRequest(state_round=state_round, state_digest=hexadecimal, metrics=metrics, report=report)
-        self._client.leave(self._token, self.worker, request)
+        self.client.leave(self._token, self.worker, request)
 
     def _join(self, previous: str | None, proposed: str | None = None) -> JoinReply:
         """Propose a token, so that the join can be repeated by this process, or by the next one after a kill -9."""
@@ -86,7 +86,7 @@ class Membership:
         if self._files:
             self._files.keep_member_tokens(MemberTokens(previous, proposed))
         request = self._request.model_copy(update={"previous": previous, "member_token": proposed})
-        reply = self._client.join(self.worker, request)
+        reply = self.client.join(self.worker, request)
         self._token, self.epoch = reply.member_token, reply.epoch
         if self._files:
             self._files.keep_member_tokens(MemberTokens(reply.member_token, None))

@@ -7,16 +7,15 @@ import torch
 from protocol import wire
 from protocol.spec import RunSpec
 from worker.codecs import pack_fragment
-from worker.link.client import Client
 from worker.link.membership import Membership
 from worker.state.fragments import Fragments
 from worker.state.outer_state import OuterState
 
 
-def seed(client: Client, membership: Membership, spec: RunSpec, fragments: Fragments, state: OuterState) -> None:
+def seed(membership: Membership, spec: RunSpec, fragments: Fragments, state: OuterState) -> None:
     """Make the model as it is state 0, here and on the coordinator. Raises Problem `state-conflict` where another
     worker was asked to in the meantime."""
-    state.round = None
+    state.round, client = None, membership.client
     for p in range(len(state)):
         state.set(p, fragments.gather(p), None)
         vector = torch.cat([state.theta[p], state.momentum[p]])

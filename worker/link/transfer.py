@@ -6,7 +6,6 @@ that was allocated once.
 """
 
 import json
-import threading
 from collections.abc import Iterator, Sequence
 
 import httpx
@@ -17,26 +16,13 @@ from protocol.digest import Buffer
 from protocol.errors import Problem
 from protocol.messages import Stage
 from worker.accounts.stages import Stages
+from worker.accounts.traffic import Traffic
 from worker.errors import Stopped, UnexpectedAnswer
 from worker.link.grace import Signal
 from worker.link.retry import Transient
 
 PIECE_BYTES = 1 << 18
 PART_BYTES = 8 << 20
-
-
-class Traffic:
-    """Payload bytes moved since the worker started, repeated attempts included. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.upload_bytes = 0
-        self.download_bytes = 0
-
-    def add(self, *, up: int = 0, down: int = 0) -> None:
-        with self._lock:
-            self.upload_bytes += up
-            self.download_bytes += down
 
 
 def memory(size: int) -> memoryview:

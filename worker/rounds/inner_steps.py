@@ -3,7 +3,7 @@ the learning rate's schedule."""
 
 from protocol.messages import Assignment
 from protocol.spec import RunSpec
-from worker.state.work import UnitRanges, first_units
+from worker.state.units import UnitRanges, first_units
 
 
 class InnerSteps:

@@ -1,334 +1,325 @@
-"""One worker's way through the rounds of classic DiLoCo: collect what the inner steps did, exchange it, do what the
-coordinator says, begin the next round. (streaming.py: where training goes on meanwhile.)
+"""DiLoCo on one worker: DiLoCo (arXiv 2311.08105, algorithm 1) and, by another schedule, Streaming DiLoCo (2501.18512,
+algorithm 2) and eager updates (2502.12996).
+
+Each fragment is sent after an inner step of its own and merged some inner steps later, or none (schedule.py). What a
+worker has trained that no mean has, `carry`, is part of its next pseudo-gradient: what the mean lacks of late work,
+what the codec left out, and what was trained while the fragment travelled. The compute waits only where a merge is due
+and its delta is not there; that is the stage `sync`.
 """
 
 import logging
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from functools import partial
-from typing import Protocol
+from dataclasses import replace
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from protocol.errors import CodecError, Problem
+from protocol.errors import OuterstepError, Problem
 from protocol.messages import Action, Assignment, EvaluationReport
-from protocol.spec import RunSpec
-from worker.accounts.progress import Progress
-from worker.errors import Resync, RunEnded, Stopped, UnexpectedAnswer, WorkLost
-from worker.link import recovery, seeding
-from worker.link.client import Client
-from worker.link.membership import Membership
-from worker.rounds.inner_steps import InnerSteps
-from worker.rounds.sync import Sync
-from worker.state.fragments import Fragments
-from worker.state.outer_state import OuterState
-from worker.state.work import Carry, Midway, UnitRanges, Work, count
-
-_PAUSE_S = 0.2  # between long polls
-
-LATE = "round %d closed without some of this worker's work: it goes into the next"
+from worker.errors import ModelError, Resync, RunEnded, Stopped, UnexpectedAnswer, Unwanted, WorkLost
+from worker.link.heartbeat import Heartbeat
+from worker.rounds.assignments import Assignments
+from worker.rounds.exchange import Exchange
+from worker.rounds.flight import Flight
+from worker.rounds.round import Durable, Round
+from worker.rounds.training import Training
+from worker.state.saver import Saver
+from worker.state.snapshot import copied
+from worker.state.units import UnitRanges, first_units, units_left
+from worker.state.work import Carry, Contribution, RoundStart, Work
 
 log = logging.getLogger(__name__)
 
 
-class Save(Protocol):
-    """Begins to write a snapshot; `partial`: the worker leaves in the middle of the round."""
-
-    def __call__(self, work: Work | Midway, *, partial: bool = False) -> Future[None] | None: ...
-
-
 class Rounds:
-    """The assignment that one worker follows, and what of its own work is not in the run yet.
+    """One worker's way through the rounds. `advance` does what is due between two inner steps.
 
-    assignment       the latest that was followed
-    carry            late work, part of the next contribution
-    training         in the middle of a round's inner steps
-    maybe_state_0    the model is as it was built: no other state has been loaded yet
-    finished         there is no next round: the run is over, or the worker was asked to stop
+    assignment    the latest that was begun
+    carry         progress that no mean had when its round began, or ended
+    finished      there is no next round: the run is over, or the worker was asked to stop
     """
 
-    def __init__(
-        self,
-        client: Client,
-        membership: Membership,
-        spec: RunSpec,
-        fragments: Fragments,
-        state: OuterState,
-        sync: Sync,
-        steps: InnerSteps,
-        progress: Progress,
-        evaluate: Callable[[], EvaluationReport] | None,
-        beat_now: Callable[[], None],
-    ) -> None:
-        self._client, self._membership, self._spec = client, membership, spec
-        self._fragments, self._state, self._sync = fragments, state, sync
-        self._steps, self._progress, self._evaluate = steps, progress, evaluate
-        self._beat_now = beat_now
-        self._epoch = membership.epoch
+    def __init__(self, exchange: Exchange, training: Training, saver: Saver, heartbeat: Heartbeat) -> None:
+        self._exchange, self._state, self._sync = exchange, exchange.state, exchange.spec.sync
+        self._training, self._fragments = training, training.fragments
+        self._saver, self._heartbeat = saver, heartbeat
+        self._assignments = Assignments(exchange, training.fragments, training.progress)
+        self._algorithm = self._run()
         self.assignment = Assignment(action=Action.WAIT, reason="not asked yet", round=0)
         self.carry = Carry()
-        self.training = False
-        self.maybe_state_0 = True
         self.finished = False
-        self._stands = False  # whether the model holds what the next round starts from
+        self._round: Round | None = None  # whose inner steps are being done
+        self._epoch = exchange.membership.epoch  # of the membership when it asked last
+        self._asked_ahead: Future[tuple[int, Assignment]] | None = None
+        self._placed = False  # whether the model holds what the next round starts from
+        self._trained_on: set[int] = set()  # the fragments that have been trained on since they were merged
+        self._start_saved: Future[None] | None = None  # the writing of what the next round starts from
 
-    # --- the end of a round ---------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Go on from the snapshot if there is one, and begin the first round."""
+        self._advance(lambda: next(self._algorithm))
 
-    def after_step(self) -> None:
-        """An inner step is done, and it was not the round's last."""
+    def advance(self, *, ended: bool) -> None:
+        """Do what is due after an inner step; after the round's last one, `ended`, begin the next round."""
+        self._advance(lambda: self._algorithm.send(ended))
 
-    def end(self, save: Save) -> None:
-        """The inner steps are done: exchange what they did, and begin the next round. Raises Stopped."""
-        # Where a GradScaler skipped every step, the units are spent all the same.
-        work, carry = self._begin_work(self._steps.units_used or self.assignment.units), self.carry
-        if self._spec.sync.inner_steps == "auto":
-            self._beat_now()  # the next round's H depends on how fast this one went
-
-        def gather(p: int) -> None:
-            self._gather(work, p, carry)
-            self._progress.phase("sync")
-
-        self._synchronise(work, gather, partial(save, work))
-        self._progress.end_round(work.round, self._membership.epoch)
-        self.begin_next()
-
-    def hand_in(self, save: Save) -> None:
-        """Leaving in the middle of a round: contribute the inner steps that were done. The other units return to the
-        pool as the worker leaves."""
-        units = self._steps.units_used
-        if not self.training or not (units or self.carry.units):
-            return
-        work = self._begin_work(units)
-        for p in range(len(self._state)):
-            self._gather(work, p, self.carry)
-        save(work, partial=True)  # for a fragment that does not get through
-        self._sync.hand_in([work.piece(p) for p in range(len(self._state))])
-
-    def resume(self, saved: Work | Midway, *, partial: bool) -> None:
-        """Go on where the last process with this state directory saved its last snapshot."""
-        assert isinstance(saved, Work), "the spec says how a run is saved, and never changes"
-        self._progress.phase("sync")
-        self._synchronise(saved)
-        if partial and not self.carry.units:
-            self._membership.start_over()  # the units that were left may still be ours, if nobody could be told
-
-    def close(self) -> None:
-        """Leave nothing running behind."""
-
-    def _begin_work(self, units: UnitRanges) -> Work:
-        """What the round so far is worth and was trained on; its pseudo-gradients are still to be gathered."""
-        round_number, steps, carry = self.assignment.round, self._steps.done, self.carry
-        loss = self._progress.end_inner_steps(steps, steps * self._spec.unit_tokens) if steps else carry.loss
-        self._check_finite(loss, self._fragments.norm())  # of all of it, before any of it is sent
-        self.training = False
-        weight = count(units) or carry.weight
-        return Work(round_number, carry.units + units, weight, carry.inner_steps + steps, loss, [], [], carry.late)
-
-    def _gather(self, work: Work, p: int, carry: Carry) -> None:
-        """Add fragment p to `work`."""
-        delta = self._sound(p, self._pseudo_gradient(p, carry))
-        norm = float(torch.linalg.vector_norm(delta))
-        self._check_finite(work.loss, norm)
-        work.deltas.append(delta)
-        work.norms.append(norm)
-
-    def _pseudo_gradient(self, p: int, carry: Carry) -> Tensor:
-        """Of fragment p, as it is now, float32[n], in host memory."""
-        delta = self._fragments.pseudo_gradient(p, self._state.theta[p], carry.delta(p))
-        return self._fragments.in_host_memory(delta)
-
-    def _sound(self, p: int, delta: Tensor) -> Tensor:
-        """`delta`, which was taken against the outer state of fragment p; zeros if bits of that have flipped."""
-        if not self._state.is_sound(p):
-            log.error("round %d: the memory of fragment %d's outer state changed by itself", self.assignment.round, p)
-            delta.zero_()  # nobody knows it any more; the coordinator will refuse it for its base, and tell of it
-        return delta
-
-    def _check_finite(self, loss: float, norm: float) -> None:
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise CodecError(
-                f"round {self.assignment.round}: the training has diverged: loss {loss}, norm {norm}; nothing of that "
-                "was sent; lower the learning rate or clip gradients, in a new run"
-            )
-
-    def _synchronise(
-        self,
-        work: Work,
-        gather: Callable[[int], object] = lambda p: None,
-        save: Callable[[], Future[None] | None] = lambda: None,
-    ) -> None:
-        """Contribute, and step the outer state by what everybody contributed. `gather`, `save`: as in `Sync.run`."""
-        self.carry = Carry()
-        with self._or_dropped(work.round):
-            try:
-                self.carry = self._sync.run(work, gather, save)
-            except WorkLost:
-                # The lease had ended and the units went back to the pool. If nobody took them, they are ours again.
-                if not self._is_ours(self._ask(), work.round, work.units):
-                    raise
-                self.carry = self._sync.run(work)
-        if self.carry.late:
-            log.warning(LATE, work.round)
-
-    @contextmanager
-    def _or_dropped(self, round_number: int) -> Iterator[None]:
-        """The work of the round is dropped where the coordinator cannot take it; then a later state is the way on."""
+    def _advance(self, resume: Callable[[], None]) -> None:
         try:
-            yield
-        except (Resync, WorkLost) as error:
-            log.warning("round %d: %s; this round's work is dropped", round_number, error)
-            if isinstance(error, Resync):
-                self._state.round = None
-            self._membership.start_over()
-        except RunEnded as error:
-            log.info("%s", error)
+            resume()
+        except (Stopped, StopIteration):
+            self.finished = True
 
-    @staticmethod
-    def _is_ours(asked: Assignment, round_number: int, units: UnitRanges) -> bool:
-        return asked.action is Action.TRAIN and asked.round == round_number and asked.units == units
+    # --- the algorithm --------------------------------------------------------------------------------------------
+
+    def _run(self) -> Generator[None, bool, None]:
+        """The algorithm. Yields where the training loop does an inner step; is sent whether it was its round's last."""
+        asked = self._resume()
+        while (round_ := self._begin(self._prepared(asked))) is not None:  # θ_local = θ_global − carry
+            try:
+                while True:
+                    round_.send_due()  # Δ = θ_global − θ_local: to the coordinator, which averages
+                    self._or_again(round_, round_.merge_due)  # θ_global steps by the mean; θ_local = θ_global − carry
+                    if round_.ended:
+                        break
+                    round_.ended = yield  # one inner step
+                    self._check_wanted()
+                    if round_.ended:
+                        self._end_inner_steps(round_)
+                self._end(round_)
+            except (Resync, WorkLost, RunEnded, Unwanted) as error:
+                self._drop(round_, error)
+            asked = self._ask()
+
+    def _begin(self, assignment: Assignment) -> Round | None:
+        """Begin the round from the global parameters less `carry`; return None where the run is over."""
+        self.assignment = assignment
+        over = assignment.action is Action.FINISH
+        if over:
+            log.info("done: %s", assignment.reason)
+            self.finished = True
+            self._forget()
+            if assignment.round != self._state.round:  # told to leave before this worker had the run's state
+                return None
+        self._training.steps.begin(assignment)
+        if assignment.round != self._state.round:
+            raise UnexpectedAnswer(f"asked to train on state {assignment.round} while holding {self._state.round}")
+        self._place(assignment)
+        if over:
+            return None
+        durable = Durable(start=self._start_saved) if self._sync.streams else Durable(save=self._save)
+        self._round = Round(self._exchange, self._training, assignment, self.carry, durable, self._ask_ahead)
+        self._training.progress.begin_round(assignment.round)
+        self._saver.keep_state()
+        return self._round
+
+    def _place(self, assignment: Assignment) -> None:
+        """Put into the model what the inner steps start from. On the way there it has the global parameters, whose
+        held-out loss is told to the coordinator if it asks for it."""
+        evaluate = self._training.evaluate if assignment.evaluate else None
+        local = {p: self._fragments.gather(p) for p in self._trained_on} if evaluate else {}
+        if evaluate is not None:
+            for p in range(len(self._state)):
+                self._fragments.rebase(p, self._state.theta[p], None)
+            self._tell_evaluation(assignment.round, evaluate)
+        for p in range(len(self._state)):
+            if p in local:
+                self._fragments.scatter(p, local[p])
+            elif evaluate is not None or not self._placed:
+                self._fragments.rebase(p, self._state.theta[p], self.carry.delta(p))
+
+    def _tell_evaluation(self, state_round: int, evaluate: Callable[[], EvaluationReport]) -> None:
+        self._training.progress.phase("evaluate")
+        report = evaluate()
+        log.info("state %d: held-out loss %.4f", state_round, report.loss)
+        self._exchange.membership.act(lambda token: self._exchange.client.report_evaluation(token, state_round, report))
+
+    def _end_inner_steps(self, round_: Round) -> None:
+        round_.note_speed()
+        if self._sync.inner_steps == "auto":
+            self._heartbeat.beat_now()  # the next round's H depends on how fast this one went
+
+    def _end(self, round_: Round) -> None:
+        """All fragments are merged: carry on what no mean has, and save it where the round's work is not saved."""
+        self._settle(round_)
+        self._training.progress.end_round(round_.assignment.round, self._exchange.membership.epoch)
+        if self._sync.streams:
+            local = [self._fragments.in_host_memory(self._fragments.gather(p)) for p in range(len(self._state))]
+            self._start_saved = self._save(RoundStart(round_.assignment.round + 1, local, self.carry))
+
+    def _settle(self, round_: Round) -> None:
+        self.carry, self._asked_ahead = round_.settle()
+        self._trained_on, self._placed, self._round = round_.trained_on, True, None
+
+    def _or_again(self, round_: Round, act: Callable[[], None]) -> None:
+        """`act`; where the lease had ended, the units went back to the pool. If nobody took them, they are ours again,
+        and the round's work is contributed again, if all of it is at hand."""
+        try:
+            act()
+        except WorkLost:
+            if not round_.has_all_work or not self._holds_again(round_.work[0]):
+                raise
+            round_.contribute(round_.work)
+
+    def _holds_again(self, contribution: Contribution) -> bool:
+        """Return True if the units of `contribution`, asked for anew, are this worker's."""
+        self._epoch, asked = self._assignments.ask(self._state.round, [])
+        return _is_for(asked, contribution.round, contribution.units)
+
+    def _drop(self, round_: Round, error: OuterstepError) -> None:
+        """Drop the work of a round that the coordinator cannot take or does not want; then a later state is the way
+        on."""
+        if isinstance(error, RunEnded):
+            log.info("%s", error)
+        else:
+            log.warning("round %d: %s; this round's work is dropped", round_.assignment.round, error)
+        round_.abandon()
+        self._forget()
+        if isinstance(error, Resync):
+            self._state.round = None
+        if isinstance(error, Resync | WorkLost):
+            self._exchange.membership.start_over()
+
+    def _forget(self) -> None:
+        """Keep nothing of what was trained since the last contribution."""
+        self.carry, self._round, self._asked_ahead = Carry(), None, None
+        self._placed, self._trained_on = False, set()
 
     # --- between rounds -------------------------------------------------------------------------------------------
 
-    def begin_first(self) -> None:
-        """As `begin_next`, and what the last process left behind goes back to where it came from."""
-        asked, resumed = self._ask(), self._state.round is not None
-        if resumed and asked.action is Action.RECOVER:
-            self._fall_behind()
-        if not self._follow(asked):
-            self.begin_next()
-
-    def _fall_behind(self) -> None:
-        """Rounds went by without this worker: the units that its last process had for them return to the pool, if
-        nothing that was trained on them goes into the next contribution."""
-        if not self.carry.units:
-            self._membership.start_over()
-
-    def begin_next(self) -> None:
-        """Do what the coordinator says until there are units to train on, or the run is over."""
-        while not self._follow(self._ask()):
-            pass
-
     def _ask(self) -> Assignment:
-        self._epoch = self._membership.epoch
-        return self._without_lost_work(lambda: self._question(self._state.round, self.carry.units))
-
-    def _without_lost_work(self, ask: Callable[[], Assignment]) -> Assignment:
-        """The answer; where units whose work is carried are not this worker's any more, that to the same without it."""
+        """Ask what to do, or take the answer that came ahead. Carried work whose units are not this worker's any more
+        is dropped."""
+        ahead, self._asked_ahead = self._asked_ahead, None
         try:
-            return ask()
+            self._epoch, asked = ahead.result() if ahead else self._assignments.ask(self._state.round, self.carry.units)
         except Problem as problem:
             if problem.slug != "units-not-held":
                 raise
             log.warning("the work that was carried is dropped: %s", problem.detail)
-        self._drop()
-        return self._question(self._state.round, [])
+            self._forget()
+            self._epoch, asked = self._assignments.ask(self._state.round, [])
+        return asked
 
-    def _question(self, state_round: int | None, carried: UnitRanges) -> Assignment:
-        worker, report = self._membership.worker, self._progress.last_report
-        return self._membership.act(lambda token: self._client.assignment(token, worker, state_round, carried, report))
+    def _ask_ahead(self, flight: Flight) -> tuple[int, Assignment]:
+        """All fragments are stepped, so the next round's assignment can be had before this one's inner steps are done:
+        on a thread of the flight."""
+        _ = self._state.digests  # from now on, a flipped bit is noticed
+        used = first_units(self.assignment.units, self.assignment.inner_steps)
+        return self._assignments.ask(flight.round + 1, units_left(self.carry.units + used, flight.consumed))
 
-    def _follow(self, assignment: Assignment) -> bool:
-        """Whether training can go on, or is over; otherwise ask again."""
-        match assignment.action:
-            case Action.SEED:
-                self._progress.phase("seed")
-                self._seed()
-            case Action.RECOVER:
-                self._progress.phase("recover")
+    def _check_wanted(self) -> None:
+        """Raise Unwanted where the lease ended in the middle of the round, or the coordinator said stop, and the work
+        on this round is not wanted any more."""
+        if not (self._assignments.lease_ended(self._epoch) or self._heartbeat.run_ended.is_set()):
+            return
+        self._heartbeat.run_ended.clear()
+        trained, held = self.assignment, self._state.round
+        try:
+            self._epoch, asked = self._assignments.ask(trained.round if held is None else held, self.carry.units)
+        except Problem as problem:
+            if problem.slug != "units-not-held":
+                raise
+            raise Unwanted(problem.detail) from problem
+        if not _is_for(asked, trained.round, trained.units):
+            raise Unwanted(asked.reason)
+
+    def _prepared(self, asked: Assignment) -> Assignment:
+        """Do what the coordinator says until there is a round to train, or the run is over; return that assignment."""
+        while asked.action not in (Action.TRAIN, Action.FINISH):
+            if asked.action is not Action.WAIT:
                 self._take_back()
-                held = 0 if self.maybe_state_0 else self._state.round
-                self.maybe_state_0 = False
-                recovery.recover(self._client, self._spec, self._state, assignment.round, held=held)
-            case Action.WAIT:
-                self._progress.phase("wait")
-                if assignment.reason != self.assignment.reason:
-                    log.info("waiting: %s", assignment.reason)
-                self.assignment = assignment
-                self._client.pause(_PAUSE_S)
-            case Action.TRAIN | Action.FINISH:
-                self._begin(assignment)
-                return True
-        return False
-
-    def _begin(self, assignment: Assignment) -> None:
-        """Start from the global parameters, and from what of our own progress is not in them yet."""
-        self.assignment, self.training = assignment, False
-        if assignment.action is Action.FINISH:
-            log.info("done: %s", assignment.reason)
-            self.finished, self.carry = True, Carry()
-            if assignment.round != self._state.round:  # told to leave before this worker had the run's state
-                return
-        self._steps.begin(assignment)
-        if assignment.round != self._state.round:
-            raise UnexpectedAnswer(f"asked to train on state {assignment.round} while holding {self._state.round}")
-        stands = self._stands and assignment.action is Action.TRAIN
-        if not stands or assignment.evaluate:
-            local = [self._fragments.gather(p) for p in range(len(self._fragments))] if stands else None
-            self._evaluate_global(assignment)
-            self._load(local)
-        if assignment.action is Action.TRAIN:
-            self.training = True
-            self._progress.begin_round(assignment.round)
-
-    def _evaluate_global(self, assignment: Assignment) -> None:
-        """The global parameters into the model, and their held-out loss to the coordinator if it asks for it."""
-        for p in range(len(self._fragments)):
-            self._fragments.rebase(p, self._state.theta[p], None)
-        if assignment.evaluate and self._evaluate is not None:
-            self._progress.phase("evaluate")
-            report = self._evaluate()
-            log.info("state %d: held-out loss %.4f", assignment.round, report.loss)
-            self._membership.act(lambda token: self._client.report_evaluation(token, assignment.round, report))
-
-    def _load(self, local: list[Tensor] | None) -> None:
-        """Put `local` into the model, which holds the global parameters; None: what of our progress is not in these."""
-        for p in range(len(self._fragments)):
-            carried = self.carry.delta(p)
-            if local is not None:
-                self._fragments.scatter(p, local[p])
-            elif carried is not None:
-                self._fragments.rebase(p, self._state.theta[p], carried)
+            self._assignments.prepare(asked)
+            asked = self._ask()
+        return asked
 
     def _take_back(self) -> None:
-        """Before another state is loaded: of what was trained, all that is to be kept is in `carry`."""
+        """Before another state is loaded: carry all of the progress that is in the model."""
+        sent, ahead = replace(self.carry, ahead={}), dict(self.carry.ahead)
+        for p in self._trained_on:
+            delta = self._fragments.pseudo_gradient(p, self._state.theta[p], self.carry.delta(p))
+            carried = sent.delta(p)
+            ahead[p] = delta if carried is None else delta - carried
+        self.carry, self._placed, self._trained_on = replace(self.carry, ahead=ahead), False, set()
 
-    def _drop(self) -> None:
-        """What was done since the last contribution is not wanted."""
-        self.carry, self.training = Carry(), False
+    # --- snapshots, and the beginning and the end of the process --------------------------------------------------
 
-    @property
-    def lease_ended(self) -> bool:
-        """Whether the worker had to join again since it asked for its assignment."""
-        return self._membership.epoch != self._epoch
+    def _save(self, work: Work | RoundStart, *, partial: bool = False) -> Future[None] | None:
+        """Begin to write the snapshot; `partial`: the worker leaves in the middle of the round."""
 
-    def still_wanted(self) -> bool:
-        """The lease ended in the middle of a round, or the coordinator says stop: is this round's work still wanted?
+        def optimizer() -> dict[str, Any]:
+            taken: dict[str, Any] = self._training.optimizer.state_dict()
+            # It stands still while work is written; where a round starts, the training goes on meanwhile.
+            return copied(taken, self._fragments.memory) if isinstance(work, RoundStart) else taken
 
-        Where it is not, it is dropped and the next round begins, if there is one.
-        """
-        trained = self.assignment
+        warmup_left = self._training.steps.warmup_left or 0
+        return self._saver.save(work, partial=partial, optimizer=optimizer, warmup_left=warmup_left)
+
+    def _resume(self) -> Assignment:
+        """Go on from the last process's snapshot, if there is one; return the first assignment."""
+        found = self._saver.load()
+        if found is None:
+            for p in range(len(self._state)):
+                self._state.set(p, self._fragments.gather(p), None)
+            return self._ask()
+        self._assignments.untouched, self._training.steps.warmup_left = False, found.warmup_left
         try:
-            asked = self._ask()
-            if self.training and self._is_ours(asked, trained.round, trained.units):
-                return True
-            log.warning("the work on round %d is dropped: %s", trained.round, asked.reason)
-            self._drop()
-            if self._state.round != asked.round or not self._follow(asked):
-                self.begin_next()
-        except Stopped:
-            self.finished = True
-        return False
+            self._training.optimizer.load_state_dict(found.inner_optimizer)
+        except ValueError as error:
+            raise ModelError(
+                f"the inner optimizer is not the one of the snapshot in this state_dir: {error}"
+            ) from error
+        log.info("resuming with the work of round %d", found.work.round)
+        if isinstance(found.work, Work):
+            self._contribute(found.work, partial=found.partial)
+        else:
+            self._start_from(found.work)
+        asked = self._ask()
+        if asked.action is Action.RECOVER and self._state.round is not None:
+            # Rounds went by without this worker. Where it was in the middle of one, which of the units have been
+            # consumed is not known any more, so the little that was not sent is trained again.
+            if isinstance(found.work, RoundStart):
+                self._forget()
+            if not self.carry.units:
+                self._exchange.membership.start_over()
+        return asked
 
-    def _seed(self) -> None:
-        self.maybe_state_0 = False
+    def _contribute(self, work: Work, *, partial: bool) -> None:
+        """Contribute what was saved. What of it had got through already is accepted as the same."""
+        first = work.contributions[0]
+        carry = Carry(units=first.units, weight=first.weight, inner_steps=first.inner_steps, loss=first.loss)
+        nothing_new = Assignment(action=Action.TRAIN, reason="resumed", round=work.round)
+        round_ = Round(self._exchange, self._training, nothing_new, carry, Durable(), self._ask_ahead)
+        self._training.progress.phase("sync")
         try:
-            seeding.seed(self._client, self._membership, self._spec, self._fragments, self._state)
-        except Problem as problem:
-            if problem.slug != "state-conflict":
-                raise
-            log.warning("%s", problem.detail)  # another worker was asked to in the meantime
-            self.maybe_state_0 = True
-            self._client.pause(_PAUSE_S)
+            self._or_again(round_, lambda: round_.contribute(work.contributions))
+            self._settle(round_)
+        except (Resync, WorkLost, RunEnded) as error:
+            self._drop(round_, error)
+        if partial and not self.carry.units:
+            self._exchange.membership.start_over()  # the units that were left may still be ours, if nobody was told
+
+    def _start_from(self, start: RoundStart) -> None:
+        for p, local in enumerate(start.local):
+            self._fragments.scatter(p, local)
+        self.carry, self._placed, self._trained_on = start.carry, True, set(range(len(start.local)))
+
+    def hand_in(self) -> None:
+        """Leaving in the middle of a round: contribute the inner steps that were done. The other units return to the
+        pool as the worker leaves."""
+        if self._round is None:
+            return
+        unsent = self._round.unsent()
+        if len(unsent) == len(self._state) and not self._sync.streams:
+            self._save(Work(unsent), partial=True)  # for a fragment that does not get through
+        if unsent:
+            self._exchange.hand_in(unsent)
+
+    def close(self) -> None:
+        """Leave nothing running behind."""
+        if self._round is not None and self._round.under_way:
+            self._exchange.client.stop.set()  # nobody waits for what comes back any more
+            self._round.abandon()
+
+
+def _is_for(asked: Assignment, round_number: int, units: UnitRanges) -> bool:
+    """Return True if `asked` is to train on `units` in round `round_number`."""
+    return asked.action is Action.TRAIN and asked.round == round_number and asked.units == units

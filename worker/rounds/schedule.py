@@ -21,9 +21,14 @@ class Schedule:
     sent: list[int]
     merged: list[int]
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the training goes on while some fragment travels."""
+        return self.sent != self.merged
+
 
 def schedule(sync: SyncSpec, fragments: int, inner_steps: int, *, last: bool, first: bool) -> Schedule:
-    """The schedule of a worker with `inner_steps` = H in this round; 0 < sent + overlap, sent <= merged <= H.
+    """Return the schedule of a worker with `inner_steps` = H in this round; 0 < sent + overlap, sent <= merged <= H.
 
     `last`: of the run. `first`: this worker has nothing yet that a fragment sent at the beginning could hold, so that
     one is sent half-way.

@@ -17,7 +17,7 @@ from worker.state import snapshot
 from worker.state.outer_state import OuterState
 from worker.state.snapshot import Snapshot
 from worker.state.state_dir import StateDir
-from worker.state.work import Midway, Work
+from worker.state.work import RoundStart, Work
 
 
 class Saver:
@@ -68,7 +68,7 @@ class Saver:
         return digests
 
     def save(
-        self, work: Work | Midway, *, partial: bool, optimizer: Callable[[], dict[str, Any]], warmup_left: int
+        self, work: Work | RoundStart, *, partial: bool, optimizer: Callable[[], dict[str, Any]], warmup_left: int
     ) -> Future[None] | None:
         """Begin to write `work`, done on the outer state that was kept last or is there now, and the inner optimizer
         after it, which is asked for only where there is a directory.

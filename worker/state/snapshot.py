@@ -27,7 +27,7 @@ from protocol.fragments import Layout
 from protocol.messages import RunDetail
 from worker.state.outer_state import OuterState
 from worker.state.state_dir import SNAPSHOT, STATE, StateDir
-from worker.state.work import Carry, Late, Midway, Work
+from worker.state.work import Carry, Contribution, Late, RoundStart, Work
 from worker.tuning.memory import HostMemory
 
 _VERSION = 6
@@ -42,13 +42,13 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Snapshot:
     """The work done on state `work.round` of the run, and the inner optimizer after it. Or, where training goes on
-    while fragments travel, where the worker stands at the beginning of that round, and the inner optimizer.
+    while fragments travel, what that round starts from, and the inner optimizer before it.
 
     `digests` are the outer state's, which is in a file of its own, number `slot`. `partial`: the worker left in the
     middle of the round. `warmup_left`: inner steps until a joiner is warm.
     """
 
-    work: Work | Midway
+    work: Work | RoundStart
     partial: bool
     inner_optimizer: dict[str, Any]
     warmup_left: int
@@ -57,7 +57,7 @@ class Snapshot:
 
 
 def identity(run: RunDetail, layout: Layout, worker: str) -> str:
-    """What a snapshot belongs to: this very run (not another one of the same name), its layout, this worker."""
+    """Return what a snapshot belongs to: this very run (not another one of the same name), its layout, this worker."""
     parts = (run.spec_digest, repr(run.created_at), layout.digest().hex(), worker)
     return digest("\n".join(parts).encode()).hex()
 
@@ -80,7 +80,7 @@ def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
     document = {
         "version": _VERSION,
         "identity": owner,
-        "midway" if isinstance(snapshot.work, Midway) else "work": _document(snapshot.work),
+        **_written(snapshot.work),
         "partial": snapshot.partial,
         "inner_optimizer": snapshot.inner_optimizer,
         "warmup_left": snapshot.warmup_left,
@@ -91,7 +91,7 @@ def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
 
 
 class _Hashed:
-    """What `torch.save` writes to, hashed on the way."""
+    """A file that hashes what `torch.save` writes into it."""
 
     def __init__(self, file: Writer) -> None:
         self._file, self.hasher = file, blake3()
@@ -109,21 +109,17 @@ class _Hashed:
 
 
 def write_document(document: dict[str, Any], file: Writer) -> None:
-    """`document` as `torch.save` writes it, and then the BLAKE3 digest of that."""
+    """Write `document` as `torch.save` does, and then the BLAKE3 digest of that."""
     hashed = _Hashed(file)
-    # Its own checksum takes longer than all the rest, and `torch.load` does not look at it.
-    checksum = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(document, cast(IO[bytes], hashed))
-    finally:
-        torch.serialization.set_crc32_options(checksum)
+    # torch's zip files have checksums of their own, which nobody looks at and which can be left out by an option of the
+    # whole process only. The plain format has none; `torch.load` reads either.
+    torch.save(document, cast(IO[bytes], hashed), _use_new_zipfile_serialization=False)
     file.write(hashed.hasher.digest())
 
 
 def load(files: StateDir, owner: str, state: OuterState) -> Snapshot | None:
-    """The snapshot, on the CPU, and its outer state into `state`. None where there is none, and with a warning where it
-    is not ours or damaged; `state` may have anything in it then."""
+    """Return the snapshot, on the CPU, and load its outer state into `state`. Return None where there is none, and with
+    a warning where it is not ours or damaged; `state` may have anything in it then."""
     path = files.path / SNAPSHOT
     if not path.exists():
         return None
@@ -132,7 +128,7 @@ def load(files: StateDir, owner: str, state: OuterState) -> Snapshot | None:
         return None
     try:
         snapshot = Snapshot(
-            work=_midway(**document["midway"]) if "midway" in document else _work(**document["work"]),
+            work=_read_work(document),
             partial=document["partial"],
             inner_optimizer=document["inner_optimizer"],
             warmup_left=document["warmup_left"],
@@ -161,7 +157,7 @@ def load(files: StateDir, owner: str, state: OuterState) -> Snapshot | None:
 
 
 def _read(path: Path, owner: str) -> dict[str, Any] | None:
-    """None, with a warning, where it is not ours, damaged or missing."""
+    """Return the document in it; None, with a warning, where it is not ours, damaged or missing."""
     try:
         _check(path)
         document: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
@@ -191,7 +187,7 @@ def _say_damaged(path: Path, error: BaseException) -> None:
 
 
 def copied(value: Any, memory: HostMemory) -> Any:
-    """The same dictionaries, lists and tuples, with copies of the tensors in host memory."""
+    """Return the same dictionaries, lists and tuples, with copies of the tensors in host memory."""
     if isinstance(value, Tensor):
         return memory.copy(value)
     if isinstance(value, dict):
@@ -201,19 +197,31 @@ def copied(value: Any, memory: HostMemory) -> Any:
     return value
 
 
-def _document(value: Any) -> Any:
-    """Dataclasses as dictionaries of their fields, which are not copied."""
-    if isinstance(value, Work | Midway | Carry | Late):
-        return {name: _document(each) for name, each in vars(value).items()}
-    if isinstance(value, dict):
-        return {key: _document(each) for key, each in value.items()}
-    return value
+# The fields of Work in the file that its contributions have in common, and those that they have one each of.
+_COMMON = ("round", "units", "weight", "inner_steps", "loss")
 
 
-def _work(late: dict[int, Any], **fields: Any) -> Work:
-    return Work(**fields, late={p: Late(**each) for p, each in late.items()})
+def _written(work: Work | RoundStart) -> dict[str, Any]:
+    """Return `work` as it stands in the document, by its name there. Tensors are not copied."""
+    if isinstance(work, RoundStart):
+        carry = vars(work.carry) | {"late": {p: vars(late) for p, late in work.carry.late.items()}}
+        fresh = carry.pop("fresh")
+        return {"midway": vars(work) | {"carry": carry, "fresh": [fresh.get(p, 0) for p in range(len(work.local))]}}
+    contributions = work.contributions
+    common = {name: getattr(contributions[0], name) for name in _COMMON}
+    late = {each.fragment: vars(each.late) for each in contributions if each.late is not None}
+    each = {"norms": [each.norm for each in contributions], "deltas": [each.delta for each in contributions]}
+    return {"work": common | each | {"late": late}}
 
 
-def _midway(carry: dict[str, Any], **fields: Any) -> Midway:
-    late = {p: Late(**each) for p, each in carry.pop("late").items()}
-    return Midway(**fields, carry=Carry(**carry, late=late))
+def _read_work(document: dict[str, Any]) -> Work | RoundStart:
+    if "midway" in document:
+        start = document["midway"]
+        late = {p: Late(**each) for p, each in start["carry"]["late"].items()}
+        carry = Carry(**start["carry"] | {"late": late, "fresh": dict(enumerate(start["fresh"]))})
+        return RoundStart(start["round"], start["local"], carry)
+    work = document["work"]
+    common = {name: work[name] for name in _COMMON}
+    late = {p: Late(**each) for p, each in work["late"].items()}
+    each = enumerate(zip(work["norms"], work["deltas"], strict=True))
+    return Work([Contribution(**common, fragment=p, norm=n, delta=d, late=late.get(p)) for p, (n, d) in each])

@@ -1,11 +1,12 @@
-"""What a worker has done since its last accepted contribution, and what came of handing it in."""
+"""What a worker has trained that is in no mean yet: as it is contributed, and what of it is carried on afterwards."""
 
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from torch import Tensor
 
-UnitRanges = list[list[int]]
+from worker.state.units import UnitRanges
+
 T = TypeVar("T")
 
 
@@ -45,11 +46,15 @@ class Late:
 
 @dataclass(frozen=True)
 class Carry:
-    """Progress that is in this worker's parameters but in no delta yet: it goes into the next contribution.
+    """Progress that is in this worker's parameters but in no mean yet: it goes into the next contribution.
 
-    `late`: by fragment. `units` are those that no accepted fragment has consumed; `weight` as in Work. `unsent`: by
-    fragment that was accepted, what the codec left out of it, float32[n] (error feedback). `ahead`: by fragment, what
-    was trained while it was on its way, float32[n] (streaming.py).
+    late            by fragment that was late
+    unsent          by fragment that was accepted: what the codec left out of it, float32[n]; all of it travels on
+                    (error feedback, as in SparseLoCo, arXiv 2508.15706, but without decay)
+    ahead           by fragment: what was trained while it was on its way, float32[n]
+    units           those that no accepted contribution has consumed
+    fresh           by fragment: how many units it was trained on since it was sent
+    weight, inner_steps, loss    of the last contribution, for one that adds nothing to it
     """
 
     late: dict[int, Late] = field(default_factory=dict)
@@ -59,6 +64,7 @@ class Carry:
     loss: float = 0.0
     unsent: dict[int, Tensor] = field(default_factory=dict)
     ahead: dict[int, Tensor] = field(default_factory=dict)
+    fresh: dict[int, int] = field(default_factory=dict)
 
     def delta(self, p: int) -> Tensor | None:
         """The part of the next pseudo-gradient, float32[n]; the worker starts from the global parameters less this."""
@@ -69,7 +75,7 @@ class Carry:
         return left + ahead
 
     def merged(self, p: int, *, late: Late | None, unsent: Tensor | None, ahead: Tensor | None) -> "Carry":
-        """The same, but for what is carried of fragment p."""
+        """Return the same, but for what is carried of fragment p."""
         return replace(
             self,
             late=_with(self.late, p, late),
@@ -79,41 +85,16 @@ class Carry:
 
 
 @dataclass(frozen=True)
-class Work:
-    """One round's work. `deltas` are the pseudo-gradients of the fragments, float32[n], host memory, as far as they
-    were gathered, and `norms` theirs; what is carried along is part of them, and of `units` and `inner_steps`.
+class Contribution:
+    """What one worker contributes to one fragment in one round.
 
-    `weight` is the number of this round's own units, or where it has none that of the last round that is carried.
-    `late`: what of the deltas is carried, by fragment. `loss` is the mean training loss of this round.
+    delta          its pseudo-gradient, float32[n], in host memory, and `norm` that one's; what is carried is part of it
+    units          those that it was trained on, and those that are carried
+    weight         the number of this round's own units in it, or where it has none that of the last one that is carried
+    inner_steps    those that it was trained for
+    loss           mean training loss, nats per token
+    late           what of `delta` is late work
     """
-
-    round: int
-    units: UnitRanges
-    weight: int
-    inner_steps: int
-    loss: float
-    norms: list[float]
-    deltas: list[Tensor]
-    late: dict[int, Late] = field(default_factory=dict)
-
-    def piece(self, p: int) -> "Piece":
-        """What is contributed to fragment p."""
-        return Piece(
-            self.round,
-            p,
-            self.units,
-            self.weight,
-            self.inner_steps,
-            self.loss,
-            self.norms[p],
-            self.deltas[p],
-            self.late.get(p),
-        )
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What is contributed to one fragment in one round; the fields are those of Work."""
 
     round: int
     fragment: int
@@ -126,7 +107,7 @@ class Piece:
     late: Late | None = None
 
     def missed(self, missed: Missed) -> Late:
-        """The late work on it, once the round has closed without it."""
+        """Return the late work on it, once the round has closed without it."""
         before = self.late
         if before is None:
             return Late(self.delta - missed.mean, missed.share, [self.round])
@@ -135,70 +116,26 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Midway:
-    """Where a worker whose training goes on while fragments travel stands as `round` begins: with the local parameters
-    `local` of each fragment, float32[n], host memory, that were trained from the global ones less `carry`.
+class Work:
+    """All that a worker contributes to a round, one contribution per fragment, made while the training stands still."""
 
-    `fresh`: how many units each fragment was trained on since it was sent last.
-    """
+    contributions: list[Contribution]
+
+    @property
+    def round(self) -> int:
+        return self.contributions[0].round
+
+
+@dataclass(frozen=True)
+class RoundStart:
+    """What the training of `round` starts from: the local parameters `local` of each fragment, float32[n], in host
+    memory, that were trained from the global ones less `carry`."""
 
     round: int
     local: list[Tensor]
     carry: Carry
-    fresh: list[int]
-
-
-def carry_of(work: Work, missed: dict[int, Missed], unsent: dict[int, Tensor] | None = None) -> Carry:
-    """What of `work` goes into the next contribution. `missed`: the fragments that were late. `unsent`: of the others,
-    what the codec left out, where it has error feedback; all of it travels on (as in SparseLoCo, arXiv 2508.15706, but
-    without decay).
-
-    The coordinator consumes the units with the first fragment that it accepts. So after one acceptance late fragments
-    travel on without units; without any, all of it travels on.
-    """
-    late = {p: work.piece(p).missed(missed[p]) for p in missed}
-    if len(missed) < len(work.deltas):
-        return Carry(late, unsent=unsent or {})
-    return Carry(late, work.units, work.weight, work.inner_steps, work.loss)
 
 
 def _with(by_fragment: dict[int, T], p: int, value: T | None) -> dict[int, T]:
     others = {q: each for q, each in by_fragment.items() if q != p}
     return others if value is None else others | {p: value}
-
-
-def count(units: UnitRanges) -> int:
-    return sum(stop - start for start, stop in units)
-
-
-def in_order(units: UnitRanges) -> UnitRanges:
-    """The same units in as few ranges as possible, ascending. Raises ValueError or TypeError where it is no list of
-    ranges."""
-    result: UnitRanges = []
-    for start, stop in sorted(units):
-        if result and result[-1][1] == start:
-            result[-1][1] = stop
-        else:
-            result.append([start, stop])
-    return result
-
-
-def first_units(units: UnitRanges, most: int) -> UnitRanges:
-    """The ranges of the first `most` of `units`."""
-    taken: UnitRanges = []
-    for start, stop in units:
-        length = min(stop - start, most)
-        if length > 0:
-            taken.append([start, start + length])
-        most -= length
-    return taken
-
-
-def last_units(units: UnitRanges, most: int) -> UnitRanges:
-    """The ranges of the last `most` of `units`."""
-    skipped, left = count(units) - most, []
-    for start, stop in units:
-        if stop - start > max(skipped, 0):
-            left.append([start + max(skipped, 0), stop])
-        skipped -= stop - start
-    return left
