@@ -111,9 +111,9 @@ class Round:
                 self.work.append(contribution)
             if self._durable.save is not None and self.has_all_work:
                 flight.saved = self._durable.save(Work(list(self.work)))
+            self._progress.phase("sync")  # those that travel are a part of it
             flight.send_made(contribution)
             self._note_sent(p)
-            self._progress.phase("sync")
 
     def _note_sent(self, p: int) -> None:
         self._sent.add(p)
