@@ -43,7 +43,7 @@ class Rounds:
         self._training, self._fragments = training, training.fragments
         self._saver, self._heartbeat = saver, heartbeat
         self._assignments = Assignments(exchange, training.fragments, training.progress)
-        self._algorithm = self._run()
+        self._steps = self.algorithm()
         self.assignment = Assignment(action=Action.WAIT, reason="not asked yet", round=0)
         self.carry = Carry()
         self.finished = False
@@ -56,11 +56,11 @@ class Rounds:
 
     def begin(self) -> None:
         """Go on from the snapshot if there is one, and begin the first round."""
-        self._advance(lambda: next(self._algorithm))
+        self._advance(lambda: next(self._steps))
 
     def advance(self, *, ended: bool) -> None:
         """Do what is due after an inner step; after the round's last one, `ended`, begin the next round."""
-        self._advance(lambda: self._algorithm.send(ended))
+        self._advance(lambda: self._steps.send(ended))
 
     def _advance(self, resume: Callable[[], None]) -> None:
         try:
@@ -70,7 +70,7 @@ class Rounds:
 
     # --- the algorithm --------------------------------------------------------------------------------------------
 
-    def _run(self) -> Generator[None, bool, None]:
+    def algorithm(self) -> Generator[None, bool, None]:
         """The algorithm. Yields where the training loop does an inner step; is sent whether it was its round's last."""
         asked = self._resume()
         while (round_ := self._begin(self._prepared(asked))) is not None:  # θ_local = θ_global − carry
