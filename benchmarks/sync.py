@@ -214,7 +214,7 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
                 pass  # a long poll
             work = [Contribution(round_, p, assignment.units, 1, 1, 1.0, 1.0, each) for p, each in enumerate(deltas)]
             # As `DiLoCo` does it: the digests while it asks for units, and again with the pseudo-gradients.
-            assert all(state.fragment_digest(p) and state.is_sound(p) for p in range(len(state)))
+            assert all(state.fragment_digest(p) and state.is_intact(p) for p in range(len(state)))
             barrier.wait()
             cpu, coordinator_cpu = time.process_time(), _cpu_seconds(plan.coordinator_pid)
             started = time.monotonic()

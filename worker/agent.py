@@ -85,8 +85,8 @@ def run_worker(settings: WorkerSettings, *, end_process: Callable[[int], object]
 
 
 def choose_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is CUDA, MPS or the CPU, whichever is there first. ValueError where it is not
-    there."""
+    """Return the device called `name`; "auto" is CUDA, MPS or the CPU, whichever is there first. ValueError where it is
+    not there."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -152,7 +152,7 @@ def host_facts(device: torch.device) -> dict[str, str | int | float]:
 
 @contextmanager
 def stop_on_signals(end_process: Callable[[int], object]) -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set: finish the inner step, hand in what is done, leave.
+    """Yield an event that SIGTERM and SIGINT set: finish the inner step, hand in what is done, leave.
 
     A second signal ends the process; so does `end_process`, where something keeps it from leaving in time.
     """

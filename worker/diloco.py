@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Joined:
-    """What a worker has from joining the run on."""
+    """What there is of a worker only once it has joined the run."""
 
     state: OuterState
     heartbeat: Heartbeat
@@ -134,7 +134,7 @@ class DiLoCo:
 
     @property
     def joined(self) -> Joined:
-        """What there is from entering on. Raises RuntimeError before that."""
+        """What there is once the run is joined. Raises RuntimeError before that."""
         if self._joined is None:
             raise RuntimeError("DiLoCo is a context manager: train within `with DiLoCo.connect(...) as diloco:`")
         return self._joined

@@ -24,7 +24,8 @@ _CONNECTIONS = 4
 
 
 def load_checkpoint(client: Client, state_round: int | None = None) -> nn.Module:
-    """The run's model with the parameters of checkpoint `state_round` (None: the latest), on the CPU, for evaluation.
+    """Return the run's model with the parameters of checkpoint `state_round` (None: the latest), on the CPU, for
+    evaluation.
 
     Of a finished run the latest is the last: the coordinator takes its own last step a moment after the run has
     finished, and that is waited for. Raises Problem `not-found` where there is no such checkpoint, ModelError where
@@ -70,7 +71,8 @@ def export(client: Client, directory: Path, state_round: int | None = None) -> n
 
 @torch.no_grad()
 def sample(model: nn.Module, prompt: bytes, n: int, generator: torch.Generator) -> bytes:
-    """`n` bytes that the model writes after `prompt` (not empty), at temperature 0.8; `generator` is a CPU one."""
+    """Return `n` bytes that the model writes after `prompt` (not empty), at temperature 0.8; `generator` is a CPU
+    one."""
     config = getattr(model, "config", None)
     context = getattr(config, "max_position_embeddings", None) or len(prompt) + n
     device = next(model.parameters()).device

@@ -52,11 +52,11 @@ def test_the_last_work_keeps_its_state_until_other_work_is_durable(tmp_path: Pat
     state = empty_state()
     with saver_of(tmp_path / "state", state) as saver:
         to_round(state, 0)
-        saver.keep_state()
+        saver.save_state()
         save(saver, 0)
         for number in (1, 2, 3):  # states that were recovered, and no work done on them
             to_round(state, number)
-            saver.keep_state()
+            saver.save_state()
     loaded, then = found(tmp_path / "state")
     assert loaded is not None
     assert (loaded.work.round, then.round, float(then.theta[0][0])) == (0, 0, 0.0)
@@ -83,8 +83,8 @@ def test_a_state_is_written_once_and_does_not_change_meanwhile(tmp_path: Path, m
     state = empty_state()
     with saver_of(tmp_path / "state", state) as saver:
         to_round(state, 0)
-        saver.keep_state()
-        saver.keep_state()
+        saver.save_state()
+        saver.save_state()
         assert begun.wait(30)
         stepping = threading.Thread(target=to_round, args=(state, 1))
         stepping.start()
@@ -119,6 +119,6 @@ def test_without_a_directory_nothing_is_saved() -> None:
     state = empty_state()
     with Saver(None, "me", state, Stages(lambda: 0.0)) as saver:
         to_round(state, 0)
-        saver.keep_state()
+        saver.save_state()
         assert saver.save(work_of(0), partial=False, optimizer=optimizer, warmup_left=0) is None
         assert saver.load() is None

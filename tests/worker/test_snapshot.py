@@ -240,6 +240,6 @@ def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:
 
 def test_the_member_token_is_private(files: StateDir) -> None:
     assert files.member_tokens() == MemberTokens(None, None)
-    files.keep_member_tokens(MemberTokens("secret", "next"))
+    files.save_member_tokens(MemberTokens("secret", "next"))
     assert files.member_tokens() == MemberTokens("secret", "next")
     assert stat.S_IMODE((files.path / "member.json").stat().st_mode) == 0o600

@@ -36,7 +36,7 @@ class Progress:
         self.last_report: RoundReport | None = None
 
     def phase(self, name: str, **values: object) -> None:
-        """What the training loop does from now on."""
+        """Enter the phase that the training loop is in from now on; `values` are shown with it."""
         self._stages.move(self._phase, Stage(name))
         self._phase = Stage(name)
         with self._lock:
@@ -57,11 +57,12 @@ class Progress:
         self._reports += 1
 
     def mean_loss(self) -> float | None:
-        """Of the round so far; None where the training loop has reported none."""
+        """Return the mean loss of the round so far; None where the training loop has reported none."""
         return None if self._losses is None else float(self._losses) / self._reports
 
     def end_inner_steps(self, steps: int, tokens: int) -> float:
-        """The round's mean loss; 0 where the training loop has reported none."""
+        """Tell the speed of the round's inner steps; return their mean loss, 0 where the training loop has reported
+        none."""
         loss = self.mean_loss() or 0.0
         seconds = max(self._clock() - self._started, 1e-9)
         finite = loss if torch.isfinite(torch.tensor(loss)) else None
@@ -69,7 +70,7 @@ class Progress:
         return loss
 
     def end_round(self, round_number: int, epoch: int) -> None:
-        """Make and log the report on the round. From here on the next one is waited for."""
+        """Make and log the report on the round; the next one is waited for."""
         self.phase("wait")
         self._round = round_number
         self.last_report = report = self.report(epoch)
@@ -86,7 +87,7 @@ class Progress:
         )
 
     def report(self, epoch: int) -> RoundReport:
-        """Bytes and seconds since the last report."""
+        """Return the bytes and seconds since the last report."""
         moved = (self._traffic.upload_bytes, self._traffic.download_bytes)
         up, down = (now - before for now, before in zip(moved, self._bytes_before, strict=True))
         self._bytes_before = moved

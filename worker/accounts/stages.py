@@ -21,7 +21,7 @@ _inner: ContextVar[Stage | None] = ContextVar("stage", default=None)  # of this 
 
 
 class Stages:
-    """Thread-safe. `clock` gives seconds."""
+    """A stopwatch of all threads of a worker. Thread-safe. `clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -31,7 +31,7 @@ class Stages:
         self._seconds: dict[Stage, float] = {}
 
     def move(self, left: Stage | None, entered: Stage | None) -> None:
-        """One thread leaves a stage and enters another, at one instant."""
+        """Note that one thread leaves a stage and enters another, at one instant."""
         with self._lock:
             now = self._clock()
             if entered is not None:
@@ -44,7 +44,7 @@ class Stages:
 
     @contextmanager
     def __call__(self, stage: Stage) -> Iterator[None]:
-        """This thread is in `stage` while the block runs."""
+        """Count this thread into `stage` while the block runs."""
         outer = _inner.get()
         self.move(outer, stage)
         _inner.set(stage)
@@ -55,12 +55,12 @@ class Stages:
             self.move(stage, outer)
 
     def during(self, stage: Stage, items: Iterable[T]) -> Iterator[T]:
-        """`items`; this thread is in `stage` until they end."""
+        """Yield `items`; count this thread into `stage` until they end."""
         with self(stage):
             yield from items
 
     def timed(self, stage: Stage, call: Callable[P, T]) -> Callable[P, T]:
-        """`call`, in `stage`."""
+        """Return `call`, whose thread is counted into `stage` while it runs."""
 
         def timed(*args: P.args, **kwargs: P.kwargs) -> T:
             with self(stage):
@@ -69,7 +69,7 @@ class Stages:
         return timed
 
     def take(self) -> dict[Stage, float]:
-        """The seconds of every stage since the last `take`. Stages go on: what follows counts for the next."""
+        """Return the seconds of every stage since the last `take`. Stages go on: what follows counts for the next."""
         with self._lock:
             now = self._clock()
             for stage, since in self._since.items():

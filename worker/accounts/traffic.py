@@ -4,7 +4,7 @@ import threading
 
 
 class Traffic:
-    """Payload bytes moved since the worker started, repeated attempts included. Thread-safe."""
+    """Counts the payload bytes moved since the worker started, repeated attempts included. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -41,7 +41,7 @@ MAX_LISTED = 1000  # items of a listing in one answer
 
 
 def open_http(url: str) -> httpx.Client:
-    """An `httpx.Client` with the timeouts and the connections that a worker wants. Close it after use."""
+    """Return an `httpx.Client` with the timeouts and the connections that a worker wants. Close it after use."""
     limits = httpx.Limits(max_connections=32, max_keepalive_connections=32)
     return httpx.Client(base_url=url, timeout=TIMEOUT, limits=limits, event_hooks={"request": [watch]})
 
@@ -75,8 +75,8 @@ class Client:
         self._path = f"/v1/runs/{run}"
 
     def until(self, signal: Signal, *, silence_s: float | None = None) -> Self:
-        """The same client, but its waiting is ended by `signal` and not by `stop`, and it waits for an answer for no
-        longer than `silence_s` before it asks again (None: as long as any other client)."""
+        """Return the same client, but its waiting is ended by `signal` and not by `stop`, and it waits for an answer
+        for no longer than `silence_s` before it asks again (None: as long as any other client)."""
         other = copy.copy(self)
         other._silence_s = silence_s
         other._until, other._retry = signal, self._retry.until(signal)
@@ -92,7 +92,7 @@ class Client:
         return self._json("GET", self._path, messages.RunDetail)
 
     def spec_text(self) -> str:
-        """The run spec as it was given, TOML."""
+        """Return the run spec as it was given, TOML."""
         return self._retry(lambda: self._answer("GET", f"{self._path}/spec", self._token)).text
 
     # --- membership -----------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class Client:
         carried: list[list[int]] | None = None,
         report: messages.RoundReport | None = None,
     ) -> messages.Assignment:
-        """What to do next; the coordinator may take its time to answer."""
+        """Ask what to do next; the coordinator may take its time to answer."""
         request = messages.AssignmentRequest(state_round=state_round, carried=carried, report=report)
         path = f"{self._path}/workers/{worker}/assignment"
         return self._json("PUT", path, messages.Assignment, request, member_token, headers=_long_poll())
@@ -145,14 +145,14 @@ class Client:
         *,
         on_line: Callable[[], object] = lambda: None,
     ) -> None:
-        """Upload one contribution; when this returns it is durable. `on_line` is called as soon as it has the line: who
-        asks for it after that is next."""
+        """Upload one contribution; when this returns it is durable. `on_line` is called as soon as the line is its own:
+        whoever asks for it after that is next."""
         path = f"{self._path}/rounds/{header.round}/fragments/{header.fragment}/contributions/{header.worker}"
         self._upload(member_token, path, [wire.pack_header(header), *frames], on_line)
 
     def delta(self, round_number: int, p: int, limit_bytes: int, member_token: str | None = None) -> wire.Payload:
-        """The delta of one fragment. Problem `not-published` where it is not there after a while: ask again; and
-        `contribution-lost` where the round lacks the contribution of the member who asks."""
+        """Fetch the delta of one fragment. Raises Problem `not-published` where it is not there after a while: ask
+        again; and `contribution-lost` where the round lacks the contribution of the member who asks."""
         path = f"{self._path}/rounds/{round_number}/fragments/{p}/delta"
         headers = self._headers(member_token) | _long_poll()
         download = Download(self._http, path, headers, limit_bytes, self.traffic, self.stages, self._until)
@@ -160,7 +160,7 @@ class Client:
         return _payload(path, data)
 
     def newest_rounds(self, before: int, count: int) -> list[messages.RoundInfo]:
-        """At most `count` (up to 1000) of the rounds before `before`, newest first."""
+        """Return at most `count` (up to 1000) of the rounds before `before`, newest first."""
         path = f"{self._path}/rounds?after={before}&limit={count}"
         return self._json("GET", path, messages.Page[messages.RoundInfo]).items
 
@@ -172,14 +172,15 @@ class Client:
         self._upload(member_token, path, [wire.pack_header(header), *frames])
 
     def checkpoint(self, state_round: int | None = None) -> messages.CheckpointDetail:
-        """One checkpoint; the latest for None."""
+        """Return what one checkpoint consists of; the latest for None."""
         number = "latest" if state_round is None else str(state_round)
         return self._json("GET", f"{self._path}/checkpoints/{number}", messages.CheckpointDetail)
 
     def checkpoint_fragment(
         self, state_round: int, fragment: messages.CheckpointFragment, limit_bytes: int, pool: Executor
     ) -> wire.Payload:
-        """One fragment of a checkpoint, in parts that the threads of `pool` fetch, each over its own connection."""
+        """Fetch one fragment of a checkpoint, in parts that the threads of `pool` fetch, each over its own
+        connection."""
         path = f"{self._path}/checkpoints/{state_round}/fragments/{fragment.fragment}"
         if fragment.bytes > limit_bytes:
             raise UnexpectedAnswer(f"{path} is told to have {fragment.bytes} bytes, at most {limit_bytes} can be right")
@@ -202,7 +203,7 @@ class Client:
     def _answer(
         self, method: str, path: str, token: str, body: BaseModel | None = None, headers: dict[str, str] | None = None
     ) -> httpx.Response:
-        """One request, one answer."""
+        """Send one request and return its answer, once."""
         content = None if body is None else body.model_dump_json().encode()
         all_headers = self._headers(token) | (headers or {})
         if content is not None:

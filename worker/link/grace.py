@@ -20,7 +20,7 @@ class Signal(Protocol):
 
 
 class Grace:
-    """Is set HAND_IN_S after the event `stop` was seen to be, or after `begin`. Thread-safe."""
+    """A signal that is set HAND_IN_S after the event `stop` was seen to be, or after `begin`. Thread-safe."""
 
     def __init__(self, stop: threading.Event, clock: Callable[[], float]) -> None:
         self._stop, self._clock = stop, clock

@@ -19,8 +19,8 @@ UNSENT_BYTES = 1 << 17  # 0.1 s at 10 Mbit/s; loopback is as fast with it as wit
 
 
 def watch(request: httpx.Request) -> None:
-    """For httpx's `event_hooks`: the connection that this request may open takes at most UNSENT_BYTES that it has not
-    sent. (As an option of a transport, httpx would leave the environment's proxies out.)"""
+    """Limit what the connection that this request may open takes without having sent it to UNSENT_BYTES: one of
+    httpx's `event_hooks`. (As an option of a transport, httpx would leave the environment's proxies out.)"""
     request.extensions["trace"] = _limit_unsent
 
 
@@ -31,14 +31,14 @@ def _limit_unsent(event: str, info: dict[str, Any]) -> None:
 
 
 class Line:
-    """One per coordinator. Thread-safe."""
+    """The line to one coordinator. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
     @contextmanager
     def taken(self, body: Iterator[bytes]) -> Iterator[Iterator[bytes]]:
-        """`body`, to be sent while nobody else sends one. The line is free again after its last piece, though the
+        """Yield `body`, to be sent while nobody else sends one. The line is free again after its last piece, though the
         answer is still to come: so nothing stands still while the coordinator makes the upload durable."""
         with ExitStack() as turn:
             self._lock.acquire()

@@ -34,11 +34,11 @@ class Membership:
     def join(self) -> JoinReply:
         """Join or rejoin. Raises Problem where the coordinator refuses for good."""
         with self._lock:
-            kept = self._files.member_tokens() if self._files else MemberTokens(None, None)
-            return self._join(kept.current, kept.proposed)
+            tokens = self._files.member_tokens() if self._files else MemberTokens(None, None)
+            return self._join(tokens.current, tokens.proposed)
 
     def act(self, call: Callable[[str], T]) -> T:
-        """`call(member_token)`; where the lease has ended, join again and call again.
+        """Return `call(member_token)`; where the lease has ended, join again and call again.
 
         As often as it takes: a call may hang for longer than a lease lasts, time and again.
         """
@@ -84,10 +84,10 @@ class Membership:
         """Propose a token, so that the join can be repeated by this process, or by the next one after a kill -9."""
         proposed = proposed or f"ost_{secrets.token_urlsafe(32)}"
         if self._files:
-            self._files.keep_member_tokens(MemberTokens(previous, proposed))
+            self._files.save_member_tokens(MemberTokens(previous, proposed))
         request = self._request.model_copy(update={"previous": previous, "member_token": proposed})
         reply = self.client.join(self.worker, request)
         self._token, self.epoch = reply.member_token, reply.epoch
         if self._files:
-            self._files.keep_member_tokens(MemberTokens(reply.member_token, None))
+            self._files.save_member_tokens(MemberTokens(reply.member_token, None))
         return reply

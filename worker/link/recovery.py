@@ -60,7 +60,8 @@ def recover(client: Client, spec: RunSpec, state: OuterState, target: int, *, he
 
 
 def _fewer_bytes_by_deltas(client: Client, held: int, checkpoint: CheckpointDetail) -> bool:
-    """Whether the deltas from `held` to the checkpoint are smaller than it; those after it are needed either way."""
+    """Return True if the deltas from `held` to the checkpoint are smaller than it; those after it are needed either
+    way."""
     missed = checkpoint.round - held
     if missed <= 0:
         return True
@@ -78,7 +79,7 @@ def _load_checkpoint(client: Client, state: OuterState, checkpoint: CheckpointDe
 
         def load(p: int) -> bool:
             described, n = checkpoint.fragments[p], len(state.theta[p])
-            if state.is_sound(p) and state.digests[p].hex() == described.state_digest:
+            if state.is_intact(p) and state.digests[p].hex() == described.state_digest:
                 return False
             limit_bytes = wire.max_payload_bytes("fp32", 2 * n)
             state.load(p, client.checkpoint_fragment(checkpoint.round, described, limit_bytes, connections))

@@ -85,7 +85,7 @@ class Retry:
         self._outage = Outage(clock)
 
     def until(self, stop: Signal) -> "Retry":
-        """The same, with another signal that ends the waiting; both tell of an outage once."""
+        """Return the same, with another signal that ends the waiting; both tell of an outage once."""
         other = copy.copy(self)
         other.stop = stop
         return other
@@ -100,7 +100,7 @@ class Retry:
             raise Stopped("asked to stop")
 
     def __call__(self, attempt: Callable[[], T]) -> T:
-        """The result of `attempt`, which is called until it raises nothing transient."""
+        """Return the result of `attempt`, which is called until it raises nothing transient."""
         if self.stop.is_set():
             raise Stopped("asked to stop")
         retrying = Retrying(
@@ -143,7 +143,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """The fault in words; httpx's timeouts have no text of their own."""
+    """Return the fault in words; httpx's timeouts have no text of their own."""
     return (
         f"the coordinator cannot be reached: {type(error).__name__}: {error}"
         if isinstance(error, httpx.TransportError)

@@ -26,12 +26,12 @@ PART_BYTES = 8 << 20
 
 
 def memory(size: int) -> memoryview:
-    """Memory of `size` bytes, with anything in it."""
+    """Return memory of `size` bytes, with anything in it."""
     return np.empty(size, np.uint8).data
 
 
 def pieces(buffers: Sequence[Buffer], traffic: Traffic, stop: Signal) -> Iterator[bytes]:
-    """The buffers in pieces of at most 256 KiB, counted as they go. Raises Stopped between two of them."""
+    """Yield the buffers in pieces of at most 256 KiB, counted as they go. Raises Stopped between two of them."""
     for buffer in buffers:
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), PIECE_BYTES):
@@ -99,8 +99,8 @@ class Download:
         self._received = 0
 
     def attempt(self) -> memoryview:
-        """The whole blob, its BLAKE3 equal to its ETag. Raises Problem, Transient, httpx.TransportError or
-        UnexpectedAnswer."""
+        """Fetch the blob, or what is missing of it; return all of it, its BLAKE3 equal to its ETag. Raises Problem,
+        Transient, httpx.TransportError or UnexpectedAnswer."""
         headers = {**self._headers, "Accept-Encoding": "identity"}
         if self._received:
             headers |= {"Range": f"bytes={self._received}-", "If-Range": self._etag}
@@ -170,7 +170,7 @@ class Part:
         self._traffic, self._stages, self._stop = traffic, stages, stop
 
     def attempt(self) -> None:
-        """Raises Problem, Transient, httpx.TransportError or UnexpectedAnswer."""
+        """Fetch what is missing. Raises Problem, Transient, httpx.TransportError or UnexpectedAnswer."""
         headers = {**self._headers, "Accept-Encoding": "identity", "Range": f"bytes={self._next}-{self._end - 1}"}
         with self._http.stream("GET", self._path, headers=headers) as response:
             raise_for_problem(response)

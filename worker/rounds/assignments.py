@@ -25,7 +25,8 @@ class Assignments:
         self.untouched = True  # the outer state was taken from the model as it was built, and so may be state 0
 
     def ask(self, state_round: int | None, carried: UnitRanges) -> tuple[int, Assignment]:
-        """Ask what to do, at state `state_round` of the run; the epoch of the membership that asked, and the answer."""
+        """Ask what to do at state `state_round` of the run; return the epoch of the membership that asked, and the
+        answer."""
         worker, report = self._membership.worker, self._progress.last_report
         epoch = self._membership.epoch
         ask = lambda token: self._client.assignment(token, worker, state_round, carried, report)  # noqa: E731

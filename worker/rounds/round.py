@@ -151,7 +151,7 @@ class Round:
 
         def make() -> Contribution:
             delta = self._fragments.pseudo_gradient(p, self._state.theta[p], carry.delta(p), local, gathered)
-            if not self._state.is_sound(p):
+            if not self._state.is_intact(p):
                 # Nobody knows what it was taken against; the coordinator will refuse it for its base, and tell of it.
                 log.error("round %d: the memory of fragment %d's outer state changed by itself", round_number, p)
                 delta.zero_()

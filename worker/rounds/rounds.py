@@ -43,7 +43,7 @@ class Rounds:
         self._training, self._fragments = training, training.fragments
         self._saver, self._heartbeat = saver, heartbeat
         self._assignments = Assignments(exchange, training.fragments, training.progress)
-        self._steps = self.algorithm()
+        self._running = self.algorithm()
         self.assignment = Assignment(action=Action.WAIT, reason="not asked yet", round=0)
         self.carry = Carry()
         self.finished = False
@@ -56,11 +56,11 @@ class Rounds:
 
     def begin(self) -> None:
         """Go on from the snapshot if there is one, and begin the first round."""
-        self._advance(lambda: next(self._steps))
+        self._advance(lambda: next(self._running))
 
     def advance(self, *, ended: bool) -> None:
         """Do what is due after an inner step; after the round's last one, `ended`, begin the next round."""
-        self._advance(lambda: self._steps.send(ended))
+        self._advance(lambda: self._running.send(ended))
 
     def _advance(self, resume: Callable[[], None]) -> None:
         try:
@@ -77,7 +77,7 @@ class Rounds:
             try:
                 while True:
                     round_.send_due()  # Δ = θ_global − θ_local: to the coordinator, which averages
-                    self._or_again(round_, round_.merge_due)  # θ_global steps by the mean; θ_local = θ_global − carry
+                    self._reclaiming(round_, round_.merge_due)  # θ_global steps by the mean; θ_local = θ_global − carry
                     if round_.ended:
                         break
                     round_.ended = yield  # one inner step
@@ -108,7 +108,7 @@ class Rounds:
         durable = Durable(start=self._start_saved) if self._sync.streams else Durable(save=self._save)
         self._round = Round(self._exchange, self._training, assignment, self.carry, durable, self._ask_ahead)
         self._training.progress.begin_round(assignment.round)
-        self._saver.keep_state()
+        self._saver.save_state()
         return self._round
 
     def _place(self, assignment: Assignment) -> None:
@@ -149,7 +149,7 @@ class Rounds:
         self.carry, self._asked_ahead = round_.settle()
         self._trained_on, self._placed, self._round = round_.trained_on, True, None
 
-    def _or_again(self, round_: Round, act: Callable[[], None]) -> None:
+    def _reclaiming(self, round_: Round, act: Callable[[], None]) -> None:
         """`act`; where the lease had ended, the units went back to the pool. If nobody took them, they are ours again,
         and the round's work is contributed again, if all of it is at hand."""
         try:
@@ -290,7 +290,7 @@ class Rounds:
         round_ = Round(self._exchange, self._training, nothing_new, carry, Durable(), self._ask_ahead)
         self._training.progress.phase("sync")
         try:
-            self._or_again(round_, lambda: round_.contribute(work.contributions))
+            self._reclaiming(round_, lambda: round_.contribute(work.contributions))
             self._settle(round_)
         except (Resync, WorkLost, RunEnded) as error:
             self._drop(round_, error)

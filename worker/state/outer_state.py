@@ -23,12 +23,13 @@ _HOST = torch.device("cpu")
 
 
 def tensor_bytes(tensor: Tensor) -> Buffer:
-    """The memory of a contiguous CPU tensor, not copied."""
+    """Return the memory of a contiguous CPU tensor, not copied."""
     return tensor.numpy().view(np.uint8).data
 
 
 class OuterState:
-    """State `round` of the run; `round` is None while there is none, or while fragments are at different rounds.
+    """The outer state at state `round` of the run; `round` is None while there is none, or while fragments are at
+    different rounds.
 
     Different fragments may be loaded and stepped by different threads at once. `pin_memory`: of θ, which is copied to a
     GPU.
@@ -47,8 +48,9 @@ class OuterState:
         return len(self.theta)
 
     def fragment_digest(self, p: int) -> bytes:
-        """The state digest of fragment p, taken when it is first wanted: not during a sync, where all wait for it, but
-        beside the next inner steps (saver.py), so that `is_sound` can tell of a bit that flips from then on."""
+        """Return the state digest of fragment p, taken when it is first wanted: not during a sync, where all wait for
+        it, but beside the next inner steps (saver.py), so that `is_intact` can tell of a bit that flips from then
+        on."""
         known = self._digests[p]
         return self._rehash(p) if known is None else known
 
@@ -58,11 +60,11 @@ class OuterState:
         return [self.fragment_digest(p) for p in range(len(self))]
 
     def digest(self) -> bytes:
-        """One digest of the whole outer state."""
+        """Return one digest of the whole outer state."""
         return model_digest(self.digests)
 
     def set(self, p: int, theta: Tensor, momentum: Tensor | None) -> None:
-        """Fragment p becomes `theta` and `momentum` (None: zero, as in state 0), float32[n] each."""
+        """Set fragment p to `theta` and `momentum` (None: zero, as in state 0), float32[n] each."""
         self._await_reader()
         self.changes += 1
         self.theta[p].copy_(theta)
@@ -73,7 +75,7 @@ class OuterState:
         self._rehash(p)
 
     def load(self, p: int, payload: Payload) -> None:
-        """Fragment p from a payload of kind `state`: θ, then u."""
+        """Load fragment p from a payload of kind `state`: θ, then u. Raises Resync where that is something else."""
         if not isinstance(payload.header, StateHeader):
             raise Resync(f"fragment {p} of a checkpoint is a payload of kind {payload.header.kind!r}, not 'state'")
         values = unpack_payload(payload, _HOST)
@@ -83,7 +85,7 @@ class OuterState:
         self.set(p, values[:n], values[n:])
 
     def step(self, p: int, payload: Payload) -> None:
-        """Fragment p one outer step on, chunk by chunk while the chunk is in the cache.
+        """Take fragment p one outer step on, chunk by chunk while the chunk is in the cache.
 
         Raises Resync where the delta is for another outer state than this one, and WireError where its values are not
         finite; then nothing has changed.
@@ -110,9 +112,10 @@ class OuterState:
             data = payload.chunk(index)
             outer_step_by(payload.codec, data, theta.numpy(), momentum.numpy(), learning_rate=lr, beta=beta)
 
-    def is_sound(self, p: int) -> bool:
-        """Whether fragment p is still what its digest says, if that was taken before. A bit that flips in memory must
-        not get into an average: the digest tells of it from now on, and the coordinator refuses what is based on it."""
+    def is_intact(self, p: int) -> bool:
+        """Return True if fragment p is still what its digest says, if that was taken before. A bit that flips in memory
+        must not get into an average: the digest tells of it from now on, and the coordinator refuses what is based on
+        it."""
         known = self._digests[p]
         return self._rehash(p) == known or known is None
 

@@ -65,20 +65,21 @@ class StateDir:
         _fsync(self.path)
 
     def member_tokens(self) -> MemberTokens:
-        """What was kept last; nothing where there is none."""
+        """Return what was saved last; no tokens where nothing was."""
         try:
             document = json.loads((self.path / _MEMBER).read_text())
         except FileNotFoundError:
             return MemberTokens(None, None)
         return MemberTokens(document["member_token"], document.get("proposed"))
 
-    def keep_member_tokens(self, tokens: MemberTokens) -> None:
+    def save_member_tokens(self, tokens: MemberTokens) -> None:
+        """Replace the member tokens durably."""
         document = {"member_token": tokens.current, "proposed": tokens.proposed}
         self.replace(_MEMBER, lambda file: file.write(json.dumps(document).encode()))
 
 
 def _fsync(directory: Path) -> None:
-    """Make its entries durable."""
+    """Make the directory's entries durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -46,8 +46,8 @@ class Measured:
 
 
 class Entropy:
-    """Decides for the uploads of one worker. `clock` gives seconds. Thread-safe, but fragments are packed one at a
-    time."""
+    """Decides whether the uploads of one worker are coded. `clock` gives seconds. Thread-safe, but fragments are packed
+    one at a time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -57,8 +57,8 @@ class Entropy:
         self._paid: bool | None = None
 
     def pays(self) -> bool:
-        """Whether coding a byte takes no longer than the line takes for what that saves; also while one of the two is
-        not measured yet."""
+        """Return True if coding a byte takes no longer than the line takes for what that saves; also while one of the
+        two is not measured yet."""
         with self._lock:
             line, coder = self.line, self.coder
             # seconds per byte to code <= seconds per byte on the line * share of the bytes that coding saves
@@ -91,7 +91,7 @@ class Entropy:
         return frames
 
     def sent(self, body: Iterator[bytes]) -> Iterator[bytes]:
-        """`body`, and how long the line takes for it: from the first piece to the end of the last."""
+        """Yield `body`, and measure how long the line takes for it: from the first piece to the end of the last."""
         started, amount = self._clock(), 0
         for piece in body:
             yield piece

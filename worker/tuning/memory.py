@@ -20,7 +20,7 @@ class HostMemory:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # bytes -> uint8[bytes]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor with anything in it."""
+        """Return a tensor with anything in it."""
         size = math.prod(shape) * dtype.itemsize
         free = self._free[size]
         try:
@@ -32,5 +32,5 @@ class HostMemory:
         return torch.from_numpy(lent)[:size].view(dtype).view(shape)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """`tensor` as it is now, wherever it is."""
+        """Return a copy of `tensor` as it is now, wherever it is."""
         return self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())

@@ -22,15 +22,15 @@ class SideStream:
         self._stream = self._streams.Stream(device) if has_streams else torch.cpu.Stream()
 
     def mark(self) -> Any:
-        """What the calling thread's stream was given so far, as `beside` takes it."""
+        """Return a mark of what the calling thread's stream was given so far, for `beside` to wait for."""
         event = self._streams.Event()
         event.record(self._streams.current_stream(self._device))
         return event
 
     @contextmanager
     def beside(self, after: Any = None) -> Iterator[None]:
-        """The calling thread's block on this stream: begins once `after` is done on the device, and ends once all that
-        it did is. So what comes out of it is there for anybody, and what it read may change."""
+        """Run the calling thread's block on this stream: it begins once `after` is done on the device, and ends once
+        all that it did is. So what comes out of it is there for anybody, and what it read may change."""
         with self._streams.stream(self._stream):
             if after is not None:
                 after.wait(self._stream)
