@@ -441,6 +441,18 @@ def test_diverged_training_sends_nothing(tmp_path: Path) -> None:
         assert run.told("a").contributions == 0
 
 
+def test_outside_of_with_it_says_what_is_missing(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        model = toy.make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        diloco = DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a")
+        with pytest.raises(RuntimeError, match="DiLoCo is a context manager"):
+            next(diloco.units())
+        with diloco:
+            assert next(diloco.units()) == 0
+
+
 def test_a_refusal_reaches_the_caller(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(), tmp_path)

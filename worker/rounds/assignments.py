@@ -32,10 +32,6 @@ class Assignments:
         ask = lambda token: self._client.assignment(token, worker, state_round, carried, report)  # noqa: E731
         return epoch, self._membership.act(ask)
 
-    def lease_ended(self, epoch: int) -> bool:
-        """Return True if the worker had to join again since `epoch`."""
-        return self._membership.epoch != epoch
-
     def prepare(self, assignment: Assignment) -> None:
         """Seed the run, come to its outer state, or wait: whatever `assignment` says. Then ask again."""
         match assignment.action:

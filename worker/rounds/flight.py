@@ -41,7 +41,7 @@ class Flight:
     inner_steps      the most that one of them was trained for
     arrived          is called once all fragments have been stepped, on a thread of its own; `arrival` is its result
 
-    From the first moment until all fragments have been stepped, `state.round` is None; after `end` as well, if some
+    From the first `send` until all fragments have been stepped, `state.round` is None; after `end` as well, if some
     fragments have been stepped and others have not.
     """
 
@@ -65,7 +65,11 @@ class Flight:
         self._outcomes: dict[int, tuple[int, Outcome]] = {}  # of the fragments that are stepped, and how many units
         self._ended = False
         self.arrival: Future[Any] | None = None
-        exchange.state.round = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether anything was sent."""
+        return bool(self._sent)
 
     @property
     def consumed(self) -> int:
@@ -80,6 +84,7 @@ class Flight:
     def send(self, p: int, make: Callable[[], Contribution]) -> None:
         """Make the contribution to fragment p, upload it, and step the fragment by the round's delta: on other threads.
         Whatever is sent first is made first, and goes over the line first."""
+        self._exchange.state.round = None
         turn, self._turn = self._turn, threading.Event()
         self._sent[p] = self._uploads.submit(self._contribute, p, make, self.saved, turn, self._turn)
 
@@ -109,7 +114,7 @@ class Flight:
             wait([self.saved])  # whatever happened: it reads what changes after this
         self._uploads.shutdown()
         self._downloads.shutdown()
-        if not self._outcomes:
+        if self._sent and not self._outcomes:
             self._exchange.state.round = self.round  # nothing was stepped, so that nothing is mixed
         errors = [future.exception() for future in contributions] + [future.exception() for future in steps]
         for error in sorted(filter(None, errors), key=lambda error: isinstance(error, Abandoned)):

@@ -61,15 +61,15 @@ class Round:
     ) -> None:
         self._exchange, self._state, self._sync = exchange, exchange.state, exchange.spec.sync
         self._fragments, self._steps, self._progress = training.fragments, training.steps, training.progress
-        self._durable, self._ask_ahead = durable, ask_ahead
-        self.assignment, self.carry = assignment, carry
+        self._save, self.assignment, self.carry = durable.save, assignment, carry
         last = assignment.round + 1 == self._sync.rounds
         self._schedule = schedule(
             self._sync, len(self._state), assignment.inner_steps, last=last, first=not carry.units
         )
         # Units each fragment was trained on since it was sent, those of this round not counted.
         self._fresh = {p: carry.fresh.get(p, 0) for p in range(len(self._state))}
-        self._flight: Flight | None = None  # from the first fragment that is sent on
+        arrived = ask_ahead if self._schedule.overlaps else None
+        self._flight = Flight(exchange, assignment.round, durable.start, arrived)
         self._sent: set[int] = set()
         self._merged: set[int] = set()
         self._local: dict[int, Tensor] = {}  # the parameters as sent, of fragments that are trained on meanwhile
@@ -84,24 +84,21 @@ class Round:
         if not fragments:
             return
         self._progress.phase("gather")
-        if self._flight is None:
-            arrived = self._ask_ahead if self._schedule.overlaps else None
-            self._flight = Flight(self._exchange, self.assignment.round, self._durable.start, arrived)
         if all(self._schedule.merged[p] > self._step for p in fragments):
-            self._send_beside_training(self._flight, fragments)
+            self._send_beside_training(fragments)
         else:
-            self._send_standing_still(self._flight, fragments)
+            self._send_standing_still(fragments)
 
-    def _send_beside_training(self, flight: Flight, fragments: list[int]) -> None:
+    def _send_beside_training(self, fragments: list[int]) -> None:
         """Only copy the parameters here, all of them before other threads begin with the rest and want the cores as
         well."""
         self._local |= {p: self._fragments.gather(p) for p in fragments}
         for p in fragments:
-            flight.send(p, self._contribution(p, self._local[p]))
+            self._flight.send(p, self._contribution(p, self._local[p]))
             self._note_sent(p)
         self._progress.phase("train")
 
-    def _send_standing_still(self, flight: Flight, fragments: list[int]) -> None:
+    def _send_standing_still(self, fragments: list[int]) -> None:
         """Make the contributions here, one by one, while those before them travel. The last upload waits until the work
         is durable: so the round cannot close with this work in it, and only this process know what came of it."""
         self._check_all_finite()
@@ -109,10 +106,10 @@ class Round:
             contribution = self._contribution(p)()
             if len(fragments) == len(self._state):
                 self.work.append(contribution)
-            if self._durable.save is not None and self.has_all_work:
-                flight.saved = self._durable.save(Work(list(self.work)))
+            if self._save is not None and self.has_all_work:
+                self._flight.saved = self._save(Work(list(self.work)))
             self._progress.phase("sync")  # those that travel are a part of it
-            flight.send_made(contribution)
+            self._flight.send_made(contribution)
             self._note_sent(p)
 
     def _note_sent(self, p: int) -> None:
@@ -201,7 +198,6 @@ class Round:
             self._progress.phase("sync" if self.ended else "train")
 
     def _merge(self, p: int) -> None:
-        assert self._flight is not None, "a fragment is sent before it is merged"
         self._progress.phase("sync")
         left = self._flight.land(p)
         contribution, ahead = self._flight.contributions.pop(p), self._ahead(p)
@@ -238,7 +234,6 @@ class Round:
 
     def settle(self) -> tuple[Carry, Future[Any] | None]:
         """End the round, all fragments of which are merged; return what is carried on, and what `ask_ahead` returns."""
-        assert self._flight is not None, "all fragments were sent"
         self._flight.end()
         used, consumed = self._used, self._flight.consumed
         carry = replace(
@@ -263,9 +258,8 @@ class Round:
     @property
     def under_way(self) -> bool:
         """Whether anything was sent."""
-        return self._flight is not None
+        return self._flight.under_way
 
     def abandon(self) -> None:
         """Give up what is under way."""
-        if self._flight is not None:
-            self._flight.abandon()
+        self._flight.abandon()

@@ -209,7 +209,8 @@ class Rounds:
     def _check_wanted(self) -> None:
         """Raise Unwanted where the lease ended in the middle of the round, or the coordinator said stop, and the work
         on this round is not wanted any more."""
-        if not (self._assignments.lease_ended(self._epoch) or self._heartbeat.run_ended.is_set()):
+        joined_again = self._exchange.membership.epoch != self._epoch
+        if not joined_again and not self._heartbeat.run_ended.is_set():
             return
         self._heartbeat.run_ended.clear()
         trained, held = self.assignment, self._state.round
