@@ -23,7 +23,6 @@ from coordinator.database import DATABASE_FILE
 from coordinator.files import RunFiles
 from coordinator.live_run import LiveRun
 from protocol.codecs import CODECS
-from protocol.messages import Action
 from protocol.spec import OuterSpec
 from protocol.wire import Payload
 from tests.simulation.coordinator_node import Answer, CoordinatorNode
@@ -123,7 +122,7 @@ class Ledger:
             state = worker.held()
             if state is not None:
                 self._check_replica(worker, state)
-                self._check_held_units(worker)
+            self._check_held_units(worker)
 
     def _check_database(self) -> None:
         files = RunFiles.__new__(RunFiles)
@@ -311,10 +310,10 @@ class Ledger:
 
     def _check_held_units(self, worker: WorkerNode) -> None:
         """As a worker begins to train: what the coordinator counts as its own, it has. Otherwise nobody trains on it."""
-        assert worker.diloco is not None
-        assignment, carry = worker.diloco.joined.rounds.assignment, worker.diloco.joined.rounds.carry
-        if assignment.action is not Action.TRAIN or self._seen.get(f"{worker.name}'s assignment") is assignment:
+        rounds = worker.rounds()
+        if rounds is None or not rounds.training or self._seen.get(f"{worker.name}'s assignment") is rounds.assignment:
             return
+        assignment, carry = rounds.assignment, rounds.carry
         self._seen[f"{worker.name}'s assignment"] = assignment
         query = "SELECT start, stop FROM unit_ranges WHERE worker = ? AND state = 'assigned' AND round <= ?"
         held = {u for row in self._all(query, worker.name, assignment.round) for u in range(row["start"], row["stop"])}

@@ -162,7 +162,9 @@ class WorkerNode:
 
     def held(self) -> Any:
         """The outer state that the process holds, if it holds one."""
-        if self.diloco is None or not self.diloco.has_joined:
-            return None
-        state = self.diloco.joined.state
-        return None if state.round is None else state
+        state = self.diloco.joined.state if self.diloco is not None and self.diloco.has_joined else None
+        return None if state is None or state.round is None else state
+
+    def rounds(self) -> Any:
+        """The way of the process through the rounds, if it has begun one."""
+        return self.diloco.joined.rounds if self.diloco is not None and self.diloco.has_joined else None

@@ -190,8 +190,7 @@ def test_what_an_earlier_process_contributed_stands_and_nothing_beside_it_is_car
                 optimizer.zero_grad()
                 if (diloco.round, diloco.inner_step) == (1, 0):
                     merged = model.values.detach().clone()
-    assert merged[:256].tolist() == pytest.approx([4.0] * 256), "the other's 4 steps, and not the 2 since then"
-    assert merged[256:].tolist() == pytest.approx([6.0] * 512)
+    assert merged.tolist() == pytest.approx([4.0] * 768), "what is in the mean, and not the 2 steps since then"
 
 
 POINTS = ["before upload", "after upload", "before download", "after download"]

@@ -73,13 +73,13 @@ class Flight:
 
     @property
     def consumed(self) -> int:
-        """How many units need not be named again: those of the largest contribution that was accepted. Where all were
-        superseded, nothing of them goes into the next one, so these units return to the pool."""
-        accepted = [units for units, outcome in self._outcomes.values() if outcome is None]
-        superseded = [units for units, outcome in self._outcomes.values() if isinstance(outcome, Superseded)]
-        if not accepted and len(superseded) == len(self._outcomes):
-            return max(superseded, default=0)
-        return max(accepted, default=0)
+        """How many units need not be named again: those of the largest contribution that was accepted."""
+        return max((units for units, outcome in self._outcomes.values() if outcome is None), default=0)
+
+    @property
+    def superseded(self) -> bool:
+        """Whether another contribution of this worker stands in the place of one of them."""
+        return any(isinstance(outcome, Superseded) for _, outcome in self._outcomes.values())
 
     def send(self, p: int, make: Callable[[], Contribution]) -> None:
         """Make the contribution to fragment p, upload it, and step the fragment by the round's delta: on other threads.

@@ -24,7 +24,7 @@ from worker.rounds.flight import Flight
 from worker.rounds.schedule import schedule
 from worker.rounds.training import Training
 from worker.state.units import UnitRanges, count, units_left
-from worker.state.work import Carry, Contribution, Missed, Superseded, Work
+from worker.state.work import Carry, Contribution, Missed, Work
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class Round:
     carry       progress that no mean has, up to now
     ended       the inner steps are done
     work        all contributions, where they were made at once, while the training stood still
+    trained_on  once it is settled: the fragments that have been trained on since they were merged
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Round:
         self._merged: set[int] = set()
         self._local: dict[int, Tensor] = {}  # the parameters as sent, of fragments that are trained on meanwhile
         self.work: list[Contribution] = []
+        self.trained_on: set[int] = set()
         self.ended = False
 
     # --- sent -----------------------------------------------------------------------------------------------------
@@ -201,8 +203,6 @@ class Round:
         self._progress.phase("sync")
         left = self._flight.land(p)
         contribution, ahead = self._flight.contributions.pop(p), self._ahead(p)
-        if isinstance(left, Superseded):
-            ahead, self._fresh[p] = None, -count(self._used)
         self.carry = self.carry.merged(
             p,
             late=contribution.missed(left) if isinstance(left, Missed) else None,
@@ -235,7 +235,10 @@ class Round:
     def settle(self) -> tuple[Carry, Future[Any] | None]:
         """End the round, all fragments of which are merged; return what is carried on, and what `ask_ahead` returns."""
         self._flight.end()
+        if self._flight.superseded:
+            return self._begin_anew(), self._flight.arrival
         used, consumed = self._used, self._flight.consumed
+        self.trained_on = {p for p, due in enumerate(self._schedule.merged) if due < self._steps.done}
         carry = replace(
             self.carry,
             units=units_left(self.carry.units + used, consumed),
@@ -250,10 +253,12 @@ class Round:
             )
         return carry, self._flight.arrival
 
-    @property
-    def trained_on(self) -> set[int]:
-        """The fragments that have been trained on since they were merged."""
-        return {p for p, due in enumerate(self._schedule.merged) if due < self._steps.done}
+    def _begin_anew(self) -> Carry:
+        """What an earlier process of this worker has contributed stands beside what this one has: some fragments are
+        ahead by other units than others. So all of them begin at the global parameters, and nothing is carried."""
+        for p in range(len(self._state)):
+            self._fragments.rebase(p, self._state.theta[p], None)
+        return Carry()
 
     @property
     def under_way(self) -> bool:

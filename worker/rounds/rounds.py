@@ -54,6 +54,11 @@ class Rounds:
         self._trained_on: set[int] = set()  # the fragments that have been trained on since they were merged
         self._start_saved: Future[None] | None = None  # the writing of what the next round starts from
 
+    @property
+    def training(self) -> bool:
+        """Whether the inner steps of a round are being done."""
+        return self._round is not None
+
     def begin(self) -> None:
         """Go on from the snapshot if there is one, and begin the first round."""
         self._advance(lambda: next(self._running))
@@ -204,7 +209,8 @@ class Rounds:
         on a thread of the flight."""
         _ = self._state.digests  # from now on, a flipped bit is noticed
         used = first_units(self.assignment.units, self.assignment.inner_steps)
-        return self._assignments.ask(flight.round + 1, units_left(self.carry.units + used, flight.consumed))
+        left = [] if flight.superseded else units_left(self.carry.units + used, flight.consumed)
+        return self._assignments.ask(flight.round + 1, left)
 
     def _check_wanted(self) -> None:
         """Raise Unwanted where the lease ended in the middle of the round, or the coordinator said stop, and the work

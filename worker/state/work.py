@@ -21,7 +21,7 @@ class Missed:
 @dataclass(frozen=True)
 class Superseded:
     """Another contribution of this worker to the fragment stands, of an earlier process that trained on other units.
-    What of these the mean has is not known here, so nothing of this fragment goes into the next contribution."""
+    What of these the mean has is not known here, so nothing of this round's work goes into the next one."""
 
 
 @dataclass(frozen=True)
