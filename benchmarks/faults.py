@@ -42,11 +42,11 @@ from protocol.spec import RunSpec, SyncSpec, parse_spec
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
 from worker.codecs import pack_fragment, unpack_payload
 from worker.data import TextData
-from worker.fragments import Fragments, tensor_specs
 from worker.models import build_model
-from worker.outer_state import OuterState
+from worker.state.fragments import DenseFragments, tensor_specs
+from worker.state.outer_state import OuterState
+from worker.state.work import Carry, Contribution, Missed
 from worker.train import build_inner_optimizer, evaluate, learning_rate, mean_loss, set_learning_rate
-from worker.work import Carry, Missed, Work, carry_of
 
 WORKERS = 8
 CPU = torch.device("cpu")
@@ -171,7 +171,7 @@ class Replica:
         self.optimizer = build_inner_optimizer(self.model, spec.inner)
         self.parameters = list(self.model.parameters())
         self.layout = plan_fragments(tensor_specs(self.model), spec.sync.fragment_elements)
-        self.fragments = Fragments(self.model, self.layout)
+        self.fragments = DenseFragments(self.model, self.layout)
         self.carry = Carry()
 
     def begin(self, state: OuterState) -> None:
@@ -194,32 +194,41 @@ class Replica:
             losses.append(loss.detach())
         return float(torch.stack(losses).mean())
 
-    def collect(self, round_number: int, state: OuterState, units: range, loss: float) -> Work:
-        """The pseudo-gradients, and what they were trained on."""
+    def collect(self, round_number: int, state: OuterState, units: range, loss: float) -> list[Contribution]:
+        """The pseudo-gradients, by fragment, and what they were trained on."""
         carry = self.carry
         deltas = [self.fragments.pseudo_gradient(p, theta, carry.delta(p)) for p, theta in enumerate(state.theta)]
-        return Work(
-            round=round_number,
-            units=[*self.carry.units, [units.start, units.stop]],
-            weight=len(units),
-            inner_steps=self.carry.inner_steps + len(units),
-            loss=loss,
-            norms=[float(torch.linalg.vector_norm(delta)) for delta in deltas],
-            deltas=deltas,
-            late=carry.late,
-        )
+        return [
+            Contribution(
+                round=round_number,
+                fragment=p,
+                units=[*carry.units, [units.start, units.stop]],
+                weight=len(units),
+                inner_steps=carry.inner_steps + len(units),
+                loss=loss,
+                norm=float(torch.linalg.vector_norm(delta)),
+                delta=delta,
+                late=carry.late.get(p),
+            )
+            for p, delta in enumerate(deltas)
+        ]
+
+    def carry_on(self, work: list[Contribution], means: dict[int, Tensor], share: float) -> None:
+        """All of `work` was late: it goes into the next contributions."""
+        late, first = {each.fragment: each.missed(Missed(means[each.fragment], share)) for each in work}, work[0]
+        self.carry = Carry(late, first.units, first.weight, first.inner_steps, first.loss)
 
 
-def contribution(worker: int, work: Work, p: int, state: OuterState, spec: RunSpec) -> tuple[Payload, int]:
-    """Fragment p of a worker's contribution as the coordinator reads it, and its weight in tokens."""
-    frames = pack_fragment(work.deltas[p], spec.sync.upload_codec, zstd=False)
+def contribution(worker: int, work: Contribution, state: OuterState, spec: RunSpec) -> tuple[Payload, int]:
+    """A worker's contribution to one fragment as the coordinator reads it, and its weight in tokens."""
+    p, frames = work.fragment, pack_fragment(work.delta, spec.sync.upload_codec, zstd=False)
     tokens = work.weight * spec.unit_tokens
     header = ContributionHeader(
         run=spec.name,
         round=work.round,
         fragment=p,
         codec=spec.sync.upload_codec,
-        elements=len(work.deltas[p]),
+        elements=len(work.delta),
         chunk_elements=CHUNK_ELEMENTS,
         frame_bytes=[len(frame) for frame in frames],
         worker=f"worker-{worker}",
@@ -227,7 +236,7 @@ def contribution(worker: int, work: Work, p: int, state: OuterState, spec: RunSp
         tokens=tokens,
         inner_steps=work.inner_steps,
         loss=work.loss,
-        norm=work.norms[p],
+        norm=work.norm,
         units=work.units,
         carried=[],
         carried_share=1.0,
@@ -318,15 +327,15 @@ def run(scenario: Scenario, spec: RunSpec, size: Size, data: TextData, start: St
         on_time = [worker for worker in range(WORKERS) if worker not in late]
         means = {}
         for p in range(len(state)):
-            in_time = [contribution(worker, works[worker], p, state, spec) for worker in on_time]
+            in_time = [contribution(worker, works[worker][p], state, spec) for worker in on_time]
             means[p] = step(in_time, p, state, spec)
         for worker, (replica, work) in enumerate(zip(replicas, works, strict=True)):
             if worker not in late:
-                counted += sum(stop - first for first, stop in work.units) * spec.unit_tokens
+                counted += sum(stop - first for first, stop in work[0].units) * spec.unit_tokens
             if scenario.then == "carried":
-                share = len(on_time) / WORKERS
-                missed = {p: Missed(mean, share) for p, mean in means.items()} if worker in late else {}
-                replica.carry = carry_of(work, missed)
+                replica.carry = Carry()
+                if worker in late:
+                    replica.carry_on(work, means, len(on_time) / WORKERS)
         kept = late if scenario.then == "kept" else set()
         virtual += max(steps / speed for steps, speed in zip(inner_steps, SPEEDS.tolist(), strict=True))
 

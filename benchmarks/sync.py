@@ -50,12 +50,13 @@ from protocol.fragments import TensorSpec
 from protocol.heap import keep_freed_memory
 from protocol.messages import Action, JoinRequest, Metrics
 from protocol.wire import CHUNK_ELEMENTS, StateHeader
-from worker.client import Client, open_http
 from worker.codecs import pack_fragment
-from worker.membership import Membership
-from worker.outer_state import OuterState
-from worker.sync import Sync
-from worker.work import Work
+from worker.link.client import Client, open_http
+from worker.link.membership import Membership
+from worker.rounds.exchange import Exchange
+from worker.rounds.flight import Flight
+from worker.state.outer_state import OuterState
+from worker.state.work import Contribution
 
 # Workers and parameters, for the coordinator's memory; and the rounds that it takes until no more comes in use.
 CREWS = ((2, 25_000_000), (32, 25_000_000), (2, 100_000_000), (2, 400_000_000))
@@ -204,20 +205,23 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
             _seed(client, membership, state)
         barrier.wait()
         state.round = 0
-        sync = Sync(client, membership, spec, state, torch.device("cpu"), threading.Event())
+        exchange = Exchange(membership, spec, state, torch.device("cpu"), threading.Event())
         before = client.traffic.upload_bytes
         deltas = list(delta.split(layout.elements))
         for round_ in range(plan.rounds + 1):
             ask = partial(client.assignment, worker=membership.worker, state_round=round_)
             while (assignment := membership.act(ask)).action is not Action.TRAIN:
                 pass  # a long poll
-            work = Work(round_, assignment.units, 1, 1, 1.0, [1.0] * len(deltas), deltas)
+            work = [Contribution(round_, p, assignment.units, 1, 1, 1.0, 1.0, each) for p, each in enumerate(deltas)]
             # As `DiLoCo` does it: the digests while it asks for units, and again with the pseudo-gradients.
-            assert all(state.fragment_digest(p) and state.is_sound(p) for p in range(len(state)))
+            assert all(state.fragment_digest(p) and state.is_intact(p) for p in range(len(state)))
             barrier.wait()
             cpu, coordinator_cpu = time.process_time(), _cpu_seconds(plan.coordinator_pid)
             started = time.monotonic()
-            sync.run(work)
+            flight = Flight(exchange, round_)
+            for each in work:
+                flight.send_made(each)
+            flight.end()
             report["sync"].append((started, time.monotonic()))
             report["worker_cpu"].append(time.process_time() - cpu)
             barrier.wait()

@@ -20,13 +20,14 @@ from torch import nn
 
 from outerstep import DiLoCo
 from protocol.messages import Action, Assignment, JoinRequest
-from worker import seeding
-from worker.client import Client, open_http
-from worker.fragments import Fragments, tensor_specs
-from worker.membership import Membership
-from worker.outer_state import OuterState
-from worker.sync import Sync
-from worker.work import Work
+from worker.link import seeding
+from worker.link.client import Client, open_http
+from worker.link.membership import Membership
+from worker.rounds.exchange import Exchange
+from worker.rounds.flight import Flight
+from worker.state.fragments import DenseFragments, tensor_specs
+from worker.state.outer_state import OuterState
+from worker.state.work import Contribution
 
 
 class Flat(nn.Module):
@@ -70,19 +71,23 @@ def synchronise(url: str, run: str, token: str, rank: int, elements: int, rounds
 
         while (asked := ask(None)).action is not Action.RECOVER:
             if asked.action is Action.SEED:
-                seeding.seed(client, membership, spec, Fragments(model, layout), state)
+                seeding.seed(membership, spec, DenseFragments(model, layout), state)
         for p in range(len(state)):  # state 0 is known to everybody here
             state.set(p, torch.zeros(layout.elements[p]), None)
-        sync = Sync(client, membership, spec, state, torch.device("cpu"), threading.Event())
+        exchange = Exchange(membership, spec, state, torch.device("cpu"), threading.Event())
         for round_ in range(rounds):
             while (asked := ask(round_)).action is not Action.TRAIN:
                 pass
-            work = Work(round_, asked.units, 1, 1, 1.0, [1.0] * len(state), list(delta.split(layout.elements)))
+            deltas = enumerate(delta.split(layout.elements))
+            work = [Contribution(round_, p, asked.units, 1, 1, 1.0, 1.0, each) for p, each in deltas]
             say(at="ready")
             sys.stdin.readline()
             up, down = client.traffic.upload_bytes, client.traffic.download_bytes
             started = time.monotonic()
-            sync.run(work)
+            flight = Flight(exchange, round_)
+            for each in work:
+                flight.send_made(each)
+            flight.end()
             ended = time.monotonic()
             up, down = client.traffic.upload_bytes - up, client.traffic.download_bytes - down
             say(started=started, ended=ended, up=up, down=down)

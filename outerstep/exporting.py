@@ -6,8 +6,8 @@ import httpx
 from torch import nn
 from transformers.utils import logging
 
-from worker.client import Client
 from worker.export import export
+from worker.link.client import Client
 
 
 def export_model(http: httpx.Client, run: str, token: str, directory: Path, state: int | None = None) -> nn.Module:

@@ -11,8 +11,8 @@ from outerstep.rest import Client as Operator
 from protocol import messages
 from protocol.answers import raise_for_problem, read_message
 from protocol.errors import PROBLEMS, Problem, Remedy, Transient, UnexpectedAnswer
-from worker.client import Client as Worker
-from worker.retry import is_transient
+from worker.link.client import Client as Worker
+from worker.link.retry import is_transient
 
 URL = "http://c/v1/runs/r"
 

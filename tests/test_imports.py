@@ -1,5 +1,7 @@
-"""Who may import whom: each rule is checked in a fresh interpreter, with everything below the package imported."""
+"""Who may import whom: between packages in a fresh interpreter, with everything below the package imported; between the
+rooms of a package in its source."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -23,6 +25,27 @@ STATEMENTS: dict[str, list[str]] = {
     "import outerstep": [*TORCH, *WEB, *DATABASE, "coordinator", "worker"],
     "import outerstep.cli": [*TORCH, *WEB, *DATABASE, "coordinator", "worker"],
     "from coordinator.app import create_app": TORCH,
+}
+
+# The rooms of a package, lowest first: a package or module in it, and the rooms below that it may import from. The
+# modules of a room import each other freely, in no circle.
+ROOMS: dict[str, dict[str, set[str]]] = {
+    "worker": {
+        "errors": set(),
+        "settings": set(),
+        "accounts": set(),
+        "codecs": set(),
+        "data": {"errors"},
+        "models": {"errors"},
+        "tuning": {"codecs"},
+        "state": {"errors", "accounts", "codecs", "tuning"},
+        "link": {"errors", "accounts", "codecs", "tuning", "state"},
+        "rounds": {"errors", "accounts", "codecs", "tuning", "state", "link"},
+        "diloco": {"accounts", "state", "link", "rounds"},
+        "export": {"errors", "codecs", "models", "state", "link"},
+        "train": {"data", "models", "diloco"},
+        "agent": {"errors", "settings", "data", "models", "link", "diloco", "train"},
+    },
 }
 
 IMPORT_ALL = """
@@ -78,3 +101,49 @@ def test_diloco_comes_lazily() -> None:
     modules = imported_by("from outerstep import DiLoCo; assert DiLoCo.__module__ == 'worker.diloco'")
     assert "torch" in modules
     assert not modules.intersection([*WEB, *DATABASE, "coordinator"])
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports_of(path: Path, modules: set[str]) -> set[str]:
+    """Those of `modules` that the file imports, wherever in it: `from a import b` is of a.b where that is a module."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            within = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else str(node.module) for name in within}
+    return found & modules
+
+
+def graph_of(package: str) -> dict[str, set[str]]:
+    """Each module of the package, and those of the same package that it imports."""
+    paths = {module_of(path): path for path in (ROOT / package).rglob("*.py")}
+    return {name: imports_of(path, set(paths)) - {name} for name, path in paths.items()}
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_only_what_is_below_them(package: str) -> None:
+    rooms, graph = ROOMS[package], graph_of(package)
+    room_of = {name: name.split(".")[1] for name in graph if name != package}
+    assert set(rooms) == set(room_of.values()), "a room without its rule"
+    order = list(rooms)
+    for room, below in rooms.items():
+        assert below <= set(order[: order.index(room)]), f"{room} may import what is not below it"
+    used = {
+        room: {room_of[each] for name in graph if room_of.get(name) == room for each in graph[name]} for room in rooms
+    }
+    assert {room: sorted(used[room] - {room} - rooms[room]) for room in rooms} == {room: [] for room in rooms}
+    assert {room: sorted(rooms[room] - used[room]) for room in rooms} == {room: [] for room in rooms}, "not needed"
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_modules_import_each_other_in_no_circle(package: str) -> None:
+    graph = graph_of(package)
+    while leaves := {name for name, imports in graph.items() if not imports & graph.keys()}:
+        graph = {name: imports for name, imports in graph.items() if name not in leaves}
+    assert sorted(graph) == [], "these are in a circle, or import one"

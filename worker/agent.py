@@ -19,10 +19,10 @@ from protocol.errors import CodecError, OuterstepError, Problem, Remedy
 from protocol.exit_codes import Exit
 from protocol.heap import keep_freed_memory
 from protocol.messages import RunDetail, RunState
-from worker.client import Client, open_http
 from worker.data import TextData
 from worker.diloco import DiLoCo
 from worker.errors import DataError, ModelError, StateDirBusy, Stopped
+from worker.link.client import Client, open_http
 from worker.models import build_model
 from worker.settings import WorkerSettings
 from worker.train import build_inner_optimizer, evaluate, train
@@ -68,8 +68,8 @@ def run_worker(settings: WorkerSettings, *, end_process: Callable[[int], object]
 
 
 def choose_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is CUDA, MPS or the CPU, whichever is there first. ValueError where it is not
-    there."""
+    """Return the device called `name`; "auto" is CUDA, MPS or the CPU, whichever is there first. ValueError where it is
+    not there."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -135,7 +135,7 @@ def host_facts(device: torch.device) -> dict[str, str | int | float]:
 
 @contextmanager
 def stop_on_signals(end_process: Callable[[int], object]) -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set: finish the inner step, hand in what is done, leave.
+    """Yield an event that SIGTERM and SIGINT set: finish the inner step, hand in what is done, leave.
 
     A second signal ends the process; so does `end_process`, where something keeps it from leaving in time.
     """

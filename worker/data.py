@@ -53,7 +53,7 @@ class TextData:
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
     def unit(self, number: int) -> Tensor:
-        """Work unit `number`, int64[batch_size, sequence_length + 1]."""
+        """Return work unit `number`, int64[batch_size, sequence_length + 1]."""
         epoch, index = divmod(number, self.units_per_epoch)
         if epoch != self._epoch:
             # RandomState's streams are frozen: the same numbers in every version of numpy.
@@ -80,7 +80,7 @@ Files = list[tuple[str, bytes]]
 
 
 def _read_files(source: str) -> Files:
-    """(relative name, content) of every file, in order of name."""
+    """Return (relative name, content) of every file, in order of name."""
     names = list(_python_stdlib() if source == "python-stdlib" else _text_files(source))
     if not names:
         raise DataError(f"data.source = {source!r} names no files on this machine")
@@ -101,8 +101,8 @@ def _python_stdlib() -> Iterator[tuple[str, Path]]:
 
 
 def _text_files(source: str) -> Iterator[tuple[str, Path]]:
-    """A directory's files, hidden ones left out, or those of a glob; names are relative to the directory or the fixed
-    part."""
+    """Yield a directory's files, hidden ones left out, or those of a glob; names are relative to the directory or the
+    fixed part."""
     expanded = Path(source).expanduser()
     if expanded.is_dir():
         yield from _walk(expanded, lambda directory: not directory.startswith("."))

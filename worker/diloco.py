@@ -16,8 +16,8 @@ round's parameters in the model. Source of the algorithm: DiLoCo (arXiv 2311.081
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -30,23 +30,31 @@ from torch import Tensor, nn
 from protocol.errors import OuterstepError
 from protocol.messages import DataSummary, EvaluationReport, JoinRequest, RunDetail
 from protocol.spec import RunSpec
-from worker import snapshot
-from worker.client import Client, open_http
-from worker.errors import ModelError, Stopped
-from worker.fragments import Fragments, tensor_specs
-from worker.heartbeat import Heartbeat
-from worker.inner_steps import InnerSteps
-from worker.membership import Membership
-from worker.outer_state import OuterState
-from worker.progress import Progress
-from worker.rounds import Rounds
-from worker.saver import Saver
-from worker.state_dir import StateDir
-from worker.streaming import StreamedRounds
-from worker.sync import Sync
-from worker.work import Midway, Work, first_units
+from worker.accounts.progress import Progress
+from worker.link.client import Client, open_http
+from worker.link.heartbeat import Heartbeat
+from worker.link.membership import Membership
+from worker.rounds.exchange import Exchange
+from worker.rounds.inner_steps import InnerSteps
+from worker.rounds.rounds import Rounds
+from worker.rounds.training import Training
+from worker.state.fragments import DenseFragments, tensor_specs
+from worker.state.outer_state import OuterState
+from worker.state.saver import Saver
+from worker.state.snapshot import identity
+from worker.state.state_dir import StateDir
+from worker.state.units import first_units
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What there is of a worker only once it has joined the run."""
+
+    state: OuterState
+    heartbeat: Heartbeat
+    rounds: Rounds
 
 
 class DiLoCo:
@@ -82,17 +90,18 @@ class DiLoCo:
     ) -> None:
         self.spec: RunSpec = run.spec
         self.name = name
+        self.model = model
+        self.client = client
         self._run = run
-        self._model = model
         self._optimizer = inner_optimizer
-        self._client = client
         self._files = StateDir(state_dir) if state_dir is not None else None
         self._evaluate = evaluate
         self._progress = Progress(client.traffic, client.stages, clock)
         request = JoinRequest(tensors=tensor_specs(model), data=data, host=host or {})
         self._membership = Membership(client, name, request, self._files)
         self._steps = InnerSteps(run.spec)
-        self._owned_http: httpx.Client | None = None
+        self._resources = ExitStack()
+        self._joined: Joined | None = None
 
     @classmethod
     def connect(
@@ -106,7 +115,7 @@ class DiLoCo:
         name: str,
         **options: Any,
     ) -> Self:
-        """A DiLoCo on the coordinator at `url`; `options` are those of DiLoCo itself."""
+        """Return a DiLoCo on the coordinator at `url`; `options` are those of DiLoCo itself."""
         http = open_http(url)
         try:
             client = Client(http, run, token)
@@ -114,15 +123,27 @@ class DiLoCo:
         except BaseException:
             http.close()
             raise
-        diloco._owned_http = http
+        diloco._resources.callback(http.close)
         return diloco
 
     # --- what a training loop uses --------------------------------------------------------------------------------
 
     @property
+    def has_joined(self) -> bool:
+        """Whether there is `joined`."""
+        return self._joined is not None
+
+    @property
+    def joined(self) -> Joined:
+        """What there is once the run is joined. Raises RuntimeError before that."""
+        if self._joined is None:
+            raise RuntimeError("DiLoCo is a context manager: train within `with DiLoCo.connect(...) as diloco:`")
+        return self._joined
+
+    @property
     def round(self) -> int:
         """The round that is being trained."""
-        return self._rounds.assignment.round
+        return self.joined.rounds.assignment.round
 
     @property
     def inner_step(self) -> int:
@@ -147,26 +168,27 @@ class DiLoCo:
     @property
     def finished(self) -> bool:
         """Whether to stop training: the run is over, or this worker was asked to stop."""
-        return self._rounds.finished or self._client.stop.is_set()
+        return self.joined.rounds.finished or self.client.stop.is_set()
 
     def units(self) -> Iterator[int]:
-        """The numbers of the work units to train on, one per inner step, until `finished`.
+        """Yield the numbers of the work units to train on, one per inner step, until `finished`.
 
         Asking for the next one says that the last one is done with: where its step was skipped, as a GradScaler does,
         it is spent all the same, and the round has an inner step less. The unit in hand when the loop breaks out goes
         back to the pool, if its step is not done.
         """
+        rounds = self.joined.rounds
         while not self.finished:
-            assignment = self._rounds.assignment
+            assignment = rounds.assignment
             due = first_units(assignment.units, assignment.inner_steps)
             for unit in chain.from_iterable(range(start, stop) for start, stop in due):
                 self._steps.begin_unit()
                 yield unit
                 self._steps.end_unit()
-                if self.finished or self._rounds.assignment is not assignment:
+                if self.finished or rounds.assignment is not assignment:
                     break
             else:
-                self._move_on(ends=True)  # fewer than H steps: some were skipped
+                rounds.advance(ended=True)  # fewer than H steps: some were skipped
 
     def report_loss(self, loss: Tensor) -> None:
         """Tell one inner step's mean loss (a scalar, nats per token) before `optimizer.step()`; it costs no device
@@ -176,125 +198,60 @@ class DiLoCo:
         """
         self._progress.report_loss(loss)
 
-    # --- one round ------------------------------------------------------------------------------------------------
-
-    def _after_inner_step(self, *_: Any) -> None:
-        """The optimizer's hook: one inner step is done."""
-        if self._rounds.finished:
-            return
-        self._steps.step()
-        self._progress.step(self.inner_step)
-        if self._client.stop.is_set():
-            return  # on the way out, `__exit__` hands in what is done
-        if self._heartbeat.failure is not None:
-            raise self._heartbeat.failure
-        run_ended = self._heartbeat.run_ended
-        if self._rounds.lease_ended or run_ended.is_set():
-            run_ended.clear()
-            if not self._rounds.still_wanted():
-                self._keep_state()
-                return
-        self._move_on(ends=self.inner_step >= self._rounds.assignment.inner_steps)
-
-    def _move_on(self, *, ends: bool) -> None:
-        """Do what is due: at the end of the round, exchange pseudo-gradients, take the outer step, begin the next."""
-        try:
-            if ends:
-                self._rounds.end(self._save)
-                self._keep_state()
-            else:
-                self._rounds.after_step()
-        except Stopped:
-            self._rounds.finished = True
-
-    # --- snapshot and lifetime ------------------------------------------------------------------------------------
-
-    def _keep_state(self) -> None:
-        if self._rounds.training:
-            self._saver.keep_state()
-
-    def _save(self, work: Work | Midway, *, partial: bool = False) -> Future[None] | None:
-        def optimizer() -> dict[str, Any]:
-            taken: dict[str, Any] = self._optimizer.state_dict()
-            if isinstance(work, Midway):  # the training goes on while it is written
-                taken = snapshot.copied(taken, self._fragments.memory)
-            return taken
-
-        warmup_left = self._steps.warmup_left or 0
-        return self._saver.save(work, partial=partial, optimizer=optimizer, warmup_left=warmup_left)
-
-    def _resume(self) -> None:
-        """Go on with the sync in which, or after which, the last process with this state directory ended."""
-        taken = self._saver.load()
-        if taken is None:
-            for p in range(len(self._fragments)):
-                self._state.set(p, self._fragments.gather(p), None)
-            return
-        self._rounds.maybe_state_0, self._steps.warmup_left = False, taken.warmup_left
-        try:
-            self._optimizer.load_state_dict(taken.inner_optimizer)
-        except ValueError as error:
-            raise ModelError(
-                f"the inner optimizer is not the one of the snapshot in this state_dir: {error}"
-            ) from error
-        log.info("resuming with the work of round %d", taken.work.round)
-        self._rounds.resume(taken.work, partial=taken.partial)
+    # --- lifetime -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        with ExitStack() as resources:
-            if self._owned_http is not None:
-                resources.callback(self._owned_http.close)
+        with self._resources as resources:
             if self._files is not None:
                 resources.enter_context(self._files)
-            reply = self._membership.join()
-            resources.callback(self._leave)
-            self._fragments = Fragments(self._model, reply.layout)
-            on_cuda = self._fragments.device.type == "cuda"
-            self._state = OuterState(reply.layout, self.spec.outer, pin_memory=on_cuda)
-            metrics = self._progress.metrics
-            self._heartbeat = Heartbeat(self._client, self._membership, reply.lease_s, metrics)
-            resources.enter_context(self._heartbeat)
-            # Metal does not promise IEEE division, which the codecs' bytes depend on; CUDA and CPUs do.
-            encoder = self._fragments.device if on_cuda else torch.device("cpu")
-            run_ended = self._heartbeat.run_ended
-            self._sync = Sync(self._client, self._membership, self.spec, self._state, encoder, run_ended)
-            rounds = StreamedRounds if self.spec.sync.streams else Rounds
-            self._rounds = rounds(
-                self._client,
-                self._membership,
-                self.spec,
-                self._fragments,
-                self._state,
-                self._sync,
-                self._steps,
-                self._progress,
-                self._evaluate,
-                self._heartbeat.beat_now,
-            )
-            resources.callback(self._rounds.close)
-            owner = snapshot.identity(self._run, reply.layout, self.name)
-            self._saver = resources.enter_context(Saver(self._files, owner, self._state, self._client.stages))
-            try:
-                self._resume()
-                self._rounds.begin_first()
-                self._keep_state()
-            except Stopped:
-                self._rounds.finished = True
+            self._joined = joined = self._join(resources)
+            joined.rounds.begin()
             resources.callback(self._optimizer.register_step_post_hook(self._after_inner_step).remove)
             self._resources = resources.pop_all()
         return self
+
+    def _join(self, resources: ExitStack) -> Joined:
+        client, spec, membership = self.client, self.spec, self._membership
+        reply = membership.join()
+        resources.callback(self._leave)
+        fragments = DenseFragments(self.model, reply.layout)
+        on_cuda = fragments.device.type == "cuda"
+        state = OuterState(reply.layout, spec.outer, pin_memory=on_cuda)
+        heartbeat = resources.enter_context(Heartbeat(membership, reply.lease_s, self._progress.metrics))
+        # Metal does not promise IEEE division, which the codecs' bytes depend on; CUDA and CPUs do.
+        encoder = fragments.device if on_cuda else torch.device("cpu")
+        exchange = Exchange(membership, spec, state, encoder, heartbeat.run_ended)
+        training = Training(fragments, self._optimizer, self._steps, self._progress, self._evaluate)
+        owner = identity(self._run, reply.layout, self.name)
+        saver = resources.enter_context(Saver(self._files, owner, state, client.stages))
+        rounds = Rounds(exchange, training, saver, heartbeat)
+        resources.callback(rounds.close)
+        return Joined(state, heartbeat, rounds)
+
+    def _after_inner_step(self, *_: Any) -> None:
+        """The optimizer's hook: one inner step is done."""
+        rounds, heartbeat = self.joined.rounds, self.joined.heartbeat
+        if rounds.finished:
+            return
+        self._steps.step()
+        self._progress.step(self.inner_step)
+        if self.client.stop.is_set():
+            return  # on the way out, `__exit__` hands in what is done
+        if heartbeat.failure is not None:
+            raise heartbeat.failure
+        rounds.advance(ended=self.inner_step >= rounds.assignment.inner_steps)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._resources:
             if kind is None:
-                self._rounds.hand_in(self._save)
+                self.joined.rounds.hand_in()
 
     def _leave(self) -> None:
         """Tell the coordinator, so that nobody waits for this worker and its units return to the pool."""
         self._progress.phase("leave")
-        state = getattr(self, "_state", None)
+        state = None if self._joined is None else self._joined.state
         round_number = None if state is None else state.round
         state_digest = None if state is None or round_number is None else state.digest()
         try:

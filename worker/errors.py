@@ -5,7 +5,8 @@ OuterstepError (protocol)
 ├── DataError           a training set that cannot be read, or is too small
 ├── StateDirBusy        another process works in the same state directory
 ├── Resync              the worker's outer state is not the run's: take a checkpoint, drop the round's work
-├── WorkLost            the work units of a contribution belong to somebody else by now
+├── WorkLost            the work units of a contribution belong to somebody else by now: drop the round's work
+├── Unwanted            the round's work is not wanted any more: drop it
 ├── RunEnded            the run ended while something of it was waited for
 └── Stopped             the worker was asked to stop while it waited
 """
@@ -31,6 +32,10 @@ class Resync(OuterstepError):
 
 class WorkLost(OuterstepError):
     """The work units of a contribution belong to somebody else by now."""
+
+
+class Unwanted(OuterstepError):
+    """The round's work is not wanted any more."""
 
 
 class RunEnded(OuterstepError):

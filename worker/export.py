@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from protocol import wire
 from protocol.fragments import first_difference
 from protocol.messages import RunState
-from worker.client import Client
 from worker.codecs import unpack_payload
 from worker.errors import ModelError
-from worker.fragments import Fragments, tensor_specs
+from worker.link.client import Client
 from worker.models import BYTES, build_model, logits_of
+from worker.state.fragments import DenseFragments, tensor_specs
 
 _HOST = torch.device("cpu")
 TEMPERATURE = 0.8
@@ -24,7 +24,8 @@ _CONNECTIONS = 4
 
 
 def load_checkpoint(client: Client, state_round: int | None = None) -> nn.Module:
-    """The run's model with the parameters of checkpoint `state_round` (None: the latest), on the CPU, for evaluation.
+    """Return the run's model with the parameters of checkpoint `state_round` (None: the latest), on the CPU, for
+    evaluation.
 
     Of a finished run the latest is the last: the coordinator takes its own last step a moment after the run has
     finished, and that is waited for. Raises Problem `not-found` where there is no such checkpoint, `gone` where
@@ -39,7 +40,7 @@ def load_checkpoint(client: Client, state_round: int | None = None) -> nn.Module
     difference = first_difference(checkpoint.layout.tensors, tensor_specs(model))
     if difference:
         raise ModelError(f"the model built here is not the model of the run {client.run}: {difference}")
-    fragments = Fragments(model, checkpoint.layout)
+    fragments = DenseFragments(model, checkpoint.layout)
     with ThreadPoolExecutor(_CONNECTIONS, "export") as connections:
         for p, elements in enumerate(checkpoint.layout.elements):
             limit_bytes = wire.max_payload_bytes("fp32", 2 * elements)
@@ -70,7 +71,8 @@ def export(client: Client, directory: Path, state_round: int | None = None) -> n
 
 @torch.no_grad()
 def sample(model: nn.Module, prompt: bytes, n: int, generator: torch.Generator) -> bytes:
-    """`n` bytes that the model writes after `prompt` (not empty), at temperature 0.8; `generator` is a CPU one."""
+    """Return `n` bytes that the model writes after `prompt` (not empty), at temperature 0.8; `generator` is a CPU
+    one."""
     config = getattr(model, "config", None)
     context = getattr(config, "max_position_embeddings", None) or len(prompt) + n
     device = next(model.parameters()).device

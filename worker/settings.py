@@ -12,7 +12,7 @@ from protocol.spec import NAME_PATTERN, Name
 
 
 def default_name() -> str:
-    """The host's name as a worker's name."""
+    """Return the host's name as a worker's name."""
     name = re.sub(r"[^a-z0-9._-]+", "-", platform.node().lower()).strip("._-")[:63]
     return name if re.match(NAME_PATTERN, name) else "worker"
 
@@ -42,5 +42,5 @@ class WorkerSettings(BaseModel):
 
     @property
     def directory(self) -> Path:
-        """Where this worker keeps its state."""
+        """The directory of this worker's state."""
         return self.state_dir or Path.home() / ".local/state/outerstep" / self.run / self.name

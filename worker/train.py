@@ -35,7 +35,7 @@ def train(
 
 
 def build_inner_optimizer(model: nn.Module, inner: InnerSpec) -> torch.optim.AdamW:
-    """AdamW on the trainable parameters; fused, which torch offers for CPU, CUDA and MPS."""
+    """Return AdamW on the trainable parameters; fused, which torch offers for CPU, CUDA and MPS."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(
         parameters,
@@ -47,14 +47,15 @@ def build_inner_optimizer(model: nn.Module, inner: InnerSpec) -> torch.optim.Ada
 
 
 def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean cross-entropy, nats per token, of int64[batch, length + 1]; in bf16 autocast on CUDA."""
+    """Return the mean cross-entropy, nats per token, of int64[batch, length + 1]; in bf16 autocast on CUDA."""
     with _autocast(batch.device):
         logits = logits_of(model, batch[:, :-1])
     return functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
 def learning_rate(spec: RunSpec, global_step: int) -> float:
-    """Linear warmup, then cosine decay to `final_fraction` of the peak at the run's last inner step."""
+    """Return the learning rate: linear warmup, then cosine decay to `final_fraction` of the peak at the run's last
+    inner step."""
     inner = spec.inner
     if global_step < inner.warmup_steps:
         return inner.learning_rate * (global_step + 1) / inner.warmup_steps
@@ -70,14 +71,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def round_seed(seed: int, worker: str, round_number: int) -> int:
-    """Seed of one worker's random numbers (dropout, for example) in one round."""
+    """Return the seed of one worker's random numbers (dropout, for example) in one round."""
     name = f"{seed}\0{worker}\0{round_number}"
     return int.from_bytes(blake3(name.encode()).digest()[:8], "little") >> 1
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: TextData, max_tokens: int, device: torch.device) -> EvaluationReport:
-    """Held-out loss, mean nats per token, over at most `max_tokens` held-out tokens."""
+    """Return the held-out loss, mean nats per token, over at most `max_tokens` held-out tokens."""
     was_training = model.training
     model.eval()
     total, tokens = 0.0, 0

@@ -11,7 +11,7 @@ from protocol.messages import JoinRequest, RunState, WorkerChange
 from tests.simulation.ledger import Violation, demand
 from tests.simulation.network import Weather
 from tests.simulation.worker_node import Toy, WorkerNode
-from worker.fragments import tensor_specs
+from worker.state.fragments import tensor_specs
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation

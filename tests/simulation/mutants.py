@@ -22,9 +22,11 @@ from coordinator.store import files
 from coordinator.sync import contributing, delta_file, outer_state, publishing
 from coordinator.upkeep import restoring
 from protocol.messages import FragmentState
-from worker import fragments, streaming, sync
-from worker import outer_state as worker_outer_state
-from worker.work import Carry, Missed, Work, carry_of
+from worker.rounds import round as round_
+from worker.rounds import rounds
+from worker.state import outer_state as worker_outer_state
+from worker.state.fragments import DenseFragments
+from worker.state.work import Contribution, Late, Missed
 
 Replacement = tuple[Any, str, Any]
 
@@ -126,28 +128,32 @@ def _stale_tokens_work() -> list[Replacement]:
 
 
 def _no_rebase() -> list[Replacement]:
-    real = fragments.Fragments.rebase
-    gradient = fragments.Fragments.pseudo_gradient
+    real, gradient = DenseFragments.rebase, DenseFragments.pseudo_gradient
+
+    def without(self: DenseFragments, p: int, theta: torch.Tensor, carry: object = None, *rest: Any) -> torch.Tensor:
+        return gradient(self, p, theta, None, *rest)
+
     return [
-        (fragments.Fragments, "rebase", lambda self, p, theta, carry: real(self, p, theta, None)),
-        (fragments.Fragments, "pseudo_gradient", lambda self, p, theta, carry=None: gradient(self, p, theta, None)),
+        (DenseFragments, "rebase", lambda self, p, theta, carry: real(self, p, theta, None)),
+        (DenseFragments, "pseudo_gradient", without),
     ]
 
 
 def _carries_what_the_mean_has() -> list[Replacement]:
-    def whole(late: Work, missed: dict[int, Missed], unsent: dict[int, torch.Tensor]) -> Carry:
-        lacking = {p: Missed(torch.zeros_like(each.mean), each.share) for p, each in missed.items()}
-        return carry_of(late, lacking, unsent)
+    real = Contribution.missed
 
-    return [(sync, "carry_of", whole)]
+    def whole(self: Contribution, missed: Missed) -> Late:
+        return real(self, Missed(torch.zeros_like(missed.mean), missed.share))
+
+    return [(Contribution, "missed", whole)]
 
 
 def _drops_what_was_trained_meanwhile() -> list[Replacement]:
-    return [(streaming.StreamedRounds, "_ahead", _nothing)]
+    return [(DenseFragments, "progress_since", lambda self, p, local: torch.zeros_like(local))]
 
 
 def _forgets_units() -> list[Replacement]:
-    return [(streaming.StreamedRounds, "_not_consumed", lambda self, used, accepted: [])]
+    return [(where, "units_left", lambda named, consumed: []) for where in (round_, rounds)]
 
 
 def _no_units_returned() -> list[Replacement]:
@@ -206,7 +212,7 @@ MUTANTS = [
     Mutant("forgets units that no fragment has named", ("I6",), 3, _forgets_units),
     Mutant("returns no units of the dead", ("I6",), 0, _no_units_returned),
     Mutant("returns no units of rounds that were missed", ("I6",), 10, _forgotten_units_kept),
-    Mutant("lets a worker carry units that were dealt again", ("I6",), 386, _carries_whatever_it_says),
+    Mutant("lets a worker carry units that were dealt again", ("I6",), 1039, _carries_whatever_it_says),
     Mutant("consumes units outside the transaction", ("I6",), 0, _units_consumed_elsewhere),
     Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 14, _trusts_its_state_file),
     Mutant("fuses two operations of the outer step", ("I3",), 0, _fused_outer_step),

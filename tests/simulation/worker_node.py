@@ -18,9 +18,9 @@ from protocol.messages import EvaluationReport
 from tests.simulation.disk import Disk
 from tests.simulation.network import Line
 from tests.simulation.scheduler import Group, Killed, Scheduler
-from worker.client import TIMEOUT, Client
 from worker.diloco import DiLoCo
 from worker.errors import Stopped
+from worker.link.client import TIMEOUT, Client
 
 ELEMENTS = 256  # of a fragment, so units below this number can be told apart
 
@@ -163,9 +163,9 @@ class WorkerNode:
 
     def held(self) -> Any:
         """The outer state that the process holds, if it holds one."""
-        state = getattr(self.diloco, "_state", None)
+        state = self.diloco.joined.state if self.diloco is not None and self.diloco.has_joined else None
         return None if state is None or state.round is None else state
 
     def rounds(self) -> Any:
         """The way of the process through the rounds, if it has begun one."""
-        return getattr(self.diloco, "_rounds", None)
+        return self.diloco.joined.rounds if self.diloco is not None and self.diloco.has_joined else None

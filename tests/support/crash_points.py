@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import Any
 
 # Passed through by whoever the call is made for.
-_THROUGH = ("coordinator.store.files", "coordinator.store.database", "coordinator.runs.live_run", "worker.state_dir")
+_THROUGH = (
+    *("coordinator.store.files", "coordinator.store.database", "coordinator.runs.live_run"),
+    "worker.state.state_dir",
+)
 _RUN = re.compile(r"^runs/[^/]+/?")
 _WORKER = re.compile(r"\.[a-z]+\.[0-9a-f]{16}$")
 _NUMBER = re.compile(r"\b[0-9]+\b")

@@ -15,8 +15,8 @@ import worker.agent
 from coordinator.store import database
 from outerstep.cli import main
 from tests.support.crash_points import CrashPoints, caller
-from worker.client import Client
-from worker.outer_state import OuterState
+from worker.link.client import Client
+from worker.state.outer_state import OuterState
 
 IMPORTED = (coordinator.server, worker.agent, transformers.LlamaForCausalLM)  # once, before the fork
 

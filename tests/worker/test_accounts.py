@@ -9,7 +9,7 @@ from protocol.messages import RoundDetail, Stage
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
-from worker.transfer import PIECE_BYTES
+from worker.link.transfer import PIECE_BYTES
 
 
 def round_detail(run: Toy, number: int) -> RoundDetail:
@@ -56,7 +56,7 @@ def test_every_byte_and_every_second_of_a_run_is_in_some_account(tmp_path: Path)
 def test_who_leaves_in_the_middle_of_a_round_tells_what_it_has_done(tmp_path: Path) -> None:
     def stop(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (1, 2):
-            diloco._client.stop.set()
+            diloco.client.stop.set()
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(), tmp_path)

@@ -20,8 +20,8 @@ from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy
 from worker.agent import run_worker
-from worker.client import Client, open_http
 from worker.export import export, load_checkpoint, sample
+from worker.link.client import Client, open_http
 from worker.settings import WorkerSettings
 
 RUN = """
@@ -136,7 +136,7 @@ def test_a_function_s_model_is_exported_as_tensors(coordinator: InThread, tmp_pa
     with open_http(coordinator.url) as http:
         export(Client(http, "toy", run.token), tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
-    for name, parameter in diloco._model.named_parameters():
+    for name, parameter in diloco.model.named_parameters():
         assert torch.equal(tensors[name], parameter)
 
 
@@ -170,8 +170,8 @@ def test_another_training_set_is_refused(coordinator: InThread, text: Path, tmp_
         # A first worker fixes the training set, and leaves.
         from protocol.messages import JoinRequest, LeaveRequest
         from worker.data import TextData
-        from worker.fragments import tensor_specs
         from worker.models import build_model
+        from worker.state.fragments import tensor_specs
 
         client = Client(http, "text", coordinator.token(Scope.WORKER))
         spec = client.run_detail().spec

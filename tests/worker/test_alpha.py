@@ -12,7 +12,7 @@ from protocol.spec import RunSpec, parse_spec
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
-from worker.schedule import schedule
+from worker.rounds.schedule import schedule
 
 ROUNDS, STEPS, FRAGMENTS = 4, 6, 3
 START = torch.linspace(-1, 1, FRAGMENTS * 256)
@@ -78,7 +78,7 @@ def trained(tmp_path: Path, text: str) -> tuple[Sequence[Tensor], list[list[floa
                 optimizer.zero_grad()
                 path[unit // STEPS].append(float(model.values.detach().mean()))
         assert run.final().state_digest == run.told("a").state_digest
-    return diloco._state.theta, path
+    return diloco.joined.state.theta, path
 
 
 @pytest.mark.parametrize("alpha", [0.25, 1.0])

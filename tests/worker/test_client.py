@@ -17,12 +17,12 @@ from protocol.digest import parse_content_digest
 from protocol.errors import PROBLEMS, Problem, Remedy, UnexpectedAnswer
 from protocol.fragments import Layout
 from tests.support.http_server import Handler, serving
-from worker.client import Client, open_http
 from worker.errors import Stopped
-from worker.heartbeat import Heartbeat
-from worker.membership import Membership
-from worker.retry import BACKOFF_CAP_S
-from worker.transfer import PART_BYTES
+from worker.link.client import Client, open_http
+from worker.link.heartbeat import Heartbeat
+from worker.link.membership import Membership
+from worker.link.retry import BACKOFF_CAP_S
+from worker.link.transfer import PART_BYTES
 
 Answer = Callable[[httpx.Request], httpx.Response]
 LIMIT = 1 << 20
@@ -121,7 +121,7 @@ def test_an_outage_of_any_length(caplog: pytest.LogCaptureFixture) -> None:
     renew(client)
     assert max(clock.slept) <= BACKOFF_CAP_S
     assert len({round(wait, 6) for wait in clock.slept}) > len(clock.slept) / 2, "no jitter"
-    lines = [record.getMessage() for record in caplog.records if record.name == "worker.retry"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "worker.link.retry"]
     assert lines[0].startswith("the coordinator cannot be reached: ConnectError: refused; trying again in ")
     assert lines[-1].startswith("the coordinator answers again after 108")
     assert len(lines) <= 10_800 / 60 + 2
@@ -188,7 +188,7 @@ def test_a_lost_answer_to_a_heartbeat_leaves_time_for_another_within_the_lease()
 
     client, _, seen = make_client(answer)
     membership = Membership(client, "w", messages.JoinRequest(tensors=[]), None)
-    with Heartbeat(client, membership, 60.0, messages.Metrics) as heartbeat:
+    with Heartbeat(membership, 60.0, messages.Metrics) as heartbeat:
         heartbeat.beat_now()
         assert beaten.wait(30)
     assert [request.extensions["timeout"]["read"] for request in seen] == [20.0]

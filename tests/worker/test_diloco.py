@@ -14,9 +14,9 @@ from protocol.errors import CodecError, Problem
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
-from worker.client import Client, open_http
 from worker.diloco import DiLoCo
-from worker.fragments import Fragments
+from worker.link.client import Client, open_http
+from worker.state.fragments import DenseFragments
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def parameters(diloco: DiLoCo) -> list[bytes]:
-    return [parameter.detach().numpy().tobytes() for parameter in diloco._model.parameters()]
+    return [parameter.detach().numpy().tobytes() for parameter in diloco.model.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_killed_during_the_inner_steps(tmp_path: Path, undisturbed: str, round_n
 
     def kill(diloco: DiLoCo) -> None:
         if diloco.round == round_number and diloco.inner_step == 2:
-            diloco._client.die()  # type: ignore[attr-defined]
+            diloco.client.die()  # type: ignore[attr-defined]
 
     mortal = partial(MortalClient, dies=lambda what, number: False)
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
@@ -205,7 +205,7 @@ def test_a_lost_lease_noticed_by_the_heartbeat(tmp_path: Path, undisturbed: str)
     def lose(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (1, 2):
             evict(run, "a")
-            diloco._heartbeat._beat()
+            diloco.joined.heartbeat.beat()
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(), tmp_path)
@@ -227,7 +227,7 @@ def test_a_lost_lease_whose_units_somebody_took(tmp_path: Path, noticed: str) ->
             a_may_begin.set()
             assert b_has_units.wait(30)
             if noticed == "by the heartbeat":
-                diloco._heartbeat._beat()
+                diloco.joined.heartbeat.beat()
         elif diloco.inner_step == 1 and b_has_units.is_set():
             a_is_back.set()
 
@@ -267,7 +267,7 @@ def test_a_loop_that_knows_nothing_of_units(tmp_path: Path, undisturbed: str, lo
             while not diloco.finished:
                 if unit == lost_at:
                     evict(run, "a")
-                    diloco._heartbeat._beat()
+                    diloco.joined.heartbeat.beat()
                 toy.step(diloco, model, optimizer, unit)
                 unit += 1
         assert unit == 3 * toy.STEPS
@@ -333,12 +333,12 @@ def test_leaving_after_a_skipped_step(tmp_path: Path, leaves: str, used: int) ->
                 if unit == 2:  # skipped
                     if leaves == "with the unit in hand":
                         break
-                    diloco._client.stop.set()
+                    diloco.client.stop.set()
                 else:
                     toy.step(diloco, model, optimizer, unit)
         assert run.told("a").tokens == used * diloco.spec.unit_tokens
         given: list[int] = []
-        run.worker("b", on_step=lambda diloco: given.extend(chain(*diloco._rounds.assignment.units)))
+        run.worker("b", on_step=lambda diloco: given.extend(chain(*diloco.joined.rounds.assignment.units)))
         info = run.final()
         assert info.state_digest == run.told("b").state_digest
         assert min(given) == used
@@ -351,13 +351,13 @@ def test_asked_to_stop(tmp_path: Path) -> None:
 
     def stop(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (1, 2):
-            diloco._client.stop.set()
+            diloco.client.stop.set()
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(), tmp_path)
         assert run.worker("a", on_step=stop).inner_step == 2
         assert run.told("a").state == "left"
-        run.worker("b", on_step=lambda diloco: units.extend(chain(*diloco._rounds.assignment.units)))
+        run.worker("b", on_step=lambda diloco: units.extend(chain(*diloco.joined.rounds.assignment.units)))
         info = run.final()
         assert info.state_digest == run.told("b").state_digest
         assert info.tokens == (toy.STEPS + 2 + toy.STEPS) * info.spec.unit_tokens
@@ -367,7 +367,7 @@ def test_asked_to_stop(tmp_path: Path) -> None:
 def test_a_newcomer_recovers_from_checkpoint_and_deltas(tmp_path: Path) -> None:
     def stop(diloco: DiLoCo) -> None:
         if diloco.round == 5:
-            diloco._client.stop.set()
+            diloco.client.stop.set()
 
     rounds = toy.spec(rounds=7, checkpoints="every_rounds = 3\nkeep = 1")
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
@@ -385,7 +385,7 @@ def test_a_worker_away_for_long_comes_back(tmp_path: Path) -> None:
 
         def stop(diloco: DiLoCo) -> None:
             if diloco.round == 7:
-                diloco._client.stop.set()
+                diloco.client.stop.set()
 
         with pytest.raises(Killed):
             run.worker("a", client_class=mortal, state_dir=tmp_path / "a")
@@ -405,8 +405,8 @@ def test_units_of_a_killed_process_are_trained_on(tmp_path: Path) -> None:
         if (diloco.round, diloco.inner_step) == (0, 1):
             everybody.wait(30)
         if (diloco.round, diloco.inner_step) == (1, 2):
-            units.append(diloco._rounds.assignment.units)
-            diloco._client.die()  # type: ignore[attr-defined]
+            units.append(diloco.joined.rounds.assignment.units)
+            diloco.client.die()  # type: ignore[attr-defined]
 
     def a_has_contributed() -> bool:
         with run.coordinator.client() as http:
@@ -423,7 +423,7 @@ def test_units_of_a_killed_process_are_trained_on(tmp_path: Path) -> None:
             assert back.wait(30)
 
     def train_again(diloco: DiLoCo) -> None:
-        units.append(diloco._rounds.assignment.units)
+        units.append(diloco.joined.rounds.assignment.units)
         back.set()
 
     def run_a() -> None:
@@ -448,19 +448,19 @@ def test_units_of_a_killed_process_are_trained_on(tmp_path: Path) -> None:
 
 def test_a_fragment_is_gathered_while_those_before_it_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here not before the coordinator has them: who gathers all of it first waits for ever."""
-    gather, gathered = Fragments.pseudo_gradient, []
+    gather, gathered = DenseFragments.pseudo_gradient, []
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(), tmp_path)
 
-        def after_the_last(fragments: Fragments, p: int, *state: Any) -> torch.Tensor:
+        def after_the_last(fragments: DenseFragments, p: int, *state: Any) -> torch.Tensor:
             opening = coordinator.live("toy").open
             assert opening is not None
             wait_until(lambda: all(each.contributed for each in opening.fragments[:p]))
             gathered.append(p)
             return gather(fragments, p, *state)
 
-        monkeypatch.setattr(Fragments, "pseudo_gradient", after_the_last)
+        monkeypatch.setattr(DenseFragments, "pseudo_gradient", after_the_last)
         run.worker("a", state_dir=tmp_path / "state")
         run.final()
     assert gathered == 3 * [0, 1, 2]
@@ -474,11 +474,23 @@ def test_diverged_training_sends_nothing(tmp_path: Path) -> None:
         assert run.told("a").contributions == 0
 
 
+def test_outside_of_with_it_says_what_is_missing(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        model = toy.make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        diloco = DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a")
+        with pytest.raises(RuntimeError, match="DiLoCo is a context manager"):
+            next(diloco.units())
+        with diloco:
+            assert next(diloco.units()) == 0
+
+
 def test_a_refusal_reaches_the_caller(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(), tmp_path)
         other = torch.nn.Linear(3, 3)
-        run.worker("a", on_step=lambda diloco: diloco._client.stop.set())
+        run.worker("a", on_step=lambda diloco: diloco.client.stop.set())
         with open_http(coordinator.url) as http:
             client = Client(http, "toy", run.token)
             optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -496,7 +508,7 @@ def test_a_stopped_run_ends_its_workers(tmp_path: Path) -> None:
         if (diloco.round, diloco.inner_step) == (1, 1):
             with coordinator.client() as http:
                 http.patch("/v1/runs/toy", json={"state": "stopped"}).raise_for_status()
-            diloco._heartbeat._beat()
+            diloco.joined.heartbeat.beat()
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(), tmp_path)

@@ -11,10 +11,10 @@ from torch import Tensor
 from protocol import wire
 from protocol.codecs import CODECS
 from protocol.digest import Buffer
-from worker import entropy
-from worker.client import Client
 from worker.codecs import pack_fragment
-from worker.entropy import PROBE_EVERY, Entropy
+from worker.link.client import Client
+from worker.tuning import entropy
+from worker.tuning.entropy import PROBE_EVERY, Entropy
 
 CHUNK = 400_000
 CODER = 1e9  # bytes per second

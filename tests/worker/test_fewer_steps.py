@@ -9,7 +9,7 @@ import torch
 
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
-from worker.client import Client
+from worker.link.client import Client
 
 
 class Hurried(Client):

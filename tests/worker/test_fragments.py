@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from protocol.fragments import Layout, plan_fragments
 from worker.errors import ModelError
-from worker.fragments import Fragments, tensor_specs
+from worker.state.fragments import DenseFragments, tensor_specs
 
 
 class Tied(nn.Module):
@@ -27,9 +27,9 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def fragments_of(model: nn.Module, elements: int = 100) -> tuple[Fragments, Layout]:
+def fragments_of(model: nn.Module, elements: int = 100) -> tuple[DenseFragments, Layout]:
     layout = plan_fragments(tensor_specs(model), elements)
-    return Fragments(model, layout), layout
+    return DenseFragments(model, layout), layout
 
 
 def test_tied_once_and_frozen_never() -> None:
@@ -166,7 +166,7 @@ def test_wrappers_change_no_name(wrapped: str) -> None:
     for p, n in enumerate(layout.elements):
         fragments.scatter(p, torch.arange(n) + 100.0 * p)
     expected = Plain()
-    same = Fragments(expected, layout)
+    same = DenseFragments(expected, layout)
     for p, n in enumerate(layout.elements):
         same.scatter(p, torch.arange(n) + 100.0 * p)
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):

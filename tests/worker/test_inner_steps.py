@@ -4,7 +4,7 @@ import pytest
 
 from protocol.messages import Action, Assignment
 from protocol.spec import RunSpec, parse_spec
-from worker.inner_steps import InnerSteps
+from worker.rounds.inner_steps import InnerSteps
 
 
 def spec(sync: str = "inner_steps = 6", warmup: int = 4) -> RunSpec:

@@ -14,8 +14,8 @@ from protocol.wire import ContributionHeader, Payload, pack_header
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import MortalClient, Toy, coordinator_thread
-from worker.client import Client
 from worker.diloco import DiLoCo
+from worker.link.client import Client
 
 FRAGMENTS = 3
 AT_ONCE = "grace_factor = 0\ngrace_min_s = 0"
@@ -149,7 +149,7 @@ def test_late_work_survives_a_crash(tmp_path: Path) -> None:
     def die(diloco: DiLoCo) -> None:
         meet(diloco)
         if diloco.round == 1:
-            diloco._client.die()  # type: ignore[attr-defined]
+            diloco.client.die()  # type: ignore[attr-defined]
 
     def run_c() -> None:
         with pytest.raises(toy.Killed):

@@ -16,11 +16,11 @@ from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker import agent
-from worker.client import Client
 from worker.diloco import DiLoCo
 from worker.errors import Stopped
-from worker.grace import HAND_IN_S, Grace
-from worker.transfer import PIECE_BYTES
+from worker.link.client import Client
+from worker.link.grace import HAND_IN_S, Grace
+from worker.link.transfer import PIECE_BYTES
 
 
 def contributors(run: Toy, number: int) -> list[list[str]]:
@@ -95,7 +95,7 @@ def test_a_hand_in_that_was_cut_short_is_completed_by_the_next_process(tmp_path:
         if (diloco.round, diloco.inner_step) == (0, 1):
             together.wait(60)
         if (diloco.round, diloco.inner_step) == (1, 2):
-            diloco._client.stop.set()
+            diloco.client.stop.set()
 
     def hold(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (0, 1):

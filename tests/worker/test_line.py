@@ -13,8 +13,8 @@ import pytest
 from tests.support.http_server import Handler, serving
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
-from worker.client import Client, open_http
-from worker.line import UNSENT_BYTES, Line
+from worker.link.client import Client, open_http
+from worker.link.line import UNSENT_BYTES, Line
 
 
 def test_the_next_body_follows_the_last_piece_without_waiting_for_the_answer() -> None:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from worker.memory import HostMemory
+from worker.tuning.memory import HostMemory
 
 
 def test_what_nobody_has_any_more_serves_the_next_of_its_size() -> None:

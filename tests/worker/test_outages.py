@@ -18,8 +18,8 @@ from tests.support.http_server import Handler, serving
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
-from worker.client import Client, open_http
 from worker.diloco import DiLoCo
+from worker.link.client import Client, open_http
 
 
 def event_kinds(run: Toy) -> list[str]:
@@ -154,7 +154,7 @@ def test_a_drained_run_lets_its_workers_finish_the_round(tmp_path: Path) -> None
         if (diloco.round, diloco.inner_step) == (1, 2):
             with coordinator.client() as http:
                 http.patch("/v1/runs/toy", json={"state": "draining"}).raise_for_status()
-            diloco._heartbeat._beat()
+            diloco.joined.heartbeat.beat()
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(), tmp_path)
@@ -174,8 +174,8 @@ def test_each_worker_has_its_own_h(tmp_path: Path) -> None:
 
     def note(diloco: DiLoCo) -> None:
         if diloco.inner_step == 1:
-            diloco._heartbeat._beat()  # otherwise it comes when it comes
-            seen.append((diloco.round, diloco._rounds.assignment.inner_steps, diloco.global_step))
+            diloco.joined.heartbeat.beat()  # otherwise it comes when it comes
+            seen.append((diloco.round, diloco.joined.rounds.assignment.inner_steps, diloco.global_step))
 
     text = toy.spec(rounds=3).replace(
         "inner_steps = 4",

@@ -13,7 +13,7 @@ from protocol.outer_step import outer_step
 from protocol.spec import OuterSpec
 from protocol.wire import CHUNK_ELEMENTS, DeltaHeader, Payload, pack_frames, pack_header
 from worker.errors import Resync
-from worker.outer_state import OuterState
+from worker.state.outer_state import OuterState
 
 N = CHUNK_ELEMENTS + 1000
 LAYOUT = plan_fragments([TensorSpec(name="w", shape=[N])], N)
@@ -59,7 +59,7 @@ def test_a_delta_with_a_bad_value_in_its_last_chunk_changes_nothing(state: Outer
     body[-4:] = np.float32(np.nan).tobytes()
     with pytest.raises(WireError, match="nan"):
         state.step(0, Payload.from_bytes(body))
-    assert state.is_sound(0)
+    assert state.is_intact(0)
     assert state.fragment_digest(0) == before
 
 
@@ -72,4 +72,4 @@ def test_a_bit_that_flips_after_a_step_is_in_the_digest(state: OuterState) -> No
     state.theta[0].view(torch.int32)[5] ^= 1
     assert state.fragment_digest(0) != twin.fragment_digest(0), "the coordinator will refuse it"
     state.theta[0].view(torch.int32)[7] ^= 1
-    assert not state.is_sound(0), "and from then on this worker sees it by itself"
+    assert not state.is_intact(0), "and from then on this worker sees it by itself"

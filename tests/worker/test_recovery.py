@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
-from worker.client import Client
 from worker.diloco import DiLoCo
+from worker.link.client import Client
 
 FRAGMENTS = 3
 
@@ -110,9 +110,9 @@ def test_a_flipped_bit_is_found_and_healed(tmp_path: Path, where: str) -> None:
     def hit(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (1, 2) and not hits:
             hits.append(1)
-            assert diloco._state.reader is not None
-            wait([diloco._state.reader])  # its digests are taken beside the training
-            flip(getattr(diloco._state, where)[1])
+            assert diloco.joined.state.reader is not None
+            wait([diloco.joined.state.reader])  # its digests are taken beside the training
+            flip(getattr(diloco.joined.state, where)[1])
 
     hits: list[int] = []
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
@@ -124,5 +124,5 @@ def test_a_flipped_bit_is_found_and_healed(tmp_path: Path, where: str) -> None:
         with coordinator.client() as http:
             events = [event["kind"] for event in http.get("/v1/runs/toy/events?limit=1000").json()["items"]]
         assert events.count("diverged") == 1
-    assert all(float(theta.abs().max()) < 10 for theta in diloco._state.theta)
+    assert all(float(theta.abs().max()) < 10 for theta in diloco.joined.state.theta)
     assert info.tokens == 3 * toy.STEPS * info.spec.unit_tokens, "the units of the refused work were trained on again"

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.support.states import LAYOUT, empty_state
-from worker import snapshot
-from worker.outer_state import OuterState
-from worker.saver import Saver
-from worker.snapshot import Snapshot
-from worker.stages import Stages
-from worker.state_dir import StateDir
-from worker.work import Work
+from worker.accounts.stages import Stages
+from worker.state import snapshot
+from worker.state.outer_state import OuterState
+from worker.state.saver import Saver
+from worker.state.snapshot import Snapshot
+from worker.state.state_dir import StateDir
+from worker.state.work import Contribution, Work
 
 
 def to_round(state: OuterState, number: int) -> None:
@@ -25,7 +25,8 @@ def to_round(state: OuterState, number: int) -> None:
 
 
 def work_of(number: int) -> Work:
-    return Work(number, [[0, 1]], 1, 1, 0.5, [0.0, 0.0], [torch.zeros(n) for n in LAYOUT.elements])
+    deltas = enumerate(torch.zeros(n) for n in LAYOUT.elements)
+    return Work([Contribution(number, p, [[0, 1]], 1, 1, 0.5, 0.0, delta) for p, delta in deltas])
 
 
 @contextmanager
@@ -51,11 +52,11 @@ def test_the_last_work_keeps_its_state_until_other_work_is_durable(tmp_path: Pat
     state = empty_state()
     with saver_of(tmp_path / "state", state) as saver:
         to_round(state, 0)
-        saver.keep_state()
+        saver.save_state()
         save(saver, 0)
         for number in (1, 2, 3):  # states that were recovered, and no work done on them
             to_round(state, number)
-            saver.keep_state()
+            saver.save_state()
     loaded, then = found(tmp_path / "state")
     assert loaded is not None
     assert (loaded.work.round, then.round, float(then.theta[0][0])) == (0, 0, 0.0)
@@ -82,8 +83,8 @@ def test_a_state_is_written_once_and_does_not_change_meanwhile(tmp_path: Path, m
     state = empty_state()
     with saver_of(tmp_path / "state", state) as saver:
         to_round(state, 0)
-        saver.keep_state()
-        saver.keep_state()
+        saver.save_state()
+        saver.save_state()
         assert begun.wait(30)
         stepping = threading.Thread(target=to_round, args=(state, 1))
         stepping.start()
@@ -118,6 +119,6 @@ def test_without_a_directory_nothing_is_saved() -> None:
     state = empty_state()
     with Saver(None, "me", state, Stages(lambda: 0.0)) as saver:
         to_round(state, 0)
-        saver.keep_state()
+        saver.save_state()
         assert saver.save(work_of(0), partial=False, optimizer=optimizer, warmup_left=0) is None
         assert saver.load() is None

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.spec import SyncSpec
-from worker.schedule import Schedule, schedule
+from worker.rounds.schedule import Schedule, schedule
 
 
 def spec(**keys: Any) -> SyncSpec:

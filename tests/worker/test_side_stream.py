@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from worker.side_stream import SideStream
+from worker.tuning.side_stream import SideStream
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from protocol.digest import digest
 from tests.support.states import LAYOUT, empty_state
-from worker import snapshot
 from worker.errors import StateDirBusy
-from worker.memory import HostMemory
-from worker.outer_state import OuterState
-from worker.snapshot import Snapshot
-from worker.state_dir import SNAPSHOT, STATE, MemberTokens, StateDir
-from worker.work import Carry, Late, Midway, Work
+from worker.state import snapshot
+from worker.state.outer_state import OuterState
+from worker.state.snapshot import Snapshot
+from worker.state.state_dir import SNAPSHOT, STATE, MemberTokens, StateDir
+from worker.state.work import Carry, Contribution, Late, RoundStart, Work
+from worker.tuning.memory import HostMemory
 
 
 def make_state() -> OuterState:
@@ -30,15 +31,13 @@ def take(state: OuterState) -> Snapshot:
     optimizer = torch.optim.AdamW([parameter])
     parameter.grad = torch.randn(5)
     optimizer.step()
+    late = Late(torch.randn(LAYOUT.elements[1]), 0.5, [5, 6])
+    on_time, partly_late = (torch.randn(n) for n in LAYOUT.elements)
     work = Work(
-        7,
-        [[3, 9]],
-        4,
-        6,
-        0.25,
-        [0.1, 0.2],
-        [torch.randn(n) for n in LAYOUT.elements],
-        {1: Late(torch.randn(LAYOUT.elements[1]), 0.5, [5, 6])},
+        [
+            Contribution(7, 0, [[3, 9]], 4, 6, 0.25, 0.1, on_time),
+            Contribution(7, 1, [[3, 9]], 4, 6, 0.25, 0.2, partly_late, late),
+        ]
     )
     return Snapshot(work, False, optimizer.state_dict(), 3, 0, state.digests)
 
@@ -68,10 +67,17 @@ def test_round_trip(files: StateDir) -> None:
     assert loaded is not None
     assert isinstance(loaded.work, Work)
     assert isinstance(taken.work, Work)
-    assert loaded.work.units == taken.work.units
-    assert (loaded.work.round, loaded.work.inner_steps, loaded.work.loss) == (7, 6, 0.25)
+    assert loaded.work.round == 7
     assert (loaded.partial, loaded.warmup_left) == (False, 3)
-    assert all(torch.equal(a, b) for a, b in zip(loaded.work.deltas, taken.work.deltas, strict=True))
+    for ours, theirs in zip(loaded.work.contributions, taken.work.contributions, strict=True):
+        assert torch.equal(ours.delta, theirs.delta)
+        assert replace(ours, delta=theirs.delta, late=theirs.late) == theirs
+    late, expected = loaded.work.contributions[1].late, taken.work.contributions[1].late
+    assert loaded.work.contributions[0].late is None
+    assert late is not None
+    assert expected is not None
+    assert torch.equal(late.lacking, expected.lacking)
+    assert (late.share, late.rounds) == (0.5, [5, 6])
     moment = loaded.inner_optimizer["state"][0]["exp_avg"]
     assert torch.equal(moment, taken.inner_optimizer["state"][0]["exp_avg"])
     assert (fresh.round, fresh.digest()) == (7, state.digest())
@@ -80,15 +86,15 @@ def test_round_trip(files: StateDir) -> None:
 def test_round_trip_while_fragments_travel(files: StateDir) -> None:
     elements = LAYOUT.elements
     late, unsent, ahead = (torch.randn(n) for n in (elements[1], elements[0], elements[0]))
-    carry = Carry({1: Late(late, 0.5, [5, 6])}, [[3, 9]], 4, 0, 0.25, {0: unsent}, {0: ahead})
-    midway = Midway(7, [torch.randn(n) for n in elements], carry, [2, 5])
+    carry = Carry({1: Late(late, 0.5, [5, 6])}, [[3, 9]], 4, 0, 0.25, {0: unsent}, {0: ahead}, {0: 2, 1: 5})
+    start = RoundStart(7, [torch.randn(n) for n in elements], carry)
     state = make_state()
-    save(files, "me", state, replace(take(state), work=midway))
+    save(files, "me", state, replace(take(state), work=start))
     loaded, _ = load(files)
     assert loaded is not None
-    assert isinstance(loaded.work, Midway)
-    assert (loaded.work.round, loaded.work.fresh) == (7, [2, 5])
-    assert all(torch.equal(a, b) for a, b in zip(loaded.work.local, midway.local, strict=True))
+    assert isinstance(loaded.work, RoundStart)
+    assert (loaded.work.round, loaded.work.carry.fresh) == (7, {0: 2, 1: 5})
+    assert all(torch.equal(a, b) for a, b in zip(loaded.work.local, start.local, strict=True))
     found = loaded.work.carry
     assert (found.units, found.weight, found.loss, found.late[1].rounds) == ([[3, 9]], 4, 0.25, [5, 6])
     for p in range(2):
@@ -96,6 +102,47 @@ def test_round_trip_while_fragments_travel(files: StateDir) -> None:
         assert before is not None
         assert after is not None
         assert torch.equal(before, after)
+
+
+def test_a_snapshot_of_an_older_process_is_read(files: StateDir) -> None:
+    """Those that torch wrote as zip files, with work as one document of all fragments."""
+    n = LAYOUT.elements
+    deltas, theta, momentum = ([torch.randn(each) for each in n] for _ in range(3))
+    state = empty_state()
+    for p in range(len(n)):
+        state.set(p, theta[p], momentum[p])
+    late = {1: {"lacking": torch.ones(n[1]), "share": 0.5, "rounds": [5, 6]}}
+    common = {"round": 7, "units": [[3, 9]], "weight": 4, "inner_steps": 6, "loss": 0.25}
+    own = {"version": 6, "identity": "me", "digests": state.digests}
+    work = common | {"norms": [0.1, 0.2], "deltas": deltas, "late": late}
+    rest = {"work": work, "partial": False, "inner_optimizer": {"state": {}}, "warmup_left": 3, "slot": 0}
+    for name, document in ((SNAPSHOT, own | rest), (STATE.format(0), own | {"theta": theta, "momentum": momentum})):
+        torch.save(document, files.path / name)
+        content = (files.path / name).read_bytes()
+        (files.path / name).write_bytes(content + digest(content))
+    loaded, fresh = load(files)
+    assert loaded is not None
+    assert isinstance(loaded.work, Work)
+    assert (fresh.round, fresh.digest()) == (7, state.digest())
+    first, second = loaded.work.contributions
+    assert torch.equal(first.delta, deltas[0])
+    assert torch.equal(second.delta, deltas[1])
+    assert (first.late, first.norm, second.norm, second.fragment) == (None, 0.1, 0.2, 1)
+    assert second.late is not None
+    assert second.late.rounds == [5, 6]
+    assert (second.units, second.weight, second.inner_steps, second.loss) == ([[3, 9]], 4, 6, 0.25)
+
+
+def test_writing_leaves_the_options_of_torch_alone(files: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the whole process's: a script of the user's may save a model of its own on another thread."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("an option of torch was touched")
+
+    for name in [name for name in dir(torch.serialization) if name.startswith("set_")]:
+        monkeypatch.setattr(torch.serialization, name, refuse)
+    save(files, "me", make_state())
+    assert load(files)[0] is not None
 
 
 def test_a_copy_does_not_follow_the_training() -> None:
@@ -193,6 +240,6 @@ def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:
 
 def test_the_member_token_is_private(files: StateDir) -> None:
     assert files.member_tokens() == MemberTokens(None, None)
-    files.keep_member_tokens(MemberTokens("secret", "next"))
+    files.save_member_tokens(MemberTokens("secret", "next"))
     assert files.member_tokens() == MemberTokens("secret", "next")
     assert stat.S_IMODE((files.path / "member.json").stat().st_mode) == 0o600

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from protocol.messages import Stage
-from worker.progress import Progress
-from worker.stages import Stages
-from worker.transfer import Traffic
+from worker.accounts.progress import Progress
+from worker.accounts.stages import Stages
+from worker.accounts.traffic import Traffic
 
 
 class Clock:

@@ -16,9 +16,9 @@ from protocol.spec import parse_spec
 from tests.support.waiting import PATIENCE_S
 from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
-from worker.client import Client, open_http
 from worker.diloco import DiLoCo
-from worker.schedule import schedule
+from worker.link.client import Client, open_http
+from worker.rounds.schedule import schedule
 
 STEPS = 6
 FRAGMENTS = 3
@@ -128,7 +128,7 @@ def test_alone_and_with_a_plain_outer_step_it_is_plain_training(tmp_path: Path, 
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for ours, plain in zip(done._model.parameters(), model.parameters(), strict=True):
+    for ours, plain in zip(done.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
@@ -247,7 +247,7 @@ def resume_to_the_end(run: Toy, state_dir: Path) -> None:
 def killed_at(run: Toy, state_dir: Path, round_number: int, step: int) -> None:
     def kill(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (round_number, step):
-            diloco._client.die()  # type: ignore[attr-defined]
+            diloco.client.die()  # type: ignore[attr-defined]
 
     mortal = partial(MortalClient, dies=lambda what, number: False)
     with pytest.raises(Killed):
@@ -281,7 +281,7 @@ def test_leaving_in_the_middle_of_a_round_loses_no_unit(tmp_path: Path, sync: st
 
     def leave(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (1, 3):
-            diloco._client.stop.set()
+            diloco.client.stop.set()
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, spec(sync, min_workers=1), tmp_path)
@@ -299,7 +299,7 @@ def test_training_that_diverged_is_not_sent(tmp_path: Path, sync: str) -> None:
     def spoil(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (1, 2):
             with torch.no_grad():
-                next(iter(diloco._model.parameters())).fill_(float("nan"))
+                next(iter(diloco.model.parameters())).fill_(float("nan"))
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, spec(sync), tmp_path)

@@ -1,34 +1,31 @@
 """What travels on into the next contribution, by what became of the last one."""
 
-from unittest.mock import MagicMock
-
 import pytest
 import torch
 from torch import Tensor
 
-from protocol.messages import Action, Assignment
-from worker import recovery
-from worker.rounds import Rounds
-from worker.work import Carry, Late, Missed, Work, carry_of, first_units
-
-WORK = Work(3, [[0, 5], [8, 9]], 1, 6, 1.5, [1.0, 2.0], [torch.tensor([3.0, 1.0]), torch.tensor([1.0, 2.0, 4.0])])
+from worker.state.units import first_units, units_left
+from worker.state.work import Carry, Contribution, Late, Missed
 
 
-@pytest.mark.parametrize(
-    ("late", "units", "weight", "inner_steps", "loss"),
-    [
-        ([], [], 0, 0, 0.0),
-        ([0, 1], WORK.units, 1, 6, 1.5),  # nobody has consumed the units
-        ([1], [], 0, 0, 0.0),  # the units went with fragment 0
-        ([0], [], 0, 0, 0.0),
-    ],
-)
-def test_carry(late: list[int], units: list[list[int]], weight: int, inner_steps: int, loss: float) -> None:
-    carry = carry_of(WORK, {p: Missed(torch.ones(len(WORK.deltas[p])), 0.5) for p in late})
-    assert {p: each.lacking.tolist() for p, each in carry.late.items()} == {p: [[2, 0], [0, 1, 3]][p] for p in late}
-    assert all((each.share, each.rounds) == (0.5, [3]) for each in carry.late.values())
-    assert (carry.units, carry.weight, carry.inner_steps, carry.loss) == (units, weight, inner_steps, loss)
-    assert carry.delta(0) is None or carry.delta(0).tolist() == [1, 0]  # type: ignore[union-attr]
+def contribution(delta: Tensor, *, round_number: int = 3, late: Late | None = None) -> Contribution:
+    return Contribution(round_number, 0, [[0, 5], [8, 9]], 1, 6, 1.5, 1.0, delta, late)
+
+
+def test_late_work_is_what_the_mean_lacks_of_it() -> None:
+    late = contribution(torch.tensor([1.0, 2.0, 4.0])).missed(Missed(torch.ones(3), 0.5))
+    assert (late.lacking.tolist(), late.share, late.rounds) == ([0, 1, 3], 0.5, [3])
+    assert late.delta.tolist() == [0, 0.5, 1.5]
+
+
+def test_what_is_carried_is_told_by_fragment() -> None:
+    late = Late(torch.tensor([2.0]), 0.5, [3])
+    carry = Carry(units=[[0, 1]]).merged(0, late=late, unsent=None, ahead=torch.tensor([10.0]))
+    carry = carry.merged(1, late=None, unsent=torch.tensor([3.0]), ahead=None)
+    deltas = [carry.delta(p) for p in range(3)]
+    assert [None if each is None else each.tolist() for each in deltas] == [[11.0], [3.0], None]
+    carry = carry.merged(0, late=None, unsent=None, ahead=None)
+    assert (carry.delta(0), carry.units) == (None, [[0, 1]])
 
 
 def means(deltas: Tensor) -> Tensor:
@@ -44,31 +41,27 @@ def test_late_work_makes_up_for_the_means_that_lacked_it(late_rounds: int) -> No
     """
     generator = torch.Generator().manual_seed(0)
     rounds = torch.randn(late_rounds, 4, 50, dtype=torch.float64, generator=generator)
-    carried: list[dict[int, Late]] = [{}, {}]
+    carried: list[Late | None] = [None, None]
     for number, deltas in enumerate(rounds):
         missed = Missed(means(deltas[:2]), 0.5)
         for w in (0, 1):
             late = carried[w]
-            sent = deltas[2 + w] + (late[0].delta if late else 0)
-            carried[w] = carry_of(Work(number, [[0, 1]], 1, 1, 0.0, [1.0], [sent], late), {0: missed}).late
-    made_up = means(torch.stack([each[0].delta for each in carried]))
+            sent = deltas[2 + w] + (late.delta if late else 0)
+            carried[w] = contribution(sent, round_number=number, late=late).missed(missed)
+    first, second = carried
+    assert first is not None
+    assert second is not None
+    made_up = means(torch.stack([first.delta, second.delta]))
     published = torch.stack([means(deltas[:2]) for deltas in rounds]).sum(0)
     assert torch.allclose(published + made_up, torch.stack([means(deltas) for deltas in rounds]).sum(0))
-    assert carried[0][0].rounds == list(range(late_rounds))
+    assert first.rounds == list(range(late_rounds))
 
 
 @pytest.mark.parametrize(("back_to", "kept"), [(5, True), (4, False), (2, False)])
-def test_late_work_on_rounds_that_a_backup_has_undone_is_dropped(
-    monkeypatch: pytest.MonkeyPatch, back_to: int, kept: bool
-) -> None:
+def test_late_work_on_rounds_that_a_backup_has_undone_is_dropped(back_to: int, kept: bool) -> None:
     """The rounds are still to come for the run: no contribution to them, or to one before, may list them as carried."""
-    rounds = Rounds(*(MagicMock() for _ in range(10)))
-    rounds.carry = Carry(late={1: Late(torch.zeros(3), 0.5, [2, 4])})
-    recovered: list[int] = []
-    monkeypatch.setattr(recovery, "recover", lambda client, spec, state, target, held: recovered.append(target))
-    rounds._follow(Assignment(action=Action.RECOVER, reason="the run is elsewhere", round=back_to))
-    assert recovered == [back_to]
-    assert bool(rounds.carry.late) == kept
+    carry = Carry(late={1: Late(torch.zeros(3), 0.5, [2, 4])})
+    assert carry.is_of_rounds_before(back_to) == kept
 
 
 def test_first_units() -> None:
@@ -81,4 +74,17 @@ def test_first_units() -> None:
         [[3, 5], [9, 10], [20, 22]],
         units,
         units,
+    ]
+
+
+def test_units_left() -> None:
+    """The coordinator consumes the units of the largest contribution that it accepts; none of them is named again."""
+    units = [[3, 5], [9, 10], [20, 30]]
+    assert [units_left(units, consumed) for consumed in (0, 1, 2, 3, 5, 13)] == [
+        units,
+        [[4, 5], [9, 10], [20, 30]],
+        [[9, 10], [20, 30]],
+        [[20, 30]],
+        [[22, 30]],
+        [],
     ]

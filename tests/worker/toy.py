@@ -15,8 +15,8 @@ from torch import nn
 from protocol.messages import RunDetail, Scope, WorkerInfo
 from tests.support.coordinator import InThread, coordinator_thread
 from tests.support.waiting import PATIENCE_S, wait_until
-from worker.client import Client, open_http
 from worker.diloco import DiLoCo
+from worker.link.client import Client, open_http
 
 __all__ = ["Killed", "Toy", "coordinator_thread", "make_model", "spec"]
 

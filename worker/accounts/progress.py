@@ -1,0 +1,101 @@
+"""A worker's own measurements: what the heartbeat tells, what the report on each round tells, and the round's log line.
+
+The phases of the training loop are stages that follow one another; what goes on meanwhile on other threads is measured
+by `Stages` where it happens.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from protocol.messages import Metrics, RoundReport, Stage
+from worker.accounts.stages import Stages
+from worker.accounts.traffic import Traffic
+
+log = logging.getLogger(__name__)
+
+
+class Progress:
+    """Counts and times one worker's rounds. `clock` gives seconds; written by the training loop, read by the
+    heartbeat."""
+
+    def __init__(self, traffic: Traffic, stages: Stages, clock: Callable[[], float]) -> None:
+        self._traffic, self._stages, self._clock = traffic, stages, clock
+        self._lock = threading.Lock()
+        self._phase = Stage.JOIN
+        stages.move(None, self._phase)
+        self._shown = Metrics(phase="join")
+        self._losses: Tensor | None = None
+        self._reports = 0
+        self._started = clock()
+        self._bytes_before = (0, 0)
+        self._round = 0  # that the next report is on
+        self.last_report: RoundReport | None = None
+
+    def phase(self, name: str, **values: object) -> None:
+        """Enter the phase that the training loop is in from now on; `values` are shown with it."""
+        self._stages.move(self._phase, Stage(name))
+        self._phase = Stage(name)
+        with self._lock:
+            self._shown = self._shown.model_copy(update={"phase": name, **values})
+
+    def begin_round(self, round_number: int) -> None:
+        self._losses, self._reports = None, 0
+        self._round, self._started = round_number, self._clock()
+        self.phase("train", round=round_number, inner_step=0)
+
+    def step(self, inner_step: int) -> None:
+        self.phase("train", inner_step=inner_step)
+
+    def report_loss(self, loss: Tensor) -> None:
+        """Add one step's mean loss, nats per token. Stays on its device: no step waits for it."""
+        detached = loss.detach().float()
+        self._losses = detached.clone() if self._losses is None else self._losses + detached
+        self._reports += 1
+
+    def mean_loss(self) -> float | None:
+        """Return the mean loss of the round so far; None where the training loop has reported none."""
+        return None if self._losses is None else float(self._losses) / self._reports
+
+    def end_inner_steps(self, steps: int, tokens: int) -> float:
+        """Tell the speed of the round's inner steps; return their mean loss, 0 where the training loop has reported
+        none."""
+        loss = self.mean_loss() or 0.0
+        seconds = max(self._clock() - self._started, 1e-9)
+        finite = loss if torch.isfinite(torch.tensor(loss)) else None
+        self.phase("gather", loss=finite, tokens_per_second=tokens / seconds, inner_steps_per_second=steps / seconds)
+        return loss
+
+    def end_round(self, round_number: int, epoch: int) -> None:
+        """Make and log the report on the round; the next one is waited for."""
+        self.phase("wait")
+        self._round = round_number
+        self.last_report = report = self.report(epoch)
+        self._round += 1
+        metrics = self.metrics()
+        log.info(
+            "round %d: loss %s, %.0f tokens/s, %.2f MB up, %.2f MB down; seconds: %s",
+            round_number,
+            "unknown" if metrics.loss is None else f"{metrics.loss:.4f}",
+            metrics.tokens_per_second or 0.0,
+            report.upload_bytes / 1e6,
+            report.download_bytes / 1e6,
+            ", ".join(f"{stage} {report.seconds[stage]:.2f}" for stage in Stage if stage in report.seconds),
+        )
+
+    def report(self, epoch: int) -> RoundReport:
+        """Return the bytes and seconds since the last report."""
+        moved = (self._traffic.upload_bytes, self._traffic.download_bytes)
+        up, down = (now - before for now, before in zip(moved, self._bytes_before, strict=True))
+        self._bytes_before = moved
+        return RoundReport(
+            round=self._round, epoch=epoch, upload_bytes=up, download_bytes=down, seconds=self._stages.take()
+        )
+
+    def metrics(self) -> Metrics:
+        with self._lock:
+            bytes_moved = {"upload_bytes": self._traffic.upload_bytes, "download_bytes": self._traffic.download_bytes}
+            return self._shown.model_copy(update=bytes_moved)

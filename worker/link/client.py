@@ -1,0 +1,270 @@
+"""The REST interface as a worker uses it (docs/rest.md): one method per request, on an `httpx.Client` that the caller
+made.
+
+Every method retries transient faults for ever (retry.py) and raises `protocol.errors.Problem` for the coordinator's
+refusals. Thread-safe. Methods that act as a member take the member token; the others use the token given here.
+"""
+
+import copy
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any, Self, TypeVar
+
+import httpx
+from blake3 import blake3
+from pydantic import BaseModel
+
+from protocol import messages, wire
+from protocol.answers import Reply, raise_for_problem, read_message
+from protocol.digest import Buffer, content_digest
+from protocol.errors import Transient, UnexpectedAnswer, WireError
+from worker.accounts.stages import Stages
+from worker.accounts.traffic import Traffic
+from worker.link.grace import Signal
+from worker.link.line import Line, watch
+from worker.link.retry import Retry
+from worker.link.transfer import PART_BYTES, Download, Part, memory, pieces
+from worker.tuning.entropy import Entropy
+
+T = TypeVar("T")
+
+# Shorter than the 30 s that the coordinator allows, so that a worker that is asked to stop is gone soon.
+LONG_POLL_S = 5
+TIMEOUT = httpx.Timeout(connect=10.0, read=60.0, write=60.0, pool=None)  # of silence, not of a transfer
+LEAVING_TIMEOUT = httpx.Timeout(2.0, pool=None)  # once asked to stop
+LEAVE_ATTEMPTS = 3
+MAX_LISTED = 1000  # items of a listing in one answer
+
+
+def open_http(url: str) -> httpx.Client:
+    """Return an `httpx.Client` with the timeouts and the connections that a worker wants. Close it after use."""
+    limits = httpx.Limits(max_connections=32, max_keepalive_connections=32)
+    return httpx.Client(base_url=url, timeout=TIMEOUT, limits=limits, event_hooks={"request": [watch]})
+
+
+class Client:
+    """One run on one coordinator. `http` has the coordinator's address as its base_url."""
+
+    def __init__(
+        self,
+        http: httpx.Client,
+        run: str,
+        token: str,
+        *,
+        stop: threading.Event | None = None,
+        sleep: Callable[[float], object] | None = None,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.run = run
+        self.stop = stop or threading.Event()
+        self.clock = clock
+        self._until: Signal = self.stop
+        self._silence_s: float | None = None
+        self.traffic = Traffic()
+        self.stages = Stages(clock)
+        self._http = http
+        self._token = token
+        self._line = Line()
+        self.entropy = Entropy(clock)
+        self._retry = Retry(self.stop, sleep=sleep, rng=rng, clock=clock)
+        self._path = f"/v1/runs/{run}"
+
+    def until(self, signal: Signal, *, silence_s: float | None = None) -> Self:
+        """Return the same client, but its waiting is ended by `signal` and not by `stop`, and it waits for an answer
+        for no longer than `silence_s` before it asks again (None: as long as any other client)."""
+        other = copy.copy(self)
+        other._silence_s = silence_s
+        other._until, other._retry = signal, self._retry.until(signal)
+        return other
+
+    def pause(self, seconds: float) -> None:
+        """Wait; raises Stopped as soon as the worker is asked to stop."""
+        self._retry.pause(seconds)
+
+    # --- the run --------------------------------------------------------------------------------------------------
+
+    def run_detail(self) -> messages.RunDetail:
+        return self._json("GET", self._path, messages.RunDetail)
+
+    def spec_text(self) -> str:
+        """Return the run spec as it was given, TOML."""
+        return self._retry(lambda: self._answer("GET", f"{self._path}/spec", self._token)).text
+
+    # --- membership -----------------------------------------------------------------------------------------------
+
+    def join(self, worker: str, request: messages.JoinRequest) -> messages.JoinReply:
+        return self._json("PUT", f"{self._path}/workers/{worker}", messages.JoinReply, request)
+
+    def give_up(self, member_token: str, worker: str) -> None:
+        """Leave in order to join again: tried for ever, like everything that a worker needs in order to go on."""
+        path = f"{self._path}/workers/{worker}"
+        self._retry(lambda: self._answer("DELETE", path, member_token, messages.LeaveRequest()))
+
+    def leave(self, member_token: str, worker: str, request: messages.LeaveRequest) -> None:
+        """Leave. Tried a few times only, and even after `stop`: the lease ends without it too, only later."""
+        for attempt in range(1, LEAVE_ATTEMPTS + 1):
+            try:
+                self._answer("DELETE", f"{self._path}/workers/{worker}", member_token, request)
+                return
+            except (httpx.TransportError, Transient):
+                if attempt == LEAVE_ATTEMPTS:
+                    raise
+
+    def renew_lease(self, member_token: str, worker: str, metrics: messages.Metrics) -> messages.LeaseReply:
+        return self._json("PUT", f"{self._path}/workers/{worker}/lease", messages.LeaseReply, metrics, member_token)
+
+    def assignment(
+        self,
+        member_token: str,
+        worker: str,
+        state_round: int | None,
+        carried: list[list[int]] | None = None,
+        report: messages.RoundReport | None = None,
+    ) -> messages.Assignment:
+        """Ask what to do next; the coordinator may take its time to answer."""
+        request = messages.AssignmentRequest(state_round=state_round, carried=carried, report=report)
+        path = f"{self._path}/workers/{worker}/assignment"
+        return self._json("PUT", path, messages.Assignment, request, member_token, headers=_long_poll())
+
+    # --- rounds ---------------------------------------------------------------------------------------------------
+
+    def report_evaluation(self, member_token: str, state_round: int, report: messages.EvaluationReport) -> None:
+        path = f"{self._path}/rounds/{state_round}/evaluation"
+        self._retry(lambda: self._answer("PUT", path, member_token, report))
+
+    def contribute(
+        self,
+        member_token: str,
+        header: wire.ContributionHeader,
+        frames: Sequence[Buffer],
+        *,
+        on_line: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Upload one contribution; when this returns it is durable. `on_line` is called as soon as the line is its own:
+        whoever asks for it after that is next."""
+        path = f"{self._path}/rounds/{header.round}/fragments/{header.fragment}/contributions/{header.worker}"
+        self._upload(member_token, path, [wire.pack_header(header), *frames], on_line)
+
+    def delta(self, round_number: int, p: int, limit_bytes: int, member_token: str | None = None) -> wire.Payload:
+        """Fetch the delta of one fragment. Raises Problem `not-published` where it is not there after a while: ask
+        again; and `contribution-lost` where the round lacks the contribution of the member who asks."""
+        path = f"{self._path}/rounds/{round_number}/fragments/{p}/delta"
+        headers = self._headers(member_token) | _long_poll()
+        download = Download(self._http, path, headers, limit_bytes, self.traffic, self.stages, self._until)
+        data = self._retry(download.attempt)
+        return _payload(path, data)
+
+    def newest_rounds(self, before: int, count: int) -> list[messages.RoundInfo]:
+        """Return at most `count` (up to 1000) of the rounds before `before`, newest first."""
+        path = f"{self._path}/rounds?after={before}&limit={count}"
+        return self._json("GET", path, messages.Page[messages.RoundInfo]).items
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def seed(self, member_token: str, header: wire.StateHeader, frames: Sequence[Buffer]) -> None:
+        """Upload one fragment of state 0."""
+        path = f"{self._path}/checkpoints/0/fragments/{header.fragment}"
+        self._upload(member_token, path, [wire.pack_header(header), *frames])
+
+    def checkpoint(self, state_round: int | None = None) -> messages.CheckpointDetail:
+        """Return what one checkpoint consists of; the latest for None."""
+        number = "latest" if state_round is None else str(state_round)
+        return self._json("GET", f"{self._path}/checkpoints/{number}", messages.CheckpointDetail)
+
+    def checkpoint_fragment(
+        self, state_round: int, fragment: messages.CheckpointFragment, limit_bytes: int, pool: Executor
+    ) -> wire.Payload:
+        """Fetch one fragment of a checkpoint, in parts that the threads of `pool` fetch, each over its own
+        connection."""
+        path = f"{self._path}/checkpoints/{state_round}/fragments/{fragment.fragment}"
+        if fragment.bytes > limit_bytes:
+            raise UnexpectedAnswer(f"{path} is told to have {fragment.bytes} bytes, at most {limit_bytes} can be right")
+        data = memory(fragment.bytes)
+
+        def fetch() -> None:
+            options = (self._http, path, self._headers(), data)
+            starts = range(0, len(data), PART_BYTES)
+            parts = [Part(*options, start, self.traffic, self.stages, self._until) for start in starts]
+            for _ in pool.map(lambda part: self._retry(part.attempt), parts):
+                pass
+            if blake3(data).hexdigest() != fragment.digest:
+                raise Transient(f"{path}: the bytes that arrived are not those of its digest")
+
+        self._retry(fetch)
+        return _payload(path, data)
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def _answer(
+        self, method: str, path: str, token: str, body: BaseModel | None = None, headers: dict[str, str] | None = None
+    ) -> httpx.Response:
+        """Send one request and return its answer, once."""
+        content = None if body is None else body.model_dump_json().encode()
+        all_headers = self._headers(token) | (headers or {})
+        if content is not None:
+            all_headers["Content-Type"] = "application/json"
+        response = self._http.request(method, path, content=content, headers=all_headers, timeout=self._timeout())
+        raise_for_problem(response)
+        return response
+
+    def _json(
+        self,
+        method: str,
+        path: str,
+        reply: type[Reply],
+        body: BaseModel | None = None,
+        token: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Reply:
+        def attempt() -> Reply:
+            response = self._answer(method, path, token or self._token, body, headers)
+            try:
+                return read_message(reply, response)
+            except UnexpectedAnswer as error:
+                raise Transient(str(error)) from error  # a body may have been broken on the way
+
+        return self._retry(attempt)
+
+    def _upload(
+        self, token: str, path: str, buffers: Sequence[Buffer], on_line: Callable[[], object] = lambda: None
+    ) -> None:
+        total_bytes, hasher = 0, blake3()
+        for buffer in buffers:
+            total_bytes += len(buffer)
+            hasher.update(buffer)
+        headers = self._headers(token) | {
+            "Content-Type": wire.MEDIA_TYPE,
+            "Content-Length": str(total_bytes),
+            "Content-Digest": content_digest(hasher.digest()),
+        }
+
+        def attempt() -> None:
+            with self._line.taken(self.entropy.sent(pieces(buffers, self.traffic, self._until))) as body:
+                on_line()
+                raise_for_problem(self._http.put(path, content=body, headers=headers, timeout=self._timeout()))
+
+        self._retry(attempt)
+
+    def _headers(self, token: str | None = None) -> dict[str, str]:
+        return {"Authorization": f"Bearer {token or self._token}"}
+
+    def _timeout(self) -> Any:
+        if self.stop.is_set():
+            return LEAVING_TIMEOUT
+        return httpx.USE_CLIENT_DEFAULT if self._silence_s is None else httpx.Timeout(self._silence_s, pool=None)
+
+
+def _payload(path: str, data: Buffer) -> wire.Payload:
+    try:
+        return wire.Payload.from_bytes(data)
+    except WireError as error:
+        # Its digest is right, so asking again would bring the same bytes.
+        raise UnexpectedAnswer(f"{path}: {error}; do both sides have the same version?") from error
+
+
+def _long_poll() -> dict[str, str]:
+    return {"Prefer": f"wait={LONG_POLL_S}"}

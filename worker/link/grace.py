@@ -1,0 +1,47 @@
+"""The grace: what a worker that is asked to stop may still spend on handing in the work that it has done.
+
+A container's is 10 s from SIGTERM to SIGKILL, and an inner step, the goodbye and the end of the process need some too.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+HAND_IN_S = 5.0
+
+
+class Signal(Protocol):
+    """What ends a wait: a `threading.Event`, or a `Grace`."""
+
+    def is_set(self) -> bool: ...
+
+    def wait(self, timeout: float) -> bool: ...
+
+
+class Grace:
+    """A signal that is set HAND_IN_S after the event `stop` was seen to be, or after `begin`. Thread-safe."""
+
+    def __init__(self, stop: threading.Event, clock: Callable[[], float]) -> None:
+        self._stop, self._clock = stop, clock
+        self._lock = threading.Lock()
+        self._over_at: float | None = None
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._over_at is None:
+                self._over_at = self._clock() + HAND_IN_S
+
+    def is_set(self) -> bool:
+        if self._stop.is_set():
+            self.begin()
+        return self._over_at is not None and self._clock() >= self._over_at
+
+    def wait(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds; less where `stop` comes meanwhile, for then there is no time to lose."""
+        if not self.is_set():
+            if self._over_at is None:
+                self._stop.wait(timeout)
+            else:
+                time.sleep(max(min(timeout, self._over_at - self._clock()), 0.0))
+        return self.is_set()

@@ -1,0 +1,112 @@
+"""How a worker comes to the run's outer state, stalling nobody: from its own state by the deltas since, or from a
+checkpoint by the deltas since, whichever is fewer bytes.
+
+As databases do it (base backup and log). A worker that missed a few rounds replays their deltas; one that missed
+many takes the latest checkpoint; a newcomer's freshly built model often is state 0, and then it replays as well.
+Nothing is taken on trust: every delta names the state that it belongs to, every checkpoint its digests.
+"""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from protocol import wire
+from protocol.errors import Problem
+from protocol.messages import CheckpointDetail
+from protocol.spec import RunSpec
+from worker.errors import Resync
+from worker.link.client import MAX_LISTED, Client
+from worker.state.outer_state import OuterState
+
+_REPLAYED = 4  # fragments at a time
+_LOADED = 2  # fragments of a checkpoint at a time: each is held in memory as a whole
+_CONNECTIONS = 4  # that fetch their parts
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+def recover(client: Client, spec: RunSpec, state: OuterState, target: int, *, held: int | None) -> None:
+    """Bring `state` to state `target`, or to a later checkpoint.
+
+    `held` is the number of the state that it is at, or may be at (None: surely at none). Raises Resync where the
+    coordinator's own data disagree.
+    """
+    while True:
+        checkpoint = client.checkpoint()
+        try:
+            if held is not None and held < target and _fewer_bytes_by_deltas(client, held, checkpoint):
+                start, held = held, None  # what fails once would fail again
+                try:
+                    _replay(client, spec, state, start, target)
+                    return
+                except Resync as error:
+                    log.info("cannot go on from the state held here (%s); taking a checkpoint", error)
+            held = None
+            _load_checkpoint(client, state, checkpoint)
+            _replay(client, spec, state, checkpoint.round, target)
+            return
+        except Problem as problem:
+            if problem.slug == "not-published":
+                log.warning("the run went back while this worker recovered: %s", problem.detail)
+                return  # without a state: the coordinator says which one it is to be
+            # A newer checkpoint has replaced this one, or covers the deltas that we were about to fetch.
+            if problem.slug not in ("gone", "not-found"):
+                raise
+            log.info("%s: asking again for the latest checkpoint", problem.detail)
+            client.pause(1)
+
+
+def _fewer_bytes_by_deltas(client: Client, held: int, checkpoint: CheckpointDetail) -> bool:
+    """Return True if the deltas from `held` to the checkpoint are smaller than it; those after it are needed either
+    way."""
+    missed = checkpoint.round - held
+    if missed <= 0:
+        return True
+    if missed > MAX_LISTED:
+        return False
+    rounds = client.newest_rounds(checkpoint.round, missed)
+    return len(rounds) == missed and sum(each.delta_bytes for each in rounds) < checkpoint.bytes
+
+
+def _load_checkpoint(client: Client, state: OuterState, checkpoint: CheckpointDetail) -> None:
+    """Fetch the fragments of the checkpoint that are not here yet."""
+    state.round = None
+
+    with ThreadPoolExecutor(_CONNECTIONS, "ranges") as connections:
+
+        def load(p: int) -> bool:
+            described, n = checkpoint.fragments[p], len(state.theta[p])
+            if state.is_intact(p) and state.digests[p].hex() == described.state_digest:
+                return False
+            limit_bytes = wire.max_payload_bytes("fp32", 2 * n)
+            state.load(p, client.checkpoint_fragment(checkpoint.round, described, limit_bytes, connections))
+            if state.digests[p].hex() != described.state_digest:
+                raise Resync(f"fragment {p} of checkpoint {checkpoint.round} is not what the coordinator says it is")
+            return True
+
+        fetched = sum(_each_fragment(state, load, _LOADED))
+    state.round = checkpoint.round
+    log.info("took checkpoint %d: fetched %d of %d fragments", checkpoint.round, fetched, len(state))
+
+
+def _replay(client: Client, spec: RunSpec, state: OuterState, start: int, target: int) -> None:
+    """Apply the deltas from state `start` to `target`."""
+    state.round = None
+
+    def replay(p: int) -> None:
+        limit_bytes = wire.max_payload_bytes(spec.sync.download_codec, len(state.theta[p]))
+        for round_number in range(start, target):
+            state.step(p, client.delta(round_number, p, limit_bytes))
+
+    _each_fragment(state, replay, _REPLAYED)
+    state.round = max(start, target)
+    if target > start:
+        log.info("replayed the deltas of %d rounds", target - start)
+
+
+def _each_fragment(state: OuterState, act: Callable[[int], T], threads: int) -> list[T]:
+    with ThreadPoolExecutor(threads, "recovery") as executor:
+        return list(executor.map(act, range(len(state))))

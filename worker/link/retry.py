@@ -1,0 +1,144 @@
+"""How long a worker keeps trying: for ever. A coordinator outage of any length must not end it.
+
+Transient faults (no connection, a proxy's 5xx or 429, a broken body, problems whose remedy is `retry`) are tried again
+after a capped exponential backoff with full jitter, or after the server's Retry-After. The first failure is logged,
+then one a minute, then the return.
+"""
+
+import copy
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import httpx
+from tenacity import RetryCallState, Retrying, retry_if_exception
+
+from protocol.errors import Problem, Remedy, Transient
+from worker.errors import Stopped
+from worker.link.grace import Signal
+
+T = TypeVar("T")
+
+BACKOFF_FIRST_S = 1.0
+BACKOFF_CAP_S = 10.0
+RETRY_AFTER_CAP_S = 300.0
+LOG_EVERY_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class Outage:
+    """Says when the coordinator went and when it came back, without filling the log."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._since: float | None = None
+        self._logged = 0.0
+
+    def failed(self, error: BaseException, wait_s: float) -> None:
+        now = self._clock()
+        with self._lock:
+            first = self._since is None
+            if self._since is None:
+                self._since = now
+            elif now - self._logged < LOG_EVERY_S:
+                return
+            self._logged, since = now, self._since
+        if first:
+            log.warning("%s; trying again in %.1f s, and for as long as it takes", describe(error), wait_s)
+        else:
+            log.warning("%s; still trying after %.0f s", describe(error), now - since)
+
+    def over(self) -> None:
+        with self._lock:
+            since, self._since = self._since, None
+        if since is not None:
+            log.info("the coordinator answers again after %.0f s", self._clock() - since)
+
+
+class Retry:
+    """Runs calls until they succeed or fail for good. Thread-safe; `stop` ends every wait with Stopped."""
+
+    def __init__(
+        self,
+        stop: Signal,
+        *,
+        sleep: Callable[[float], object] | None = None,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stop = stop
+        self._sleep = sleep
+        self._rng = rng or random.Random()
+        self._outage = Outage(clock)
+
+    def until(self, stop: Signal) -> "Retry":
+        """Return the same, with another signal that ends the waiting; both tell of an outage once."""
+        other = copy.copy(self)
+        other.stop = stop
+        return other
+
+    def pause(self, seconds: float) -> None:
+        """Wait; raises Stopped as soon as the worker is asked to stop."""
+        if self._sleep is None:
+            self.stop.wait(seconds)
+        else:
+            self._sleep(seconds)
+        if self.stop.is_set():
+            raise Stopped("asked to stop")
+
+    def __call__(self, attempt: Callable[[], T]) -> T:
+        """Return the result of `attempt`, which is called until it raises nothing transient."""
+        if self.stop.is_set():
+            raise Stopped("asked to stop")
+        retrying = Retrying(
+            retry=retry_if_exception(is_transient),
+            wait=self._wait_s,
+            sleep=self.pause,
+            before_sleep=self._log,
+            reraise=True,
+        )
+        try:
+            result = retrying(attempt)
+        except Problem:
+            self._outage.over()  # a refusal is an answer too
+            raise
+        self._outage.over()
+        return result
+
+    def _wait_s(self, state: RetryCallState) -> float:
+        error = state.outcome.exception() if state.outcome else None
+        asked: float | None = getattr(error, "retry_after_s", None)
+        if asked is not None:
+            return min(asked, RETRY_AFTER_CAP_S)
+        ceiling = min(BACKOFF_CAP_S, BACKOFF_FIRST_S * 2 ** min(state.attempt_number - 1, 16))
+        return self._rng.uniform(
+            0, ceiling
+        )  # full jitter: workers that lost the same coordinator do not return in step
+
+    def _log(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        if error is not None and state.next_action is not None:
+            self._outage.failed(error, state.next_action.sleep)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return True if the same request is worth sending again."""
+    if isinstance(error, httpx.UnsupportedProtocol):
+        return False
+    if isinstance(error, Problem):
+        return error.remedy is Remedy.RETRY
+    return isinstance(error, Transient | httpx.TransportError)
+
+
+def describe(error: BaseException) -> str:
+    """Return the fault in words; httpx's timeouts have no text of their own."""
+    return (
+        f"the coordinator cannot be reached: {type(error).__name__}: {error}"
+        if isinstance(error, httpx.TransportError)
+        else str(error)
+    )

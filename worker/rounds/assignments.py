@@ -1,0 +1,62 @@
+"""What the coordinator tells a worker to do between rounds, and doing it: seed the run, come to its state, wait."""
+
+import logging
+
+from protocol.errors import Problem
+from protocol.messages import Action, Assignment
+from worker.accounts.progress import Progress
+from worker.link import recovery, seeding
+from worker.rounds.exchange import Exchange
+from worker.state.fragments import Fragments
+from worker.state.units import UnitRanges
+
+_PAUSE_S = 0.2  # between long polls
+
+log = logging.getLogger(__name__)
+
+
+class Assignments:
+    """Asks for assignments and prepares for them. `exchange` has the membership that asks and the outer state."""
+
+    def __init__(self, exchange: Exchange, fragments: Fragments, progress: Progress) -> None:
+        self._exchange, self._membership, self._client = exchange, exchange.membership, exchange.client
+        self._fragments, self._progress = fragments, progress
+        self._reason = ""  # for waiting, told last
+        self.untouched = True  # the outer state was taken from the model as it was built, and so may be state 0
+
+    def ask(self, state_round: int | None, carried: UnitRanges) -> tuple[int, Assignment]:
+        """Ask what to do at state `state_round` of the run; return the epoch of the membership that asked, and the
+        answer."""
+        worker, report = self._membership.worker, self._progress.last_report
+        epoch = self._membership.epoch
+        ask = lambda token: self._client.assignment(token, worker, state_round, carried, report)  # noqa: E731
+        return epoch, self._membership.act(ask)
+
+    def prepare(self, assignment: Assignment) -> None:
+        """Seed the run, come to its outer state, or wait: whatever `assignment` says. Then ask again."""
+        match assignment.action:
+            case Action.SEED:
+                self._progress.phase("seed")
+                self._seed()
+            case Action.RECOVER:
+                self._progress.phase("recover")
+                state = self._exchange.state
+                held, self.untouched = 0 if self.untouched else state.round, False
+                recovery.recover(self._client, self._exchange.spec, state, assignment.round, held=held)
+            case Action.WAIT:
+                self._progress.phase("wait")
+                if assignment.reason != self._reason:
+                    log.info("waiting: %s", assignment.reason)
+                self._reason = assignment.reason
+                self._client.pause(_PAUSE_S)
+
+    def _seed(self) -> None:
+        self.untouched = False
+        try:
+            seeding.seed(self._membership, self._exchange.spec, self._fragments, self._exchange.state)
+        except Problem as problem:
+            if problem.slug != "state-conflict":
+                raise
+            log.warning("%s", problem.detail)  # another worker was asked to in the meantime
+            self.untouched = True
+            self._client.pause(_PAUSE_S)

@@ -1,0 +1,194 @@
+"""One fragment's exchange with the run: its contribution is encoded and uploaded, its delta waited for and fetched."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protocol import wire
+from protocol.codecs import CODECS
+from protocol.digest import Buffer
+from protocol.errors import Problem, UnexpectedAnswer
+from protocol.messages import Stage
+from protocol.spec import RunSpec
+from worker.codecs import round_trip
+from worker.errors import Resync, RunEnded, Stopped, WorkLost
+from worker.link.grace import Grace
+from worker.link.membership import Membership
+from worker.state.outer_state import OuterState
+from worker.state.units import UnitRanges, count, in_order
+from worker.state.work import Contribution, Superseded
+from worker.tuning.side_stream import SideStream
+
+# One body goes over the line at a time (line.py); meanwhile the next fragment is encoded and the last one acknowledged.
+UPLOADS = 3
+_PAUSE_S = 0.2  # between long polls
+
+# Refusals of a contribution that mean that the round is over for this fragment.
+_LATE = ("round-closed", "run-ended")
+
+# What became of a contribution: None, it is in the delta or will be; the share of the round's workers that is in it
+# where it came too late; or another one of this worker stands in its place.
+Outcome = float | Superseded | None
+
+log = logging.getLogger(__name__)
+
+
+class Abandoned(Exception):
+    """This fragment was given up because another one failed."""
+
+
+class Exchange:
+    """The exchange of one worker with one run. `device` is where fragments are encoded; `run_ended`, once set, ends the
+    waiting for deltas. Once the worker is asked to stop, uploads have the grace, and no delta is waited for."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        spec: RunSpec,
+        state: OuterState,
+        device: torch.device,
+        run_ended: threading.Event,
+    ) -> None:
+        self.membership, self.client = membership, membership.client
+        self.spec, self.state = spec, state
+        self._device, self._run_ended = device, run_ended
+        self._side_stream = SideStream(device)
+        self._grace = Grace(self.client.stop, self.client.clock)
+        self._uploader = self.client.until(self._grace)
+        self._encoding = threading.Lock()
+
+    def contribute(self, contribution: Contribution, on_line: Callable[[], object] = lambda: None) -> Outcome:
+        """Upload `contribution`; return what became of it. `on_line` is called once the line is its own.
+
+        Raises Resync where the outer state is not the run's, WorkLost, Stopped, and CodecError for values that the
+        codec cannot carry.
+        """
+        frames = self._encode(contribution.delta)
+        header = self._header(contribution, [len(frame) for frame in frames])
+        upload = partial(self._uploader.contribute, header=header, frames=frames, on_line=on_line)
+        try:
+            with self.client.stages(Stage.UPLOAD):
+                self.membership.act(upload)
+        except Problem as problem:
+            if problem.slug in ("stale-base", "round-not-open"):
+                raise Resync(problem.detail) from problem
+            if problem.slug == "units-not-held":
+                raise WorkLost(problem.detail) from problem
+            if problem.slug in _LATE:
+                return share_of(problem)
+            if problem.slug != "contribution-conflict":
+                raise
+            # An earlier upload of ours stands. The same work may have other bytes: GPUs do not repeat every bit.
+            if not _same_units(problem.members.get("units"), contribution.units):
+                log.warning("%s, of other work units; it stands", problem.detail)
+                return Superseded()
+        return None
+
+    def await_delta(
+        self, contribution: Contribution, outcome: Outcome, failed: threading.Event
+    ) -> tuple[wire.Payload, Outcome]:
+        """Wait for the delta; return it, and what became of the contribution in the end: the coordinator's disk may
+        lose it, and then it is sent again. Raises as `contribute` does, RunEnded, and Abandoned once `failed` is set.
+        """
+        p = contribution.fragment
+        limit_bytes = wire.max_payload_bytes(self.spec.sync.download_codec, len(self.state.theta[p]))
+        fetch = partial(self.client.delta, contribution.round, p, limit_bytes)
+        while True:
+            try:
+                with self.client.stages(Stage.AWAIT_DELTA):
+                    return self.membership.act(fetch), outcome
+            except Problem as problem:
+                if problem.slug in ("gone", "round-not-open"):  # the latter where the run went back to a backup
+                    raise Resync(problem.detail) from problem
+                if problem.slug == "contribution-lost":
+                    log.warning("%s: sending it again", problem.detail)
+                    outcome = self.contribute(contribution)
+                elif problem.slug != "not-published":
+                    raise
+            if failed.is_set():
+                raise Abandoned
+            if self._run_ended.is_set():
+                raise RunEnded(
+                    f"the run ended before the delta of round {contribution.round}, fragment {p} was published"
+                )
+            self.client.pause(_PAUSE_S)
+
+    def unsent(self, contribution: Contribution) -> Tensor | None:
+        """Return what the coordinator does not decode of an accepted contribution, float32[n], where the codec has
+        error feedback."""
+        codec = self.spec.sync.upload_codec
+        if not CODECS[codec].error_feedback:
+            return None
+        with self._side_stream.beside():
+            return contribution.delta - round_trip(contribution.delta.to(self._device), codec).cpu()
+
+    def hand_in(self, contributions: Sequence[Contribution]) -> None:
+        """Contribute before leaving, within the grace, and wait for no delta. What does not get through is told in the
+        log: its units return to the pool."""
+        self._grace.begin()
+        with ThreadPoolExecutor(UPLOADS, "upload") as uploads:
+            results = [uploads.submit(self.contribute, each) for each in contributions]
+        accepted: list[int] = []
+        for contribution, result in zip(contributions, results, strict=True):
+            error = result.exception()
+            if isinstance(error, Stopped | Resync | WorkLost):
+                reason = str(error)
+            elif (outcome := result.result()) is not None:
+                reason = "the round closed" if isinstance(outcome, float) else "an earlier contribution stands"
+            else:
+                accepted.append(count(contribution.units))
+                continue
+            log.warning(
+                "round %d, fragment %d was not handed in: %s", contribution.round, contribution.fragment, reason
+            )
+        if accepted:
+            units = max(accepted)
+            log.info("round %d: handed in the work on %d units before leaving", contributions[0].round, units)
+
+    def _encode(self, delta: Tensor) -> list[Buffer]:
+        sync = self.spec.sync
+        with self._encoding, self.client.stages(Stage.ENCODE), self._side_stream.beside():
+            return self.client.entropy.pack(delta.to(self._device), sync.upload_codec, wanted=sync.zstd)
+
+    def _header(self, contribution: Contribution, frame_bytes: list[int]) -> wire.ContributionHeader:
+        late = contribution.late
+        return wire.ContributionHeader(
+            run=self.client.run,
+            round=contribution.round,
+            fragment=contribution.fragment,
+            codec=self.spec.sync.upload_codec,
+            elements=len(contribution.delta),
+            chunk_elements=wire.CHUNK_ELEMENTS,
+            frame_bytes=frame_bytes,
+            worker=self.membership.worker,
+            base=self.state.fragment_digest(contribution.fragment),
+            tokens=contribution.weight * self.spec.unit_tokens,
+            inner_steps=contribution.inner_steps,
+            loss=contribution.loss,
+            norm=contribution.norm,
+            units=contribution.units,
+            carried=late.rounds if late else [],
+            carried_share=late.share if late else 1.0,
+        )
+
+
+def _same_units(told: Any, units: UnitRanges) -> bool:
+    """Return True if a problem's member `units` names the same units, in whatever order and ranges."""
+    try:
+        return in_order(told) == in_order(units)
+    except (TypeError, ValueError):  # it is missing, or no list of ranges
+        return False
+
+
+def share_of(problem: Problem) -> float:
+    """Return the share of the workers that is in the mean of a round that closed without us; 1 where it is not told."""
+    share = problem.members.get("share", 1.0)
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise UnexpectedAnswer(f"{problem.slug}: the share is {share!r}, not above 0 and at most 1")
+    return float(share)

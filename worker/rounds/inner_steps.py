@@ -1,0 +1,62 @@
+"""Where in its assignment a worker is: the inner steps that it has done, the units that it has used, and its place in
+the learning rate's schedule.
+
+A unit is used once its inner step is done, or once the loop asks for the next unit: so one whose step a GradScaler
+skipped is used as well, wherever in the round it lies. A used unit is spent, and counts in the weight of the
+contribution; all others go back to the pool.
+"""
+
+from protocol.messages import Assignment
+from protocol.spec import RunSpec
+from worker.state.units import UnitRanges, first_units
+
+
+class InnerSteps:
+    """Counts one worker's inner steps, round by round."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._scheduled, self._warmup_steps = spec.sync.schedule_steps, spec.inner.joiner_warmup_steps
+        self.done = 0
+        self._round = self._own = self._units_begun = self._units_used = 0
+        self._units: UnitRanges = []
+        self.warmup_left: int | None = None  # until a joiner's inner optimizer is warm; None: not one step yet
+
+    def begin(self, assignment: Assignment) -> None:
+        """Nothing of `assignment`, which is of action `train`, is done yet."""
+        self.done = self._units_begun = self._units_used = 0
+        self._round, self._own, self._units = assignment.round, assignment.inner_steps, assignment.units
+        if self.warmup_left is None:
+            self.warmup_left = self._warmup_steps if assignment.round else 0
+
+    def begin_unit(self) -> None:
+        """Note that the loop was given the next unit. A loop that takes no units here uses one per inner step."""
+        self._units_begun += 1
+
+    def end_unit(self) -> None:
+        """Note that the loop is through with the unit, whether or not its step was skipped."""
+        self._units_used = max(self._units_used, self._units_begun)
+
+    def step(self) -> None:
+        """Note that one inner step is done."""
+        self.done += 1
+        self._units_used = max(self._units_begun, self.done)
+        if self.warmup_left:
+            self.warmup_left -= 1
+
+    @property
+    def units_used(self) -> UnitRanges:
+        """The units that were used: the first ones of the assignment."""
+        return first_units(self._units, self._units_used)
+
+    @property
+    def global_step(self) -> int:
+        """(round + done / H) · H of the schedule."""
+        progress = self.done * self._scheduled // self._own if self._own else self.done
+        return self._round * self._scheduled + progress
+
+    @property
+    def warmup_scale(self) -> float:
+        """1, or less during the first `inner.joiner_warmup_steps` steps of a worker that joined after round 0."""
+        if not self.warmup_left:
+            return 1.0
+        return (self._warmup_steps - self.warmup_left + 1) / (self._warmup_steps + 1)

@@ -1,0 +1,337 @@
+"""DiLoCo on one worker: DiLoCo (arXiv 2311.08105, algorithm 1) and, by another schedule, Streaming DiLoCo (2501.18512,
+algorithm 2) and eager updates (2502.12996).
+
+Each fragment is sent after an inner step of its own and merged some inner steps later, or none (schedule.py). What a
+worker has trained that no mean has, `carry`, is part of its next pseudo-gradient: what the mean lacks of late work,
+what the codec left out, and what was trained while the fragment travelled. The compute waits only where a merge is due
+and its delta is not there; that is the stage `sync`.
+"""
+
+import logging
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from protocol.errors import OuterstepError, Problem, UnexpectedAnswer
+from protocol.messages import Action, Assignment, EvaluationReport
+from worker.errors import ModelError, Resync, RunEnded, Stopped, Unwanted, WorkLost
+from worker.link.heartbeat import Heartbeat
+from worker.rounds.assignments import Assignments
+from worker.rounds.exchange import Exchange
+from worker.rounds.flight import Flight
+from worker.rounds.round import Durable, Round
+from worker.rounds.training import Training
+from worker.state.saver import Saver
+from worker.state.snapshot import copied
+from worker.state.units import UnitRanges, first_units, units_left
+from worker.state.work import Carry, Contribution, RoundStart, Work
+
+log = logging.getLogger(__name__)
+
+
+class Rounds:
+    """One worker's way through the rounds. `advance` does what is due between two inner steps.
+
+    assignment    the latest that was begun
+    carry         progress that no mean had when its round began, or ended
+    finished      there is no next round: the run is over, or the worker was asked to stop
+    """
+
+    def __init__(self, exchange: Exchange, training: Training, saver: Saver, heartbeat: Heartbeat) -> None:
+        self._exchange, self._state, self._sync = exchange, exchange.state, exchange.spec.sync
+        self._training, self._fragments = training, training.fragments
+        self._saver, self._heartbeat = saver, heartbeat
+        self._assignments = Assignments(exchange, training.fragments, training.progress)
+        self._running = self.algorithm()
+        self.assignment = Assignment(action=Action.WAIT, reason="not asked yet", round=0)
+        self.carry = Carry()
+        self.finished = False
+        self._round: Round | None = None  # whose inner steps are being done
+        self._epoch = exchange.membership.epoch  # of the membership when it asked last
+        self._asked_ahead: Future[tuple[int, Assignment]] | None = None
+        self._placed = False  # whether the model holds what the next round starts from
+        self._trained_on: set[int] = set()  # the fragments that have been trained on since they were merged
+        self._start_saved: Future[None] | None = None  # the writing of what the next round starts from
+
+    @property
+    def training(self) -> bool:
+        """Whether the inner steps of a round are being done."""
+        return self._round is not None
+
+    def begin(self) -> None:
+        """Go on from the snapshot if there is one, and begin the first round."""
+        self._advance(lambda: next(self._running))
+
+    def advance(self, *, ended: bool) -> None:
+        """Do what is due after an inner step; after the round's last one, `ended`, begin the next round."""
+        self._advance(lambda: self._running.send(ended))
+
+    def _advance(self, resume: Callable[[], None]) -> None:
+        try:
+            resume()
+        except (Stopped, StopIteration):
+            self.finished = True
+
+    # --- the algorithm --------------------------------------------------------------------------------------------
+
+    def algorithm(self) -> Generator[None, bool, None]:
+        """The algorithm. Yields where the training loop does an inner step; is sent whether it was its round's last."""
+        asked = self._resume()
+        while (round_ := self._begin(self._prepared(asked))) is not None:  # θ_local = θ_global − carry
+            try:
+                while True:
+                    round_.send_due()  # Δ = θ_global − θ_local: to the coordinator, which averages
+                    self._reclaiming(round_, round_.merge_due)  # θ_global steps by the mean; θ_local = θ_global − carry
+                    if round_.ended:
+                        break
+                    round_.ended = yield  # one inner step
+                    self._check_wanted()
+                    if round_.ended:
+                        self._end_inner_steps(round_)
+                self._end(round_)
+            except (Resync, WorkLost, RunEnded, Unwanted) as error:
+                self._drop(round_, error)
+            asked = self._ask()
+
+    def _begin(self, assignment: Assignment) -> Round | None:
+        """Begin the round from the global parameters less `carry`; return None where the run is over."""
+        self.assignment = assignment
+        over = assignment.action is Action.FINISH
+        if over:
+            log.info("done: %s", assignment.reason)
+            self.finished = True
+            self._forget()
+            if assignment.round != self._state.round:  # told to leave before this worker had the run's state
+                return None
+        self._training.steps.begin(assignment)
+        if assignment.round != self._state.round:
+            raise UnexpectedAnswer(f"asked to train on state {assignment.round} while holding {self._state.round}")
+        self._place(assignment)
+        if over:
+            return None
+        durable = Durable(start=self._start_saved) if self._sync.streams else Durable(save=self._save)
+        self._round = Round(self._exchange, self._training, assignment, self.carry, durable, self._ask_ahead)
+        self._training.progress.begin_round(assignment.round)
+        self._saver.save_state()
+        return self._round
+
+    def _place(self, assignment: Assignment) -> None:
+        """Put into the model what the inner steps start from. On the way there it has the global parameters, whose
+        held-out loss is told to the coordinator if it asks for it."""
+        evaluate = self._training.evaluate if assignment.evaluate else None
+        local = {p: self._fragments.gather(p) for p in self._trained_on} if evaluate else {}
+        if evaluate is not None:
+            for p in range(len(self._state)):
+                self._fragments.rebase(p, self._state.theta[p], None)
+            self._tell_evaluation(assignment.round, evaluate)
+        for p in range(len(self._state)):
+            if p in local:
+                self._fragments.scatter(p, local[p])
+            elif evaluate is not None or not self._placed:
+                self._fragments.rebase(p, self._state.theta[p], self.carry.delta(p))
+
+    def _tell_evaluation(self, state_round: int, evaluate: Callable[[], EvaluationReport]) -> None:
+        self._training.progress.phase("evaluate")
+        report = evaluate()
+        log.info("state %d: held-out loss %.4f", state_round, report.loss)
+        self._exchange.membership.act(lambda token: self._exchange.client.report_evaluation(token, state_round, report))
+
+    def _end_inner_steps(self, round_: Round) -> None:
+        round_.note_speed()
+        if self._sync.inner_steps == "auto":
+            self._heartbeat.beat_now()  # the next round's H depends on how fast this one went
+
+    def _end(self, round_: Round) -> None:
+        """All fragments are merged: carry on what no mean has, and save it where the round's work is not saved."""
+        self._settle(round_)
+        self._training.progress.end_round(round_.assignment.round, self._exchange.membership.epoch)
+        if self._sync.streams:
+            local = [self._fragments.in_host_memory(self._fragments.gather(p)) for p in range(len(self._state))]
+            self._start_saved = self._save(RoundStart(round_.assignment.round + 1, local, self.carry))
+
+    def _settle(self, round_: Round) -> None:
+        self.carry, self._asked_ahead = round_.settle()
+        self._trained_on, self._placed, self._round = round_.trained_on, True, None
+
+    def _reclaiming(self, round_: Round, act: Callable[[], None]) -> None:
+        """`act`; where the lease had ended, the units went back to the pool. If nobody took them, they are ours again,
+        and the round's work is contributed again, if all of it is at hand."""
+        try:
+            act()
+        except WorkLost:
+            if not round_.has_all_work or not self._holds_again(round_.work[0]):
+                raise
+            round_.contribute(round_.work)
+
+    def _holds_again(self, contribution: Contribution) -> bool:
+        """Return True if the units of `contribution`, asked for anew, are this worker's."""
+        self._epoch, asked = self._assignments.ask(self._state.round, [])
+        return _is_for(asked, contribution.round, contribution.units)
+
+    def _drop(self, round_: Round, error: OuterstepError) -> None:
+        """Drop the work of a round that the coordinator cannot take or does not want; then a later state is the way
+        on."""
+        if isinstance(error, RunEnded):
+            log.info("%s", error)
+        else:
+            log.warning("round %d: %s; this round's work is dropped", round_.assignment.round, error)
+        round_.abandon()
+        self._forget()
+        if isinstance(error, Resync):
+            self._state.round = None
+        if isinstance(error, Resync | WorkLost):
+            self._exchange.membership.start_over()
+
+    def _forget(self) -> None:
+        """Keep nothing of what was trained since the last contribution."""
+        self.carry, self._round, self._asked_ahead = Carry(), None, None
+        self._placed, self._trained_on = False, set()
+
+    # --- between rounds -------------------------------------------------------------------------------------------
+
+    def _ask(self) -> Assignment:
+        """Ask what to do, or take the answer that came ahead. Carried work whose units are not this worker's any more
+        is dropped."""
+        ahead, self._asked_ahead = self._asked_ahead, None
+        try:
+            self._epoch, asked = ahead.result() if ahead else self._assignments.ask(self._state.round, self.carry.units)
+        except Problem as problem:
+            if problem.slug != "units-not-held":
+                raise
+            log.warning("the work that was carried is dropped: %s", problem.detail)
+            self._forget()
+            self._epoch, asked = self._assignments.ask(self._state.round, [])
+        return asked
+
+    def _ask_ahead(self, flight: Flight) -> tuple[int, Assignment]:
+        """All fragments are stepped, so the next round's assignment can be had before this one's inner steps are done:
+        on a thread of the flight."""
+        _ = self._state.digests  # from now on, a flipped bit is noticed
+        used = first_units(self.assignment.units, self.assignment.inner_steps)
+        left = [] if flight.superseded else units_left(self.carry.units + used, flight.consumed)
+        return self._assignments.ask(flight.round + 1, left)
+
+    def _check_wanted(self) -> None:
+        """Raise Unwanted where the lease ended in the middle of the round, or the coordinator said stop, and the work
+        on this round is not wanted any more."""
+        joined_again = self._exchange.membership.epoch != self._epoch
+        if not joined_again and not self._heartbeat.run_ended.is_set():
+            return
+        self._heartbeat.run_ended.clear()
+        trained, held = self.assignment, self._state.round
+        try:
+            self._epoch, asked = self._assignments.ask(trained.round if held is None else held, self.carry.units)
+        except Problem as problem:
+            if problem.slug != "units-not-held":
+                raise
+            raise Unwanted(problem.detail) from problem
+        if not _is_for(asked, trained.round, trained.units):
+            raise Unwanted(asked.reason)
+
+    def _prepared(self, asked: Assignment) -> Assignment:
+        """Do what the coordinator says until there is a round to train, or the run is over; return that assignment."""
+        while asked.action not in (Action.TRAIN, Action.FINISH):
+            if asked.action is not Action.WAIT:
+                self._take_back(asked.round)
+            self._assignments.prepare(asked)
+            asked = self._ask()
+        return asked
+
+    def _take_back(self, to_round: int) -> None:
+        """Before another state, that of round `to_round`, is loaded: carry all of the progress that is in the model;
+        unless the run has gone back to a backup, and the rounds that were missed are still to come."""
+        if not self.carry.is_of_rounds_before(to_round):
+            log.warning("the run went back to round %d: the work of later rounds is dropped", to_round)
+            self._forget()
+            return
+        sent, ahead = replace(self.carry, ahead={}), dict(self.carry.ahead)
+        for p in self._trained_on:
+            delta = self._fragments.pseudo_gradient(p, self._state.theta[p], self.carry.delta(p))
+            carried = sent.delta(p)
+            ahead[p] = delta if carried is None else delta - carried
+        self.carry, self._placed, self._trained_on = replace(self.carry, ahead=ahead), False, set()
+
+    # --- snapshots, and the beginning and the end of the process --------------------------------------------------
+
+    def _save(self, work: Work | RoundStart, *, partial: bool = False) -> Future[None] | None:
+        """Begin to write the snapshot; `partial`: the worker leaves in the middle of the round."""
+
+        def optimizer() -> dict[str, Any]:
+            taken: dict[str, Any] = self._training.optimizer.state_dict()
+            # It stands still while work is written; where a round starts, the training goes on meanwhile.
+            return copied(taken, self._fragments.memory) if isinstance(work, RoundStart) else taken
+
+        warmup_left = self._training.steps.warmup_left or 0
+        return self._saver.save(work, partial=partial, optimizer=optimizer, warmup_left=warmup_left)
+
+    def _resume(self) -> Assignment:
+        """Go on from the last process's snapshot, if there is one; return the first assignment."""
+        found = self._saver.load()
+        if found is None:
+            for p in range(len(self._state)):
+                self._state.set(p, self._fragments.gather(p), None)
+            return self._ask()
+        self._assignments.untouched, self._training.steps.warmup_left = False, found.warmup_left
+        try:
+            self._training.optimizer.load_state_dict(found.inner_optimizer)
+        except ValueError as error:
+            raise ModelError(
+                f"the inner optimizer is not the one of the snapshot in this state_dir: {error}"
+            ) from error
+        log.info("resuming with the work of round %d", found.work.round)
+        if isinstance(found.work, Work):
+            self._contribute(found.work, partial=found.partial)
+        else:
+            self._start_from(found.work)
+        asked = self._ask()
+        if asked.action is Action.RECOVER and self._state.round is not None:
+            # Rounds went by without this worker. Where it was in the middle of one, which of the units have been
+            # consumed is not known any more, so the little that was not sent is trained again.
+            if isinstance(found.work, RoundStart):
+                self._forget()
+            if not self.carry.units:
+                self._exchange.membership.start_over()
+        return asked
+
+    def _contribute(self, work: Work, *, partial: bool) -> None:
+        """Contribute what was saved. What of it had got through already is accepted as the same."""
+        first = work.contributions[0]
+        carry = Carry(units=first.units, weight=first.weight, inner_steps=first.inner_steps, loss=first.loss)
+        nothing_new = Assignment(action=Action.TRAIN, reason="resumed", round=work.round)
+        round_ = Round(self._exchange, self._training, nothing_new, carry, Durable(), self._ask_ahead)
+        self._training.progress.phase("sync")
+        try:
+            self._reclaiming(round_, lambda: round_.contribute(work.contributions))
+            self._settle(round_)
+        except (Resync, WorkLost, RunEnded) as error:
+            self._drop(round_, error)
+        if partial and not self.carry.units:
+            self._exchange.membership.start_over()  # the units that were left may still be ours, if nobody was told
+
+    def _start_from(self, start: RoundStart) -> None:
+        for p, local in enumerate(start.local):
+            self._fragments.scatter(p, local)
+        self.carry, self._placed, self._trained_on = start.carry, True, set(range(len(start.local)))
+
+    def hand_in(self) -> None:
+        """Leaving in the middle of a round: contribute the inner steps that were done. The other units return to the
+        pool as the worker leaves."""
+        if self._round is None:
+            return
+        unsent = self._round.unsent()
+        if len(unsent) == len(self._state) and not self._sync.streams:
+            self._save(Work(unsent), partial=True)  # for a fragment that does not get through
+        if unsent:
+            self._exchange.hand_in(unsent)
+
+    def close(self) -> None:
+        """Leave nothing running behind."""
+        if self._round is not None and self._round.under_way:
+            self._exchange.client.stop.set()  # nobody waits for what comes back any more
+            self._round.abandon()
+
+
+def _is_for(asked: Assignment, round_number: int, units: UnitRanges) -> bool:
+    """Return True if `asked` is to train on `units` in round `round_number`."""
+    return asked.action is Action.TRAIN and asked.round == round_number and asked.units == units

@@ -1,0 +1,22 @@
+"""The training loop's side of the rounds: the model, its inner optimizer, and how far they are."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from protocol.messages import EvaluationReport
+from worker.accounts.progress import Progress
+from worker.rounds.inner_steps import InnerSteps
+from worker.state.fragments import Fragments
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one worker trains. `evaluate` measures the held-out loss of the model as it is; None where none is."""
+
+    fragments: Fragments
+    optimizer: torch.optim.Optimizer
+    steps: InnerSteps
+    progress: Progress
+    evaluate: Callable[[], EvaluationReport] | None

@@ -1,0 +1,209 @@
+"""A model's trainable parameters as fragments: gather them into fp32 vectors, scatter vectors back.
+
+Parameters are taken in `named_parameters` order, tied ones once, those with requires_grad only. Buffers are not
+averaged.
+"""
+
+import sys
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from protocol.fragments import Layout, TensorSpec
+from worker.errors import ModelError
+from worker.tuning.memory import HostMemory
+from worker.tuning.side_stream import SideStream
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by the names that they have without torch.compile, DistributedDataParallel and DataParallel
+    around the model or parts of it, so that workers with and without them share a run.
+
+    Raises ModelError where two parameters then have one name.
+    """
+    within = {path for name, module in model.named_modules() if (path := _path_within(name, module))}
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        plain = _without(within, name)
+        if plain in found:
+            raise ModelError(f"two parameters are called {plain}, one of them {name} within its wrapper; rename one")
+        found[plain] = parameter
+    return found
+
+
+def _path_within(name: str, module: nn.Module) -> str | None:
+    """The path of the module that `module`, of this name, wraps; None where it wraps none."""
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        child = "module"
+    elif _is_a(module, "torch._dynamo.eval_frame", "OptimizedModule"):
+        child = "_orig_mod"
+    else:
+        return None
+    return f"{name}.{child}".removeprefix(".")
+
+
+def _is_a(value: object, module: str, name: str) -> bool:
+    """Return True if `value` is of that class, whose module takes seconds to import: until it is, nothing is."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def _without(within: set[str], name: str) -> str:
+    """The parameter's name less the parts of its path that only a wrapper has put there."""
+    paths = accumulate(name.split("."), "{}.{}".format)
+    return ".".join(path.rpartition(".")[2] for path in paths if path not in within)
+
+
+def tensor_specs(model: nn.Module) -> list[TensorSpec]:
+    """What the coordinator is told about the model. Raises ModelError for parameters that cannot be averaged here."""
+    parameters = trainable_parameters(model)
+    if not parameters:
+        raise ModelError("the model has no trainable parameters")
+    for name, parameter in parameters.items():
+        if _is_a(parameter, "torch.distributed.tensor", "DTensor"):
+            raise ModelError(
+                f"parameter {name} is sharded (a DTensor), and each worker needs the whole model in one process: leave "
+                "out fully_shard or parallelize_module; torch.compile is fine"
+            )
+        if not parameter.is_floating_point():
+            raise ModelError(f"parameter {name} is {parameter.dtype}; only floating-point parameters can be averaged")
+    return [TensorSpec(name=name, shape=list(parameter.shape)) for name, parameter in parameters.items()]
+
+
+class Fragments(Protocol):
+    """The parameters of a model, fragment by fragment, in the run's layout. Vectors are float32[n], n the fragment's
+    elements; θ is the global one, `carry` the progress that no mean has, as a part of the next pseudo-gradient."""
+
+    memory: HostMemory  # that results are in
+
+    def __len__(self) -> int: ...
+
+    def gather(self, p: int) -> Tensor:
+        """Return a copy of the local parameters, on the model's device."""
+
+    def scatter(self, p: int, vector: Tensor) -> None:
+        """Write `vector` into the model, cast to each parameter's dtype."""
+
+    def rebase(self, p: int, theta: Tensor, carry: Tensor | None) -> None:
+        """Write θ − carry into the model: what the inner steps start from."""
+
+    def pseudo_gradient(
+        self, p: int, theta: Tensor, carry: Tensor | None = None, local: Tensor | None = None, after: Any = None
+    ) -> Tensor:
+        """Return Δ = θ_global − θ_local, in host memory; so defined, the outer optimizer descends.
+
+        θ_local is that of the model now, or `local`, which `gather` gave before; `after` is what `mark` gave after
+        that. θ_global is taken as the model started from it, cast to its own dtype, and `carry`, which `rebase` was
+        given, is part of Δ exactly: so neither the rounding of a bf16 model nor that of its rebase is mistaken for
+        progress or swallows some.
+        """
+
+    def progress_since(self, p: int, local: Tensor) -> Tensor:
+        """Return `local` − θ_local in host memory; `local`, which `gather` gave before, is used up."""
+
+    def norm(self) -> float:
+        """The norm of all parameters together, in fp32: not finite where one of them is not."""
+
+    def mark(self) -> Any:
+        """Return a mark of what the calling thread has begun on the device so far, for another thread to wait for."""
+
+    def in_host_memory(self, vector: Tensor) -> Tensor:
+        """Return `vector`, or on a GPU a copy of it as it is now."""
+
+
+class DenseFragments:
+    """The fragments of a model whose parameters are plain tensors, each of them whole on one device."""
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self._parameters = list(trainable_parameters(model).values())
+        self._slices = layout.fragments
+        self.device = self._parameters[0].device
+        self.memory = HostMemory(pinned=self.device.type == "cuda")
+        self._side_stream = SideStream(self.device)
+
+    def __len__(self) -> int:
+        return len(self._slices)
+
+    @torch.no_grad()
+    def gather(self, p: int) -> Tensor:
+        parts = [parameter.reshape(-1)[stretch].float() for parameter, stretch, _ in self._stretches(p)]
+        return torch.cat(parts, out=self._empty(sum(len(part) for part in parts)))
+
+    @torch.no_grad()
+    def norm(self) -> float:
+        norms = [torch.linalg.vector_norm(parameter, dtype=torch.float32) for parameter in self._parameters]
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+    @torch.no_grad()
+    def scatter(self, p: int, vector: Tensor) -> None:
+        for parameter, stretch, part in self._stretches(p):
+            self._write(parameter, stretch, vector[part])
+
+    @torch.no_grad()
+    def pseudo_gradient(
+        self, p: int, theta: Tensor, carry: Tensor | None = None, local: Tensor | None = None, after: Any = None
+    ) -> Tensor:
+        with self._side_stream.beside(self.mark() if after is None else after):
+            delta = self._empty(len(theta))
+            for parameter, stretch, part in self._stretches(p):
+                start = self._start(parameter, theta, carry, part)
+                reached = parameter.reshape(-1)[stretch].float() if local is None else local[part]
+                torch.sub(start.float(), reached, out=delta[part])
+            return self.in_host_memory(delta if carry is None else delta.add_(carry.to(self.device)))
+
+    @torch.no_grad()
+    def progress_since(self, p: int, local: Tensor) -> Tensor:
+        for parameter, stretch, part in self._stretches(p):
+            local[part].sub_(parameter.reshape(-1)[stretch].float())
+        return self.in_host_memory(local)
+
+    @torch.no_grad()
+    def rebase(self, p: int, theta: Tensor, carry: Tensor | None) -> None:
+        for parameter, stretch, part in self._stretches(p):
+            if carry is None:
+                self._write(parameter, stretch, theta[part])
+            elif parameter.dtype == theta.dtype and parameter.is_contiguous() and self.device.type == "cpu":
+                torch.sub(theta[part], carry[part], out=parameter.detach().view(-1)[stretch])
+            else:
+                self._write(parameter, stretch, self._start(parameter, theta, carry, part))
+
+    def in_host_memory(self, vector: Tensor) -> Tensor:
+        return vector if vector.device.type == "cpu" else self.memory.copy(vector)
+
+    def mark(self) -> Any:
+        return self._side_stream.mark()
+
+    def _empty(self, n: int) -> Tensor:
+        """Return a float32[n] with anything in it, on the model's device."""
+        if self.device.type == "cpu":
+            return self.memory.empty((n,))
+        return torch.empty(n, dtype=torch.float32, device=self.device)
+
+    @staticmethod
+    def _write(parameter: nn.Parameter, stretch: slice, values: Tensor) -> None:
+        flat = parameter.detach().reshape(-1)  # a view, or a copy where the parameter's memory has gaps
+        flat[stretch].copy_(values)
+        if not parameter.is_contiguous():
+            parameter.copy_(flat.view_as(parameter))
+
+    def _start(self, parameter: Tensor, theta: Tensor, carry: Tensor | None, part: slice) -> Tensor:
+        """Return what the training of this part of a parameter starts from, in the parameter's dtype."""
+        cast = theta[part].to(self.device).to(parameter.dtype)
+        return cast if carry is None else (cast.float() - carry[part].to(self.device)).to(parameter.dtype)
+
+    def _stretches(self, p: int) -> Iterator[tuple[nn.Parameter, slice, slice]]:
+        """Yield each slice of fragment p: its parameter, where it is in there (flattened), and where in the vector."""
+        position = 0
+        for stretch in self._slices[p]:
+            length = stretch.stop - stretch.start
+            yield (
+                self._parameters[stretch.tensor],
+                slice(stretch.start, stretch.stop),
+                slice(position, position + length),
+            )
+            position += length

@@ -1,0 +1,130 @@
+"""The outer state that this worker holds: θ_global and the outer momentum u of every fragment, in host memory.
+
+The same published bytes and the same arithmetic make it bit-identical on every worker and on the coordinator; the state
+digests prove that, fragment by fragment, before every step.
+"""
+
+from concurrent.futures import Future, wait
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from protocol.digest import Buffer, StateHash, model_digest
+from protocol.fragments import Layout
+from protocol.outer_step import outer_step_by
+from protocol.spec import OuterSpec
+from protocol.wire import DeltaHeader, Payload, StateHeader
+from worker.codecs import unpack_payload
+from worker.errors import Resync
+
+_HOST = torch.device("cpu")
+
+
+def tensor_bytes(tensor: Tensor) -> Buffer:
+    """Return the memory of a contiguous CPU tensor, not copied."""
+    return tensor.numpy().view(np.uint8).data
+
+
+class OuterState:
+    """The outer state at state `round` of the run; `round` is None while there is none, or while fragments are at
+    different rounds.
+
+    Different fragments may be loaded and stepped by different threads at once. `pin_memory`: of θ, which is copied to a
+    GPU.
+    """
+
+    def __init__(self, layout: Layout, outer: OuterSpec, *, pin_memory: bool) -> None:
+        self.round: int | None = None
+        self.theta = [torch.zeros(n, dtype=torch.float32, pin_memory=pin_memory) for n in layout.elements]
+        self.momentum = [torch.zeros(n, dtype=torch.float32) for n in layout.elements]
+        self._digests: list[bytes | None] = [None] * len(layout.fragments)
+        self._outer = outer
+        self.changes = 0  # counted, to tell whether it is still what it was
+        self.reader: Future[Any] | None = None  # reads all of it; nothing changes before that is done
+
+    def __len__(self) -> int:
+        return len(self.theta)
+
+    def fragment_digest(self, p: int) -> bytes:
+        """Return the state digest of fragment p, taken when it is first wanted: not during a sync, where all wait for
+        it, but beside the next inner steps (saver.py), so that `is_intact` can tell of a bit that flips from then
+        on."""
+        known = self._digests[p]
+        return self._rehash(p) if known is None else known
+
+    @property
+    def digests(self) -> list[bytes]:
+        """The state digest of every fragment."""
+        return [self.fragment_digest(p) for p in range(len(self))]
+
+    def digest(self) -> bytes:
+        """Return one digest of the whole outer state."""
+        return model_digest(self.digests)
+
+    def set(self, p: int, theta: Tensor, momentum: Tensor | None) -> None:
+        """Set fragment p to `theta` and `momentum` (None: zero, as in state 0), float32[n] each."""
+        self._await_reader()
+        self.changes += 1
+        self.theta[p].copy_(theta)
+        if momentum is None:
+            self.momentum[p].zero_()
+        else:
+            self.momentum[p].copy_(momentum)
+        self._rehash(p)
+
+    def load(self, p: int, payload: Payload) -> None:
+        """Load fragment p from a payload of kind `state`: θ, then u. Raises Resync where that is something else."""
+        if not isinstance(payload.header, StateHeader):
+            raise Resync(f"fragment {p} of a checkpoint is a payload of kind {payload.header.kind!r}, not 'state'")
+        values = unpack_payload(payload, _HOST)
+        n = len(self.theta[p])
+        if len(values) != 2 * n:
+            raise Resync(f"fragment {p} of a checkpoint has {len(values)} values, the layout says {2 * n}")
+        self.set(p, values[:n], values[n:])
+
+    def step(self, p: int, payload: Payload) -> None:
+        """Take fragment p one outer step on, chunk by chunk while the chunk is in the cache.
+
+        Raises Resync where the delta is for another outer state than this one, and WireError where its values are not
+        finite; then nothing has changed.
+        """
+        header = payload.header
+        if not isinstance(header, DeltaHeader) or header.elements != len(self.theta[p]) or header.fragment != p:
+            raise Resync(
+                f"what came as the delta of fragment {p} is not one: {header.kind}, {header.elements} elements"
+            )
+        if header.base != self.fragment_digest(p):
+            raise Resync(
+                f"the delta of round {header.round}, fragment {p} is for outer state {header.base.hex()[:12]}, "
+                f"this worker holds {self.fragment_digest(p).hex()[:12]}"
+            )
+        payload.check()
+        self._await_reader()
+        self.changes += 1
+        size = header.chunk_elements
+        self._digests[p] = None
+        lr, beta = self._outer.learning_rate, self._outer.momentum
+        for index, (theta, momentum) in enumerate(
+            zip(self.theta[p].split(size), self.momentum[p].split(size), strict=True)
+        ):
+            data = payload.chunk(index)
+            outer_step_by(payload.codec, data, theta.numpy(), momentum.numpy(), learning_rate=lr, beta=beta)
+
+    def is_intact(self, p: int) -> bool:
+        """Return True if fragment p is still what its digest says, if that was taken before. A bit that flips in memory
+        must not get into an average: the digest tells of it from now on, and the coordinator refuses what is based on
+        it."""
+        known = self._digests[p]
+        return self._rehash(p) == known or known is None
+
+    def _await_reader(self) -> None:
+        if self.reader is not None:
+            wait([self.reader])
+
+    def _rehash(self, p: int) -> bytes:
+        state_hash = StateHash()
+        state_hash.update(tensor_bytes(self.theta[p]), tensor_bytes(self.momentum[p]))
+        self._digests[p] = digest = state_hash.digest()
+        return digest

@@ -1,0 +1,91 @@
+"""When a snapshot is written: the outer state as soon as it is trained on, what was done with it at the round's end.
+The state's digests are taken on the way.
+
+So at the end, where everybody waits, less is left to write. Two files take turns with the outer state: the one that the
+last work belongs to stays until other work is durable.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial as bound
+from types import TracebackType
+from typing import Any, Self
+
+from protocol.messages import Stage
+from worker.accounts.stages import Stages
+from worker.state import snapshot
+from worker.state.outer_state import OuterState
+from worker.state.snapshot import Snapshot
+from worker.state.state_dir import StateDir
+from worker.state.work import RoundStart, Work
+
+
+class Saver:
+    """Writes snapshots into `files`, one thing after the other, on a thread of its own; nothing where there is no
+    directory. `owner` is the snapshot's `identity`."""
+
+    def __init__(self, files: StateDir | None, owner: str, state: OuterState, stages: Stages) -> None:
+        self._files, self._owner, self._state, self._stages = files, owner, state, stages
+        self._thread = ThreadPoolExecutor(1, "snapshot")
+        # The slots of the outer state that was written last, and of the one that the last work belongs to.
+        self._state_slot = self._work_slot = 0
+        self._written: tuple[int, int] | None = None  # round and changes of the outer state that was written last
+        self._digests: Future[list[bytes]] = Future()  # of that one, once it is durable
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown()
+
+    def load(self) -> Snapshot | None:
+        """Return what the last process with this directory saved, its outer state loaded; None where nothing whole
+        is."""
+        found = None if self._files is None else snapshot.load(self._files, self._owner, self._state)
+        if found is not None:
+            self._state_slot = self._work_slot = found.slot
+            self._written = (found.work.round, self._state.changes)
+            self._digests.set_result(found.digests)
+        return found
+
+    def save_state(self) -> None:
+        """Take the outer state's digests, so that a bit that flips from now on is noticed, and write it, if there is
+        one that was not written yet. It does not change before that is done."""
+        if self._state.round is None:
+            return
+        now = (self._state.round, self._state.changes)
+        if now == self._written:
+            return
+        self._written, self._state_slot = now, 1 - self._work_slot
+        self._digests = self._thread.submit(self._write_state, self._state_slot)
+        self._state.reader = self._digests
+
+    def _write_state(self, slot: int) -> list[bytes]:
+        digests = self._state.digests
+        if self._files is not None:
+            with self._stages(Stage.SNAPSHOT):
+                snapshot.save_state(self._files, self._owner, slot, self._state)
+        return digests
+
+    def save(
+        self, work: Work | RoundStart, *, partial: bool, optimizer: Callable[[], dict[str, Any]], warmup_left: int
+    ) -> Future[None] | None:
+        """Begin to write `work`, done on the outer state that was written last or is there now, and the inner optimizer
+        after it, which is asked for only where there is a directory.
+
+        Nothing of what is given may change before the future is done; it raises OSError.
+        """
+        self.save_state()
+        if self._files is None or self._written is None:
+            return None
+        assert self._written[0] == work.round, "what is trained on is written as the training begins"
+        self._work_slot = self._state_slot
+        taken = bound(Snapshot, work, partial, optimizer(), warmup_left, self._work_slot)
+        write = self._stages.timed(Stage.SNAPSHOT, self._write)
+        return self._thread.submit(write, self._files, self._digests, taken)
+
+    def _write(self, files: StateDir, state: Future[list[bytes]], taken: Callable[[list[bytes]], Snapshot]) -> None:
+        digests = state.result()  # it came before on this thread; without it, the snapshot is worth nothing
+        snapshot.save(files, self._owner, taken(digests))

@@ -1,0 +1,87 @@
+"""The worker's own directory: its lock, its member token, its snapshot. Every file is replaced atomically and
+durably."""
+
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from protocol.direct import Writer
+from worker.errors import StateDirBusy
+
+SNAPSHOT = "snapshot.pt"
+STATE = "state-{}.pt"  # two that take turns, 0 and 1
+_MEMBER = "member.json"
+_LOCK = "lock"
+
+
+@dataclass(frozen=True)
+class MemberTokens:
+    """`current`: of the last lease. `proposed`: of a join whose answer has not come; it may hold the lease by now."""
+
+    current: str | None
+    proposed: str | None
+
+
+class StateDir:
+    """A directory that one process at a time works in. Use as a context manager; raises StateDirBusy and OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> Self:
+        if not self.path.is_dir():
+            self.path.mkdir(parents=True, mode=0o700)
+            _fsync(self.path.parent)
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise StateDirBusy(
+                f"another process works in {self.path}: one worker per state directory; "
+                "give this one another name or another state_dir"
+            ) from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._lock)  # and with it the lock
+
+    def replace(self, name: str, write: Callable[[Writer], object]) -> None:
+        """Give file `name` the content that `write` writes: after a crash there is the old file or the new one,
+        whole."""
+        temporary = self.path / f"{name}.new"
+        with Writer(temporary, 0o600) as file:
+            write(file)
+            file.end()
+            os.fsync(file.fileno())
+        temporary.rename(self.path / name)
+        _fsync(self.path)
+
+    def member_tokens(self) -> MemberTokens:
+        """Return what was saved last; no tokens where nothing was."""
+        try:
+            document = json.loads((self.path / _MEMBER).read_text())
+        except FileNotFoundError:
+            return MemberTokens(None, None)
+        return MemberTokens(document["member_token"], document.get("proposed"))
+
+    def save_member_tokens(self, tokens: MemberTokens) -> None:
+        """Replace the member tokens durably."""
+        document = {"member_token": tokens.current, "proposed": tokens.proposed}
+        self.replace(_MEMBER, lambda file: file.write(json.dumps(document).encode()))
+
+
+def _fsync(directory: Path) -> None:
+    """Make the directory's entries durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,145 @@
+"""What a worker has trained that is in no mean yet: as it is contributed, and what of it is carried on afterwards."""
+
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from worker.state.units import UnitRanges
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Missed:
+    """A round closed without this worker's fragment: with the mean, float32[n], of the others, `share` of all."""
+
+    mean: Tensor
+    share: float
+
+
+@dataclass(frozen=True)
+class Superseded:
+    """Another contribution of this worker to the fragment stands, of an earlier process that trained on other units.
+    What of these the mean has is not known here, so nothing of this round's work goes into the next one."""
+
+
+@dataclass(frozen=True)
+class Late:
+    """Late work on one fragment: what the means of `rounds` together lack of it, float32[n], in host memory.
+
+    Of one late Δ_w that is Δ_w − Δ̄. Had it been in time, the mean over all n workers would have been Δ̄ + (Δ_w − Δ̄) / n.
+    The next mean divides by those who are in it: as many, it is taken, as were in the last one, so `share` · n. So
+    `share` times what is lacking goes into the next contribution, with the weight of one round. (To carry the whole Δ_w
+    would take once more what all workers have in common: the outer step would be too long.)
+    """
+
+    lacking: Tensor
+    share: float
+    rounds: list[int]
+
+    @property
+    def delta(self) -> Tensor:
+        """The part of the next pseudo-gradient, float32[n]."""
+        return self.lacking * self.share
+
+
+@dataclass(frozen=True)
+class Carry:
+    """Progress that is in this worker's parameters but in no mean yet: it goes into the next contribution.
+
+    late            by fragment that was late
+    unsent          by fragment that was accepted: what the codec left out of it, float32[n]; all of it travels on
+                    (error feedback, as in SparseLoCo, arXiv 2508.15706, but without decay)
+    ahead           by fragment: what was trained while it was on its way, float32[n]
+    units           those that no accepted contribution has consumed
+    fresh           by fragment: how many units it was trained on since it was sent
+    weight, inner_steps, loss    of the last contribution, for one that adds nothing to it
+    """
+
+    late: dict[int, Late] = field(default_factory=dict)
+    units: UnitRanges = field(default_factory=list)
+    weight: int = 0
+    inner_steps: int = 0
+    loss: float = 0.0
+    unsent: dict[int, Tensor] = field(default_factory=dict)
+    ahead: dict[int, Tensor] = field(default_factory=dict)
+    fresh: dict[int, int] = field(default_factory=dict)
+
+    def delta(self, p: int) -> Tensor | None:
+        """The part of the next pseudo-gradient, float32[n]; the worker starts from the global parameters less this."""
+        left = self.late[p].delta if p in self.late else self.unsent.get(p)
+        ahead = self.ahead.get(p)
+        if left is None or ahead is None:
+            return ahead if left is None else left
+        return left + ahead
+
+    def is_of_rounds_before(self, round_number: int) -> bool:
+        """Return True if all late work is of earlier rounds: not so where the run went back to a backup since."""
+        return all(late.rounds[-1] < round_number for late in self.late.values())
+
+    def merged(self, p: int, *, late: Late | None, unsent: Tensor | None, ahead: Tensor | None) -> "Carry":
+        """Return the same, but for what is carried of fragment p."""
+        return replace(
+            self,
+            late=_with(self.late, p, late),
+            unsent=_with(self.unsent, p, unsent),
+            ahead=_with(self.ahead, p, ahead),
+        )
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one worker contributes to one fragment in one round.
+
+    delta          its pseudo-gradient, float32[n], in host memory, and `norm` that one's; what is carried is part of it
+    units          those that it was trained on, and those that are carried
+    weight         the number of this round's own units in it, or where it has none that of the last one that is carried
+    inner_steps    those that it was trained for
+    loss           mean training loss, nats per token
+    late           what of `delta` is late work
+    """
+
+    round: int
+    fragment: int
+    units: UnitRanges
+    weight: int
+    inner_steps: int
+    loss: float
+    norm: float
+    delta: Tensor
+    late: Late | None = None
+
+    def missed(self, missed: Missed) -> Late:
+        """Return the late work on it, once the round has closed without it."""
+        before = self.late
+        if before is None:
+            return Late(self.delta - missed.mean, missed.share, [self.round])
+        fresh = self.delta - before.delta
+        return Late(fresh + before.lacking - missed.mean, missed.share, [*before.rounds, self.round])
+
+
+@dataclass(frozen=True)
+class Work:
+    """All that a worker contributes to a round, one contribution per fragment, made while the training stands still."""
+
+    contributions: list[Contribution]
+
+    @property
+    def round(self) -> int:
+        return self.contributions[0].round
+
+
+@dataclass(frozen=True)
+class RoundStart:
+    """What the training of `round` starts from: the local parameters `local` of each fragment, float32[n], in host
+    memory, that were trained from the global ones less `carry`."""
+
+    round: int
+    local: list[Tensor]
+    carry: Carry
+
+
+def _with(by_fragment: dict[int, T], p: int, value: T | None) -> dict[int, T]:
+    others = {q: each for q, each in by_fragment.items() if q != p}
+    return others if value is None else others | {p: value}
