@@ -1,8 +1,14 @@
 """The coordinator: membership, rounds, aggregation and the REST interface. Imports neither torch nor the worker.
 
-Read in the order of the data's way: `rounds.py` (when a round closes, pure), `live_run.py` (a run in memory),
-`membership.py`, `seeding.py`, `assigning.py`, then `contributing.py` → `aggregating.py` → `publishing.py` →
-`outer_state.py` and `checkpointing.py`; `restoring.py` after a start, `service.py` around it all, `api/` as the shell.
-What may go wrong: `storage.py` (a full disk), `losing.py`, `verifying.py` and `delta_file.py` (spoilt files),
-`setting_aside.py` (a database from a backup), `diverging.py`. What the operator does: `steering.py`.
+    store/      what lasts: files, database, tables, tokens
+    tuning/     what only makes it faster
+    runs/       the control plane: rounds.py (when a round closes, pure), live_run.py (a run in memory, and its one way
+                to change), membership, assigning, units, opening, closing
+    sync/       the data plane, in the order of the data's way: contributing → aggregating → publishing → outer_state
+                and checkpointing
+    upkeep/     after a start (restoring.py), spoilt files, a full disk, a database from a backup
+    api/        the shell: routes, and what they show
+
+settling.py lets follow whatever follows from a change; service.py is all of it as one object. Who may import whom is in
+docs/design.md, and tests/test_imports.py holds it.
 """

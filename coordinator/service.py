@@ -12,12 +12,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.runs import membership
 from coordinator.runs.bell import Bell
-from coordinator.runs.live_run import LiveRun, World
+from coordinator.runs.live_run import Change, LiveRun, World
 from coordinator.settings import Settings
 from coordinator.settling import settle
 from coordinator.store.database import Database, disk_is_full
 from coordinator.store.files import DataDirectory
-from coordinator.store.tables import EventRow, RunRow
+from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Identity, Tokens, secret_hash
 from coordinator.sync import retention
 from coordinator.tuning.pieces import Pieces
@@ -166,8 +166,7 @@ class Coordinator:
             session.add(row)
             session.flush()
             run = LiveRun(row, self._world)
-            message = f"the run {spec.name} was created"
-            session.add(EventRow(run_id=run.id, at=row.created_at, kind="created", message=message, data={}))
+            Change(run, session).record("created", f"the run {spec.name} was created")
         run.restored()
         self._runs[spec.name] = run
         return run, True

@@ -128,11 +128,13 @@ def test_one_file_on_each_side_and_one_line(copy: Path) -> None:
 
 
 def test_a_codec_is_named_beside_the_codecs_only() -> None:
-    """Not in a list of its own elsewhere, which somebody would have to find. Defaults and references name one codec."""
+    """Not in a list of its own elsewhere, which somebody would have to find. Defaults and references name one codec; the
+    published vectors have examples of single codecs, and may have some of a new one."""
     lists = []
     for path in [path for side in SIDES for path in sorted((ROOT / side).rglob("*.py"))]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             inner = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and each.value in CODECS]
             if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict) and len(set(inner)) > 1:
                 lists.append(str(path.relative_to(ROOT)))
-    assert set(lists) == {"protocol/codecs/__init__.py"}
+    examples = {"docs/write_vectors.py", "docs/refused_payloads.py"}
+    assert set(lists) - examples == {"protocol/codecs/__init__.py"}

@@ -30,6 +30,19 @@ STATEMENTS: dict[str, list[str]] = {
 # The rooms of a package, lowest first: a package or module in it, and the rooms below that it may import from. The
 # modules of a room import each other freely, in no circle.
 ROOMS: dict[str, dict[str, set[str]]] = {
+    "coordinator": {
+        "settings": set(),
+        "store": set(),
+        "tuning": set(),
+        "runs": {"store", "tuning"},
+        "sync": {"runs", "store"},
+        "settling": {"runs", "sync"},
+        "upkeep": {"runs", "store", "sync"},
+        "service": {"settings", "store", "tuning", "runs", "sync", "settling", "upkeep"},
+        "api": {"store", "tuning", "runs", "sync", "service"},
+        "app": {"api", "service"},
+        "server": {"settings", "tuning", "service", "app"},
+    },
     "worker": {
         "errors": set(),
         "settings": set(),

@@ -1,0 +1,67 @@
+"""The one way to change a run: rows first, memory once they are committed, then whatever follows."""
+
+import pytest
+
+from coordinator.runs.live_run import LiveRun
+from protocol.messages import RunState
+from tests.coordinator.crew import crew, events, info
+from tests.support.coordinator import InThread
+
+
+def test_what_fails_leaves_database_and_memory_as_they_were(shared: InThread, run: str) -> None:
+    crew(shared, run, ["a"])
+    live, applied = shared.live(run), []
+
+    def fail() -> None:
+        with live.change() as change:
+            change.record("test", "was never committed")
+            change.then(lambda: applied.append(1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert applied == []
+    assert events(shared, run, "test") == []
+    with live.change() as change:  # and the next one is not in its way
+        change.record("test", "was")
+    assert [event["message"] for event in events(shared, run, "test")] == ["was"]
+
+
+def test_what_follows_in_memory_follows_after_the_commit_and_in_order(shared: InThread, run: str) -> None:
+    crew(shared, run, ["a"])
+    live, seen = shared.live(run), []
+    with live.change() as change:
+        change.then(lambda: seen.append(len(events(shared, run, "test"))))
+        change.then(lambda: seen.append("second"))
+        change.record("test", "is committed by then")
+        assert seen == []
+    assert seen == [1, "second"]
+
+
+def test_a_change_within_a_change_is_refused(shared: InThread, run: str) -> None:
+    crew(shared, run, ["a"])
+    live = shared.live(run)
+
+    def nest() -> None:
+        with live.change() as outer:
+            outer.record("test", "outer")
+            with live.change() as inner:
+                inner.record("test", "inner")
+
+    with pytest.raises(RuntimeError, match="change within a change"):
+        nest()
+    assert events(shared, run, "test") == []
+
+
+def test_a_run_settles_by_itself_after_every_change(shared: InThread, run: str) -> None:
+    """Nobody calls what opens a round, pauses a drained run or closes a fragment."""
+    crew(shared, run, ["a"])
+    live: LiveRun = shared.live(run)
+    assert live.open is None
+    with live.change() as change:
+        change.then(lambda: live.members.ready.add("a"))
+    assert live.open is not None
+    with live.change() as change:
+        change.row.state = RunState.STOPPED
+        change.then(lambda: setattr(live, "state", RunState.STOPPED))
+    assert info(shared, run)["state"] == "stopped"
