@@ -29,7 +29,7 @@ def test_what_fails_leaves_database_and_memory_as_they_were(shared: InThread, ru
 
 def test_what_follows_in_memory_follows_after_the_commit_and_in_order(shared: InThread, run: str) -> None:
     crew(shared, run, ["a"])
-    live, seen = shared.live(run), []
+    live, seen = shared.live(run), list[object]()
     with live.change() as change:
         change.then(lambda: seen.append(len(events(shared, run, "test"))))
         change.then(lambda: seen.append("second"))
