@@ -113,17 +113,24 @@ def test_the_training_goes_on_until_the_delta_is_needed(tmp_path: Path, sync: st
         assert run.final().state_digest == run.told("a").state_digest
 
 
-@pytest.mark.parametrize("name", ["eager", "together", "spread", "longer than the offsets"])
-def test_alone_and_with_a_plain_outer_step_it_is_plain_training(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("sync", "steps"),
+    [
+        *((SCHEDULES[name], STEPS) for name in ("eager", "together", "spread", "longer than the offsets")),
+        # In the first round two fragments are sent after step 1, and only one of them is merged at once (seed 60007).
+        ('offsets = "spread"\noverlap = 1', 3),
+    ],
+)
+def test_alone_and_with_a_plain_outer_step_it_is_plain_training(tmp_path: Path, sync: str, steps: int) -> None:
     """One worker, fp32, outer learning rate 1 and no momentum: the mean is its own work, so nothing may be lost of what
     was trained while it travelled, and nothing may count twice."""
-    text = spec(SCHEDULES[name], upload="fp32", download="fp32", momentum=0.0)
+    text = toy.spec(rounds=ROUNDS, steps=steps, sync=sync, upload="fp32", download="fp32", momentum=0.0)
     text = text.replace("[outer]", "[outer]\nlearning_rate = 1.0")
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         done = Toy(coordinator, text, tmp_path).worker("a")
     model = toy.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for unit in range(ROUNDS * STEPS):
+    for unit in range(ROUNDS * steps):
         x, y = toy.batch(unit)
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()

@@ -86,10 +86,11 @@ class Round:
         if not fragments:
             return
         self._progress.phase("gather")
-        if all(self._schedule.merged[p] > self._step for p in fragments):
-            self._send_beside_training(fragments)
-        else:
-            self._send_standing_still(fragments)
+        waited_for = [p for p in fragments if self._schedule.merged[p] <= self._step]
+        if waited_for:
+            self._send_standing_still(waited_for)
+        if len(waited_for) < len(fragments):
+            self._send_beside_training([p for p in fragments if p not in waited_for])
 
     def _send_beside_training(self, fragments: list[int]) -> None:
         """Only copy the parameters here, all of them before other threads begin with the rest and want the cores as
