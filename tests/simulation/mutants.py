@@ -198,6 +198,9 @@ def _forgets_its_workers() -> list[Replacement]:
     return [(restoring, "_restore_workers", _nothing)]
 
 
+# An honest worker ends for good: here, as its contribution weighs more than the units that it still holds.
+REFUSED = "unexpected: AssertionError: I5"
+
 MUTANTS = [
     Mutant("acknowledges a contribution before it is fsynced", ("I2",), 8, _acknowledge_before_fsync),
     Mutant("acknowledges before the folder is fsynced", ("I2",), 12, _acknowledge_before_the_folder_is_durable),
@@ -212,7 +215,7 @@ MUTANTS = [
     Mutant("forgets units that no fragment has named", ("I6",), 3, _forgets_units),
     Mutant("returns no units of the dead", ("I6",), 0, _no_units_returned),
     Mutant("returns no units of rounds that were missed", ("I6",), 10, _forgotten_units_kept),
-    Mutant("lets a worker carry units that were dealt again", ("I6",), 1039, _carries_whatever_it_says),
+    Mutant("lets a worker carry units that were dealt again", ("I6", REFUSED), 304, _carries_whatever_it_says),
     Mutant("consumes units outside the transaction", ("I6",), 0, _units_consumed_elsewhere),
     Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 14, _trusts_its_state_file),
     Mutant("fuses two operations of the outer step", ("I3",), 0, _fused_outer_step),
