@@ -28,7 +28,7 @@ from torch import nn
 from benchmarks.line import SlowLine
 from benchmarks.sync import Coordinator
 from outerstep import plan
-from outerstep.plan import Given
+from outerstep.plan import Workload
 from protocol.messages import RoundDetail, RunDetail, Stage
 from worker.diloco import DiLoCo
 
@@ -67,9 +67,9 @@ class Case:
     fragment: int
 
     @property
-    def given(self) -> Given:
+    def workload(self) -> Workload:
         latency_s = self.latency_ms / 1e3
-        return Given(self.parameters, self.up_mbit * 1e6, self.down_mbit * 1e6, 1.0, WORKERS, latency_s, 1000)
+        return Workload(self.parameters, self.up_mbit * 1e6, self.down_mbit * 1e6, 1.0, WORKERS, latency_s, 1000)
 
 
 QUICK = [
@@ -107,13 +107,13 @@ def measure(coordinator: Coordinator, case: Case, name: str) -> dict[str, Any]:
     )
     port = urlsplit(coordinator.url).port
     assert port is not None
-    given = case.given
+    workload = case.workload
     headers = {"Authorization": f"Bearer {coordinator.token}"}
     with ExitStack() as resources:
         http = resources.enter_context(httpx.Client(base_url=coordinator.url, headers=headers, trust_env=False))
         http.post("/v1/runs", content=spec.encode()).raise_for_status()
         lines = [
-            resources.enter_context(SlowLine(port, up=given.up, down=given.down, latency_s=given.latency_s))
+            resources.enter_context(SlowLine(port, up=workload.up, down=workload.down, latency_s=workload.latency_s))
             for _ in range(WORKERS)
         ]
         workers = resources.enter_context(ThreadPoolExecutor(WORKERS, "worker"))
@@ -129,7 +129,7 @@ def measure(coordinator: Coordinator, case: Case, name: str) -> dict[str, Any]:
         ]
         total = RunDetail.model_validate_json(http.get(f"/v1/runs/{name}").raise_for_status().content)
     accounts = [account for each in rounds for account in each.accounts.values()]
-    exchange = plan.exchange(given, case.up_codec, case.down_codec, fragment=case.fragment)
+    exchange = plan.exchange(workload, case.up_codec, case.down_codec, fragment=case.fragment)
     measured = {
         "upload_bytes": statistics.median(account.upload_bytes for account in accounts),
         "download_bytes": statistics.median(account.download_bytes for account in accounts),
