@@ -56,7 +56,7 @@ every_rounds = 1000
 
 @dataclass(frozen=True)
 class Case:
-    """What is run: codecs, Mbit/s, milliseconds of a round trip, elements per fragment at most."""
+    """A case to run: codecs, Mbit/s, milliseconds of a round trip, elements per fragment at most."""
 
     up_codec: str
     down_codec: str
@@ -91,7 +91,7 @@ class Vector(nn.Module):
 
 
 def train(url: str, run: str, token: str, rank: int, parameters: int) -> None:
-    """One worker: a step by the same random gradient in every round, so that nothing but the sync takes long."""
+    """Train as one worker: each round is one step by the same random gradient, so that only the sync takes long."""
     model = Vector(parameters)
     model.values.grad = torch.randn(parameters, generator=torch.Generator().manual_seed(rank))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -101,7 +101,7 @@ def train(url: str, run: str, token: str, rank: int, parameters: int) -> None:
 
 
 def measure(coordinator: Coordinator, case: Case, name: str) -> dict[str, Any]:
-    """Run one case; what was predicted and what was measured."""
+    """Run one case. Return what was predicted and what was measured."""
     spec = SPEC.format(
         name=name, rounds=ROUNDS, up=case.up_codec, down=case.down_codec, fragment=case.fragment, workers=WORKERS
     )
