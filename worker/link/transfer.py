@@ -30,7 +30,7 @@ def memory(size: int) -> memoryview:
 
 
 def stream(buffers: Sequence[Buffer], traffic: Traffic, stop: Signal) -> Iterator[bytes]:
-    """Yield the buffers' bytes, at most SEND_BYTES at a time, and count them. Raises Stopped before the next ones."""
+    """Yield the buffers' bytes, at most SEND_BYTES at a time, and count them. Raises Stopped once `stop` is set."""
     for buffer in buffers:
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), SEND_BYTES):
