@@ -1,10 +1,10 @@
-"""What each codec costs: bytes per parameter on the wire, and speed on one core: in numpy, compiled and in torch.
+"""The costs of each codec: bytes per parameter on the wire, and speed on one core, in numpy, compiled and in torch.
 
     python -m benchmarks.codecs [--quick] [--json]
 
 Bytes are of whole payloads, header included, of one fragment. Its values are a real pseudo-gradient (of the preset
 `tiny` in its third round of 50 inner steps on the standard library's sources) or synthetic: Gaussian, Laplace, or
-Student's t with 3 degrees of freedom. The error is of the real one: the L2 norm of what a codec leaves out, as a share
+Student's t with 3 degrees of freedom. The error is that of the real one: the L2 norm of the encoding error as a share
 of the whole; codecs with error feedback send it later.
 
 Speeds are of Gaussian values, median over repeats after a warm-up; 1 GB/s is 10^9 bytes of fp32 values per second, that
@@ -45,7 +45,7 @@ OPERATIONS = ("encode", "decode", "accumulate", "step", "pack", "unpack")
 
 
 def sample(distribution: str, n: int) -> F32:
-    """float32[n] of a pseudo-gradient's size, always the same."""
+    """Draw float32[n] with the magnitude of a pseudo-gradient; always the same."""
     random = np.random.default_rng(0)
     draw: dict[str, Callable[[], npt.NDArray[np.float64]]] = {
         "gaussian": lambda: random.standard_normal(n),
@@ -56,7 +56,7 @@ def sample(distribution: str, n: int) -> F32:
 
 
 def real_pseudo_gradient() -> F32:
-    """float32[139584], of one worker's last round."""
+    """Return the pseudo-gradient of one worker's last round, float32[139584]."""
     spec = FULL.spec(seed=0, momentum=0.8)
     h = spec.sync.schedule_steps
     replica = Replica(spec, TextData(spec))
@@ -97,7 +97,7 @@ def payload(values: F32, codec: str, *, zstd: bool) -> bytes:
 
 
 def seconds(operation: Callable[[], object], repeats: int) -> float:
-    """Median wall time of `operation` after one warm-up."""
+    """Return the median wall time of `operation` after one warm-up, in seconds."""
     operation()
     times = []
     for _ in range(repeats):
@@ -167,7 +167,7 @@ def torch_operations(values: F32, name: str) -> dict[str, Callable[[], object]]:
 
 
 def libraries(values: F32, name: str) -> dict[str, dict[str, Callable[[], object]]]:
-    """Library -> operation -> what to time."""
+    """Return the functions to time, by library and operation."""
     operations = {"numpy": host_operations(values, REFERENCE[name])}
     if CODECS[name] is not REFERENCE[name]:
         operations["compiled"] = host_operations(values, CODECS[name])

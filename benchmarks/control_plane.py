@@ -1,4 +1,4 @@
-"""A thousand workers on one coordinator that has one core: how long do heartbeats take, and is a lease missed?
+"""A thousand workers on one coordinator with one core: the latency of heartbeats, and leases that are missed.
 
     python -m benchmarks.control_plane [--quick] [--json] [--workers 1000] [--round-s 30]
 
@@ -80,7 +80,7 @@ class Connection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, method: str, path: str, body: bytes, *headers: str) -> tuple[int, bytes, float]:
-        """Status, body, and the seconds that it took."""
+        """Send a request. Return status, body, and the seconds that it took."""
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
         reader, writer = self._streams
@@ -102,7 +102,7 @@ class Connection:
 
 @dataclass
 class Crowd:
-    """What the workers share, and what they measured: seconds by kind."""
+    """The state that the workers share, and their measurements: seconds by kind."""
 
     member: Member  # makes everybody's payloads
     round_s: float
@@ -118,7 +118,7 @@ class Crowd:
 
 @dataclass
 class Worker:
-    """A connection for the rounds and one for the heartbeats."""
+    """One worker, with a connection for the rounds and one for the heartbeats."""
 
     crowd: Crowd
     name: str
@@ -146,7 +146,7 @@ class Worker:
             self.crowd.note("heartbeat", took)
 
     async def rounds(self, offset: float) -> None:
-        """Two rounds, and the beginning of the third; contributes at `offset` of each, from 0 to 1."""
+        """Go through two rounds and the beginning of the third; contribute at `offset` of each, from 0 to 1."""
         for round_ in range(3):
             report = None if round_ == 0 else _report(round_ - 1)
             request = AssignmentRequest(state_round=round_, carried=[], report=report).model_dump_json().encode()
@@ -164,7 +164,7 @@ class Worker:
             await self._poll(("delta", round_), "GET", path, b"")
 
     async def _poll(self, news: tuple[str, int], *request: Any) -> bytes:
-        """Long polls, until there are `news`."""
+        """Send long polls until one ends with `news`."""
         while True:
             status, body, took = await self.ask(self.main, *request, f"Prefer: wait={WAIT_S}")
             if status == 404 or b'"action":"wait"' in body:
@@ -186,13 +186,13 @@ class Worker:
 
 
 def _report(round_: int) -> RoundReport:
-    """What a worker tells of the round before, as it asks for the next."""
+    """Return a worker's report on the previous round, sent as it asks for the next."""
     seconds = dict.fromkeys((Stage.TRAIN, Stage.SYNC, Stage.ENCODE, Stage.UPLOAD, Stage.DOWNLOAD), 1.0)
     return RoundReport(round=round_, epoch=1, upload_bytes=1000, download_bytes=1000, seconds=seconds)
 
 
 async def measure(running: Running, workers: int, round_s: float) -> dict[str, Any]:
-    """Everybody joins, two rounds go by: the crowd's figures."""
+    """Let all workers join and two rounds pass. Return the crowd's figures."""
     token, port = running.token(Scope.WORKER), int(running.url.rsplit(":", 1)[1])
     running.create_run(SPEC.format(workers=workers, lease_s=3 * HEARTBEAT_S))
     with running.client() as http:
@@ -258,13 +258,13 @@ async def _note_own_lag(crowd: Crowd) -> None:
 
 
 def pin(pid: int, cpus: set[int]) -> None:
-    """Keep a process to these CPUs: all of its threads, and those that they begin."""
+    """Pin a process to these CPUs: all of its threads, and those that they start."""
     for thread in Path(f"/proc/{pid}/task").iterdir():
         os.sched_setaffinity(int(thread.name), cpus)
 
 
 def _status(pid: int, name: str) -> int:
-    """A size in /proc/pid/status, bytes."""
+    """Return a size from /proc/pid/status, in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
 

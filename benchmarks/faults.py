@@ -1,4 +1,4 @@
-"""What faults cost in quality: DiLoCo with 8 workers in one process, where some contributions miss their round.
+"""The quality that faults cost: DiLoCo with 8 workers in one process, where some contributions miss their round.
 
     python -m benchmarks.faults [--quick] [--json] [--seed 0] [--momentum 0.4]
 
@@ -77,7 +77,7 @@ max_tokens = {evaluation_tokens}
 
 @dataclass(frozen=True)
 class Size:
-    """How much is trained: `solo_rounds` of H steps by one worker alone, then `rounds` by all."""
+    """The size of a run: `solo_rounds` of H steps by one worker alone, then `rounds` by all."""
 
     solo_rounds: int
     rounds: int
@@ -111,7 +111,7 @@ def nobody(round_number: int, draw: np.random.Generator) -> set[int]:
 
 
 def half(round_number: int, draw: np.random.Generator) -> set[int]:
-    """Each worker with probability 1/2, but never all: a round closes with what it has, and it has something."""
+    """Draw each worker with probability 1/2, but never all of them: a round closes with one contribution at least."""
     while True:
         missing = draw.random(WORKERS) < 0.5
         if not missing.all():
@@ -128,15 +128,15 @@ def the_last(round_number: int, draw: np.random.Generator) -> set[int]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """`late`: which workers miss a round. `then`: where such a worker goes on from. `auto`: whether each has its own H,
-    in proportion to its speed."""
+    """A scenario. `late`: which workers miss a round. `then`: what such a worker goes on from. `auto`: True if each has
+    its own H, in proportion to its speed."""
 
     late: Callable[[int, np.random.Generator], set[int]] = nobody
     then: Literal["carried", "kept", "forgotten"] = "carried"
     auto: bool = False
 
     def inner_steps(self, sync: SyncSpec) -> list[int]:
-        """Each worker's inner steps per round."""
+        """Return each worker's inner steps per round."""
         if self.auto:
             nominal = sync.inner_steps
             auto = {"inner_steps": "auto", "round_s": nominal, "nominal_inner_steps": nominal, "min_inner_steps": 1}
@@ -163,7 +163,7 @@ TARGETS = {
 
 
 class Replica:
-    """One worker: a model, its inner optimizer, and what of its work is in no delta yet."""
+    """One worker: a model, its inner optimizer, and the part of its work that is in no delta yet."""
 
     def __init__(self, spec: RunSpec, data: TextData) -> None:
         self.spec, self.data = spec, data
@@ -175,13 +175,13 @@ class Replica:
         self.carry = Carry()
 
     def begin(self, state: OuterState) -> None:
-        """Start from the global parameters, and from what of its own progress is not in them yet."""
+        """Start from the global parameters, and from its own progress that is not in them yet."""
         for p, theta in enumerate(state.theta):
             self.fragments.rebase(p, theta, self.carry.delta(p))
 
     def train(self, units: range, first_step: float, steps_per_unit: float = 1.0) -> float:
-        """One inner step per unit, as `worker/train.py` does them; the mean loss. The learning rate is that of global
-        step `first_step`, then of every `steps_per_unit` further."""
+        """Take one inner step per unit, as `worker/train.py` does. Return the mean loss. The learning rate is that of
+        global step `first_step`, then of every `steps_per_unit` further."""
         self.model.train()
         losses = []
         for index, unit in enumerate(units):
@@ -195,7 +195,7 @@ class Replica:
         return float(torch.stack(losses).mean())
 
     def collect(self, round_number: int, state: OuterState, units: range, loss: float) -> list[Contribution]:
-        """The pseudo-gradients, by fragment, and what they were trained on."""
+        """Return the contributions: each fragment's pseudo-gradient, and the units that it was trained on."""
         carry = self.carry
         deltas = [self.fragments.pseudo_gradient(p, theta, carry.delta(p)) for p, theta in enumerate(state.theta)]
         return [
@@ -214,13 +214,13 @@ class Replica:
         ]
 
     def carry_on(self, work: list[Contribution], means: dict[int, Tensor], share: float) -> None:
-        """All of `work` was late: it goes into the next contributions."""
+        """Carry all of `work`, which was late, into the next contributions."""
         late, first = {each.fragment: each.missed(Missed(means[each.fragment], share)) for each in work}, work[0]
         self.carry = Carry(late, first.units, first.weight, first.inner_steps, first.loss)
 
 
 def contribution(worker: int, work: Contribution, state: OuterState, spec: RunSpec) -> tuple[Payload, int]:
-    """A worker's contribution to one fragment as the coordinator reads it, and its weight in tokens."""
+    """Return a worker's contribution to one fragment as the coordinator reads it, and its weight in tokens."""
     p, frames = work.fragment, pack_fragment(work.delta, spec.sync.upload_codec, zstd=False)
     tokens = work.weight * spec.unit_tokens
     header = ContributionHeader(
@@ -245,7 +245,7 @@ def contribution(worker: int, work: Contribution, state: OuterState, spec: RunSp
 
 
 def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState, spec: RunSpec) -> Tensor:
-    """The coordinator's mean as a published delta, and the outer step by its decoded bytes; these, float32[n]."""
+    """Take the outer step by the coordinator's mean, encoded as a delta. Return its decoded values, float32[n]."""
     headers = [payload.header for payload, _ in contributions]
     frames = aggregate(contributions, spec.sync.download_codec, zstd=False)
     header = DeltaHeader(
@@ -270,7 +270,7 @@ def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState
 
 @dataclass(frozen=True)
 class Start:
-    """Where every scenario begins: what one worker alone has trained, and its inner optimizer."""
+    """The start of every scenario: the model that one worker alone has trained, and its inner optimizer."""
 
     parameters: list[Tensor]
     inner_optimizer: dict[str, Any]
@@ -285,7 +285,7 @@ def train_alone(spec: RunSpec, size: Size, data: TextData) -> Start:
 
 @dataclass(frozen=True)
 class Result:
-    """`loss`: held-out, nats per byte. `tokens`: trained on, and of these `counted` in a delta. `time`: virtual."""
+    """A result. `loss`: held-out, nats per byte. `tokens`: trained on; `counted`: those in a delta. `time`: virtual."""
 
     loss: float
     tokens: int
@@ -295,7 +295,7 @@ class Result:
 
 
 def run(scenario: Scenario, spec: RunSpec, size: Size, data: TextData, start: Start) -> Result:
-    """All rounds after the solo ones."""
+    """Run all rounds after the solo ones."""
     began = time.perf_counter()
     replicas = [Replica(spec, data) for _ in range(WORKERS)]
     for replica in replicas:

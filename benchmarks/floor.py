@@ -1,5 +1,7 @@
-"""What a sync cannot do without, each part by itself, as fast as this machine does it: no HTTP, no database, nobody who
-waits, and an interpreter that is asked once per chunk. For `benchmarks/sync.py`, which prints it beside the sync."""
+"""The floor of a sync: each part that it cannot do without, alone, as fast as this machine does it.
+
+No HTTP, no database, no waiting, and one call from the interpreter per chunk. `benchmarks/sync.py` prints it beside the
+sync."""
 
 import os
 import socket
@@ -22,12 +24,12 @@ FILE_BYTES = 8 << 20
 
 
 def core_seconds(elements: int, workers: int) -> dict[str, float]:
-    """Of one sync of `workers` × `elements`, int8 both ways; over all workers and the coordinator.
+    """Return the core-seconds of one sync of `workers` × `elements`, int8 both ways, over workers and coordinator.
 
     encode       every worker's pseudo-gradient, and the mean
     average      every worker's payload, decoded and added up
     outer step   on every worker, decoding included
-    digests      of uploads by who sends and who takes them, of the delta by who makes it and by every worker
+    digests      of uploads by sender and receiver, of the delta by the coordinator and by every worker
     sockets      all payloads through TCP on loopback, both ends
     disk         uploads and delta, past the page cache, fsync included
     """
@@ -63,7 +65,7 @@ def core_seconds(elements: int, workers: int) -> dict[str, float]:
 
 
 def _cpu_s(act: Callable[[], object]) -> float:
-    """The least of three times."""
+    """Return the least CPU time of three calls, in seconds."""
 
     def once() -> float:
         before = time.process_time()

@@ -24,8 +24,11 @@ class _Way:
         self.bytes = 0
 
     def book(self, now: float, size: int, *, waited: bool) -> float:
-        """When `size` bytes will have passed. Bytes that had `waited` for us follow right after those before them, even
-        where a busy machine comes late to carry them; others pass from now on."""
+        """Return the time at which `size` bytes will have passed.
+
+        Bytes that had `waited` follow right after those before them, even if a busy machine is late to carry them;
+        others pass from now on.
+        """
         self.bytes += size
         start = self._free_at if waited else max(self._free_at, now)
         self._free_at = start + 8 * size / self._rate
@@ -33,8 +36,8 @@ class _Way:
 
 
 class SlowLine:
-    """Relays connections from `url` to 127.0.0.1:`port`, on a thread of its own. Rates in bit/s, the latency in seconds
-    of a round trip; none of it counts TCP's own bytes. `up.bytes` and `down.bytes` have passed."""
+    """A relay of connections from `url` to 127.0.0.1:`port`, on a thread of its own. Rates are in bit/s, the latency is
+    in seconds of a round trip; TCP's own bytes do not count. `up.bytes` and `down.bytes` have passed."""
 
     def __init__(self, port: int, *, up: float, down: float, latency_s: float) -> None:
         self._port, self._delay_s = port, latency_s / 2
@@ -79,7 +82,7 @@ class SlowLine:
             ways.create_task(self._carry(far_reader, writer, self.down))
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: _Way) -> None:
-        """Until the sender closes; the receiver is told so."""
+        """Carry bytes until the sender closes, then close the receiver's side too."""
         passed: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._deliver(passed, writer))
@@ -110,7 +113,7 @@ class SlowLine:
 
 
 def _listening() -> socket.socket:
-    """Accepted sockets inherit its options, which must be set before a connection begins."""
+    """Return a listening socket. Accepted ones inherit its options, which must be set before a connection begins."""
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_BYTES)

@@ -28,7 +28,7 @@ from torch import nn
 from benchmarks.line import SlowLine
 from benchmarks.sync import Coordinator
 from outerstep import plan
-from outerstep.plan import Given
+from outerstep.plan import Workload
 from protocol.messages import RoundDetail, RunDetail, Stage
 from worker.diloco import DiLoCo
 
@@ -56,7 +56,7 @@ every_rounds = 1000
 
 @dataclass(frozen=True)
 class Case:
-    """What is run: codecs, Mbit/s, milliseconds of a round trip, elements per fragment at most."""
+    """A case to run: codecs, Mbit/s, milliseconds of a round trip, elements per fragment at most."""
 
     up_codec: str
     down_codec: str
@@ -67,9 +67,9 @@ class Case:
     fragment: int
 
     @property
-    def given(self) -> Given:
+    def workload(self) -> Workload:
         latency_s = self.latency_ms / 1e3
-        return Given(self.parameters, self.up_mbit * 1e6, self.down_mbit * 1e6, 1.0, WORKERS, latency_s, 1000)
+        return Workload(self.parameters, self.up_mbit * 1e6, self.down_mbit * 1e6, 1.0, WORKERS, latency_s, 1000)
 
 
 QUICK = [
@@ -91,7 +91,7 @@ class Vector(nn.Module):
 
 
 def train(url: str, run: str, token: str, rank: int, parameters: int) -> None:
-    """One worker: a step by the same random gradient in every round, so that nothing but the sync takes long."""
+    """Train as one worker: each round is one step by the same random gradient, so that only the sync takes long."""
     model = Vector(parameters)
     model.values.grad = torch.randn(parameters, generator=torch.Generator().manual_seed(rank))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -101,19 +101,19 @@ def train(url: str, run: str, token: str, rank: int, parameters: int) -> None:
 
 
 def measure(coordinator: Coordinator, case: Case, name: str) -> dict[str, Any]:
-    """Run one case; what was predicted and what was measured."""
+    """Run one case. Return what was predicted and what was measured."""
     spec = SPEC.format(
         name=name, rounds=ROUNDS, up=case.up_codec, down=case.down_codec, fragment=case.fragment, workers=WORKERS
     )
     port = urlsplit(coordinator.url).port
     assert port is not None
-    given = case.given
+    workload = case.workload
     headers = {"Authorization": f"Bearer {coordinator.token}"}
     with ExitStack() as resources:
         http = resources.enter_context(httpx.Client(base_url=coordinator.url, headers=headers, trust_env=False))
         http.post("/v1/runs", content=spec.encode()).raise_for_status()
         lines = [
-            resources.enter_context(SlowLine(port, up=given.up, down=given.down, latency_s=given.latency_s))
+            resources.enter_context(SlowLine(port, up=workload.up, down=workload.down, latency_s=workload.latency_s))
             for _ in range(WORKERS)
         ]
         workers = resources.enter_context(ThreadPoolExecutor(WORKERS, "worker"))
@@ -129,7 +129,7 @@ def measure(coordinator: Coordinator, case: Case, name: str) -> dict[str, Any]:
         ]
         total = RunDetail.model_validate_json(http.get(f"/v1/runs/{name}").raise_for_status().content)
     accounts = [account for each in rounds for account in each.accounts.values()]
-    exchange = plan.exchange(given, case.up_codec, case.down_codec, fragment=case.fragment)
+    exchange = plan.exchange(workload, case.up_codec, case.down_codec, fragment=case.fragment)
     measured = {
         "upload_bytes": statistics.median(account.upload_bytes for account in accounts),
         "download_bytes": statistics.median(account.download_bytes for account in accounts),

@@ -1,4 +1,4 @@
-"""What codecs and overlap cost in quality: the demo's run, with other settings of `sync`.
+"""The quality that codecs and overlap cost: the demo's run, with other settings of `sync`.
 
     python -m benchmarks.quality [--quick] [--json] [--only NAME …] [--seeds 1] [--rounds 24]
 
@@ -60,7 +60,7 @@ class Result:
 
 
 def spec_of(keys: dict[str, Any], *, rounds: int, seed: int) -> str:
-    """The demo's spec with these keys of [sync]."""
+    """Return the demo's spec with these keys of [sync]."""
     lines = []
     section = ""
     for line in demo_spec(workers=WORKERS, rounds=rounds, codec="int8").splitlines():

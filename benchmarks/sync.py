@@ -88,7 +88,7 @@ every_rounds = 1000
 
 @dataclass(frozen=True)
 class Plan:
-    """One measured constellation. `gloo_port` is None where gloo is left out."""
+    """One configuration to measure. `gloo_port` is None if gloo is left out."""
 
     url: str
     token: str
@@ -125,7 +125,7 @@ class Coordinator:
                 process.wait()
 
     def memory(self, field: str) -> int:
-        """VmRSS or VmHWM of the process, bytes."""
+        """Return VmRSS or VmHWM of the process, in bytes."""
         for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
             if line.startswith(field + ":"):
                 return int(line.split()[1]) * 1024
@@ -138,7 +138,7 @@ class Coordinator:
 
 
 def measure(coordinator: Coordinator, plan: Plan) -> dict[str, Any]:
-    """Run one plan with `plan.workers` processes; with threads, which need less memory, where gloo is left out."""
+    """Run one plan with `plan.workers` processes, or with threads, which need less memory, if gloo is left out."""
     context: Any = multiprocessing.get_context("spawn")
     if plan.gloo_port is None:
         context = SimpleNamespace(Barrier=threading.Barrier, Queue=queue.Queue, Process=threading.Thread)
@@ -156,7 +156,7 @@ def measure(coordinator: Coordinator, plan: Plan) -> dict[str, Any]:
         return statistics.median(round_seconds([report[what] for report in reports])[1:])
 
     def cpu_seconds(*roles: str) -> float:
-        """Of one round's sync, over all processes of these roles."""
+        """Return the CPU time of one round's sync, over all processes of these roles."""
         return statistics.median(sum(r[role][i] for r in reports for role in roles) for i in range(1, plan.rounds + 1))
 
     report = {
@@ -179,7 +179,7 @@ def measure(coordinator: Coordinator, plan: Plan) -> dict[str, Any]:
 
 
 def round_seconds(spans: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
-    """Per round, from the first worker's start to the last one's end; of (start, end) per worker and round."""
+    """Return each round's time from the first start to the last end, from (start, end) per worker and round."""
     return [max(end for _, end in round_) - min(start for start, _ in round_) for round_ in zip(*spans, strict=True)]
 
 
@@ -252,7 +252,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _await_idle(pid: int) -> None:
-    """Until the coordinator has finished its own outer step, which it does while workers train."""
+    """Wait until the coordinator has finished its own outer step, which it takes while workers train."""
     process = psutil.Process(pid)
     while process.cpu_percent(interval=0.25) > 10:
         pass

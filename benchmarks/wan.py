@@ -1,4 +1,4 @@
-"""Ordinary internet lines: what a sync costs against what the line allows, and what share of the time is left to train.
+"""Ordinary internet lines: the time of a sync against the line's limit, and the share of time left for training.
 
     python -m benchmarks.wan [--quick] [--json] [--params 25e6] [--up 10] [--down 100]
 
@@ -71,7 +71,7 @@ every_rounds = 1000
 
 
 class Delay(Relay):
-    """Hands on what comes half a round trip later, however much that is."""
+    """A relay that delays bytes by half a round trip, however many there are."""
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random) -> None:
         loop = asyncio.get_running_loop()
@@ -102,7 +102,7 @@ class Delay(Relay):
 
 @dataclass
 class Far:
-    """A worker process behind its line, and where it finds the coordinator."""
+    """A worker process behind its line, and the address at which it finds the coordinator."""
 
     line: Line
     url: str
@@ -130,7 +130,7 @@ class Far:
 
 @dataclass
 class Bench:
-    """A coordinator, its workers, and the way to iperf3's servers."""
+    """A coordinator, its workers, and the relays to iperf3's servers."""
 
     running: Running
     token: str
@@ -170,7 +170,7 @@ class Bench:
             worker.line.shape(rate)
 
     def goodput(self, seconds: int) -> list[tuple[float, float]]:
-        """Bytes per second up and down each line, all lines at once."""
+        """Measure bytes per second up and down each line, all lines at once."""
 
         def measure(rank: int, way: list[str]) -> float:
             server_port, address, port = self.iperf[rank]
@@ -223,7 +223,7 @@ class Bench:
             worker.order(**order, elements=self.elements, **more)
 
     def sync(self, name: str, rate: Rate, rounds: int, iperf_s: int) -> dict[str, Any]:
-        """Medians over the rounds."""
+        """Measure syncs. Return the medians over the rounds."""
         self.shape(rate)
         goodput = self.goodput(iperf_s)
         self.create_run(name, rounds, 1)
@@ -259,7 +259,7 @@ class Bench:
         }
 
     def train(self, rate: Rate, rounds: int, step_s: float, inner_steps: int, overlap: int) -> dict[str, Any]:
-        """The share of the wall time that is spent in inner steps, of all workers together."""
+        """Return the share of the wall time that all workers together spend in inner steps."""
         self.shape(rate)
         name = f"train-{overlap}"
         self.create_run(name, rounds + (overlap > 0), inner_steps, overlap)

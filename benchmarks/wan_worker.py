@@ -52,12 +52,12 @@ def say(**answer: Any) -> None:
 
 
 def noise(elements: int, rank: int) -> torch.Tensor:
-    """float32[elements], as hard to compress as a pseudo-gradient."""
+    """Draw float32[elements], as hard to compress as a pseudo-gradient."""
     return torch.randn(elements, generator=torch.Generator().manual_seed(rank)) * 1e-3
 
 
 def synchronise(url: str, run: str, token: str, rank: int, elements: int, rounds: int) -> None:
-    """`rounds` syncs, each begun when a line comes in; when they began and ended, and the payload bytes they moved."""
+    """Do `rounds` syncs, each when a line comes in. Return when they began and ended, and the payload bytes moved."""
     delta, model = noise(elements, rank), Flat(elements)
     with open_http(url) as http:
         client = Client(http, run, token)
@@ -94,8 +94,8 @@ def synchronise(url: str, run: str, token: str, rank: int, elements: int, rounds
 
 
 def train(url: str, run: str, token: str, rank: int, elements: int, step_s: float, measured: int) -> None:
-    """Train to the run's end; when the first inner step began and when `measured` rounds were over, and the seconds in
-    steps until then."""
+    """Train to the run's end. Return when the first inner step began, when `measured` rounds were over, and the seconds
+    in steps between."""
     model, in_steps = Flat(elements), 0.0
     first: float | None = None
     ended: float | None = None

@@ -15,7 +15,7 @@ refuse_shadow("protocol")  # which all of it needs, whatever is used
 
 
 def __getattr__(name: str) -> Any:
-    """`DiLoCo` on first use: it needs torch, and a coordinator runs without."""
+    """Import `DiLoCo` on first use: it needs torch, and a coordinator runs without."""
     if name == "DiLoCo":
         refuse_shadow("worker")
         from worker.diloco import DiLoCo

@@ -1,4 +1,4 @@
-"""`python -m outerstep` is the same as the command `outerstep`."""
+"""The entry point of `python -m outerstep`, the same as the command `outerstep`."""
 
 from outerstep.cli import main
 

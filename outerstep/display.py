@@ -1,4 +1,4 @@
-"""Showing a run that is being followed: a live picture on a terminal, plain lines anywhere else."""
+"""Displays of a run that is followed: a live picture on a terminal, plain lines anywhere else."""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -17,11 +17,11 @@ from protocol.messages import Event, FragmentState, RoundInfo, RunInfo, WorkerIn
 
 SHOWN_ROUNDS = 8
 SHOWN_EVENTS = 4
-TOLD_BY_ROUNDS = frozenset({"round-opened", "round-published", "evaluated"})
+SHOWN_BY_ROUNDS = frozenset({"round-opened", "round-published", "evaluated"})
 
 
 class Display(Protocol):
-    """Something that looks are shown on, from `with` to its end."""
+    """A display that shows looks, within a `with` block."""
 
     def __enter__(self) -> "Display": ...
 
@@ -33,11 +33,12 @@ class Display(Protocol):
 
 
 def display_for(console: Console) -> Display:
+    """Return the display that suits `console`."""
     return LiveDisplay(console) if console.is_terminal else LineDisplay(console)
 
 
 class LineDisplay:
-    """One line for each published round and each event."""
+    """A display that prints one line for each published round and each event."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -51,7 +52,7 @@ class LineDisplay:
         pass
 
     def show(self, look: Look) -> None:
-        for event in told_by_no_round(look.events):
+        for event in beside_rounds(look.events):
             self._line(event_line(event))
         for item in look.rounds:
             if item.state is FragmentState.PUBLISHED and item.round >= self.next_round:
@@ -70,7 +71,7 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """A picture that is drawn anew in place: progress, workers, the last rounds, the last events."""
+    """A display that redraws a picture in place: progress, workers, the last rounds, the last events."""
 
     def __init__(self, console: Console) -> None:
         self.live = Live(console=console, refresh_per_second=4)
@@ -90,7 +91,7 @@ class LiveDisplay:
         self.rounds |= {item.round: item for item in look.rounds}
         for old in sorted(self.rounds)[:-SHOWN_ROUNDS]:
             del self.rounds[old]
-        self.events = [*self.events, *told_by_no_round(look.events)][-SHOWN_EVENTS:]
+        self.events = [*self.events, *beside_rounds(look.events)][-SHOWN_EVENTS:]
         self.live.update(self._picture(look))
 
     def _picture(self, look: Look) -> RenderableType:
@@ -118,9 +119,9 @@ def round_line(item: RoundInfo) -> str:
     )
 
 
-def told_by_no_round(events: Iterable[Event]) -> list[Event]:
-    """The events that say something which the rounds themselves do not."""
-    return [event for event in events if event.kind not in TOLD_BY_ROUNDS]
+def beside_rounds(events: Iterable[Event]) -> list[Event]:
+    """Return the events that the display of the rounds does not show already."""
+    return [event for event in events if event.kind not in SHOWN_BY_ROUNDS]
 
 
 def event_line(event: Event) -> str:
@@ -136,7 +137,7 @@ def round_seconds(item: RoundInfo) -> float | None:
 
 
 def tokens_per_second(item: RoundInfo) -> float | None:
-    """Of all workers together, over the whole round: training, synchronisation and waiting."""
+    """Return the speed of all workers together over a whole round, sync and waiting included; None while it is open."""
     seconds = round_seconds(item)
     return item.tokens / seconds if seconds else None
 
@@ -184,7 +185,7 @@ def round_table(rounds: Iterable[RoundInfo]) -> Table:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table; a column whose name begins with '>' is aligned to the right."""
+    """Return a table; a column whose name begins with '>' is aligned to the right."""
     result = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         result.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)

@@ -1,4 +1,4 @@
-"""A run's trained model as files, by the worker's own code. Importing this needs torch and transformers."""
+"""Export of a run's trained model, by the worker's own code. Importing this needs torch and transformers."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from worker.link.client import Client
 def export_model(http: httpx.Client, run: str, token: str, directory: Path, state: int | None = None) -> nn.Module:
     """Write checkpoint `state` of `run` (None: the latest) into `directory`, and return the model.
 
-    Retries for ever where the coordinator cannot be reached. Raises FileExistsError for a directory that holds
-    something, and otherwise what `worker.export.load_checkpoint` raises.
+    Retries for ever while the coordinator cannot be reached. Raises FileExistsError for a directory that is not
+    empty, and otherwise what `worker.export.load_checkpoint` raises.
     """
-    logging.disable_progress_bar()  # it is over in an instant, and would be drawn into our own display
+    logging.disable_progress_bar()  # it is over in an instant, and would spoil our own display
     return export(Client(http, run, token), directory, state)

@@ -1,4 +1,4 @@
-"""Following a run until it ends: a look at it each time that something happened, through coordinator restarts."""
+"""Follow a run until it ends: look at it each time that something has happened, through coordinator restarts."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,9 +17,9 @@ RETRY_MAX_S = 10.0
 class Look:
     """A run at one moment.
 
-    `rounds`, oldest first, are those that were open or still to come at the look before, and `events`, oldest first,
-    those that are new since; `last_event` is the number of the last one. `trouble` says why the coordinator could not
-    be asked: then everything else is what it was before.
+    `rounds`, oldest first, are those that were open or still to come at the previous look, and `events`, oldest first,
+    those since then; `last_event` is the number of the last one. `trouble` says why the coordinator could not be asked:
+    then the rest is that of the previous look.
     """
 
     run: RunInfo
@@ -35,10 +35,10 @@ class Look:
 
 
 def follow(client: Client, run: str, *, patience_s: float, sleep: Callable[[float], None]) -> Iterator[Look]:
-    """Look at `run` now, whenever something happens, and at least every `patience_s`; the last look is at its end.
+    """Yield a look at `run` now, whenever something happens, and at least every `patience_s`; the last is at its end.
 
-    While the coordinator cannot be reached or has a fault, each attempt gives a look with `trouble`. Raises Problem
-    where the coordinator refuses; at the very first look everything is raised.
+    While the coordinator cannot be reached or has a fault, each attempt yields a look with `trouble`. Raises Problem
+    if the coordinator refuses; the very first look raises every error.
     """
     look = take_look(client, run)
     yield look
@@ -60,7 +60,7 @@ def follow(client: Client, run: str, *, patience_s: float, sleep: Callable[[floa
 
 
 def take_look(client: Client, run: str, before: Look | None = None) -> Look:
-    """One look. The first one has all events and the last 20 rounds."""
+    """Return a look at the run. The first one has all events and the last 20 rounds."""
     # The state comes first: the end that it may tell of is then among the rounds and events that are read after it.
     info = client.run(run)
     if before is None:

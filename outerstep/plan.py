@@ -1,4 +1,4 @@
-"""What a run will cost on given lines: bytes, seconds and quality of every pair of codecs and H. Pure arithmetic.
+"""The costs of a run on given lines: bytes, seconds and quality of every pair of codecs and H. Pure arithmetic.
 
 docs/performance.md explains the model, gives the sources of the figures, and compares it with measured runs.
 """
@@ -27,8 +27,8 @@ GAP_ROUNDS = 1.1  # DiLoCo ends about this / rounds above synchronous training, 
 
 
 @dataclass(frozen=True)
-class Given:
-    """What the run is to be: lines in bit/s, `latency_s` of a round trip, seconds per inner step, `steps` in all.
+class Workload:
+    """The run to plan: lines in bit/s, `latency_s` of a round trip, seconds per inner step, `steps` in all.
 
     Every worker has a line of its own; the coordinator's is no bottleneck.
     """
@@ -44,7 +44,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One sync of one worker with a pair of codecs. `loss`: what they cost, nats per byte; None: not measured."""
+    """One sync of one worker with a pair of codecs. `loss` is the codecs', nats per byte; None: not measured."""
 
     upload_codec: str
     download_codec: str
@@ -58,11 +58,11 @@ class Exchange:
 class Setting:
     """An exchange every `inner_steps` steps.
 
-    utilisation   the share of time that goes to inner steps
+    utilisation   the share of time in inner steps
     overlap       the least `sync.overlap` with which the training never waits for this exchange: inner steps, or
-                  "eager"; None where it takes longer than the H inner steps
-    factor        bytes of per-step fp32 all-reduce / bytes of this, both directions together
-    loss          that of the codecs and of `inner_steps`, nats per byte, above synchronous training
+                  "eager"; None if it takes longer than the H inner steps
+    factor        bytes of per-step fp32 all-reduce / bytes of this exchange, both directions together
+    loss          loss by the codecs and by `inner_steps`, nats per byte, above synchronous training
     """
 
     exchange: Exchange
@@ -73,34 +73,37 @@ class Setting:
     loss: float | None
 
 
-def exchanges(given: Given) -> Iterator[Exchange]:
-    """Every pair of codecs that a run spec may name."""
+def exchanges(workload: Workload) -> Iterator[Exchange]:
+    """Yield an exchange for every pair of codecs that a run spec may name."""
     uploads, downloads = (get_args(SyncSpec.model_fields[f"{way}load_codec"].annotation) for way in ("up", "down"))
     for up, down in product(uploads, downloads):
-        yield exchange(given, up, down)
+        yield exchange(workload, up, down)
 
 
-def exchange(given: Given, up: str, down: str, *, zstd: bool = True, fragment: int = FRAGMENT_ELEMENTS) -> Exchange:
-    """The bytes and the seconds of one sync, in fragments of at most `fragment` elements."""
-    sizes = fragment_sizes(given.parameters, fragment)
+def exchange(
+    workload: Workload, up: str, down: str, *, zstd: bool = True, fragment: int = FRAGMENT_ELEMENTS
+) -> Exchange:
+    """Return the bytes and the seconds of one sync, in fragments of at most `fragment` elements."""
+    sizes = fragment_sizes(workload.parameters, fragment)
     upload = {n: contribution_bytes(up, n, zstd=zstd) for n in set(sizes)}
-    download = {n: delta_bytes(down, n, given.workers, zstd=zstd) for n in set(sizes)}
+    download = {n: delta_bytes(down, n, workload.workers, zstd=zstd) for n in set(sizes)}
     losses = (CODECS[up].figures.up, CODECS[down].figures.down)
     return Exchange(
         up,
         down,
         sum(upload[n] for n in sizes),
         sum(download[n] for n in sizes),
-        sync_seconds(given, up, down, [(n, upload[n], download[n]) for n in sizes]),
+        sync_seconds(workload, up, down, [(n, upload[n], download[n]) for n in sizes]),
         None if None in losses else sum(filter(None, losses)),
     )
 
 
-def sync_seconds(given: Given, up: str, down: str, fragments: Sequence[tuple[int, int, int]]) -> float:
-    """From the pseudo-gradients to the last outer step; `fragments`: elements, bytes up and bytes down of each.
+def sync_seconds(workload: Workload, up: str, down: str, fragments: Sequence[tuple[int, int, int]]) -> float:
+    """Return the time from the pseudo-gradients to the last outer step, in seconds.
 
-    Fragments go through encoding, line up, aggregation, line down and outer step as through a pipeline, one after the
-    other, as soon as what comes before is done with them and what they come to is free.
+    `fragments`: elements, bytes up and bytes down of each. They go through a pipeline of encoding, upload, aggregation,
+    download and outer step, in order; a stage begins with a fragment when the stage before is done with it and there is
+    a free place.
     """
     upload, download = CODECS[up].figures, CODECS[down].figures
     encoded = sent = fetched = 0.0
@@ -108,34 +111,36 @@ def sync_seconds(given: Given, up: str, down: str, fragments: Sequence[tuple[int
     for elements, upload_bytes, download_bytes in fragments:
         n = elements / 1e9
         encoded = max(encoded, acknowledged[-UPLOADS]) + n / upload.pack
-        sent = max(sent, encoded) + 8 * upload_bytes / given.up
-        acknowledged.append(sent + given.latency_s)
-        mean_s = n * (given.workers / upload.accumulate + 1 / download.pack)
-        averaged.append(max(averaged[-COORDINATOR_CORES], sent + given.latency_s) + mean_s)
-        fetched = max(fetched, stepped[-DOWNLOADS], averaged[-1] + given.latency_s) + 8 * download_bytes / given.down
+        sent = max(sent, encoded) + 8 * upload_bytes / workload.up
+        acknowledged.append(sent + workload.latency_s)
+        mean_s = n * (workload.workers / upload.accumulate + 1 / download.pack)
+        averaged.append(max(averaged[-COORDINATOR_CORES], sent + workload.latency_s) + mean_s)
+        fetched = (
+            max(fetched, stepped[-DOWNLOADS], averaged[-1] + workload.latency_s) + 8 * download_bytes / workload.down
+        )
         stepped.append(fetched + n / download.unpack)
     return max(stepped)
 
 
-def settings(given: Given) -> list[Setting]:
-    return [setting(given, each, h) for each in exchanges(given) for h in INNER_STEPS]
+def settings(workload: Workload) -> list[Setting]:
+    return [setting(workload, each, h) for each in exchanges(workload) for h in INNER_STEPS]
 
 
-def setting(given: Given, each: Exchange, inner_steps: int) -> Setting:
-    train_s = inner_steps * given.step_s
+def setting(workload: Workload, each: Exchange, inner_steps: int) -> Setting:
+    train_s = inner_steps * workload.step_s
     moved = each.upload_bytes + each.download_bytes
-    loss = None if each.loss is None else each.loss + GAP_ROUNDS * inner_steps / given.steps
-    stands_s = each.sync_s + 2 * given.latency_s  # two: the next round's assignment
-    utilisation, hidden = train_s / (train_s + stands_s), math.ceil(stands_s / given.step_s)
+    loss = None if each.loss is None else each.loss + GAP_ROUNDS * inner_steps / workload.steps
+    waiting_s = each.sync_s + 2 * workload.latency_s  # two: the next round's assignment
+    utilisation, hidden = train_s / (train_s + waiting_s), math.ceil(waiting_s / workload.step_s)
     overlap = hidden if hidden < inner_steps else "eager" if hidden == inner_steps else None
-    factor = 2 * allreduce_bytes(given.workers, given.parameters, inner_steps) / moved
+    factor = 2 * allreduce_bytes(workload.workers, workload.parameters, inner_steps) / moved
     return Setting(each, inner_steps, utilisation, overlap, factor, loss)
 
 
 def recommend(found: list[Setting], wanted: float) -> tuple[Setting, str]:
-    """The setting that loses the least quality of those that reach the utilisation `wanted`, and why in one sentence.
+    """Return the setting of the least loss that reaches the utilisation `wanted`, and a sentence that says why.
 
-    Of those that lose as little, within the noise of the measurement, it moves the fewest bytes.
+    Of several with the same loss, within the noise of the measurement, it is the one with the fewest bytes.
     """
     measured = [each for each in found if each.loss is not None]
     enough = [each for each in measured if each.utilisation >= wanted]
@@ -166,12 +171,12 @@ def name(each: Setting) -> str:
 
 
 def fragment_sizes(parameters: int, fragment: int) -> list[int]:
-    """How many elements the fragments have: `protocol.fragments.plan_fragments` without the tensors."""
+    """Return the elements of each fragment, as `protocol.fragments.plan_fragments` cuts them, without the tensors."""
     return [stop - start for start, stop in pairwise(cut(parameters, fragment))]
 
 
 def contribution_bytes(codec: str, elements: int, *, zstd: bool) -> int:
-    """Of one worker's payload of one fragment: exact but for what zstd makes of the values."""
+    """Return the bytes of one worker's payload of one fragment: exact but for the estimate of zstd's ratio."""
 
     def header(frame_bytes: list[int]) -> wire.Header:
         return wire.ContributionHeader.model_construct(
@@ -191,7 +196,7 @@ def contribution_bytes(codec: str, elements: int, *, zstd: bool) -> int:
 
 
 def delta_bytes(codec: str, elements: int, workers: int, *, zstd: bool) -> int:
-    """Of the delta of one fragment."""
+    """Return the bytes of the delta of one fragment."""
     contributors = [wire.Contributor(worker=f"worker-{index}", tokens=1 << 24) for index in range(workers)]
 
     def header(frame_bytes: list[int]) -> wire.Header:
@@ -217,12 +222,14 @@ def _payload_bytes(codec: str, elements: int, header: Callable[[list[int]], wire
 
 
 def allreduce_bytes(workers: int, parameters: int, steps: int) -> int:
-    """Bytes that each worker sends, and receives, in `steps` ring all-reduces of fp32 gradients: 2·(n−1)/n of the
-    vector each (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
+    """Return the bytes that each worker sends, and receives, in `steps` ring all-reduces of fp32 gradients.
+
+    Each is 2·(n−1)/n of the vector (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+    """
     return 2 * (workers - 1) * FP32_BYTES * parameters * steps // workers
 
 
-def allreduce_seconds(given: Given) -> float:
-    """Of one fp32 ring all-reduce over these lines: 2·(n−1) steps, each as long as the slower direction takes."""
-    moved = allreduce_bytes(given.workers, given.parameters, 1)
-    return 8 * moved / min(given.up, given.down) + 2 * (given.workers - 1) * given.latency_s
+def allreduce_seconds(workload: Workload) -> float:
+    """Return the seconds of one fp32 ring all-reduce on these lines: 2·(n−1) steps, each as slow as the slower way."""
+    moved = allreduce_bytes(workload.workers, workload.parameters, 1)
+    return 8 * moved / min(workload.up, workload.down) + 2 * (workload.workers - 1) * workload.latency_s

@@ -1,10 +1,10 @@
 """The operators' REST client (docs/rest.md): small, synchronous, one method per request.
 
-What goes wrong is raised as one of three things, and each says what to do:
+Its methods raise one of three exceptions:
 
     Problem            the coordinator refused, or has a fault of its own; its remedy says which
     Transient          nobody answered, or a proxy did in the coordinator's place: worth trying again
-    UnexpectedAnswer   somebody answered who is not a coordinator: the URL is wrong
+    UnexpectedAnswer   the answer is not a coordinator's: the URL is wrong
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ TIMEOUT = httpx.Timeout(30.0, connect=10.0)  # seconds
 
 
 class Client:
-    """The requests of operators, on an `httpx.Client` whose base_url and Authorization are set (see `connect`)."""
+    """The operators' requests, on an `httpx.Client` whose base_url and Authorization are set (see `connect`)."""
 
     def __init__(self, http: httpx.Client) -> None:
         self.http = http
@@ -52,14 +52,14 @@ class Client:
     # --- runs -----------------------------------------------------------------------------------------------------
 
     def runs(self) -> Iterator[RunInfo]:
-        """All runs, by name."""
+        """Return all runs, by name."""
         return self._pages("/v1/runs", RunInfo)
 
     def run(self, run: str) -> RunDetail:
         return self._ask("GET", _path(run), RunDetail)
 
     def create_run(self, spec: str) -> tuple[RunInfo, bool]:
-        """Create a run from a TOML spec; the run, and whether it is new (False: the same spec was there already)."""
+        """Create a run from a TOML spec. Return it, and True if it is new (False: it was there with the same spec)."""
         headers = {"content-type": "application/toml"}
         response = self._send("POST", "/v1/runs", content=spec.encode(), headers=headers)
         return read_message(RunInfo, response), response.status_code == httpx.codes.CREATED
@@ -68,7 +68,7 @@ class Client:
         return self._ask("PATCH", _path(run), RunInfo, json=change.model_dump())
 
     def workers(self, run: str) -> Iterator[WorkerInfo]:
-        """The run's workers, by name."""
+        """Yield the run's workers, by name."""
         return self._pages(_path(run, "workers"), WorkerInfo)
 
     def change_worker(self, run: str, worker: str, change: WorkerChange) -> WorkerInfo:
@@ -76,21 +76,21 @@ class Client:
         return self._ask("PATCH", path, WorkerInfo, json=change.model_dump())
 
     def epochs(self, run: str) -> Iterator[EpochInfo]:
-        """The work units of each epoch that was begun, newest first."""
+        """Yield the work units of each epoch that has begun, newest first."""
         return self._pages(_path(run, "units"), EpochInfo)
 
     def rounds(self, run: str) -> Iterator[RoundInfo]:
-        """The run's rounds, newest first."""
+        """Yield the run's rounds, newest first."""
         return self._pages(_path(run, "rounds"), RoundInfo)
 
     def events(self, run: str, after: int = 0) -> Iterator[Event]:
-        """What happened after event number `after`, oldest first, up to now."""
+        """Yield the events after number `after`, oldest first, up to now."""
         return self._pages(_path(run, "events"), Event, after=str(after))
 
     def wait_for_event(self, run: str, after: int, *, patience_s: float) -> None:
-        """Return when an event with a number larger than `after` is there, or after `patience_s` of silence.
+        """Wait for an event with a number larger than `after`, at most `patience_s`.
 
-        One long request (server-sent events); `events` then says what it was.
+        This is one long request (server-sent events). `events` then has the event itself.
         """
         headers = {"accept": "text/event-stream", "last-event-id": str(after)}
         timeout = httpx.Timeout(TIMEOUT.connect, read=patience_s)
@@ -144,7 +144,7 @@ class Client:
 
 
 def connect(url: str, token: str, *, trust_env: bool = True) -> Client:
-    """A client of the coordinator at `url`. `trust_env`: heed HTTP_PROXY and its like."""
+    """Return a client of the coordinator at `url`. `trust_env`: heed HTTP_PROXY and its like."""
     headers = {"authorization": f"Bearer {token}"}
     return Client(httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=trust_env))
 

@@ -1,7 +1,7 @@
-"""Files of the user that hide a package of ours.
+"""A check for files of the user that hide one of Outerstep's packages.
 
 Python looks beside the script first (with `python -m`, in the working directory), so a `worker.py` there is found in
-place of the package `worker`. It would be run, and what is missing in it told as if Outerstep were broken.
+place of the package `worker`. It would be run, and what it lacks reported as if Outerstep were broken.
 """
 
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 def refuse_shadow(package: str) -> None:
-    """Return if Python finds our own `package`, or none at all. Raises ImportError naming what hides it.
+    """Raise ImportError if another file hides our `package`; the message names it.
 
     Nothing is imported.
     """

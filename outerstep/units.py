@@ -1,4 +1,4 @@
-"""Quantities as people read and write them: decimal prefixes, few digits, a dash for what is not known."""
+"""Quantities as people read and write them: decimal prefixes, few digits, a dash for the unknown."""
 
 import math
 import re
@@ -9,7 +9,7 @@ PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
 def count_text(count: float | None) -> str:
-    """1234567 -> '1.23 M'."""
+    """Format a count: 1234567 -> '1.23 M'."""
     if count is None:
         return UNKNOWN
     scaled, prefix = float(count), 0
@@ -21,7 +21,7 @@ def count_text(count: float | None) -> str:
 
 
 def bytes_text(count: float | None) -> str:
-    """1234567 -> '1.23 MB'."""
+    """Format bytes: 1234567 -> '1.23 MB'."""
     if count is None:
         return UNKNOWN
     text = count_text(count)
@@ -33,7 +33,7 @@ def loss_text(loss: float | None) -> str:
 
 
 def duration_text(seconds: float | None) -> str:
-    """75.2 -> '1 min 15 s'; below a minute one decimal."""
+    """Format seconds: 75.2 -> '1 min 15 s'; below a minute with one decimal."""
     if seconds is None:
         return UNKNOWN
     if round(seconds, 1) < 60:
@@ -51,18 +51,18 @@ _SECONDS = {"": 1, "us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600}
 
 
 def parse_count(text: str) -> int:
-    """'1.2e9', '150M' or '1.2B' -> 1200000000. Raises ValueError."""
+    """Parse a count: '1.2e9' or '1.2B' -> 1200000000. Raises ValueError."""
     return round(_parse(text, _FACTORS, "a number such as 1.2e9, 150M or 1.2B"))
 
 
 def parse_rate(text: str) -> float:
-    """'10mbit', '2.5Gbit/s' -> bits per second. Raises ValueError, for a rate without its unit as well."""
+    """Parse a rate in bits per second: '10mbit', '2.5Gbit/s'. Raises ValueError, also for a rate without a unit."""
     units = {f"{prefix}bit{end}": _FACTORS[prefix] for prefix in ("", "k", "m", "g", "t") for end in ("", "/s")}
     return _parse(text, units, "a rate in bits per second such as 10mbit or 2.5Gbit/s")
 
 
 def parse_seconds(text: str, *, least: float = 0.0) -> float:
-    """'40ms', '1.5' or '2min' -> seconds. Raises ValueError, for less than `least` as well."""
+    """Parse a duration in seconds: '40ms', '1.5' or '2min'. Raises ValueError, also for less than `least`."""
     return _parse(text, _SECONDS, "a time such as 40ms or 1.5 (seconds)", least=least)
 
 

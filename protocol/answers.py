@@ -1,7 +1,7 @@
-"""How a client reads what comes back over HTTP: a message, a coordinator's problem, or the words of somebody else.
+"""Reading of HTTP responses, for both clients, the worker's and the operator's.
 
-Both clients, a worker's and an operator's, read by these functions; what they then do about it is their own affair.
-The answer is anything shaped like an `httpx.Response`, so that nothing here needs httpx.
+A response is a message, a coordinator's problem, or something that another server sent, a proxy for example. It is
+anything shaped like an `httpx.Response`, so that nothing here needs httpx.
 """
 
 import json
@@ -14,11 +14,13 @@ from protocol.errors import Problem, Transient, UnexpectedAnswer
 
 Reply = TypeVar("Reply", bound=BaseModel)
 
-_SHOWN = 200  # characters of a stranger's answer
-_PASSING = (408, 429)  # what a proxy says where trying again helps, besides 5xx
+_SHOWN = 200  # characters of an answer that no coordinator gave
+_TRANSIENT = (408, 429)  # what a proxy says where trying again helps, besides 5xx
 
 
 class Request(Protocol):
+    """The part of `httpx.Request` that is used."""
+
     @property
     def method(self) -> str: ...
     @property
@@ -26,7 +28,7 @@ class Request(Protocol):
 
 
 class Answer(Protocol):
-    """What is looked at of an `httpx.Response`; `read` returns the whole body."""
+    """The part of `httpx.Response` that is used; `read` returns the whole body."""
 
     @property
     def request(self) -> Request: ...
@@ -38,10 +40,10 @@ class Answer(Protocol):
 
 
 def raise_for_problem(answer: Answer) -> None:
-    """Return where the status is a success (2xx), with the body unread. Otherwise raise what the answer means:
+    """Return if the status is a success (2xx), leaving the body unread. Otherwise raise what the answer means:
 
-    Problem            the coordinator's own words
-    Transient          5xx, 408 or 429 of a proxy in its place
+    Problem            the coordinator refused
+    Transient          a proxy answered 5xx, 408 or 429 in its place
     UnexpectedAnswer   a redirect, or any other answer that no coordinator gives
     """
     status = answer.status_code
@@ -53,13 +55,13 @@ def raise_for_problem(answer: Answer) -> None:
     try:
         problem = Problem.from_document(json.loads(body), retry_after_s=retry_after_s)
     except (ValueError, KeyError, TypeError, AttributeError):
-        # Not ours: a proxy's page, or nothing at all.
+        # Not a coordinator's: a proxy's page, or nothing at all.
         if 300 <= status < 400 and "Location" in answer.headers:
             raise UnexpectedAnswer(
                 f"{answer.request.url} redirects to {answer.headers['Location']}; give that address"
             ) from None
         said = f"{_where(answer)} answered {status}"
-        if status >= 500 or status in _PASSING:
+        if status >= 500 or status in _TRANSIENT:
             raise Transient(f"{said}: {_start(body)}", retry_after_s=retry_after_s) from None
         raise UnexpectedAnswer(
             f"{said}, which is not a coordinator's answer: {_start(body)}; check the URL and what lies between"
@@ -68,7 +70,7 @@ def raise_for_problem(answer: Answer) -> None:
 
 
 def read_message(reply: type[Reply], answer: Answer) -> Reply:
-    """Return the body as a `reply`. Raises UnexpectedAnswer where it is none: somebody else's page, or a broken one."""
+    """Return the body as a `reply`. Raises UnexpectedAnswer for another server's page or a broken body."""
     body = answer.read()
     try:
         return reply.model_validate_json(body)

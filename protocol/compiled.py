@@ -1,6 +1,6 @@
-"""Whether this installation has the compiled kernels, `kernels.c`.
+"""The compiled kernels (`kernels.c`), or None where this installation has none.
 
-It has not where there was no C compiler, or no Python.h, when it was installed. Then numpy computes the same bits, and
+It has none if there was no C compiler, or no Python.h, when it was installed. Then numpy computes the same bits, and
 takes several times as long.
 """
 

@@ -20,17 +20,17 @@ Buffer = bytes | bytearray | memoryview
 
 
 def digest(data: Buffer) -> bytes:
-    """BLAKE3 of `data`, 32 bytes."""
+    """Return the BLAKE3 of `data`, 32 bytes."""
     return blake3(_as_bytes(data)).digest()
 
 
 def _as_bytes(data: Buffer) -> Buffer:
-    """blake3 takes buffers of bytes only, and an array's items are floats."""
+    """Return `data` as a buffer of bytes, the only kind that blake3 takes; an array's items are floats."""
     return data.cast("B") if isinstance(data, memoryview) else data
 
 
 class StateHash:
-    """The state digest of one fragment, fed chunk by chunk."""
+    """The hash of one fragment's state, fed chunk by chunk."""
 
     def __init__(self) -> None:
         self._theta = blake3()
@@ -45,17 +45,17 @@ class StateHash:
 
 
 def model_digest(fragment_digests: Iterable[bytes]) -> bytes:
-    """One digest for a whole outer state: BLAKE3 of its fragments' state digests, in order."""
+    """Return the digest of a whole outer state: BLAKE3 of its fragments' state digests, in order."""
     return blake3(b"".join(fragment_digests)).digest()
 
 
 def content_digest(value: bytes) -> str:
-    """`value` as a Content-Digest header (RFC 9530, with `blake3` as the algorithm)."""
+    """Return `value` as a Content-Digest header (RFC 9530, with `blake3` as the algorithm)."""
     return f"blake3=:{base64.b64encode(value).decode()}:"
 
 
 def parse_content_digest(header: str) -> bytes | None:
-    """The BLAKE3 digest in a Content-Digest header; None where it names other algorithms only.
+    """Return the BLAKE3 digest in a Content-Digest header; None if it names other algorithms only.
 
     Raises ValueError for a blake3 member that is not 32 base64-coded bytes.
     """

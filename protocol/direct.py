@@ -1,7 +1,7 @@
-"""Writing past the page cache, where the file system can.
+"""Direct I/O: writing files past the page cache, on file systems that can.
 
-A page that the cache has never held costs more than all else that happens to the bytes in it (docs/log.md), and what is
-written so is in memory for as long as anybody wants it.
+A new page in the cache costs more than all else that happens to the bytes in it (docs/log.md), and the writer still has
+them in memory for as long as anybody reads them.
 """
 
 import errno
@@ -15,12 +15,12 @@ import numpy as np
 from protocol.digest import Buffer
 
 PAGE_BYTES = 4096
-LEAST_BYTES = 1 << 20  # less is not worth waiting for the disk twice, for the bytes and for the fsync
+LEAST_BYTES = 1 << 20  # less is not worth two waits for the disk, for the bytes and for the fsync
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
 
 
 def aligned(size: int) -> memoryview:
-    """Memory of `size` bytes, with anything in it, as `write_new` wants it."""
+    """Return `size` bytes of uninitialised memory that begin on a page's boundary, as direct I/O needs."""
     memory = np.empty(_whole_pages(size) + PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % PAGE_BYTES
     return memory.data[start : start + size]
@@ -31,10 +31,9 @@ def _whole_pages(size: int) -> int:
 
 
 def write_new(path: Path, content: Buffer) -> None:
-    """Write a new file. Of a large one, all but the last few bytes go straight from memory that `aligned` gave to the
-    disk.
+    """Write a new file. The whole pages of a large one go to the disk by direct I/O, if `content` is `aligned` memory.
 
-    FileExistsError where there is one; OSError where the disk is full or broken.
+    Raises FileExistsError for a file that exists, OSError for a disk that is full or broken.
     """
     view = memoryview(content)
     descriptor = _open(path, os.O_EXCL, 0o644, direct=len(view) >= LEAST_BYTES)
@@ -45,8 +44,10 @@ def write_new(path: Path, content: Buffer) -> None:
 
 
 class Writer:
-    """A file that takes what is written, from its beginning on, by way of one small piece of memory. A context manager;
-    what is there already goes. OSError as `write_new`; `end` it before it is closed."""
+    """A file that is overwritten from its beginning, by direct I/O, through one small buffer. A context manager.
+
+    Call `end` after the last write. Raises OSError for a disk that is full or broken.
+    """
 
     def __init__(self, path: Path, mode: int) -> None:
         self._descriptor = _open(path, os.O_TRUNC, mode, direct=True)
@@ -66,11 +67,11 @@ class Writer:
         return size
 
     def flush(self) -> None:
-        """For those who flush in the middle: nothing. `end` does it."""
+        """Do nothing: writers of archives flush in the middle of a page; `end` writes the rest."""
 
     def end(self) -> None:
-        """All of it is in the file now, and not yet durable."""
-        _through_the_cache(self._descriptor)
+        """Write out what is still in the buffer. The file is complete then, and not yet durable."""
+        _disable_direct(self._descriptor)
         self._write_out()
 
     def fileno(self) -> int:
@@ -100,21 +101,21 @@ def _open(path: Path, flags: int, mode: int, *, direct: bool) -> int:
 
 
 def _write(descriptor: int, view: memoryview, start: int) -> None:
-    """All of `view`, from byte `start` of the file on, which is a whole number of pages."""
-    straight = len(view) // PAGE_BYTES * PAGE_BYTES
+    """Write all of `view` at byte `start` of the file, a multiple of PAGE_BYTES."""
+    whole_pages = len(view) // PAGE_BYTES * PAGE_BYTES
     at = 0
     while at < len(view):
-        if at >= straight:
-            _through_the_cache(descriptor)
+        if at >= whole_pages:
+            _disable_direct(descriptor)
         try:
-            at += os.pwrite(descriptor, view[at : straight if at < straight else len(view)], start + at)
+            at += os.pwrite(descriptor, view[at : whole_pages if at < whole_pages else len(view)], start + at)
         except OSError as error:
-            if error.errno != errno.EINVAL or not _through_the_cache(descriptor):
+            if error.errno != errno.EINVAL or not _disable_direct(descriptor):
                 raise
 
 
-def _through_the_cache(descriptor: int) -> bool:
-    """From here on; whether it was otherwise."""
+def _disable_direct(descriptor: int) -> bool:
+    """Write through the page cache from now on. Return True if direct I/O was on."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
     return bool(flags & _DIRECT)

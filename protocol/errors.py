@@ -27,7 +27,7 @@ class Remedy(StrEnum):
 
 
 class ProblemType(NamedTuple):
-    """One row of PROBLEMS: the HTTP status, what a client does, and in words what it means and what to do."""
+    """A row of PROBLEMS: the HTTP status, what a client does about it, and a sentence that says both to people."""
 
     status: int
     remedy: Remedy
@@ -84,7 +84,7 @@ PROBLEMS: dict[str, ProblemType] = {
 
 
 class OuterstepError(Exception):
-    """Base of everything this project raises on purpose."""
+    """Base of all exceptions that this project defines."""
 
 
 class SpecError(OuterstepError):
@@ -104,7 +104,7 @@ class WireError(OuterstepError):
 
 
 class Transient(OuterstepError):
-    """A fault on the way that is worth another try; `retry_after_s` is the server's wish, if it had one."""
+    """A fault on the way that is worth another try; `retry_after_s` is the server's Retry-After, or None."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -140,7 +140,7 @@ class Problem(OuterstepError):
         return PROBLEMS[self.slug].remedy
 
     def document(self) -> dict[str, Any]:
-        """The application/problem+json document."""
+        """Return the application/problem+json document."""
         return {
             "type": PROBLEM_PREFIX + self.slug,
             "title": PROBLEMS[self.slug].title,
@@ -151,7 +151,7 @@ class Problem(OuterstepError):
 
     @classmethod
     def from_document(cls, document: dict[str, Any], *, retry_after_s: float | None = None) -> "Problem":
-        """The problem of a received document. KeyError for one that is not ours (a proxy's, say)."""
+        """Return the problem of a received document. Raises KeyError for one that is not a coordinator's."""
         slug = str(document["type"]).removeprefix(PROBLEM_PREFIX)
         known = {"type", "title", "status", "detail"}
         members = {key: value for key, value in document.items() if key not in known}

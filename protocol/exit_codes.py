@@ -1,4 +1,4 @@
-"""How the commands end, for scripts and supervisors to act upon."""
+"""The exit codes of the commands, for scripts and supervisors to act upon."""
 
 from enum import IntEnum
 

@@ -1,9 +1,9 @@
 """Fragments: how a model's trainable tensors become a few fp32 vectors of about equal length.
 
-The trainable tensors, in the model's own order or strided, are thought of as one long vector, and that is cut into
-nearly equal parts, the last of which is halved again and again where all are sent together. So a big embedding is cut,
-small tensors are packed together, and a fragment is an ordered list of slices. Every participant computes the same
-layout from the same tensors; tied tensors are listed once.
+The trainable tensors, in the model's own order or strided, form one long vector, which is cut into nearly equal parts;
+where all are sent together, the last of these is halved again and again. So a big embedding is cut, small tensors are
+packed together, and a fragment is an ordered list of slices. Every participant computes the same layout from the same
+tensors; tied tensors are listed once.
 """
 
 import re
@@ -51,8 +51,8 @@ class Layout(_Strict):
 
     @property
     def elements(self) -> list[int]:
-        """Elements of each fragment."""
-        return [sum(piece.stop - piece.start for piece in fragment) for fragment in self.fragments]
+        """The number of elements of each fragment."""
+        return [sum(part.stop - part.start for part in fragment) for fragment in self.fragments]
 
     @property
     def total_elements(self) -> int:
@@ -104,8 +104,11 @@ def plan_fragments(
 
 
 def _strided(tensors: list[TensorSpec], count: int) -> list[int]:
-    """The numbers of the tensors, those of the layers 0, count, 2·count, … first, then those of 1, count + 1, … A layer
-    is known by the first number in its tensors' names; what has none, as embedding and head, keeps its place around."""
+    """Return the numbers of the tensors, those of the layers 0, count, 2·count, … first, then those of 1, count + 1, …
+
+    A tensor's layer is the first number in its name. Tensors without one come first if they precede all layers in the
+    model (embedding), else last (head).
+    """
     layers = [re.search(r"\.(\d+)\.", tensor.name) for tensor in tensors]
     numbered = [index for index, layer in enumerate(layers) if layer]
     if not numbered:
@@ -122,7 +125,7 @@ def _strided(tensors: list[TensorSpec], count: int) -> list[int]:
 
 
 def cut(total: int, fragment_elements: int, *, taper: bool = True) -> list[int]:
-    """The bounds of the fragments of one long vector of `total` > 0 elements, from 0 to `total`.
+    """Return the bounds of the fragments of one long vector of `total` > 0 elements, from 0 to `total`.
 
     The fewest parts of at most `fragment_elements` elements, nearly equal in size; then, to `taper`, the last of them
     into halves, the last half again, and so on while the halves have LAST_ELEMENTS elements or more.
@@ -135,7 +138,7 @@ def cut(total: int, fragment_elements: int, *, taper: bool = True) -> list[int]:
 
 
 def first_difference(ours: list[TensorSpec], theirs: list[TensorSpec]) -> str | None:
-    """One sentence on the first tensor in which two models differ; None where they are the same."""
+    """Return a sentence on the first tensor in which two models differ; None if they are the same."""
     for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
             return f"tensor {index} is {b.name} {b.shape}, the run has {a.name} {a.shape}"

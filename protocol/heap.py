@@ -1,7 +1,7 @@
-"""The C library's heap, told to keep what is freed: new pages cost several times what it costs to write into them.
+"""Settings of the C library's heap, by which it retains freed memory: new pages cost several times what writing does.
 
-glibc gives large blocks back to the system as they are freed, and takes new ones for the next chunk or fragment, whose
-pages are cleared one fault at a time. Other C libraries have no such settings.
+By default glibc returns large blocks to the system as they are freed, and takes new ones for the next chunk or
+fragment, whose pages are cleared one page fault at a time. Other C libraries have no such settings.
 """
 
 import ctypes
@@ -14,9 +14,9 @@ NEVER = (1 << 31) - 1
 
 
 def keep_freed_memory() -> None:
-    """What one thread of this process has freed serves the next that asks.
+    """Retain the memory that this process frees, for the next thread that allocates.
 
-    Threads share two heaps: by default, each of eight threads per core has one of its own, of which others use nothing.
+    Threads share two heaps: by default there are eight per core, and no thread uses what another heap has free.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:

@@ -34,12 +34,15 @@ class Page(_Reply, Generic[Item]):
     next: str | None = None
 
 
-# --- what it cost: bytes and seconds ------------------------------------------------------------------------------
+# --- accounts: bytes and seconds ----------------------------------------------------------------------------------
 
 
 class Stage(StrEnum):
-    """What a worker's time goes to. Those up to `leave` follow one another, so that their seconds add up to all of it;
-    the others lie within them, on threads of their own, and overlap."""
+    """A stage of a worker's time.
+
+    Those up to `leave` follow one another, so that their seconds add up to all of it; the others lie within them, on
+    threads of their own, and overlap.
+    """
 
     JOIN = "join"
     SEED = "seed"
@@ -62,7 +65,7 @@ SUCCESSIVE = frozenset(list(Stage)[: list(Stage).index(Stage.LEAVE) + 1])
 
 
 class Account(_Reply):
-    """What workers have told of their rounds, added up. Bytes are of payloads, repeated attempts included.
+    """The sum of workers' reports on their rounds. Bytes are of payloads, repeated attempts included.
     Seconds of a stage are those during which at least one thread of a worker was in it."""
 
     upload_bytes: int = 0
@@ -71,15 +74,15 @@ class Account(_Reply):
 
     @property
     def total_s(self) -> float:
-        """The time of the workers, which the successive stages share out."""
+        """The workers' time in seconds: the sum over the successive stages."""
         return sum(seconds for stage, seconds in self.seconds.items() if stage in SUCCESSIVE)
 
 
 class RoundReport(_Request):
-    """What one round has cost one worker: from its last report, so mostly from the end of the round before, to now.
+    """One worker's bytes and seconds in one round: since its last report, which mostly ended the round before.
 
-    `epoch` is that of the worker's membership as it made the report: together with the round it makes a report that is
-    repeated count once.
+    `epoch` is that of the worker's membership when it made the report; by epoch and round a report that is sent again
+    is recognised and counts once.
     """
 
     round: Count
@@ -110,7 +113,7 @@ class RunInfo(_Reply):
     spec_digest: HexDigest
     created_at: float
     live_workers: int
-    fragments: int | None  # null until the first worker has told the model's shape
+    fragments: int | None  # null until the first worker has sent the model's shape
     elements: int | None
     tokens: int  # trained on, in accepted contributions
     upload_bytes: int  # accepted contributions
@@ -121,7 +124,7 @@ class RunInfo(_Reply):
 
 
 class DiskBytes(_Reply):
-    """What the files of a run weigh, by kind. A file with two names counts once."""
+    """The disk space of a run's files in bytes, by kind. A file with two names counts once."""
 
     contributions: int
     deltas: int
@@ -143,18 +146,20 @@ class RunChange(_Request):
 
 
 class DataSummary(_Request):
-    """What a worker's training set is: a digest of its content, and its length in work units."""
+    """The identity of a worker's training set: a digest of its content, and its length in work units."""
 
     digest: HexDigest
     units: Annotated[int, Field(gt=0, lt=1 << 60)]
 
 
 class JoinRequest(_Request):
-    """`previous` is the member token of an earlier lease under this name: it proves that this is the same worker,
+    """A request to join a run.
+
+    `previous` is the member token of an earlier lease under this name: it proves that this is the same worker,
     restarted, so that it need not wait for that lease to expire.
 
-    `member_token` is the one that the worker would have for the new lease, from a source of secrets: a join whose
-    answer was lost can then be repeated, like any PUT. Without it the coordinator chooses one.
+    `member_token` is the worker's proposal for the new lease, a random secret: a join whose answer was lost can then be
+    repeated, like any PUT. Without it the coordinator chooses one.
     """
 
     tensors: Annotated[list[TensorSpec], Field(max_length=1_000_000)]
@@ -173,8 +178,8 @@ class JoinReply(_Reply):
 
 
 class Metrics(_Request):
-    """A worker's own measurements, since it started. Shown; `inner_steps_per_second` alone is acted upon, where
-    `sync.inner_steps` is "auto"."""
+    """A worker's own measurements, since it started. They are for display only, but for `inner_steps_per_second`: with
+    `sync.inner_steps = "auto"` it decides the number of inner steps."""
 
     round: Count | None = None
     inner_step: Count | None = None
@@ -199,7 +204,7 @@ class LeaseReply(_Reply):
 
 
 class LeaveRequest(_Request):
-    """The state that the worker holds as it leaves, for comparison with the coordinator's."""
+    """A request to leave, with the state that the worker holds, for comparison with the coordinator's."""
 
     state_round: Count | None = None
     state_digest: HexDigest | None = None
@@ -216,7 +221,7 @@ class WorkerState(StrEnum):
 
 
 class WorkerChange(_Request):
-    """What the operator does to a worker. `readmitted` lets a banned one join again."""
+    """An operator's order concerning a worker. `readmitted` lets a banned one join again."""
 
     state: Literal["evicted", "banned", "readmitted"]
 
@@ -226,7 +231,7 @@ class WorkerInfo(_Reply):
     state: WorkerState
     epoch: int
     joined_at: float
-    last_seen_s: float | None  # ago; null where it is not live
+    last_seen_s: float | None  # seconds ago; null if it is not live
     host: dict[str, str | int | float]
     metrics: Metrics
     contributions: int
@@ -234,7 +239,7 @@ class WorkerInfo(_Reply):
     upload_bytes: int  # accepted contributions
     account: Account = Field(default_factory=Account)
     divergences: int = 0  # times that it was found to hold another state than the run's
-    state_round: int | None  # told when it left
+    state_round: int | None  # as it left
     state_digest: HexDigest | None
 
 
@@ -247,9 +252,13 @@ class Action(StrEnum):
 
 
 class AssignmentRequest(_Request):
-    """`state_round` is the state that the worker holds; null for none. `carried` are half-open ranges of work units of
-    earlier rounds whose work will be in its next contribution: what else it has of earlier rounds returns to the pool
-    when it is told to train. Without it nothing does. `report` is the latest: told again, it counts once."""
+    """A request for the next thing to do.
+
+    state_round  the state that the worker holds; null for none
+    carried      half-open ranges of earlier rounds' work units whose work will be in its next contribution; its other
+                 units of earlier rounds return to the pool when it is told to train. Null: none returns
+    report       the latest one; sent again, it counts once
+    """
 
     state_round: Count | None = None
     carried: Annotated[list[UnitRange], Field(max_length=MAX_UNIT_RANGES)] | None = None
@@ -266,10 +275,10 @@ class Assignment(_Reply):
 
 
 class EpochInfo(_Reply):
-    """One epoch's work units: units == consumed + free + the sum of `assigned`, of which `consumed` never goes down."""
+    """The work units of one epoch. units == consumed + free + the sum of `assigned`; `consumed` never goes down."""
 
     epoch: int
-    units: int | None  # null where the training set's length is unknown: then there is one epoch, without an end
+    units: int | None  # null if the training set's length is unknown: then there is one epoch, without an end
     consumed: int  # trained on, in exactly one accepted contribution each
     assigned: dict[str, int]  # by worker
     free: int | None  # not assigned yet, or back in the pool; null like `units`
@@ -289,7 +298,7 @@ class FragmentInfo(_Reply):
     state: FragmentState
     reason: str
     contributors: list[str]
-    closes_in_s: float | None  # null where no deadline is running
+    closes_in_s: float | None  # null if no deadline is running
     quorum_at: float | None = None
     closed_at: float | None = None  # collecting ended
     aggregated_at: float | None = None
@@ -303,7 +312,7 @@ class RoundInfo(_Reply):
     state: FragmentState  # the least advanced of its fragments
     reason: str
     opened_at: float
-    quorum_at: float | None = None  # this and the next two: when the last of its fragments had come so far
+    quorum_at: float | None = None  # this and the next two: when the last of its fragments had reached this
     collected_at: float | None = None
     aggregated_at: float | None = None
     closed_at: float | None  # the last delta was published
@@ -324,7 +333,7 @@ class LateContribution(_Reply):
 
 
 class RoundDetail(RoundInfo):
-    """`accounts`: by worker, as soon as it has told; a worker tells of a round when it asks for the next."""
+    """A round with its fragments. `accounts` are by worker; each reports on a round when it asks for the next."""
 
     fragments: list[FragmentInfo]
     accounts: dict[str, Account] = Field(default_factory=dict)
@@ -335,7 +344,7 @@ class ContributionReply(_Reply):
     round: int
     fragment: int
     digest: HexDigest
-    created: bool  # false where the same contribution had been accepted before
+    created: bool  # false if the same contribution had been accepted before
 
 
 class EvaluationReport(_Request):

@@ -29,7 +29,7 @@ def outer_step(theta: F32, momentum: F32, delta: F32, *, learning_rate: float, b
 
 
 def outer_step_by(codec: Codec, data: U8, theta: F32, momentum: F32, *, learning_rate: float, beta: float) -> None:
-    """The same by a delta as it is encoded, uint8[codec.size(n)]."""
+    """Step `theta` and `momentum` in place by an encoded delta, uint8[codec.size(n)]."""
     if codec.step is not None:
         codec.step(data, theta, momentum, learning_rate, beta)
         return
@@ -39,7 +39,7 @@ def outer_step_by(codec: Codec, data: U8, theta: F32, momentum: F32, *, learning
 
 
 def in_numpy(theta: F32, momentum: F32, delta: F32, *, learning_rate: float, beta: float) -> None:
-    """`outer_step`, operation by operation."""
+    """Compute `outer_step` operation by operation: the reference."""
     lr, mu = np.float32(learning_rate), np.float32(beta)
     np.multiply(momentum, mu, out=momentum)
     np.add(momentum, delta, out=momentum)

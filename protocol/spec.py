@@ -159,7 +159,7 @@ class SyncSpec(_Section):
 
     @property
     def streams(self) -> bool:
-        """Whether fragments travel while training goes on, or at different times of the round, or are mixed."""
+        """True if fragments are sent while training goes on, or at different times of the round, or are mixed."""
         return self.overlap != 0 or self.offsets == "spread" or self.alpha != "carry"
 
     @model_validator(mode="after")
@@ -175,7 +175,7 @@ class SyncSpec(_Section):
 
     @property
     def schedule_steps(self) -> int:
-        """Inner steps per round as the schedules count them: H, or `nominal_inner_steps` where each worker has its own.
+        """Inner steps per round as the schedules count them: H, or `nominal_inner_steps` if each worker has its own.
 
         A worker that has done k of its own H inner steps of round r is at global inner step (r + k / H) · this.
         """
@@ -265,12 +265,12 @@ class RunSpec(_Section):
 
     @property
     def total_inner_steps(self) -> int:
-        """Of the schedules; see `SyncSpec.schedule_steps`."""
+        """Inner steps of the whole run, as the schedules count them: see `SyncSpec.schedule_steps`."""
         return self.sync.rounds * self.sync.schedule_steps
 
 
 def parse_spec(text: str) -> RunSpec:
-    """The run spec in `text` (TOML). Raises SpecError naming each wrong key, its value and what is allowed."""
+    """Return the run spec in `text` (TOML). Raises SpecError naming each wrong key, its value and what is allowed."""
     if len(text.encode()) > MAX_SPEC_BYTES:
         raise SpecError(f"the spec is larger than {MAX_SPEC_BYTES} bytes")
     try:
@@ -284,7 +284,7 @@ def parse_spec(text: str) -> RunSpec:
 
 
 def explain(fault: Any) -> str:
-    """One pydantic fault as a sentence: key, value, what is allowed."""
+    """Return one pydantic fault as a sentence: key, value, what is allowed."""
     key = ".".join(str(part) for part in fault["loc"]) or "(top level)"
     if fault["type"] == "extra_forbidden":
         return f"{key}: there is no such key"

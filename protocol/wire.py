@@ -1,4 +1,4 @@
-"""The payload: what a contribution, a delta and a checkpoint's fragment look like as bytes.
+"""The payload: the bytes of a contribution, of a delta and of a checkpoint's fragment.
 
     magic "OSTP" · uint16 version · uint16 zero · uint32 header length · msgpack header · frames
 
@@ -118,7 +118,7 @@ _HEADERS: TypeAdapter[Header] = TypeAdapter(Annotated[Header, Field(discriminato
 
 
 class _Zstd(threading.local):
-    """zstd contexts are not shared between threads."""
+    """The zstd contexts of one thread; they must not be shared between threads."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
@@ -129,19 +129,19 @@ _zstd = _Zstd()
 
 
 def chunk_sizes(elements: int, chunk_elements: int) -> Iterator[int]:
-    """Elements of each chunk: all full but the last."""
+    """Return the elements of each chunk: all full but the last."""
     for start in range(0, elements, chunk_elements):
         yield min(chunk_elements, elements - start)
 
 
 def max_payload_bytes(codec: str, elements: int) -> int:
-    """Upper bound of a payload's size, header included."""
+    """Return an upper bound of a payload's size in bytes, header included."""
     sizes = chunk_sizes(elements, CHUNK_ELEMENTS)
     return PREFIX.size + MAX_HEADER_BYTES + sum(CODECS[codec].size(n) for n in sizes)
 
 
 def pack_frame(raw: U8, *, zstd: bool) -> Buffer:
-    """The frame of one encoded chunk: compressed where that is wanted and shorter, raw otherwise."""
+    """Return the frame of one encoded chunk: compressed if that is wanted and shorter, raw otherwise."""
     if zstd:
         packed = _zstd.compressor.compress(raw.data)
         if len(packed) < len(raw):
@@ -161,7 +161,7 @@ def pack_frames(values: F32, codec: Codec, *, zstd: bool, chunk_elements: int = 
 
 
 def pack_header(header: Header) -> bytes:
-    """Prefix and header: everything of a payload that precedes its frames."""
+    """Return prefix and header: everything of a payload that precedes its frames."""
     body: bytes = msgpack.packb(header.model_dump(), use_bin_type=True)
     if len(body) > MAX_HEADER_BYTES:
         raise WireError(f"the header has {len(body)} bytes, at most {MAX_HEADER_BYTES} are allowed")
@@ -172,7 +172,7 @@ class Payload:
     """A payload, read through `read_at(offset, length)` so that it need not lie in memory.
 
     Opening it checks prefix, header and every length against `total_bytes`; no frame is read or decompressed before
-    it is asked for. Raises WireError where the bytes break the format.
+    it is asked for. Raises WireError if the bytes break the format.
     """
 
     def __init__(self, read_at: Callable[[int, int], Buffer], total_bytes: int) -> None:
@@ -203,7 +203,7 @@ class Payload:
         return cls(lambda offset, length: view[offset : offset + length], len(view))
 
     def chunk(self, index: int) -> U8:
-        """Chunk `index` in encoded form, uint8[codec.size(n)]; decompressed where it travels compressed."""
+        """Return chunk `index` in encoded form, uint8[codec.size(n)]; decompressed if it was sent compressed."""
         length, raw_bytes = self.header.frame_bytes[index], self.codec.size(self.chunks[index])
         frame = self._read_at(self.offsets[index], length)
         if len(frame) != length:
@@ -214,16 +214,16 @@ class Payload:
 
     @property
     def limit(self) -> float:
-        """What no value of this payload may exceed in magnitude."""
+        """The largest magnitude that a value of this payload may have."""
         return MAX_CONTRIBUTED if self.header.kind == "contribution" else MAX_FINITE
 
     def check(self) -> None:
-        """Read every frame; WireError unless all of them decode to finite values."""
+        """Read every frame; raise WireError unless all of them decode to finite values."""
         for index, n in enumerate(self.chunks):
             self.codec.check(self.chunk(index), n, self.limit)
 
     def decode(self, out: F32) -> None:
-        """All values into `out`, float32[elements]."""
+        """Decode all values into `out`, float32[elements]."""
         start = 0
         for index, n in enumerate(self.chunks):
             self.codec.decode(self.chunk(index), out[start : start + n])
@@ -260,7 +260,7 @@ def _read_header(read_at: Callable[[int, int], Buffer], total_bytes: int) -> tup
 
 
 def _map(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A map of the header. WireError where a key stands in it twice: readers would differ in which one they take."""
+    """Return a map of the header. Raises WireError for a key that occurs twice: readers would choose differently."""
     document = dict(pairs)
     if len(document) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -269,7 +269,7 @@ def _map(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _decompress(frame: Buffer, raw_bytes: int, index: int) -> bytes:
-    """A zstd frame that must declare exactly `raw_bytes`: checked before the memory is taken."""
+    """Decompress a zstd frame that must declare exactly `raw_bytes`: checked before memory is allocated."""
     try:
         declared = zstandard.frame_content_size(frame)
         if declared != raw_bytes:

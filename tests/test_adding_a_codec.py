@@ -93,8 +93,8 @@ payload.check()
 assert torch.equal(unpack_payload(payload, torch.device("cpu")), values)
 assert bytes(aggregate([(payload, 1)], "big-endian", zstd=False)[0]) == bytes(frames[0])
 
-given = plan.Given(parameters=1000, up=1e6, down=1e6, step_s=1.0, workers=2, latency_s=0.0, steps=1000)
-assert ("big-endian", "int8") in {(each.upload_codec, each.download_codec) for each in plan.exchanges(given)}
+workload = plan.Workload(parameters=1000, up=1e6, down=1e6, step_s=1.0, workers=2, latency_s=0.0, steps=1000)
+assert ("big-endian", "int8") in {(each.upload_codec, each.download_codec) for each in plan.exchanges(workload)}
 assert write_settings.page().count("`sparse`, `big-endian`") == 1, "as upload codec"
 assert write_settings.page().count("`int4`, `big-endian`") == 1, "as download codec"
 assert "big-endian" in write_commands.page(), "outerstep demo --codec"

@@ -1,4 +1,4 @@
-"""The `outerstep worker` process: signals, exit codes, and the pieces put together around the training loop."""
+"""The `outerstep worker` process: signals, exit codes, and all that surrounds the training loop."""
 
 import logging
 import os
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 
 def run_worker(settings: WorkerSettings, *, end_process: Callable[[int], object] = os._exit) -> Exit:
-    """Join the run, train until it ends; return how the process is to end.
+    """Join the run, train until it ends, and return the exit code.
 
-    `end_process` is called where a signal has come and leaving takes longer than LEAVE_WITHIN_S.
+    `end_process` is called if leaving after a signal takes longer than LEAVE_WITHIN_S.
     """
     keep_freed_memory()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
@@ -68,8 +68,8 @@ def run_worker(settings: WorkerSettings, *, end_process: Callable[[int], object]
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device called `name`; "auto" is CUDA, MPS or the CPU, whichever is there first. ValueError where it is
-    not there."""
+    """Return the device called `name`; "auto" is CUDA, MPS or the CPU, the first that is there. Raises ValueError for a
+    device that this machine lacks."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -121,7 +121,7 @@ def _train(settings: WorkerSettings, client: Client, run: RunDetail, device: tor
 
 
 def host_facts(device: torch.device) -> dict[str, str | int | float]:
-    """What the coordinator shows about this machine."""
+    """Return the facts about this machine that the coordinator shows."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "host": platform.node(),
@@ -137,7 +137,7 @@ def host_facts(device: torch.device) -> dict[str, str | int | float]:
 def stop_on_signals(end_process: Callable[[int], object]) -> Iterator[threading.Event]:
     """Yield an event that SIGTERM and SIGINT set: finish the inner step, hand in what is done, leave.
 
-    A second signal ends the process; so does `end_process`, where something keeps it from leaving in time.
+    A second signal ends the process at once. So does `end_process`, called if the worker does not leave in time.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():

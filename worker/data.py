@@ -1,4 +1,4 @@
-"""The training set: text files as bytes, cut into sequences, dealt out as numbered work units.
+"""The training set: text files as bytes, cut into sequences, grouped into numbered work units.
 
 Files are held out by hash of their relative name, so that every worker holds out the same ones. Sequence i is
 the bytes [i·L, i·L + L] of the training files put end to end, its L targets being the bytes that follow. Work unit g
@@ -32,7 +32,7 @@ _BUILD_SPECIFIC = "_sysconfigdata"  # these describe the machine that Python was
 class TextData:
     """A run's training and held-out text. `training` and `held_out` are uint8 token ids.
 
-    Raises DataError where the files cannot be read or are too few for one work unit.
+    Raises DataError if the files cannot be read or are too few for one work unit.
     """
 
     def __init__(self, spec: RunSpec) -> None:
@@ -63,8 +63,10 @@ class TextData:
         return self._rows(self.training, rows)
 
     def held_out_batches(self, max_tokens: int) -> Iterator[Tensor]:
-        """At most `max_tokens` held-out tokens, int64[<= batch_size, sequence_length + 1]: whole sequences, at least
-        one, spaced evenly, because the first ones would be those of one or two files."""
+        """Yield at most `max_tokens` held-out tokens in batches, int64[<= batch_size, sequence_length + 1].
+
+        They are whole sequences, at least one, spaced evenly: the first ones would be of one or two files only.
+        """
         available = max(len(self.held_out) - 1, 0) // self._length
         count = min(available, max(max_tokens // self._length, 1))
         rows = np.arange(count) * available // count if count else np.empty(0, np.int64)
@@ -101,8 +103,8 @@ def _python_stdlib() -> Iterator[tuple[str, Path]]:
 
 
 def _text_files(source: str) -> Iterator[tuple[str, Path]]:
-    """Yield a directory's files, hidden ones left out, or those of a glob; names are relative to the directory or the
-    fixed part."""
+    """Yield the files of a directory, except hidden ones, or of a glob. Names are relative to the directory, or to the
+    part of the glob that has no wildcards."""
     expanded = Path(source).expanduser()
     if expanded.is_dir():
         yield from _walk(expanded, lambda directory: not directory.startswith("."))
@@ -128,10 +130,9 @@ def _walk(root: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Path
 
 
 def _split(files: Files, holdout: float) -> tuple[Tokens, Tokens]:
-    """Training and held-out bytes. Where chance would hold out none of several files, the one of the smallest hash
-    is."""
+    """Return training and held-out bytes. Of several files at least one is held out, that of the smallest hash."""
     if len(files) == 1:
-        # One file cannot be held out by its name: its end is.
+        # A single file cannot be held out as a whole: its end is.
         content = np.frombuffer(files[0][1], np.uint8)
         border = len(content) - int(len(content) * holdout)
         return content[:border], content[border:]

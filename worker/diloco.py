@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Joined:
-    """What there is of a worker only once it has joined the run."""
+    """The parts of a worker that exist only once it has joined the run."""
 
     state: OuterState
     heartbeat: Heartbeat
@@ -65,12 +65,12 @@ class DiLoCo:
     Leaving in the middle of a round, stopped or not, hands in the inner steps that were done, if a few seconds suffice.
 
     state_dir   where the snapshot is kept that lets a killed process go on; None: a restart begins like a new worker
-    data        the training set, compared between workers; None where the script does not say
+    data        the training set, compared between workers; None if the script does not say
     evaluate    measures the held-out loss of the model as it is; called when the coordinator asks this worker to
     host        what the coordinator shows about this machine
     clock       monotonic seconds
 
-    Raises protocol.errors.Problem where the coordinator refuses, StateDirBusy, ModelError, CodecError (the
+    Raises protocol.errors.Problem if the coordinator refuses, StateDirBusy, ModelError, CodecError (the
     pseudo-gradient is not finite) and OSError (of the state directory); also from within `optimizer.step()`.
     """
 
@@ -130,12 +130,12 @@ class DiLoCo:
 
     @property
     def has_joined(self) -> bool:
-        """Whether there is `joined`."""
+        """True once the worker has joined the run."""
         return self._joined is not None
 
     @property
     def joined(self) -> Joined:
-        """What there is once the run is joined. Raises RuntimeError before that."""
+        """The parts that exist once the run is joined. Raises RuntimeError before that."""
         if self._joined is None:
             raise RuntimeError("DiLoCo is a context manager: train within `with DiLoCo.connect(...) as diloco:`")
         return self._joined
@@ -154,7 +154,7 @@ class DiLoCo:
     def global_step(self) -> int:
         """Inner steps of the run so far, for learning-rate schedules: round × H + inner_step.
 
-        Where every worker has an H of its own (`sync.inner_steps = "auto"`), H is `sync.nominal_inner_steps` and
+        If every worker has an H of its own (`sync.inner_steps = "auto"`), H is `sync.nominal_inner_steps` and
         `inner_step` is scaled to it, so that all workers are at the same place of the schedule at the same time.
         """
         return self._steps.global_step
@@ -167,15 +167,15 @@ class DiLoCo:
 
     @property
     def finished(self) -> bool:
-        """Whether to stop training: the run is over, or this worker was asked to stop."""
+        """True if training is to stop: the run is over, or this worker was asked to stop."""
         return self.joined.rounds.finished or self.client.stop.is_set()
 
     def units(self) -> Iterator[int]:
         """Yield the numbers of the work units to train on, one per inner step, until `finished`.
 
-        Asking for the next one says that the last one is done with: where its step was skipped, as a GradScaler does,
-        it is spent all the same, and the round has an inner step less. The unit in hand when the loop breaks out goes
-        back to the pool, if its step is not done.
+        Asking for the next unit ends the previous one: if its step was skipped, as a GradScaler does, it is spent all
+        the same, and the round has an inner step less. If the loop breaks out before a unit's step, that unit returns
+        to the pool.
         """
         rounds = self.joined.rounds
         while not self.finished:
@@ -191,8 +191,8 @@ class DiLoCo:
                 rounds.advance(ended=True)  # fewer than H steps: some were skipped
 
     def report_loss(self, loss: Tensor) -> None:
-        """Tell one inner step's mean loss (a scalar, nats per token) before `optimizer.step()`; it costs no device
-        sync.
+        """Report one inner step's mean loss (a scalar, nats per token) before `optimizer.step()`, without waiting for
+        the device.
 
         Without it the coordinator shows a training loss of 0.
         """
@@ -229,7 +229,7 @@ class DiLoCo:
         return Joined(state, heartbeat, rounds)
 
     def _after_inner_step(self, *_: Any) -> None:
-        """The optimizer's hook: one inner step is done."""
+        """Count one inner step, as the optimizer's hook."""
         rounds, heartbeat = self.joined.rounds, self.joined.heartbeat
         if rounds.finished:
             return
@@ -249,7 +249,7 @@ class DiLoCo:
                 self.joined.rounds.hand_in()
 
     def _leave(self) -> None:
-        """Tell the coordinator, so that nobody waits for this worker and its units return to the pool."""
+        """Leave the run, so that nobody waits for this worker and its units return to the pool."""
         self._progress.phase("leave")
         state = None if self._joined is None else self._joined.state
         round_number = None if state is None else state.round

@@ -1,13 +1,13 @@
-"""What can go wrong on a worker, beyond the protocol's own errors.
+"""The exceptions of a worker, beside the protocol's own.
 
 OuterstepError (protocol)
 ├── ModelError          a model that cannot be built or trained in this run
 ├── DataError           a training set that cannot be read, or is too small
-├── StateDirBusy        another process works in the same state directory
+├── StateDirBusy        another process uses the same state directory
 ├── Resync              the worker's outer state is not the run's: take a checkpoint, drop the round's work
-├── WorkLost            the work units of a contribution belong to somebody else by now: drop the round's work
-├── Unwanted            the round's work is not wanted any more: drop it
-├── RunEnded            the run ended while something of it was waited for
+├── WorkLost            the work units of a contribution were assigned to another worker: drop the round's work
+├── Unwanted            the coordinator does not accept the round's work any more: drop it
+├── RunEnded            the run ended while the worker waited for something of it
 └── Stopped             the worker was asked to stop while it waited
 """
 
@@ -23,7 +23,7 @@ class DataError(OuterstepError):
 
 
 class StateDirBusy(OuterstepError):
-    """Another process works in the same state directory."""
+    """Another process uses the same state directory."""
 
 
 class Resync(OuterstepError):
@@ -31,15 +31,15 @@ class Resync(OuterstepError):
 
 
 class WorkLost(OuterstepError):
-    """The work units of a contribution belong to somebody else by now."""
+    """The work units of a contribution were assigned to another worker."""
 
 
 class Unwanted(OuterstepError):
-    """The round's work is not wanted any more."""
+    """The coordinator does not accept the round's work any more."""
 
 
 class RunEnded(OuterstepError):
-    """The run ended while something of it was waited for."""
+    """The run ended while the worker waited for something of it."""
 
 
 class Stopped(OuterstepError):

@@ -1,4 +1,4 @@
-"""Export a checkpoint as a Hugging Face directory, and let the model write."""
+"""Export of a checkpoint as a Hugging Face directory, and samples of text from the model."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,9 +27,9 @@ def load_checkpoint(client: Client, state_round: int | None = None) -> nn.Module
     """Return the run's model with the parameters of checkpoint `state_round` (None: the latest), on the CPU, for
     evaluation.
 
-    Of a finished run the latest is the last: the coordinator takes its own last step a moment after the run has
-    finished, and that is waited for. Raises Problem `not-found` where there is no such checkpoint, `gone` where
-    there is none any more, ModelError where the model cannot be built here.
+    The latest of a finished run is its final state; this waits for it, because the coordinator takes its own last outer
+    step a moment after the run has finished. Raises Problem `not-found` for a checkpoint that does not exist, `gone`
+    for one that was deleted, ModelError if the model cannot be built here.
     """
     run = client.run_detail()
     while state_round is None and run.state is RunState.FINISHED and run.state_digest is None:
@@ -50,7 +50,7 @@ def load_checkpoint(client: Client, state_round: int | None = None) -> nn.Module
 
 
 def export(client: Client, directory: Path, state_round: int | None = None) -> nn.Module:
-    """Write checkpoint `state_round` (None: the latest) into `directory`, new or empty; also returns the model.
+    """Write checkpoint `state_round` (None: the latest) into `directory`, new or empty. Return the model.
 
     A transformers model becomes a directory that `AutoModelForCausalLM.from_pretrained` loads; a model from
     the user's own function becomes model.safetensors and the run's spec.toml. Raises FileExistsError and what
@@ -71,8 +71,7 @@ def export(client: Client, directory: Path, state_round: int | None = None) -> n
 
 @torch.no_grad()
 def sample(model: nn.Module, prompt: bytes, n: int, generator: torch.Generator) -> bytes:
-    """Return `n` bytes that the model writes after `prompt` (not empty), at temperature 0.8; `generator` is a CPU
-    one."""
+    """Return `n` bytes sampled from the model after `prompt` (not empty), at temperature 0.8, by a CPU `generator`."""
     config = getattr(model, "config", None)
     context = getattr(config, "max_position_embeddings", None) or len(prompt) + n
     device = next(model.parameters()).device

@@ -1,7 +1,7 @@
 """Models: the presets, any configuration of transformers, or the user's own function.
 
-Every worker builds the same model from the run spec: its shape must agree everywhere, and the seed makes the first
-worker's initial parameters those that any other would have made.
+Every worker builds the same model from the run spec: its shape must be the same everywhere, and the seed gives all
+workers the same initial parameters.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from protocol.spec import ModelSpec, RunSpec
 from worker.errors import ModelError
 
 _SEEDING = threading.Lock()
-BYTES = 256  # token ids that text has
+BYTES = 256  # token ids of text
 
 # tiny: 139,584 parameters. The others have the shapes of OpenDiLoCo (arXiv 2407.07852, table 1).
 PRESETS: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def build_model(spec: RunSpec, device: torch.device) -> nn.Module:
-    """The run's model with its initial parameters, float32, on `device`. Raises ModelError where it cannot be built."""
+    """Return the run's model in float32 with its initial parameters, on `device`. Raises ModelError if that fails."""
     # The lock: torch's default generator belongs to the whole process.
     with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
@@ -60,7 +60,7 @@ def build_model(spec: RunSpec, device: torch.device) -> nn.Module:
 
 
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The model's logits, [batch, length, vocabulary], for token ids int64[batch, length]."""
+    """Return the model's logits, [batch, length, vocabulary], for token ids int64[batch, length]."""
     output = model(tokens)
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits

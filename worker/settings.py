@@ -18,7 +18,7 @@ def default_name() -> str:
 
 
 class WorkerSettings(BaseModel):
-    """One worker of one run."""
+    """The settings of one worker of one run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

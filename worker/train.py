@@ -1,4 +1,4 @@
-"""The plain training loop: H inner AdamW steps per round, the rest is DiLoCo's (arXiv 2311.08105, algorithm 1)."""
+"""The training loop of `outerstep worker`: H inner AdamW steps per round; DiLoCo does the rest (arXiv 2311.08105)."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext

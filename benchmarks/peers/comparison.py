@@ -1,4 +1,4 @@
-"""What the systems told of their syncs, as rows, a table and a JSON document. Pure."""
+"""The systems' reports on their syncs as rows, a table and a JSON document. Pure."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ WRONG_MEAN = 0.1
 
 @dataclass(frozen=True)
 class Row:
-    """One system. `sync_s` is a median of `syncs`, bytes are per worker and sync; `remark` says why one is missing."""
+    """A row of one system. `sync_s` is a median of `syncs`, bytes are per worker and sync; `remark` explains a gap."""
 
     system: str
     parameters: int
@@ -28,7 +28,7 @@ class Row:
 
 
 def own_rows(report: dict[str, Any], rounds: int) -> list[Row]:
-    """Outerstep's and gloo's, of one entry of `rounds` in what `benchmarks/sync.py --json` prints."""
+    """Return Outerstep's and gloo's rows, from one entry of `rounds` in the output of `benchmarks/sync.py --json`."""
     size, moved = report["parameters"], report["allreduce_bytes"]
     outerstep = (report["sync_s"], rounds, report["upload_bytes"], report["download_bytes"], report["relative_error"])
     return [
@@ -47,7 +47,7 @@ def own_rows(report: dict[str, Any], rounds: int) -> list[Row]:
 
 
 def peer_row(name: str, parameters: int, workers: int, report: dict[str, Any], own_loopback: bool) -> Row:
-    """Of what a peer's script prints, everything without the warm-up:
+    """Return a peer's row, from the report that its script prints, all of it without the warm-up:
 
     `version`; `spans`, when each sync began and ended (in seconds), per worker; `loopback_bytes` per sync, of all
     workers, which nobody else's are among where `own_loopback`; `relative_error` of the mean; `before`, if something
@@ -71,12 +71,12 @@ def peer_row(name: str, parameters: int, workers: int, report: dict[str, Any], o
 
 
 def missing_row(system: str, parameters: int, reason: str) -> Row:
-    """Of a system that could not be measured."""
+    """Return the row of a system that could not be measured."""
     return Row(system, parameters, remark=f"not measured: {reason}")
 
 
 def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows, each with how many times as long as Outerstep's and as gloo's its sync takes."""
+    """Return the rows, each with the ratios of its sync's time to Outerstep's and to gloo's."""
     outerstep_s, gloo_s = rows[0].sync_s, rows[1].sync_s
     return [
         asdict(row) | {"times_outerstep": _ratio(row.sync_s, outerstep_s), "times_gloo": _ratio(row.sync_s, gloo_s)}
@@ -89,7 +89,7 @@ def _ratio(seconds: float | None, others: float | None) -> float | None:
 
 
 def table(systems: Sequence[dict[str, Any]], title: str) -> Table:
-    """Of what `compared` returns; a dash where there is no figure."""
+    """Return a table of what `compared` returns, with a dash for each missing figure."""
     columns = ["system", "parameters", "sync s", "n", "× Outerstep", "× gloo", "MB up", "MB down", "error", "remark"]
     filled = Table(*columns, title=title)
     for each in systems:

@@ -1,4 +1,4 @@
-"""What every peer is given, and how what came of it is judged. Runs in each peer's environment, on numpy alone."""
+"""The input of every peer, and the error of its result. Runs in each peer's environment, on numpy alone."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ Vector = npt.NDArray[np.float32]
 
 
 def arguments(description: str | None) -> argparse.Namespace:
-    """`params`, `workers`, `rounds`: the command line of every peer's script."""
+    """Parse the command line of every peer's script: `params`, `workers`, `rounds`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--params", type=int, required=True)
     parser.add_argument("--workers", type=int, required=True)
@@ -19,12 +19,12 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 
 def draw(rank: int, elements: int) -> Vector:
-    """The pseudo-gradient of worker `rank`: normal, standard deviation 1e-3, fp32 of shape (elements,)."""
+    """Draw the pseudo-gradient of worker `rank`: normal, standard deviation 1e-3, fp32 of shape (elements,)."""
     return np.random.default_rng(rank).standard_normal(elements, dtype=np.float32) * np.float32(1e-3)
 
 
 def mean(workers: int, elements: int) -> Vector:
-    """Of the pseudo-gradients of all workers, fp32 of shape (elements,)."""
+    """Return the mean of all workers' pseudo-gradients, fp32 of shape (elements,)."""
     total = draw(0, elements)
     for rank in range(1, workers):
         total += draw(rank, elements)
@@ -32,14 +32,14 @@ def mean(workers: int, elements: int) -> Vector:
 
 
 def relative_error(found: Vector, exact: Vector) -> float:
-    """‖found - exact‖ / ‖exact‖; infinite where the shapes differ."""
+    """Return ‖found - exact‖ / ‖exact‖; infinite if the shapes differ."""
     if found.shape != exact.shape:
         return float("inf")
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
 
 
 def loopback_bytes() -> int:
-    """What has gone through the interface `lo` of this network namespace so far."""
+    """Return the bytes that the interface `lo` of this network namespace has carried so far."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "lo":

@@ -1,4 +1,4 @@
-"""A virtual environment per peer, as they cannot share one: made from requirements/, kept in the user's cache."""
+"""A virtual environment per peer, as they cannot share one: made from requirements/, in the user's cache."""
 
 import os
 import platform
@@ -19,9 +19,9 @@ def cache() -> Path:
 
 
 def prepare(peer: str) -> Path:
-    """The interpreter of the peer's environment, which is made where it is not there or for other requirements.
+    """Return the interpreter of the peer's environment, which is made if it is missing or has other requirements.
 
-    Raises `Unavailable` where it cannot be.
+    Raises `Unavailable` if it cannot be made.
     """
     requirements = REQUIREMENTS / f"{peer}.txt"
     wanted = requirements.read_text()
@@ -43,5 +43,5 @@ def _run(command: list[str]) -> None:
 
 
 def last_line(text: str) -> str:
-    """The last one with anything in it, at most 200 characters of it."""
+    """Return the last line that is not empty, at most 200 characters of it."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")[:200]

@@ -93,7 +93,7 @@ def _await_health(process: "subprocess.Popen[bytes]", address: str) -> None:
 
 
 def _await_files(run: "subprocess.Popen[bytes]", files: list[Path]) -> None:
-    """The last of what the workers tell; each file appears whole."""
+    """Wait for the workers' last reports; each file appears whole."""
     ended = False
     while not all(file.exists() for file in files):
         if ended:

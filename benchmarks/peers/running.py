@@ -1,4 +1,4 @@
-"""A system's command, in a network namespace of its own where that can be had, down to its last line, which is JSON."""
+"""Run a system's command, in a network namespace of its own if possible, and read its last line, which is JSON."""
 
 import json
 import os
@@ -15,7 +15,7 @@ NAMESPACE = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "
 
 
 def namespace() -> list[str]:
-    """What goes before a command so that `lo` counts its bytes and nobody else's; nothing where that cannot be."""
+    """Return the prefix of a command by which `lo` counts its bytes alone; empty if that is impossible."""
     try:
         possible = subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
     except FileNotFoundError:
@@ -24,9 +24,9 @@ def namespace() -> list[str]:
 
 
 def run(command: list[str], log: Path, limit_s: float) -> dict[str, Any]:
-    """What the command prints last. What it says otherwise goes to `log`; its process group is gone when this returns.
+    """Run the command and return its last line. Its other output goes to `log`; its process group has ended then.
 
-    Raises `Unavailable` where it fails, or takes longer than `limit_s`.
+    Raises `Unavailable` if it fails, or takes longer than `limit_s`.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:

@@ -61,5 +61,5 @@ app.command()(plan.plan)
 
 
 def main() -> None:
-    """The command `outerstep`."""
+    """Run the command `outerstep`."""
     app(prog_name="outerstep")

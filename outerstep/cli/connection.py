@@ -27,11 +27,12 @@ TokenFileOption = Annotated[Path | None, typer.Option("--token-file", help="A fi
 
 
 def operator_client(url: str, token: str | None, token_file: Path | None) -> rest.Client:
-    """The client of an operator's command. UsageError for a malformed URL and for a missing or malformed token."""
+    """Return the client of an operator's command. Raises UsageError for a wrong URL, or no valid token."""
     return rest.connect(checked_url(url), find_token(token, token_file, os.environ))
 
 
 def checked_url(url: str) -> str:
+    """Return `url`. Raises UsageError unless it is an HTTP address."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -42,7 +43,7 @@ def checked_url(url: str) -> str:
 
 
 def find_token(token: str | None, token_file: Path | None, environment: Mapping[str, str]) -> str:
-    """The token of the flag, the file or the environment, in this order."""
+    """Return the token of the flag, the file or the environment, in this order. Raises UsageError if there is none."""
     if token is not None and token_file is not None:
         raise UsageError("give --token or --token-file, not both")
     if token is not None:

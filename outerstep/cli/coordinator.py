@@ -1,4 +1,4 @@
-"""`outerstep coordinator` and `outerstep migrate`."""
+"""The commands `outerstep coordinator` and `outerstep migrate`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,6 +89,6 @@ def migrate(data: DataOption = None) -> None:
 
 
 def _settings(given: dict[str, Any]) -> Any:
-    """coordinator.settings.Settings of the options that were given, the environment, and the defaults."""
+    """Return the coordinator's Settings, from the options that were given, the environment, and the defaults."""
     settings = import_extra("coordinator.settings", extra="coordinator", command="outerstep coordinator")
     return validated(settings.Settings, given, FLAGS)

@@ -1,4 +1,4 @@
-"""`outerstep demo`."""
+"""The command `outerstep demo`."""
 
 import importlib.util
 import signal
@@ -87,7 +87,7 @@ def _check_installed() -> None:
 
 
 def _turn_signals_into_exits() -> None:
-    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that processes are ended and files removed."""
+    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that processes are ended and files removed."""
 
     def leave(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -98,7 +98,7 @@ def _turn_signals_into_exits() -> None:
 
 @contextmanager
 def _directory(keep: Path | None) -> Iterator[Path]:
-    """The directory to work in: `keep`, or one that is removed afterwards."""
+    """Yield the directory to work in: `keep`, or a temporary one. Raises UsageError if `keep` is not empty."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="outerstep-demo-") as temporary:
             yield Path(temporary)

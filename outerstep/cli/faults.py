@@ -1,4 +1,4 @@
-"""How a command ends when something is wrong: one line on stderr, and an exit code (protocol/exit_codes.py)."""
+"""The end of a command that fails: one line on stderr, and an exit code (protocol/exit_codes.py)."""
 
 import importlib
 from types import ModuleType
@@ -19,7 +19,7 @@ OUR_PACKAGES = frozenset({"coordinator", "migrations", "outerstep", "protocol", 
 
 
 class UsageError(OuterstepError):
-    """A flag or a file that cannot be what was meant."""
+    """A flag, a variable or a file whose value is wrong."""
 
 
 class CommandGroup(TyperGroup):
@@ -34,6 +34,7 @@ class CommandGroup(TyperGroup):
 
 
 def exit_code(error: OuterstepError) -> Exit:
+    """Return the exit code of a command that ends with `error`."""
     match error:
         case UsageError() | SpecError():
             return Exit.USAGE
@@ -46,10 +47,10 @@ def exit_code(error: OuterstepError) -> Exit:
 
 
 def validated(model: type[Model], given: dict[str, Any], flags: dict[str, str]) -> Model:
-    """`model` of what was given on the command line; `flags` names the flag of each key.
+    """Return a `model` of the values given on the command line; `flags` names the flag of each key.
 
-    A key that was not given (None) takes its value from the environment, where `model` has settings, or its default.
-    Raises UsageError naming flag or variable, value, and what is allowed.
+    A key that was not given (None) has its value from the environment, if `model` has settings, or its default.
+    Raises UsageError naming the flag or variable, its value, and what is allowed.
     """
     try:
         return model(**{key: value for key, value in given.items() if value is not None})
@@ -69,7 +70,7 @@ def _explain(fault: Any, model: type[BaseModel], given: dict[str, Any], flags: d
 
 def import_extra(module: str, *, extra: str, command: str) -> ModuleType:
     """Import `module`, which needs our package `extra` and the libraries of pip's `outerstep[extra]`. Raises UsageError
-    where these are not installed, or a file of the user's hides that."""
+    if the libraries are not installed, or if a file of the user's hides the package."""
     try:
         refuse_shadow(extra)
     except ImportError as error:

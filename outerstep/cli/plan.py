@@ -1,4 +1,4 @@
-"""`outerstep plan`."""
+"""The command `outerstep plan`."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from outerstep import plan as planning
 from outerstep.cli.faults import UsageError
 from outerstep.cli.printing import UNBOUNDED_WIDTH
 from outerstep.display import table
-from outerstep.plan import Given, Setting
+from outerstep.plan import Setting, Workload
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, parse_count, parse_rate, parse_seconds
 
 LEAST_STEP_S = 1e-6
@@ -44,7 +44,7 @@ def plan(
     Example:
       outerstep plan --params 1.2e9 --up 10mbit --down 100mbit --step-time 1.0
     """
-    given = Given(
+    workload = Workload(
         parameters=_parsed("--params", parse_count, params),
         up=_parsed("--up", parse_rate, up),
         down=_parsed("--down", parse_rate, down),
@@ -53,13 +53,13 @@ def plan(
         latency_s=_parsed("--latency", parse_seconds, latency),
         steps=_parsed("--steps", parse_count, steps),
     )
-    found = planning.settings(given)
+    found = planning.settings(workload)
     best, reason = planning.recommend(found, utilisation)
     if as_json:
-        typer.echo(json.dumps(_document(given, found, best, reason), indent=2))
+        typer.echo(json.dumps(_document(workload, found, best, reason), indent=2))
         return
     Console(width=UNBOUNDED_WIDTH, highlight=False).print(_table(found))  # a narrow terminal wraps, it loses nothing
-    typer.echo("\n" + "\n".join(_lines(given, best, reason)))
+    typer.echo("\n" + "\n".join(_lines(workload, best, reason)))
 
 
 def _parsed(flag: str, parse: Any, text: str) -> Any:
@@ -69,13 +69,13 @@ def _parsed(flag: str, parse: Any, text: str) -> Any:
         raise UsageError(f"{flag}: {error}") from error
 
 
-def _document(given: Given, found: Sequence[Setting], best: Setting, reason: str) -> dict[str, Any]:
+def _document(workload: Workload, found: Sequence[Setting], best: Setting, reason: str) -> dict[str, Any]:
     allreduce = {
-        "bytes": planning.allreduce_bytes(given.workers, given.parameters, 1),
-        "seconds": planning.allreduce_seconds(given),
+        "bytes": planning.allreduce_bytes(workload.workers, workload.parameters, 1),
+        "seconds": planning.allreduce_seconds(workload),
     }
     return {
-        "given": asdict(given),
+        "given": asdict(workload),
         "settings": [_flat(each) for each in found],
         "recommended": _flat(best),
         "reason": reason,
@@ -90,7 +90,7 @@ def _flat(setting: Setting) -> dict[str, Any]:
 
 
 def _table(found: Sequence[Setting]) -> Any:
-    """A row per pair of codecs; at each H the utilisation and the factor."""
+    """Return a table with a row per pair of codecs; at each H the utilisation and the factor."""
     rows = []
     for start in range(0, len(found), len(planning.INNER_STEPS)):
         row = found[start : start + len(planning.INNER_STEPS)]
@@ -110,25 +110,25 @@ def _table(found: Sequence[Setting]) -> Any:
     return table([*columns, *(f">H = {h}" for h in planning.INNER_STEPS)], rows)
 
 
-def _lines(given: Given, best: Setting, reason: str) -> list[str]:
-    allreduce_s = planning.allreduce_seconds(given)
+def _lines(workload: Workload, best: Setting, reason: str) -> list[str]:
+    allreduce_s = planning.allreduce_seconds(workload)
     exchange = best.exchange
-    hub = [given.workers * 8 * moved / exchange.sync_s for moved in (exchange.upload_bytes, exchange.download_bytes)]
+    hub = [workload.workers * 8 * moved / exchange.sync_s for moved in (exchange.upload_bytes, exchange.download_bytes)]
     return [
-        f"At each H: the share of time in inner steps, and how many times fewer bytes than {given.workers} workers' "
+        f"At each H: the share of time in inner steps, and how many times fewer bytes than {workload.workers} workers' "
         "per-step fp32 all-reduce.",
         f"That would take {duration_text(allreduce_s)} per step on this line: "
-        f"{given.step_s / (given.step_s + allreduce_s):.1%} of the time in inner steps.",
+        f"{workload.step_s / (workload.step_s + allreduce_s):.1%} of the time in inner steps.",
         f"The coordinator's line must carry {count_text(hub[0])}bit/s in and {count_text(hub[1])}bit/s out meanwhile.",
         "",
         f"Recommended: {planning.name(best)}: {duration_text(exchange.sync_s)} of sync per "
-        f"{duration_text(best.inner_steps * given.step_s)} of inner steps, {best.utilisation:.1%}.",
+        f"{duration_text(best.inner_steps * workload.step_s)} of inner steps, {best.utilisation:.1%}.",
         reason,
-        _overlap_line(given, best),
+        _overlap_line(workload, best),
     ]
 
 
-def _overlap_line(given: Given, best: Setting) -> str:
+def _overlap_line(workload: Workload, best: Setting) -> str:
     if best.overlap is None:
         return "Its sync takes longer than its inner steps, so that no overlap hides it."
     wanted = f'"{best.overlap}"' if isinstance(best.overlap, str) else f"{best.overlap} or more"

@@ -1,4 +1,4 @@
-"""Printing what a command found: a table for people, or JSON for programs."""
+"""The output of commands: a table for people, or JSON for programs."""
 
 import json
 import sys
@@ -23,17 +23,17 @@ FormatOption = Annotated[Format, typer.Option("--format", help="A table to read,
 
 
 def console() -> Console:
-    """Standard output; not wrapped or cut where it is no terminal."""
+    """Return a console on standard output, which wraps and cuts lines on a terminal only."""
     return Console(width=None if sys.stdout.isatty() else UNBOUNDED_WIDTH, highlight=False)
 
 
 def print_json(value: BaseModel | Iterable[BaseModel] | dict[str, Any]) -> None:
-    """A message as a JSON object, messages as a JSON array."""
+    """Print a message as a JSON object, or messages as a JSON array."""
     typer.echo(json.dumps(plain(value), indent=2, ensure_ascii=False))
 
 
 def plain(value: Any) -> Any:
-    """`value` with its messages as what JSON knows."""
+    """Return `value` with its messages as dicts, ready for JSON."""
     match value:
         case BaseModel():
             return value.model_dump(mode="json")
@@ -44,5 +44,5 @@ def plain(value: Any) -> Any:
 
 
 def time_text(seconds: float) -> str:
-    """Seconds since 1970 as local date and time."""
+    """Return seconds since 1970 as local date and time."""
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -1,4 +1,4 @@
-"""`outerstep run create|ls|show|units|watch|pause|resume|drain|stop|evict|readmit|export`."""
+"""The commands `outerstep run create|ls|show|units|watch|pause|resume|drain|stop|evict|readmit|export`."""
 
 import os
 import sys
@@ -328,7 +328,7 @@ def _change_worker(
 
 
 def _read_spec(path: Path) -> str:
-    """The spec's text, checked. UsageError for an unreadable file; SpecError, naming the file, for a wrong spec."""
+    """Return the spec's text. Raises UsageError for an unreadable file, SpecError naming the file for a wrong spec."""
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except OSError as error:
@@ -370,7 +370,7 @@ def _facts(run: RunDetail) -> object:
 
 
 def _shares(account: Account) -> str:
-    """What the workers' time went to, the largest share first."""
+    """Return the shares of the stages in the workers' time, the largest first."""
     shares = {stage: seconds / account.total_s for stage, seconds in account.seconds.items() if stage in SUCCESSIVE}
     largest = sorted(shares.items(), key=lambda share: -share[1])
     return ", ".join(f"{stage} {share:.0%}" for stage, share in largest if share >= 0.005) or UNKNOWN

@@ -1,4 +1,4 @@
-"""`outerstep token create|ls|revoke`."""
+"""The commands `outerstep token create|ls|revoke`."""
 
 from typing import Annotated
 

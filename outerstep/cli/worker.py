@@ -1,4 +1,4 @@
-"""`outerstep worker`."""
+"""The command `outerstep worker`."""
 
 import os
 from pathlib import Path

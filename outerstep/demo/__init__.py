@@ -22,8 +22,8 @@ NO_PROXY = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. `spec` is of a run called RUN. `directory` exists and is empty: data, logs and the trained model go
-    there."""
+    """A demo to run. `spec` is of a run called RUN. `directory` exists and is empty; data, logs and the trained model
+    go there."""
 
     workers: int
     spec: str
@@ -31,7 +31,7 @@ class Plan:
 
 
 def run_demo(plan: Plan, display: Display) -> tuple[Summary, str]:
-    """Run the demo to its end; its summary, as figures and as text. ChildError where a process dies."""
+    """Run the demo to its end. Return its summary, as figures and as text. Raises ChildError if a process dies."""
     started = time.monotonic()
     for name in ("logs", "coordinator", "workers"):
         (plan.directory / name).mkdir()
@@ -52,13 +52,13 @@ def run_demo(plan: Plan, display: Display) -> tuple[Summary, str]:
 
 
 def _train(client: rest.Client, url: str, processes: Processes, plan: Plan, display: Display) -> RunDetail:
-    """Create the run, start the workers, show the run until it ends and the workers have left; the run as it ended."""
+    """Create the run, start the workers, show it until it ends and they have left. Return the run as it ended."""
     client.create_run(plan.spec)
     token = client.create_token(TokenRequest(scope=Scope.WORKER, note="the demo's workers")).token
     workers = [_start_worker(processes, index, url, token, plan.directory) for index in range(plan.workers)]
     _watch(client, processes, workers, display)
     for worker in workers:
-        wait_until_ended(worker, LEAVE_WITHIN_S)  # then it has told the state that it holds
+        wait_until_ended(worker, LEAVE_WITHIN_S)  # then it has reported the state that it holds
     return _final_run(client)
 
 
@@ -83,7 +83,7 @@ def _start_worker(processes: Processes, index: int, url: str, token: str, direct
 
 
 def _watch(client: rest.Client, processes: Processes, workers: list[Child], display: Display) -> None:
-    """Show the run until it has ended. ChildError where a process ended before it."""
+    """Show the run until it has ended. Raises ChildError if a process ends before it."""
     with display:
         for look in follow(client, RUN, patience_s=PATIENCE_S, sleep=time.sleep):
             display.show(look)
@@ -95,7 +95,7 @@ def _watch(client: rest.Client, processes: Processes, workers: list[Child], disp
 
 
 def _final_run(client: rest.Client) -> RunDetail:
-    """The run, with the digest of its final state: the coordinator takes its own last outer step after publishing."""
+    """Return the run with its final state's digest: the coordinator takes its last outer step after publishing."""
     deadline = time.monotonic() + DIGEST_WITHIN_S
     while (run := client.run(RUN)).state_digest is None and time.monotonic() < deadline:
         time.sleep(PATIENCE_S)
@@ -103,7 +103,7 @@ def _final_run(client: rest.Client) -> RunDetail:
 
 
 def _sample(client: rest.Client, token: str, directory: Path) -> str:
-    """Export the trained model into `directory`, and let it write."""
+    """Export the trained model into `directory`. Return PROMPT and what the model writes after it."""
     # Here and not above: torch takes seconds to import, and `outerstep --help` needs none of it.
     import torch
 

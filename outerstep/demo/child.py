@@ -1,4 +1,4 @@
-"""A command of ours as a process that cannot outlive the demo: `python -m outerstep.demo.child coordinator …`.
+"""An Outerstep command as a process that cannot outlive the demo: `python -m outerstep.demo.child coordinator …`.
 
 Its standard input is a pipe that the demo holds open and never writes to. When the demo ends, be it by kill −9, the
 operating system closes the pipe, and this process ends too.

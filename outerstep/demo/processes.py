@@ -1,4 +1,4 @@
-"""The demo's processes: started with a log file each, watched, and ended together."""
+"""The demo's processes, which have a log file each, are watched, and end together."""
 
 import os
 import re
@@ -20,7 +20,7 @@ SHOWN_LOG_LINES = 20
 
 
 class ChildError(OuterstepError):
-    """A process of the demo ended before its time, or did not start. The message ends with its last log lines."""
+    """A process of the demo ended too early, or did not start. The message ends with its last log lines."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Child:
 
 
 class Processes:
-    """Processes that end with the `with` block: first all but the one that was started first, which serves them."""
+    """Processes that end with the `with` block: the one that was started first, the coordinator, after all others."""
 
     def __init__(self, logs: Path) -> None:
         self.logs = logs
         self.children: list[Child] = []
 
     def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Start the command `outerstep` with `arguments`; `environment` is added to ours."""
+        """Start the command `outerstep` with `arguments`; `environment` is added to this process's."""
         log = self.logs / f"{name}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -61,7 +61,7 @@ class Processes:
         return child
 
     def check(self) -> None:
-        """Raise ChildError for a process that ended otherwise than by success."""
+        """Raise ChildError if a process has failed."""
         for child in self.children:
             code = child.process.poll()
             if code:
@@ -83,7 +83,7 @@ class Processes:
 
 
 def wait_until_ready(coordinator: Child) -> str:
-    """The URL that a coordinator says it serves at. ChildError where it ends, or says nothing for a minute."""
+    """Return the URL that a coordinator serves at. Raises ChildError if it ends, or is not ready within a minute."""
     deadline = time.monotonic() + READY_WITHIN_S
     while not (ready := READY.search(coordinator.log.read_text(errors="replace"))):
         code = coordinator.process.poll()
@@ -96,7 +96,7 @@ def wait_until_ready(coordinator: Child) -> str:
 
 
 def wait_until_ended(child: Child, within_s: float) -> None:
-    """Wait for a process that is about to end. ChildError where it does not, or not by success."""
+    """Wait for a process that is about to end. Raises ChildError if it does not end in time, or fails."""
     try:
         code = child.process.wait(within_s)
     except subprocess.TimeoutExpired as error:
@@ -106,7 +106,7 @@ def wait_until_ended(child: Child, within_s: float) -> None:
 
 
 def unreachable(child: Child) -> ChildError:
-    """What to raise where `child` does not answer: most likely it has just ended."""
+    """Return the error to raise if `child` does not answer: most likely it has just ended."""
     try:
         return child.failure(_ending(child.process.wait(POLL_S)))
     except subprocess.TimeoutExpired:

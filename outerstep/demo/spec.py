@@ -1,4 +1,4 @@
-"""The run that the demo trains."""
+"""The run spec of the demo."""
 
 from protocol.codecs import DownloadCodecName
 
@@ -47,5 +47,5 @@ max_tokens = 8_192
 
 
 def demo_spec(*, workers: int, rounds: int, codec: DownloadCodecName) -> str:
-    """The run spec, TOML."""
+    """Return the demo's run spec, TOML."""
     return SPEC.format(name=RUN, workers=workers, rounds=rounds, codec=codec)

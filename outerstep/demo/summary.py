@@ -1,4 +1,4 @@
-"""What a demo run came to: the figures, from what coordinator and workers told, and their text."""
+"""The summary of a demo run: figures that coordinator and workers reported, and their text."""
 
 import json
 from collections.abc import Sequence
@@ -12,10 +12,13 @@ from protocol.messages import SUCCESSIVE, RoundInfo, RunDetail, Stage, WorkerInf
 
 @dataclass(frozen=True)
 class Summary:
-    """Losses are held out, in nats per byte. Bytes are per worker, the mean over the workers: `upload_bytes` and
+    """The figures of a demo run.
+
+    Losses are held out, in nats per byte. Bytes are per worker, the mean over the workers: `upload_bytes` and
     `download_bytes` are the payloads that the workers counted (contributions and deltas, the initial state, and what
     was sent again), `allreduce_bytes` what per-step fp32 all-reduce sends, and receives as well. `stage_seconds` are
-    per worker too, by `protocol.messages.Stage`."""
+    per worker too, by `protocol.messages.Stage`.
+    """
 
     workers: int
     rounds: int
@@ -37,7 +40,7 @@ class Summary:
 def summarise(
     run: RunDetail, rounds: Sequence[RoundInfo], workers: Sequence[WorkerInfo], *, seconds: float, sample: str
 ) -> Summary:
-    """The summary of a run that has ended; `rounds` are all of its rounds, in any order."""
+    """Return the summary of a run that has ended; `rounds` are all of its rounds, in any order."""
     first_losses = [item.held_out_loss for item in rounds if item.round == 0]
     return Summary(
         workers=len(workers),
@@ -60,9 +63,9 @@ def summarise(
 
 
 def replicas_identical(run: RunDetail, workers: Sequence[WorkerInfo]) -> bool:
-    """Whether the coordinator and every worker, as it left, held the final state with the same digest.
+    """Return True if the coordinator and every worker, as it left, held the final state with the same digest.
 
-    A worker that told no digest counts as different.
+    A worker that sent no digest counts as different.
     """
     return run.state_digest is not None and all(
         worker.state_digest == run.state_digest and worker.state_round == run.rounds for worker in workers
@@ -70,7 +73,7 @@ def replicas_identical(run: RunDetail, workers: Sequence[WorkerInfo]) -> bool:
 
 
 def summary_text(summary: Summary, run: RunDetail, prompt: str) -> str:
-    """The summary in plain lines."""
+    """Return the summary as lines of text."""
     steps = run.round * run.spec.sync.schedule_steps
     first = "not measured" if summary.first_loss is None else f"{summary.first_loss:.3f}"
     final = "not measured" if summary.final_loss is None else f"{summary.final_loss:.3f}"
@@ -104,7 +107,7 @@ def summary_text(summary: Summary, run: RunDetail, prompt: str) -> str:
 
 
 def _time_lines(summary: Summary, total_s: float) -> list[str]:
-    """Where a worker's time went."""
+    """Return the lines on the stages of a worker's time."""
     if not total_s:
         return []
     successive = [stage for stage in Stage if stage in SUCCESSIVE and summary.stage_seconds.get(stage)]

@@ -4,8 +4,8 @@ To add one, write `protocol/codecs/NAME.py` and `worker/codecs/NAME.py`, and add
 and the wire format allow, the worker's codecs, the planner and the generated pages all derive from this one table. Of a
 module's names, FIGURES (the planner's) and `add_weight` are optional.
 
-The numpy versions in this package are the reference. Where there are compiled kernels they take its place for int8 and
-int4, and `worker/codecs` produces the same bytes on the worker's device. A codec works on one chunk at a time, so that
+The numpy versions in this package are the reference. Compiled kernels, where installed, replace them for int8 and int4;
+`worker/codecs` produces the same bytes on the worker's device. A codec works on one chunk at a time, so that
 everything around it streams in bounded memory.
 
 Arithmetic is part of the format: every operation below is one fp32 operation rounded to nearest even, so that
@@ -41,18 +41,18 @@ U8 = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Codec:
-    """One codec.
+    """A way of encoding fp32 values.
 
-    name                           what it is called on the wire and in run specs
+    name                           its name on the wire and in run specs
     module                         the name of its files, here and in worker/codecs
     size(n)                        exact number of bytes of n encoded elements
     encode(x, out)                 float32[n] -> uint8[size(n)]; CodecError for values it cannot carry
     decode(data, out)              uint8[size(n)] -> float32[n]
     accumulate(data, weight, acc)  acc += weight · decode(data), with the rounding that docs/wire-format.md gives
     check(data, n, limit)          WireError unless all n decoded values are finite and at most `limit` in magnitude
-    error_feedback                 whether the worker carries over what the encoding left out: below 4 bits it must
-    figures                        what the planner knows of it
-    add_weight(data, weight, sum)  sum += weight at each index that was sent; None where every index always is
+    error_feedback                 True if the worker carries over the encoding error, as it must below 4 bits
+    figures                        measurements for the planner; UNKNOWN if there are none
+    add_weight(data, weight, sum)  sum += weight at each index that was sent; None if every index is always sent
     step(data, θ, u, η, μ)         the outer step by the decoded values, in one pass; None without a kernel for it
     """
 
@@ -80,7 +80,7 @@ REFERENCE: dict[str, Codec] = {codec.name: codec for codec in map(_codec, _MODUL
 
 
 def _compiled(codec: Codec) -> Codec:
-    """The same codec by the compiled kernels."""
+    """Return the same codec, computed by the compiled kernels."""
 
     operations = ("encode", "decode", "accumulate", "step")
     try_encode, decode, accumulate, step = (getattr(kernels, f"{codec.name}_{operation}") for operation in operations)

@@ -1,4 +1,4 @@
-"""What the block codecs share: blocks of values with one scale each, and codes q that mean q · s.
+"""The parts that all block codecs use: blocks of values with one scale s each, and codes q that mean q · s.
 
 A scale is the upper half of an fp32 number (bf16), little-endian uint16, between 2^-126 and 2^120. It has 8 significant
 bits and no code has more than 7, so q · s is exact in fp32 and decoding does not round at all. The lower bound keeps
@@ -23,7 +23,7 @@ U16 = npt.NDArray[np.uint16]
 
 
 class _Scratch(threading.local):
-    """Memory for the values in between, kept by the thread: in the cache still, from the chunk before."""
+    """Temporary arrays, one set per thread: reused, they are still in the cache from the chunk before."""
 
     def __init__(self) -> None:
         self._values = np.empty(0, np.float32)
@@ -38,17 +38,17 @@ _scratch = _Scratch()
 
 
 def count(n: int, block: int) -> int:
-    """Blocks of n values; the last one may be shorter."""
+    """Return the number of blocks of n values; the last one may be shorter."""
     return -(-n // block)
 
 
 def unpack_scales(data: U8) -> F32:
-    """uint8[2b] -> float32[b]."""
+    """Return the scales uint8[2b] as float32[b]."""
     return (data.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def check_scales(name: str, data: U8, most: int, limit: float) -> None:
-    """WireError unless the scales uint8[2b] are allowed, and `most` times the largest is at most `limit`."""
+    """Raise WireError unless the scales uint8[2b] are allowed, and `most` times the largest is at most `limit`."""
     scales = data.view("<u2")
     if ((scales < MIN_SCALE_BITS) | (scales > MAX_SCALE_BITS)).any():
         raise WireError(f"{name}: a block's scale is not between 2^-126 and 2^120")
@@ -58,7 +58,7 @@ def check_scales(name: str, data: U8, most: int, limit: float) -> None:
 
 
 def scaled(codes: I8, scales: F32, block: int, out: F32) -> None:
-    """out = codes · scales, int8[n] by float32[b] -> float32[n]."""
+    """Compute out = codes · scales, int8[n] by float32[b] -> float32[n]."""
     full = len(out) // block * block
     np.copyto(out, codes)
     rows = out[:full].reshape(-1, block)
@@ -68,13 +68,13 @@ def scaled(codes: I8, scales: F32, block: int, out: F32) -> None:
 
 
 def decode(data: U8, block: int, codes: Callable[[U8, int], I8], out: F32) -> None:
-    """An encoded chunk, scales and then codes, uint8[size(n)] -> float32[n]. `codes` unpacks n codes."""
+    """Decode a chunk of scales and then codes, uint8[size(n)] -> float32[n]. `codes` unpacks n codes."""
     start = 2 * count(len(out), block)
     scaled(codes(data[start:], len(out)), unpack_scales(data[:start]), block, out)
 
 
 def accumulate(data: U8, weight: np.float32, block: int, codes: Callable[[U8, int], I8], acc: F32) -> None:
-    """acc += codes · (scales · weight), the product in brackets first."""
+    """Compute acc += codes · (scales · weight), the product in brackets first."""
     start = 2 * count(len(acc), block)
     values = _scratch.of(len(acc))
     scaled(codes(data[start:], len(acc)), unpack_scales(data[:start]) * weight, block, values)
@@ -82,7 +82,7 @@ def accumulate(data: U8, weight: np.float32, block: int, codes: Callable[[U8, in
 
 
 def encode_absmax(name: str, x: F32, most: int, block: int, scales: U16, codes: I8) -> None:
-    """float32[n] -> uint16[b], int8[n]: each block's largest magnitude becomes the code `most`, or one less."""
+    """Encode float32[n] -> uint16[b], int8[n]: each block's largest magnitude gets the code `most`, or one less."""
     full = len(x) // block * block
     if full:
         rows = codes[:full].reshape(-1, block)
@@ -92,7 +92,7 @@ def encode_absmax(name: str, x: F32, most: int, block: int, scales: U16, codes: 
 
 
 def _encode_rows(name: str, x: F32, most: int, scales: U16, codes: I8) -> None:
-    """float32[b, k] -> uint16[b], int8[b, k]."""
+    """Encode b blocks of k values: float32[b, k] -> uint16[b], int8[b, k]."""
     values = np.abs(x)
     # Of each row; twice as fast as `values.max(axis=1)`.
     absmax = np.maximum.reduceat(values.reshape(-1), np.arange(0, values.size, values.shape[1]))
@@ -110,10 +110,10 @@ def _encode_rows(name: str, x: F32, most: int, scales: U16, codes: I8) -> None:
 
 
 def means(name: str, x: F32, block: int) -> F32:
-    """The mean of each block of values that are not negative, float32[n] -> float32[b].
+    """Return the mean of each block of values that are not negative, float32[n] -> float32[b].
 
     The last block is filled up with zeros; then the second half of each block is added to the first, again and again,
-    until one sum is left, and divided by the number of values. Raises CodecError where a sum is not finite.
+    until one sum is left, and divided by the number of values. Raises CodecError if a sum is not finite.
     """
     blocks = count(len(x), block)
     sums = np.zeros((blocks, block), np.float32)
@@ -131,14 +131,14 @@ def means(name: str, x: F32, block: int) -> F32:
 
 
 def rms(name: str, x: F32, block: int) -> F32:
-    """The root of each block's mean square."""
+    """Return the root mean square of each block, float32[n] -> float32[b]."""
     with np.errstate(over="ignore", invalid="ignore"):
         roots: F32 = np.sqrt(means(name, x * x, block))
     return roots
 
 
 def pack_scales(name: str, values: F32, scales: U16) -> F32:
-    """The scales float32[b], rounded toward zero and at least 2^-126; also written into uint16[b]."""
+    """Return the scales float32[b], rounded toward zero and at least 2^-126; write them into uint16[b] too."""
     bits = np.maximum(values.view(np.uint32) >> np.uint32(16), np.uint32(MIN_SCALE_BITS))
     if (bits > MAX_SCALE_BITS).any():
         raise CodecError(f"{name}: the values are too large: a block's scale may be at most 2^120")
@@ -148,8 +148,10 @@ def pack_scales(name: str, values: F32, scales: U16) -> F32:
 
 
 def pack_pairs(codes: U8, out: U8) -> None:
-    """2-bit codes uint8[n] -> uint8[h], h = ceil(n / 4): byte i has the codes i, h + i, 2h + i and 3h + i, from its
-    lowest bits up. What would lie beyond the end is 0."""
+    """Pack 2-bit codes uint8[n] -> uint8[h], h = ceil(n / 4).
+
+    Byte i has the codes i, h + i, 2h + i and 3h + i, from its lowest bits up. Codes beyond the n-th are 0.
+    """
     h = len(out)
     out[:] = codes[:h]
     for k in (1, 2, 3):
@@ -158,7 +160,7 @@ def pack_pairs(codes: U8, out: U8) -> None:
 
 
 def unpack_pairs(data: U8, n: int) -> I8:
-    """The reverse: each code in the two upper bits of an int8, int8[n]; the lower bits are 0."""
+    """Reverse `pack_pairs`: int8[n], each code in the two upper bits; the lower bits are 0."""
     h = len(data)
     codes = np.empty((4, h), np.uint8)
     for k in range(4):
@@ -168,6 +170,6 @@ def unpack_pairs(data: U8, n: int) -> I8:
 
 
 def check_padding(name: str, data: U8, n: int) -> None:
-    """WireError where 2-bit codes beyond the n-th are not 0."""
+    """Raise WireError unless the 2-bit codes beyond the n-th are 0."""
     if unpack_pairs(data, 4 * len(data))[n:].any():
         raise WireError(f"{name}: there are codes beyond the last value")

@@ -1,11 +1,11 @@
-"""What `outerstep plan` knows of a codec. docs/performance.md says how each figure was measured."""
+"""Measurements of a codec, for `outerstep plan`. docs/performance.md says how each was made."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one codec, measured.
+    """The measurements of one codec.
 
     zstd                       bytes after zstd level 1 as a share of those before, of real pseudo-gradients
     up, down                   loss above fp32's, nats per byte, as upload and as download codec; None: not measured

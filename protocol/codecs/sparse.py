@@ -14,9 +14,9 @@ beforehand (Elias–Fano: Elias, "Efficient storage and retrieval by content and
 
 A block's values share a scale s = mean / 8, of its largest magnitudes, rounded down to bf16 and at least 2^-126. A
 value means 7·s or 10·s, the latter where its magnitude is at least 8.5·s; the lower bit of its code says 10, the upper
-bit that it is negative. What is nearer to 0 than to 7·s is not sent, nor is all the rest. It is not lost: the worker
-carries it over (error feedback, SparseLoCo: arXiv 2508.15706). The mean is taken, index by index, over the workers that
-sent this index.
+bit that it is negative. All other values, and those nearer to 0 than to 7·s, are not sent but not lost: the
+worker carries them over (error feedback, SparseLoCo: arXiv 2508.15706). The mean is taken, index by index, over the
+workers that sent this index.
 """
 
 import numpy as np
@@ -39,12 +39,12 @@ I64 = npt.NDArray[np.int64]
 
 
 def most(n: int) -> int:
-    """How many of n values are sent, at most."""
+    """Return the number of values sent of n, at most."""
     return -(-n // EVERY)
 
 
 def _bounds(n: int) -> tuple[int, int, int]:
-    """Where the upper parts, the lower parts and the values begin."""
+    """Return the offsets at which the upper parts, the lower parts and the values begin, in bytes."""
     uppers = 2 * blocks.count(n, BLOCK)
     lowers = uppers + -(-most(n) // 4)
     return uppers, lowers, lowers + -(-3 * most(n) // 4)
@@ -60,7 +60,7 @@ def encode(x: F32, out: U8) -> None:
 
 
 def _largest(x: F32) -> I64:
-    """The indices of the largest magnitudes of each block, ascending; of equal ones the first. int64[most(n)]"""
+    """Return the indices of each block's largest magnitudes, ascending, the first of equal ones: int64[most(n)]."""
     # The patterns of magnitudes are ordered as they are; the reversed index makes each key unique.
     keys = (x.view(np.uint32) & np.uint32(0x7FFFFFFF)).astype(np.int64) * BLOCK - np.arange(len(x)) % BLOCK
     full = len(x) // BLOCK * BLOCK
@@ -73,7 +73,7 @@ def _largest(x: F32) -> I64:
 
 
 def pack(x: F32, indices: I64, n: int, out: U8) -> None:
-    """The values x, float32[most(n)], at `indices` of n, as bytes. Raises CodecError for values that are not finite."""
+    """Encode the values x, float32[most(n)], at `indices` of n. Raises CodecError for values that are not finite."""
     uppers, lowers, values = _bounds(n)
     magnitudes = np.abs(x)
     means = blocks.means(NAME, magnitudes, EVERY)
@@ -95,7 +95,7 @@ def _pack_bits(bits: U8, out: U8) -> None:
 
 
 def _indices(data: U8, n: int) -> I64:
-    """int64[k]; k is at most `most(n)` where the upper parts are sound."""
+    """Return the indices, int64[k]; k is at most `most(n)` if the upper parts are valid."""
     uppers, lowers, values = _bounds(n)
     high = np.flatnonzero(np.unpackbits(data[uppers:lowers], bitorder="little"))
     bits = np.unpackbits(data[lowers:values], count=6 * len(high), bitorder="little").reshape(-1, 6)
@@ -104,7 +104,7 @@ def _indices(data: U8, n: int) -> I64:
 
 
 def _values(data: U8, n: int, indices: I64, scales: F32) -> F32:
-    """float32[k], each level times the scale of its block."""
+    """Return the values, float32[k]: each level times the scale of its block."""
     bits = np.unpackbits(data[_bounds(n)[2] :], count=2 * len(indices), bitorder="little")
     levels = np.where(bits[::2], np.float32(LARGE), np.float32(SMALL))
     return np.where(bits[1::2], -levels, levels) * scales[indices // BLOCK]
@@ -124,7 +124,7 @@ def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
 
 
 def add_weight(data: U8, weight: np.float32, total: F32) -> None:
-    """total += weight, where a value was sent."""
+    """Compute total += weight at each index that was sent."""
     total[_indices(data, len(total))] += weight
 
 

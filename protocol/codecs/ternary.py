@@ -6,8 +6,8 @@ Encoded chunk of n elements, b = ceil(n / 64) blocks, h = ceil(n / 4):
     h × uint8    codes in two's complement, 2 bits each: byte i has codes i, h + i, 2h + i, 3h + i, lowest bits first
 
 s = 1.5 · RMS, rounded down to bf16 and at least 2^-126; q is the sign of x where 1.5 · |x| ≥ s, else 0: so a value is
-sent if it is at least the block's RMS. Two thirds of a Gaussian's values are 0 then, which zstd makes use of. What
-is not sent is not lost: the worker carries it over (error feedback).
+sent if it is at least the block's RMS. Two thirds of a Gaussian's values are 0 then, which zstd makes use of.
+The encoding error is not lost: the worker carries it over (error feedback).
 """
 
 import numpy as np

@@ -7,8 +7,8 @@ Encoded chunk of n elements, b = ceil(n / 256) blocks, h = ceil(n / 4):
 
 A code's lower bit says 97 rather than 29, its upper bit that the value is negative. s = RMS / 64, rounded down to bf16
 and at least 2^-126. 29/64 and 97/64 are the levels 0.4528 and 1.510 of the best quantiser of a Gaussian with four
-levels (Lloyd–Max: Max, "Quantizing for minimum distortion", 1960), and 63/64 lies halfway between. What the rounding
-leaves over is not lost: the worker carries it over (error feedback).
+levels (Lloyd–Max: Max, "Quantizing for minimum distortion", 1960), and 63/64 lies halfway between. The encoding error
+is not lost: the worker carries it over (error feedback).
 """
 
 import numpy as np
@@ -44,7 +44,7 @@ def encode(x: F32, out: U8) -> None:
 
 
 def _levels(data: U8, n: int) -> I8:
-    """uint8[h] -> int8[n], 29 or 97 with its sign."""
+    """Unpack the codes uint8[h] -> int8[n], 29 or 97 with its sign."""
     codes = blocks.unpack_pairs(data, n)
     magnitudes = (codes.view(np.uint8) & np.uint8(0x40)) // np.uint8(0x40) * np.uint8(LARGE - SMALL) + np.uint8(SMALL)
     signs = codes >> np.int8(7)  # -1 or 0

@@ -10,14 +10,14 @@ from typer.testing import CliRunner
 
 from outerstep import plan
 from outerstep.cli import app
-from outerstep.plan import Given
+from outerstep.plan import Workload
 from protocol.codecs import CODECS
 from protocol.codecs.figures import UNKNOWN
 from protocol.fragments import TensorSpec, plan_fragments
 from protocol.spec import SyncSpec
 from protocol.wire import CHUNK_ELEMENTS, Contributor, DeltaHeader, pack_frames, pack_header
 
-GIVEN = Given(parameters=100_000_000, up=10e6, down=100e6, step_s=1.0, workers=4, latency_s=0.04, steps=20_000)
+WORKLOAD = Workload(parameters=100_000_000, up=10e6, down=100e6, step_s=1.0, workers=4, latency_s=0.04, steps=20_000)
 INT8 = CODECS["int8"].figures
 INT8_BITS = (8 + 16 / 256) * INT8.zstd  # per parameter
 COMMAND = ["plan", "--params", "1.2e9", "--up", "10mbit", "--down", "100Mbit/s", "--step-time", "1.0"]
@@ -54,35 +54,35 @@ def test_bytes_are_those_of_a_real_payload(codec: str):
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"),
+    ("workload", "seconds"),
     [
-        (GIVEN, INT8_BITS * 100e6 / 10e6),
-        (replace(GIVEN, up=1e9), INT8_BITS * 100e6 / 100e6),  # now the download is the slower one
+        (WORKLOAD, INT8_BITS * 100e6 / 10e6),
+        (replace(WORKLOAD, up=1e9), INT8_BITS * 100e6 / 100e6),  # now the download is the slower one
     ],
     ids=["upload", "download"],
 )
-def test_a_sync_takes_as_long_as_its_slower_direction_and_little_more(given: Given, seconds: float):
-    sync_s = plan.exchange(given, "int8", "int8").sync_s
+def test_a_sync_takes_as_long_as_its_slower_direction_and_little_more(workload: Workload, seconds: float):
+    sync_s = plan.exchange(workload, "int8", "int8").sync_s
     assert seconds < sync_s < 1.25 * seconds
 
 
 def test_one_fragment_goes_through_everything_one_after_the_other():
-    given = replace(GIVEN, parameters=1_000_000, latency_s=0.5)
-    each = plan.exchange(given, "int8", "int8")
-    lines = 8 * each.upload_bytes / given.up + 8 * each.download_bytes / given.down
+    workload = replace(WORKLOAD, parameters=1_000_000, latency_s=0.5)
+    each = plan.exchange(workload, "int8", "int8")
+    lines = 8 * each.upload_bytes / workload.up + 8 * each.download_bytes / workload.down
     cpu = 1e-3 * (1 / INT8.pack + 4 / INT8.accumulate)
     cpu += 1e-3 * (1 / INT8.pack + 1 / INT8.unpack)
     assert each.sync_s == pytest.approx(lines + cpu + 2 * 0.5)
 
 
 def test_many_small_fragments_wait_for_the_latency_of_each():
-    given = replace(GIVEN, parameters=1_000_000, latency_s=0.5)
-    assert plan.exchange(given, "int8", "int8", fragment=10_000).sync_s > 100 / plan.UPLOADS * 0.5
+    workload = replace(WORKLOAD, parameters=1_000_000, latency_s=0.5)
+    assert plan.exchange(workload, "int8", "int8", fragment=10_000).sync_s > 100 / plan.UPLOADS * 0.5
 
 
 def test_utilisation_and_factor():
-    each = plan.exchange(GIVEN, "int8", "int8")
-    found = plan.setting(GIVEN, each, 500)
+    each = plan.exchange(WORKLOAD, "int8", "int8")
+    found = plan.setting(WORKLOAD, each, 500)
     assert found.utilisation == pytest.approx(500 / (500 + each.sync_s + 0.08))
     # 2 · 3/4 · 32 bits per step and direction, against about 7.5 bits per round and direction
     assert found.factor == pytest.approx(48 * 500 / INT8_BITS, rel=1e-3)
@@ -92,16 +92,16 @@ def test_utilisation_and_factor():
 def test_the_overlap_is_as_many_inner_steps_as_a_sync_takes():
     """A sync of 5 s and 80 ms for the next assignment."""
     each = plan.Exchange("int8", "int8", 1, 1, 5.0, 0.0)
-    steps = {h: plan.setting(replace(GIVEN, step_s=1.0, latency_s=0.04), each, h).overlap for h in (5, 6, 7, 500)}
+    steps = {h: plan.setting(replace(WORKLOAD, step_s=1.0, latency_s=0.04), each, h).overlap for h in (5, 6, 7, 500)}
     assert steps == {5: None, 6: "eager", 7: 6, 500: 6}
 
 
 def test_an_all_reduce_goes_at_the_slower_direction():
-    assert plan.allreduce_seconds(GIVEN) == pytest.approx(8 * 600e6 / 10e6 + 6 * 0.04)
+    assert plan.allreduce_seconds(WORKLOAD) == pytest.approx(8 * 600e6 / 10e6 + 6 * 0.04)
 
 
 def test_every_pair_that_a_spec_may_name_is_there():
-    pairs = {(each.upload_codec, each.download_codec) for each in plan.exchanges(GIVEN)}
+    pairs = {(each.upload_codec, each.download_codec) for each in plan.exchanges(WORKLOAD)}
     ups, downs = (get_args(SyncSpec.model_fields[f"{way}load_codec"].annotation) for way in ("up", "down"))
     assert pairs == {(up, down) for up in ups for down in downs}
     assert set(ups) | set(downs) <= set(CODECS)
@@ -109,7 +109,7 @@ def test_every_pair_that_a_spec_may_name_is_there():
 
 def test_a_codec_without_figures_is_planned_for_and_not_recommended(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(CODECS, "int8", replace(CODECS["int8"], figures=UNKNOWN))
-    found = plan.settings(GIVEN)
+    found = plan.settings(WORKLOAD)
     unknown = [each for each in found if "int8" in (each.exchange.upload_codec, each.exchange.download_codec)]
     assert unknown
     assert all(each.loss is None and each.exchange.loss is None for each in unknown)
@@ -118,7 +118,7 @@ def test_a_codec_without_figures_is_planned_for_and_not_recommended(monkeypatch:
 
 
 def test_the_recommendation_loses_the_least_of_those_that_reach_the_share():
-    found = plan.settings(GIVEN)
+    found = plan.settings(WORKLOAD)
     best, reason = plan.recommend(found, 0.5)
     assert best.utilisation >= 0.5
     assert best.loss is not None
@@ -131,13 +131,13 @@ def test_the_recommendation_loses_the_least_of_those_that_reach_the_share():
 
 
 def test_on_a_fast_line_fewer_bytes_decide_between_what_loses_as_little():
-    best, _ = plan.recommend(plan.settings(replace(GIVEN, up=1e12, down=1e12)), 0.5)
+    best, _ = plan.recommend(plan.settings(replace(WORKLOAD, up=1e12, down=1e12)), 0.5)
     assert best.inner_steps == plan.INNER_STEPS[0]
     assert best.exchange.upload_codec not in ("fp32", "bf16")
 
 
 def test_where_nothing_reaches_the_share_the_nearest_is_named():
-    found = plan.settings(replace(GIVEN, up=1e3))
+    found = plan.settings(replace(WORKLOAD, up=1e3))
     best, reason = plan.recommend(found, 0.9)
     assert best.utilisation == max(each.utilisation for each in found if each.loss is not None)
     assert reason.startswith("No setting reaches 90% in inner steps")
@@ -150,7 +150,7 @@ def run(*arguments: str) -> Any:
 def test_the_command_prints_a_row_per_pair_and_one_recommendation():
     result = run()
     assert result.exit_code == 0, result.output
-    pairs = list(plan.exchanges(GIVEN))
+    pairs = list(plan.exchanges(WORKLOAD))
     lines = result.stdout.splitlines()
     assert [tuple(line.split()[:2]) for line in lines[1 : 1 + len(pairs)]] == [
         (each.upload_codec, each.download_codec) for each in pairs
@@ -169,7 +169,7 @@ def test_json_has_every_setting():
         "latency_s": 0.0,
         "steps": 20_000,
     }
-    assert len(document["settings"]) == len(list(plan.exchanges(GIVEN))) * len(plan.INNER_STEPS)
+    assert len(document["settings"]) == len(list(plan.exchanges(WORKLOAD))) * len(plan.INNER_STEPS)
     assert document["recommended"] in document["settings"]
     assert set(document["recommended"]) == {
         *("upload_codec", "download_codec", "upload_bytes", "download_bytes", "sync_s", "codec_loss"),

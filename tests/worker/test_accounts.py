@@ -9,7 +9,7 @@ from protocol.messages import RoundDetail, Stage
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
-from worker.link.transfer import PIECE_BYTES
+from worker.link.transfer import SEND_BYTES
 
 
 def round_detail(run: Toy, number: int) -> RoundDetail:
@@ -66,7 +66,7 @@ def test_who_leaves_in_the_middle_of_a_round_tells_what_it_has_done(tmp_path: Pa
         run.worker("a")
         returned = run.told("a")
     assert told.account.upload_bytes == told.metrics.upload_bytes
-    assert 0 < left.upload_bytes < PIECE_BYTES
+    assert 0 < left.upload_bytes < SEND_BYTES
     assert left.seconds[Stage.TRAIN] > 0
     both = told.metrics.upload_bytes + returned.metrics.upload_bytes  # each process counts from its own start
     assert returned.account.upload_bytes == both > returned.metrics.upload_bytes

@@ -20,7 +20,7 @@ from worker.diloco import DiLoCo
 from worker.errors import Stopped
 from worker.link.client import Client
 from worker.link.grace import HAND_IN_S, Grace
-from worker.link.transfer import PIECE_BYTES
+from worker.link.transfer import SEND_BYTES
 
 
 def contributors(run: Toy, number: int) -> list[list[str]]:
@@ -175,7 +175,7 @@ def test_an_upload_ends_between_two_pieces() -> None:
     client = Client(httpx.Client(transport=Transport(), base_url="http://c"), "toy", "t")
     with pytest.raises(Stopped, match="in the middle of a transfer"):
         client._upload("m", "/x", [bytes(8 << 20)])
-    assert sent == [PIECE_BYTES]
+    assert sent == [SEND_BYTES]
 
 
 def test_whatever_hangs_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The codecs in torch, on any device: the same bytes and the same values, bit for bit, as `protocol.codecs`.
 
-On a GPU they save the trip of the fp32 values. In host memory they are a little faster than the numpy reference; the
-compiled kernels, where there are any, take the place of both.
+On a GPU they save the transfer of the fp32 values to the host. In host memory they are a little faster than the numpy
+reference; compiled kernels, where installed, replace both.
 Every operation is one fp32 operation rounded to nearest even, as the format demands. docs/wire-format.md describes it.
 """
 
@@ -23,8 +23,11 @@ U8 = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class TorchCodec:
-    """encode(float32[n]) -> uint8[size(n)], CodecError for values it cannot carry; decode(uint8[size(n)], n) ->
-    float32[n]."""
+    """A codec in torch, on the device of its argument.
+
+    encode(float32[n]) -> uint8[size(n)]; CodecError for values it cannot carry
+    decode(uint8[size(n)], n) -> float32[n]
+    """
 
     encode: Callable[[Tensor], Tensor]
     decode: Callable[[Tensor, int], Tensor]
@@ -39,7 +42,7 @@ IN_TORCH: dict[str, TorchCodec] = {name: _in_torch(codec) for name, codec in REF
 
 
 def _with_kernels(name: str) -> TorchCodec:
-    """What lies in host memory is encoded by the compiled kernels."""
+    """Return a codec that encodes tensors in host memory by the compiled kernels."""
 
     def encode(x: Tensor) -> Tensor:
         if x.device.type != "cpu":
@@ -71,13 +74,13 @@ def pack_fragment(vector: Tensor, codec: str, *, zstd: bool) -> list[Buffer]:
 
 
 def round_trip(vector: Tensor, codec: str) -> Tensor:
-    """What the receiver of a fragment decodes, float32[n] on the same device."""
+    """Return what the receiver of the encoded vector decodes, float32[n] on the same device."""
     encode, decode = TORCH_CODECS[codec].encode, TORCH_CODECS[codec].decode
     return torch.cat([decode(encode(chunk), len(chunk)) for chunk in vector.split(wire.CHUNK_ELEMENTS)])
 
 
 def unpack_payload(payload: wire.Payload, device: torch.device) -> Tensor:
-    """All values of a payload, float32[elements] on `device`. Raises WireError where they are not finite."""
+    """Return all values of a payload, float32[elements] on `device`. Raises WireError if they are not finite."""
     codec = payload.codec
     out = torch.empty(payload.header.elements, dtype=torch.float32, device=device)
     start = 0
@@ -87,7 +90,7 @@ def unpack_payload(payload: wire.Payload, device: torch.device) -> Tensor:
         if device.type == "cpu":
             codec.decode(raw, part.numpy())
         else:
-            # A frame is a read-only view of the payload's bytes; torch wants to be told that nobody writes to it.
+            # A copy, because a frame is a read-only view of the payload's bytes and torch wants writable memory.
             data = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
             part.copy_(TORCH_CODECS[codec.name].decode(data, n))
         start += n

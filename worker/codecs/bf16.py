@@ -1,4 +1,4 @@
-"""bf16 in torch; `protocol/codecs/bf16.py` says what it is."""
+"""bf16 in torch; `protocol/codecs/bf16.py` describes the format."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What the block codecs share, in torch: the same bits as `protocol/codecs/blocks.py`, on any device."""
+"""The parts that all block codecs use, in torch: the same bits as `protocol/codecs/blocks.py`, on any device."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,12 @@ from protocol.errors import CodecError
 
 
 def unpack_scales(data: Tensor) -> Tensor:
-    """uint8[2b] -> float32[b]."""
+    """Return the scales uint8[2b] as float32[b]."""
     return data.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).view(torch.float32)
 
 
 def scaled(codes: Tensor, scales: Tensor, block: int) -> Tensor:
-    """codes · scales, int8[n] by float32[b] -> float32[n]."""
+    """Return codes · scales, int8[n] by float32[b] -> float32[n]."""
     full = len(codes) // block * block
     out = codes.to(torch.float32)
     out[:full].view(-1, block).mul_(scales[: full // block, None])
@@ -22,7 +22,7 @@ def scaled(codes: Tensor, scales: Tensor, block: int) -> Tensor:
 
 
 def encode_absmax(name: str, x: Tensor, most: int, block: int, scales: Tensor, codes: Tensor) -> None:
-    """float32[n] -> int16[b] (bit patterns), int8[n]."""
+    """Encode float32[n] -> int16[b] (the scales' bit patterns), int8[n]."""
     full = len(x) // block * block
     if full:
         rows = codes[:full].view(-1, block)
@@ -32,7 +32,7 @@ def encode_absmax(name: str, x: Tensor, most: int, block: int, scales: Tensor, c
 
 
 def _encode_rows(name: str, x: Tensor, most: int, scales: Tensor, codes: Tensor) -> None:
-    """float32[b, k] -> int16[b] (bit patterns), int8[b, k]."""
+    """Encode b blocks of k values: float32[b, k] -> int16[b] (the scales' bit patterns), int8[b, k]."""
     values = x.abs()
     absmax = values.amax(dim=1)  # NaN wherever a block has one
     # A tensor, because CUDA divides by a Python number as a multiplication by its reciprocal: another rounding.
@@ -48,7 +48,7 @@ def _encode_rows(name: str, x: Tensor, most: int, scales: Tensor, codes: Tensor)
 
 
 def means(name: str, x: Tensor, block: int) -> Tensor:
-    """The mean of each block of values that are not negative, float32[n] -> float32[b]."""
+    """Return the mean of each block of values that are not negative, float32[n] -> float32[b]."""
     blocks = count(len(x), block)
     sums = torch.zeros(blocks * block, dtype=torch.float32, device=x.device)
     sums[: len(x)] = x
@@ -66,12 +66,12 @@ def means(name: str, x: Tensor, block: int) -> Tensor:
 
 
 def rms(name: str, x: Tensor, block: int) -> Tensor:
-    """The root of each block's mean square."""
+    """Return the root mean square of each block, float32[n] -> float32[b]."""
     return means(name, x * x, block).sqrt_()
 
 
 def pack_scales(name: str, values: Tensor, scales: Tensor) -> Tensor:
-    """The scales float32[b], rounded toward zero and at least 2^-126; also written into int16[b]."""
+    """Return the scales float32[b], rounded toward zero and at least 2^-126; write them into int16[b] too."""
     bits = values.view(torch.int32).bitwise_right_shift(16).clamp_(min=MIN_SCALE_BITS)
     if bool((bits > MAX_SCALE_BITS).any()):
         raise CodecError(f"{name}: the values are too large: a block's scale may be at most 2^120")
@@ -80,12 +80,12 @@ def pack_scales(name: str, values: Tensor, scales: Tensor) -> Tensor:
 
 
 def of_each(scales: Tensor, block: int, n: int) -> Tensor:
-    """float32[b] -> float32[n], each value's scale."""
+    """Return the scale of each value, float32[b] -> float32[n]."""
     return scales.repeat_interleave(block)[:n]
 
 
 def pack_pairs(codes: Tensor, out: Tensor) -> None:
-    """2-bit codes uint8[n] -> uint8[h], h = ceil(n / 4)."""
+    """Pack 2-bit codes uint8[n] -> uint8[h], h = ceil(n / 4)."""
     h = len(out)
     out.copy_(codes[:h])
     for k in (1, 2, 3):
@@ -94,6 +94,6 @@ def pack_pairs(codes: Tensor, out: Tensor) -> None:
 
 
 def unpack_pairs(data: Tensor, n: int) -> Tensor:
-    """The reverse: each code in the two upper bits of an int8, int8[n]; the lower bits are 0."""
+    """Reverse `pack_pairs`: int8[n], each code in the two upper bits; the lower bits are 0."""
     parts = torch.cat([data * 64, data * 16, data * 4, data])
     return parts[:n].bitwise_and_(0xC0).view(torch.int8)

@@ -1,4 +1,4 @@
-"""fp32 in torch; `protocol/codecs/fp32.py` says what it is."""
+"""fp32 in torch; `protocol/codecs/fp32.py` describes the format."""
 
 import torch
 from torch import Tensor

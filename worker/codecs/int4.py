@@ -1,4 +1,4 @@
-"""int4 in torch; `protocol/codecs/int4.py` says what it is."""
+"""int4 in torch; `protocol/codecs/int4.py` describes the format."""
 
 import torch
 from torch import Tensor

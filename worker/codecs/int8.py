@@ -1,4 +1,4 @@
-"""int8 in torch; `protocol/codecs/int8.py` says what it is."""
+"""int8 in torch; `protocol/codecs/int8.py` describes the format."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""sparse in torch; `protocol/codecs/sparse.py` says what it is.
+"""sparse in torch; `protocol/codecs/sparse.py` describes the format.
 
 The device finds the largest values; these few are then packed by the reference itself.
 """
@@ -19,7 +19,7 @@ def encode(x: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The indices of the largest magnitudes of each block, ascending; of equal ones the first. int64[most(n)]"""
+    """Return the indices of each block's largest magnitudes, ascending, the first of equal ones: int64[most(n)]."""
     places = torch.arange(len(x), device=x.device)
     keys = x.view(torch.int32).bitwise_and(0x7FFFFFFF).to(torch.int64).mul_(BLOCK).sub_(places % BLOCK)
     full = len(x) // BLOCK * BLOCK

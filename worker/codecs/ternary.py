@@ -1,4 +1,4 @@
-"""ternary in torch; `protocol/codecs/ternary.py` says what it is."""
+"""ternary in torch; `protocol/codecs/ternary.py` describes the format."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""2bit in torch; `protocol/codecs/two_bit.py` says what it is."""
+"""2bit in torch; `protocol/codecs/two_bit.py` describes the format."""
 
 import torch
 from torch import Tensor

@@ -1,5 +1,4 @@
-"""The REST interface as a worker uses it (docs/rest.md): one method per request, on an `httpx.Client` that the caller
-made.
+"""The worker's REST client (docs/rest.md): one method per request, on an `httpx.Client` of the caller's.
 
 Every method retries transient faults for ever (retry.py) and raises `protocol.errors.Problem` for the coordinator's
 refusals. Thread-safe. Methods that act as a member take the member token; the others use the token given here.
@@ -26,7 +25,7 @@ from worker.accounts.traffic import Traffic
 from worker.link.grace import Signal
 from worker.link.line import Line, watch
 from worker.link.retry import Retry
-from worker.link.transfer import PART_BYTES, Download, Part, memory, pieces
+from worker.link.transfer import PART_BYTES, Download, Part, memory, stream
 from worker.tuning.entropy import Entropy
 
 T = TypeVar("T")
@@ -46,7 +45,7 @@ def open_http(url: str) -> httpx.Client:
 
 
 class Client:
-    """One run on one coordinator. `http` has the coordinator's address as its base_url."""
+    """A client of one run on one coordinator. `http` has the coordinator's address as its base_url."""
 
     def __init__(
         self,
@@ -74,8 +73,8 @@ class Client:
         self._path = f"/v1/runs/{run}"
 
     def until(self, signal: Signal, *, silence_s: float | None = None) -> Self:
-        """Return the same client, but its waiting is ended by `signal` and not by `stop`, and it waits for an answer
-        for no longer than `silence_s` before it asks again (None: as long as any other client)."""
+        """Return the same client, except that `signal` ends its waiting instead of `stop`, and that it asks again after
+        `silence_s` without an answer (None: as late as any other client)."""
         other = copy.copy(self)
         other._silence_s = silence_s
         other._until, other._retry = signal, self._retry.until(signal)
@@ -100,12 +99,12 @@ class Client:
         return self._json("PUT", f"{self._path}/workers/{worker}", messages.JoinReply, request)
 
     def give_up(self, member_token: str, worker: str) -> None:
-        """Leave in order to join again: tried for ever, like everything that a worker needs in order to go on."""
+        """Leave in order to join again. Retried for ever, like all requests without which a worker cannot go on."""
         path = f"{self._path}/workers/{worker}"
         self._retry(lambda: self._answer("DELETE", path, member_token, messages.LeaveRequest()))
 
     def leave(self, member_token: str, worker: str, request: messages.LeaveRequest) -> None:
-        """Leave. Tried a few times only, and even after `stop`: the lease ends without it too, only later."""
+        """Leave. Retried a few times only, even after `stop`: without it the lease expires by itself, only later."""
         for attempt in range(1, LEAVE_ATTEMPTS + 1):
             try:
                 self._answer("DELETE", f"{self._path}/workers/{worker}", member_token, request)
@@ -125,7 +124,7 @@ class Client:
         carried: list[list[int]] | None = None,
         report: messages.RoundReport | None = None,
     ) -> messages.Assignment:
-        """Ask what to do next; the coordinator may take its time to answer."""
+        """Ask what to do next. The coordinator answers after at most LONG_POLL_S if there is nothing yet."""
         request = messages.AssignmentRequest(state_round=state_round, carried=carried, report=report)
         path = f"{self._path}/workers/{worker}/assignment"
         return self._json("PUT", path, messages.Assignment, request, member_token, headers=_long_poll())
@@ -144,14 +143,14 @@ class Client:
         *,
         on_line: Callable[[], object] = lambda: None,
     ) -> None:
-        """Upload one contribution; when this returns it is durable. `on_line` is called as soon as the line is its own:
-        whoever asks for it after that is next."""
+        """Upload one contribution; it is durable when this returns. `on_line` is called when the upload has the line:
+        a thread that asks for the line after that is next."""
         path = f"{self._path}/rounds/{header.round}/fragments/{header.fragment}/contributions/{header.worker}"
         self._upload(member_token, path, [wire.pack_header(header), *frames], on_line)
 
     def delta(self, round_number: int, p: int, limit_bytes: int, member_token: str | None = None) -> wire.Payload:
-        """Fetch the delta of one fragment. Raises Problem `not-published` where it is not there after a while: ask
-        again; and `contribution-lost` where the round lacks the contribution of the member who asks."""
+        """Fetch the delta of one fragment. Raises Problem `not-published` if it is not there within LONG_POLL_S (ask
+        again), and `contribution-lost` if the round lacks the contribution of the member who asks."""
         path = f"{self._path}/rounds/{round_number}/fragments/{p}/delta"
         headers = self._headers(member_token) | _long_poll()
         download = Download(self._http, path, headers, limit_bytes, self.traffic, self.stages, self._until)
@@ -171,7 +170,7 @@ class Client:
         self._upload(member_token, path, [wire.pack_header(header), *frames])
 
     def checkpoint(self, state_round: int | None = None) -> messages.CheckpointDetail:
-        """Return what one checkpoint consists of; the latest for None."""
+        """Return the description of checkpoint `state_round` (None: the latest)."""
         number = "latest" if state_round is None else str(state_round)
         return self._json("GET", f"{self._path}/checkpoints/{number}", messages.CheckpointDetail)
 
@@ -243,7 +242,7 @@ class Client:
         }
 
         def attempt() -> None:
-            with self._line.taken(self.entropy.sent(pieces(buffers, self.traffic, self._until))) as body:
+            with self._line.taken(self.entropy.sent(stream(buffers, self.traffic, self._until))) as body:
                 on_line()
                 raise_for_problem(self._http.put(path, content=body, headers=headers, timeout=self._timeout()))
 

@@ -1,6 +1,6 @@
-"""The grace: what a worker that is asked to stop may still spend on handing in the work that it has done.
+"""The grace: the time that a worker which is asked to stop has for handing in the work that it has done.
 
-A container's is 10 s from SIGTERM to SIGKILL, and an inner step, the goodbye and the end of the process need some too.
+Containers have 10 s from SIGTERM to SIGKILL, and an inner step, leaving and the end of the process need some of them.
 """
 
 import threading
@@ -12,7 +12,7 @@ HAND_IN_S = 5.0
 
 
 class Signal(Protocol):
-    """What ends a wait: a `threading.Event`, or a `Grace`."""
+    """A signal that ends a wait: a `threading.Event`, or a `Grace`."""
 
     def is_set(self) -> bool: ...
 
@@ -20,7 +20,7 @@ class Signal(Protocol):
 
 
 class Grace:
-    """A signal that is set HAND_IN_S after the event `stop` was seen to be, or after `begin`. Thread-safe."""
+    """A signal that is set HAND_IN_S after `stop` was first seen set, or after `begin`. Thread-safe."""
 
     def __init__(self, stop: threading.Event, clock: Callable[[], float]) -> None:
         self._stop, self._clock = stop, clock
@@ -28,6 +28,7 @@ class Grace:
         self._over_at: float | None = None
 
     def begin(self) -> None:
+        """Begin the grace, if it has not begun."""
         with self._lock:
             if self._over_at is None:
                 self._over_at = self._clock() + HAND_IN_S
@@ -38,7 +39,7 @@ class Grace:
         return self._over_at is not None and self._clock() >= self._over_at
 
     def wait(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds; less where `stop` comes meanwhile, for then there is no time to lose."""
+        """Wait at most `timeout` seconds, less if `stop` is set meanwhile. Return `is_set()`."""
         if not self.is_set():
             if self._over_at is None:
                 self._stop.wait(timeout)

@@ -1,10 +1,10 @@
-"""The line up: the bodies of uploads go over it one after the other, however many threads have one.
+"""The upload line: the bodies of uploads go over it one after the other, however many threads have one.
 
 Side by side they would share the line and arrive together, late. In order, every worker's first fragment arrives first,
 so that its delta comes down while the others still go up.
 
-A body counts as gone when the kernel has taken it. On a slow line that would be seconds too early, for a socket takes
-megabytes, and those share the line with the next body. So connections are told to take little that they cannot send.
+A body counts as sent when the kernel has taken it. On a slow line that would be seconds too early, for a socket buffers
+megabytes, and those share the line with the next body. So connections are told to buffer little.
 """
 
 import socket
@@ -19,8 +19,10 @@ UNSENT_BYTES = 1 << 17  # 0.1 s at 10 Mbit/s; loopback is as fast with it as wit
 
 
 def watch(request: httpx.Request) -> None:
-    """Limit what the connection that this request may open takes without having sent it to UNSENT_BYTES: one of
-    httpx's `event_hooks`. (As an option of a transport, httpx would leave the environment's proxies out.)"""
+    """Limit the unsent bytes in the socket of a new connection to UNSENT_BYTES, as one of httpx's `event_hooks`.
+
+    (As an option of a transport it would make httpx ignore the environment's proxies.)
+    """
     request.extensions["trace"] = _limit_unsent
 
 
@@ -38,14 +40,14 @@ class Line:
 
     @contextmanager
     def taken(self, body: Iterator[bytes]) -> Iterator[Iterator[bytes]]:
-        """Yield `body`, to be sent while nobody else sends one. The line is free again after its last piece, though the
-        answer is still to come: so nothing stands still while the coordinator makes the upload durable."""
+        """Yield `body`, to be sent while no other is. The line is free again after its last bytes, before the answer:
+        so the next body is sent while the coordinator makes this one durable."""
         with ExitStack() as turn:
             self._lock.acquire()
             turn.callback(self._lock.release)
 
-            def pieces() -> Iterator[bytes]:
+            def then_release() -> Iterator[bytes]:
                 yield from body
                 turn.close()
 
-            yield pieces()
+            yield then_release()

@@ -1,8 +1,8 @@
-"""How long a worker keeps trying: for ever. A coordinator outage of any length must not end it.
+"""Retries of a worker's requests, for ever: a coordinator outage of any length must not end a worker.
 
-Transient faults (no connection, a proxy's 5xx or 429, a broken body, problems whose remedy is `retry`) are tried again
-after a capped exponential backoff with full jitter, or after the server's Retry-After. The first failure is logged,
-then one a minute, then the return.
+Transient faults (no connection, a proxy's 5xx or 429, a broken body, problems whose remedy is `retry`) are retried
+after a capped exponential backoff with full jitter, or after the server's Retry-After. The log has
+the first failure, then one a minute, then the end of the outage.
 """
 
 import copy
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Outage:
-    """Says when the coordinator went and when it came back, without filling the log."""
+    """The log of an outage: its beginning, one line a minute, and its end."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -40,6 +40,7 @@ class Outage:
         self._logged = 0.0
 
     def failed(self, error: BaseException, wait_s: float) -> None:
+        """Log a failed attempt, after which the next one is made in `wait_s`."""
         now = self._clock()
         with self._lock:
             first = self._since is None
@@ -54,6 +55,7 @@ class Outage:
             log.warning("%s; still trying after %.0f s", describe(error), now - since)
 
     def over(self) -> None:
+        """End the outage, if there is one, and log that."""
         with self._lock:
             since, self._since = self._since, None
         if since is not None:
@@ -61,7 +63,7 @@ class Outage:
 
 
 class Retry:
-    """Runs calls until they succeed or fail for good. Thread-safe; `stop` ends every wait with Stopped."""
+    """A runner of calls, until they succeed or fail for good. Thread-safe; `stop` ends every wait with Stopped."""
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class Retry:
         self._outage = Outage(clock)
 
     def until(self, stop: Signal) -> "Retry":
-        """Return the same, with another signal that ends the waiting; both tell of an outage once."""
+        """Return the same with another signal that ends the waiting. Both log an outage together, once."""
         other = copy.copy(self)
         other.stop = stop
         return other
@@ -92,7 +94,7 @@ class Retry:
             raise Stopped("asked to stop")
 
     def __call__(self, attempt: Callable[[], T]) -> T:
-        """Return the result of `attempt`, which is called until it raises nothing transient."""
+        """Call `attempt` until it raises nothing transient, and return its result."""
         if self.stop.is_set():
             raise Stopped("asked to stop")
         retrying = Retrying(

@@ -1,8 +1,8 @@
-"""Bytes over HTTP: uploads in pieces, downloads that resume, whole or in parts.
+"""Uploads as streams of bytes, and downloads that resume, whole or in parts.
 
-Why pieces: httpcore's cost for one big `bytes` body grows with the square of its size; a generator of pieces costs a
-quarter of it at 100 MB, and the least where they stay in the cache. Downloads read the socket's own chunks into memory
-that was allocated once.
+Uploads are streams because httpcore's cost for one big `bytes` body grows with the square of its size; a generator
+costs a quarter of it at 100 MB, and the least if what it yields stays in the cache. Downloads read the socket's own
+chunks into memory that was allocated once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,24 +20,24 @@ from worker.accounts.traffic import Traffic
 from worker.errors import Stopped
 from worker.link.grace import Signal
 
-PIECE_BYTES = 1 << 18
+SEND_BYTES = 1 << 18
 PART_BYTES = 8 << 20
 
 
 def memory(size: int) -> memoryview:
-    """Return memory of `size` bytes, with anything in it."""
+    """Return `size` bytes of uninitialised memory."""
     return np.empty(size, np.uint8).data
 
 
-def pieces(buffers: Sequence[Buffer], traffic: Traffic, stop: Signal) -> Iterator[bytes]:
-    """Yield the buffers in pieces of at most 256 KiB, counted as they go. Raises Stopped between two of them."""
+def stream(buffers: Sequence[Buffer], traffic: Traffic, stop: Signal) -> Iterator[bytes]:
+    """Yield the buffers' bytes, at most SEND_BYTES at a time, and count them. Raises Stopped once `stop` is set."""
     for buffer in buffers:
         view = memoryview(buffer).cast("B")
-        for start in range(0, len(view), PIECE_BYTES):
-            piece = view[start : start + PIECE_BYTES]
+        for start in range(0, len(view), SEND_BYTES):
+            part = view[start : start + SEND_BYTES]
             _check(stop)
-            traffic.add(up=len(piece))
-            yield bytes(piece)
+            traffic.add(up=len(part))
+            yield bytes(part)
 
 
 def _check(stop: Signal) -> None:
@@ -46,9 +46,9 @@ def _check(stop: Signal) -> None:
 
 
 class Download:
-    """One immutable blob, fetched in as many attempts as it takes; each goes on where the last one broke off.
+    """The download of one immutable blob: call `attempt` until it returns; each goes on where the last one broke off.
 
-    `attempt` is called until it returns. `limit_bytes` is compared before memory is taken.
+    `limit_bytes` is compared with the announced size before memory is allocated.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Download:
         return data
 
     def _start(self, response: httpx.Response) -> None:
-        """Keep what is there where the server goes on with it; begin anew otherwise."""
+        """Go on after the bytes received so far if the server does, else begin anew."""
         etag, length = response.headers.get("ETag", ""), response.headers.get("Content-Length", "")
         if not etag or not length.isdigit():
             raise UnexpectedAnswer(
@@ -120,10 +120,10 @@ class Download:
 
 
 class Part:
-    """A stretch of one blob, [start, stop), fetched into its place in `data`, the memory of the whole.
+    """The download of PART_BYTES of one blob, from `start` on, into their place in `data`, the memory of the whole.
 
-    `attempt` is called until it returns; each goes on where the last one broke off. Whoever has all the parts checks
-    the digest of the whole: that finds every fault, also that of a blob that changed.
+    Call `attempt` until it returns; each goes on where the last one broke off. The caller checks the digest of the
+    whole: that finds every fault, also that of a blob that changed.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Part:
         headers = {**self._headers, "Accept-Encoding": "identity", "Range": f"bytes={self._next}-{self._end - 1}"}
         with self._http.stream("GET", self._path, headers=headers) as response:
             raise_for_problem(response)
-            # A proxy that knows no ranges sends the whole: what lies before our part, or after it, is not ours.
+            # A proxy that knows no ranges sends the whole blob, of which this part is taken.
             position = self._next if response.status_code == 206 else 0
             for chunk in self._stages.during(Stage.DOWNLOAD, response.iter_raw()):
                 self._take(memoryview(chunk), position)

@@ -68,7 +68,7 @@ class Flight:
 
     @property
     def under_way(self) -> bool:
-        """Whether anything was sent."""
+        """True if anything was sent."""
         return bool(self._sent)
 
     @property
@@ -78,7 +78,7 @@ class Flight:
 
     @property
     def superseded(self) -> bool:
-        """Whether another contribution of this worker stands in the place of one of them."""
+        """True if another contribution of this worker stands in the place of one of them."""
         return any(isinstance(outcome, Superseded) for _, outcome in self._outcomes.values())
 
     def send(self, p: int, make: Callable[[], Contribution]) -> None:

@@ -130,7 +130,7 @@ class Round:
 
     @property
     def has_all_work(self) -> bool:
-        """Whether all of the round's contributions are in `work`."""
+        """True if all of the round's contributions are in `work`."""
         return len(self.work) == len(self._state)
 
     def note_speed(self) -> None:
@@ -262,7 +262,7 @@ class Round:
 
     @property
     def under_way(self) -> bool:
-        """Whether anything was sent."""
+        """True if anything was sent."""
         return self._flight.under_way
 
     def abandon(self) -> None:

@@ -56,7 +56,7 @@ class Rounds:
 
     @property
     def training(self) -> bool:
-        """Whether the inner steps of a round are being done."""
+        """True if the inner steps of a round are being done."""
         return self._round is not None
 
     def begin(self) -> None:

@@ -23,7 +23,7 @@ class Schedule:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the training goes on while some fragment travels."""
+        """True if the training goes on while some fragment travels."""
         return self.sent != self.merged
 
 

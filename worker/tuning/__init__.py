@@ -1,1 +1,1 @@
-"""What only makes things faster: host memory that is used again, a side stream on a GPU, zstd where it pays."""
+"""Optimisations, which change no result: reused host memory, a side stream on a GPU, zstd only where it pays."""

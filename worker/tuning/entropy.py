@@ -5,7 +5,7 @@ the uploads themselves, the newest counting most: the line with every body of a 
 coder with what it codes, and while nothing is coded with one chunk now and then. So a line that becomes slow is noticed
 with the next body, and data that become compressible soon after. While nothing is known, fragments are coded.
 
-Frames are coded or not each by itself, and whoever decodes one sees which it is (docs/wire-format.md).
+Each frame says itself whether it is coded (docs/wire-format.md).
 """
 
 import logging
@@ -19,26 +19,26 @@ from protocol import wire
 from protocol.digest import Buffer
 from worker.codecs import encoded_chunks, pack_fragment
 
-KEPT = 0.5  # of what was measured before, as a fragment's or a body's own measurement is added
-# Less than this may be in buffers on the way at once, however slow the line: it says nothing.
+DECAY = 0.5  # the weight of all earlier measurements, as one of a fragment or a body is added
+# Less than this fits into buffers on the way at once, however slow the line: its time says nothing.
 LEAST_BYTES = 1 << 20
-PROBE_EVERY = 16  # fragments of which nothing is coded but the first chunk of one
+PROBE_EVERY = 16  # fragments: while none is coded, the first chunk of every 16th is, to measure the coder
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Measured:
-    """Sums in which old measurements fade: the seconds that `bytes` took, and how many of these coding saved."""
+    """Sums in which old measurements decay: bytes, the seconds that they took, and the bytes that coding saved."""
 
     bytes: float = 0.0
     seconds: float = 0.0
     saved: float = 0.0
 
     def add(self, amount: int, seconds: float, saved: int = 0) -> None:
-        self.bytes = KEPT * self.bytes + amount
-        self.seconds = KEPT * self.seconds + seconds
-        self.saved = KEPT * self.saved + saved
+        self.bytes = DECAY * self.bytes + amount
+        self.seconds = DECAY * self.seconds + seconds
+        self.saved = DECAY * self.saved + saved
 
     @property
     def megabytes_per_second(self) -> float:
@@ -46,7 +46,7 @@ class Measured:
 
 
 class Entropy:
-    """Decides whether the uploads of one worker are coded. `clock` gives seconds. Thread-safe, but fragments are packed
+    """The choice whether one worker's uploads are coded. `clock` gives seconds. Thread-safe, but fragments are packed
     one at a time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -54,7 +54,7 @@ class Entropy:
         self._lock = threading.Lock()
         self.line, self.coder = Measured(), Measured()
         self._raw_fragments = 0  # since one was coded or probed
-        self._paid: bool | None = None
+        self._logged_choice: bool | None = None
 
     def pays(self) -> bool:
         """Return True if coding a byte takes no longer than the line takes for what that saves; also while one of the
@@ -65,14 +65,14 @@ class Entropy:
             return not line.bytes or coder.seconds * line.bytes <= line.seconds * coder.saved
 
     def pack(self, vector: Tensor, codec: str, *, wanted: bool) -> list[Buffer]:
-        """Encode float32[n] into frames as `pack_fragment` does, each coded or not; none where that is not `wanted`.
+        """Encode float32[n] into frames as `pack_fragment` does, coded where it pays; never if that is not `wanted`.
 
         Raises CodecError for values that the codec cannot carry.
         """
         if not wanted:
             return pack_fragment(vector, codec, zstd=False)
         coded = self.pays()
-        self._tell(coded)
+        self._log_choice(coded)
         probed = coded or self._raw_fragments == PROBE_EVERY - 1
         self._raw_fragments = 0 if probed else self._raw_fragments + 1
         raw_bytes, packed_bytes, seconds = 0, 0, 0.0
@@ -91,19 +91,19 @@ class Entropy:
         return frames
 
     def sent(self, body: Iterator[bytes]) -> Iterator[bytes]:
-        """Yield `body`, and measure how long the line takes for it: from the first piece to the end of the last."""
+        """Yield `body`, and measure how long the line takes for it, from its first bytes to its last."""
         started, amount = self._clock(), 0
-        for piece in body:
-            yield piece
-            amount += len(piece)
+        for data in body:
+            yield data
+            amount += len(data)
         if amount >= LEAST_BYTES:
             with self._lock:
                 self.line.add(amount, self._clock() - started)
 
-    def _tell(self, pays: bool) -> None:
-        """Say what was chosen, where that is another choice than before."""
-        if pays != self._paid and self.line.bytes and self.coder.bytes:
-            self._paid = pays
+    def _log_choice(self, pays: bool) -> None:
+        """Log the choice if it is another one than before."""
+        if pays != self._logged_choice and self.line.bytes and self.coder.bytes:
+            self._logged_choice = pays
             log.info(
                 "uploads: %s zstd, which saves %.1f %% at %.0f MB/s; the line takes %.2f MB/s",
                 "with" if pays else "without",

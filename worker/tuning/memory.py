@@ -1,4 +1,4 @@
-"""Host memory that is used again: the pages of new memory cost several times what it costs to write into them."""
+"""Reuse of host memory: new pages cost several times what it costs to write into them."""
 
 import math
 import weakref
@@ -9,10 +9,11 @@ from torch import Tensor
 
 
 class HostMemory:
-    """Gives out tensors in host memory. Once nothing refers to one any more, views and threads included, its memory
-    serves the next of that size; so no more is kept than was in use at one time. Thread-safe.
+    """An allocator of tensors in host memory, which it uses again. Thread-safe.
 
-    `pinned`: the system keeps it in place, so that a GPU copies from and to it by itself, several times as fast.
+    Once nothing refers to a tensor any more, views and threads included, its memory serves the next one of that size;
+    so it never holds more than was in use at one time. `pinned`: page-locked memory, from and to which a GPU copies by
+    itself, several times as fast.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -20,7 +21,7 @@ class HostMemory:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # bytes -> uint8[bytes]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a tensor with anything in it."""
+        """Return an uninitialised tensor."""
         size = math.prod(shape) * dtype.itemsize
         free = self._free[size]
         try:

@@ -56,5 +56,5 @@ def train(message: Message, context: Context) -> Message:
 
 
 def _now() -> dict[str, float]:
-    """On the clock that all processes of the machine share, and what has gone through `lo` until then."""
+    """Return the time on the clock that all processes share, and the bytes that `lo` has carried until then."""
     return {"s": time.monotonic(), "lo": deltas.loopback_bytes()}
