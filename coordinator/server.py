@@ -87,7 +87,7 @@ def allow_open_files() -> None:
         logger.warning("no more than %d files can be open at once: %s", soft, error)
 
 
-def keep_pauses_short() -> None:
+def shorten_pauses() -> None:
     """So that heartbeats pass while a thread computes, and are not held up by the garbage collector.
 
     A thread gives the interpreter up after 1 ms instead of 5: the event loop asks for it several times per answer.
@@ -112,6 +112,6 @@ def serve(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises the signal again when it is done; being asked to stop and having stopped is no failure.
         signal.signal(number, lambda *_: None)
-    keep_pauses_short()
+    shorten_pauses()
     keep_freed_memory()
     server.run(sockets=[listening])

@@ -85,7 +85,7 @@ class Coordinator:
 
     def tick(self) -> None:
         """What only the passing of time brings about. Called a few times a second."""
-        self.storage.look()
+        self.storage.check()
         for run in list(self._runs.values()):
             try:
                 membership.expire(run)

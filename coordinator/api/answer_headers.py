@@ -13,7 +13,7 @@ _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _NOTED = "answer_headers"  # among the request's state
 
 
-def note_header(request: Request, name: str, value: str) -> None:
+def add_answer_header(request: Request, name: str, value: str) -> None:
     """Let the answer carry this header, also where it is a problem."""
     request.scope.setdefault("state", {}).setdefault(_NOTED, {})[name] = value
 

@@ -7,7 +7,7 @@ from sqlalchemy.orm import Session
 
 from coordinator.runs import accounting
 from coordinator.runs.live_run import LiveRun, OpenFragment, OpenRound
-from coordinator.runs.opening import standing
+from coordinator.runs.opening import status
 from coordinator.store.files import disk_bytes
 from coordinator.store.tables import (
     CheckpointFragmentRow,
@@ -91,7 +91,7 @@ def _reason(run: LiveRun) -> str:
     if run.ended:
         return f"the run is {run.state} after {run.round} of {run.spec.sync.rounds} rounds"
     if run.open is None:
-        return standing(run)
+        return status(run)
     return f"round {run.round}: {_least_advanced(run, run.open)[1]}"
 
 

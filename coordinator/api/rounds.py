@@ -24,7 +24,7 @@ from coordinator.api.waiting import poll, preferred_wait_s
 from coordinator.runs import evaluating
 from coordinator.runs.bell import delta_of
 from coordinator.runs.live_run import LiveRun
-from coordinator.runs.opening import standing
+from coordinator.runs.opening import status
 from coordinator.store.tables import FragmentRow
 from coordinator.sync import contributing
 from protocol.errors import Problem
@@ -118,13 +118,13 @@ async def get_delta(
     """The averaged pseudo-gradient. Long-polls with `Prefer: wait=SECONDS` until it is published."""
     layout_with(run, fragment)
 
-    def glance() -> tuple[bool, bytes | str] | None:
+    def from_memory() -> tuple[bool, bytes | str] | None:
         return _known_digest(run, number, fragment, caller.worker)
 
-    def look() -> tuple[bool, bytes | str]:
+    def under_lock() -> tuple[bool, bytes | str]:
         return _delta_digest(run, number, fragment, caller.worker)
 
-    found = await poll(service.bell, run.name, delta_of(fragment), preferred_wait_s(http), glance, look)
+    found = await poll(service.bell, run.name, delta_of(fragment), preferred_wait_s(http), from_memory, under_lock)
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
     # Of the last round; an older one the retention rule may have deleted.
@@ -163,7 +163,7 @@ def _delta_digest(run: LiveRun, number: int, fragment: int, member: str | None) 
             if member is not None and number > run.round:
                 raise Problem("round-not-open", f"the run is at round {run.round}; recover its state", round=run.round)
             if run.open is None or number != run.open.number:
-                return False, f"round {number} is not open: {standing(run)}"
+                return False, f"round {number} is not open: {status(run)}"
             collecting = run.open.fragments[fragment].state is FragmentState.COLLECTING
             if member is not None and collecting and member not in run.open.fragments[fragment].contributed:
                 raise Problem(

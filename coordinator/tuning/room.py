@@ -59,7 +59,7 @@ class Room:
         """Whether there may soon be room for `size` bytes: some has been given back just now."""
         return size <= self.contributions_bytes and self._clock() - self._freed_at < FREES_UP_WITHIN_S
 
-    def keep(self, digest: bytes, delta: memoryview) -> None:
+    def add_delta(self, digest: bytes, delta: memoryview) -> None:
         """Keep `delta`, whose BLAKE3 digest is `digest`, for as long as there is room and no newer one."""
         with self._lock:
             if digest in self._deltas:

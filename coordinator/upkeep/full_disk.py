@@ -25,7 +25,7 @@ class Storage:
     def __init__(self, data: DataDirectory, clock: Callable[[], float]) -> None:
         self._data, self._clock = data, clock
         self._last_failure: float | None = None
-        self._told: set[int] = set()  # runs whose events say that it is full
+        self._notified: set[int] = set()  # runs whose events say that it is full
 
     def note_full(self) -> None:
         """A write has just failed for want of room."""
@@ -33,7 +33,7 @@ class Storage:
             logger.error("the disk of %s is full; going on when there is room", self._data.root)
         self._last_failure = self._clock()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Find out whether there is room again."""
         if (
             self._last_failure is not None
@@ -46,15 +46,15 @@ class Storage:
     def tick(self, run: LiveRun) -> None:
         """Tell the run once that the disk is full, as soon as the database takes it, and once that it is over."""
         with run.lock:  # so that of two ticks at once one tells it
-            if self._last_failure is not None and run.id not in self._told and not run.ended:
-                _tell(run, "storage-full", "the coordinator's disk is full; the run goes on when there is room")
-                self._told.add(run.id)
-            elif self._last_failure is None and run.id in self._told:
-                _tell(run, "storage-room", "the coordinator's disk has room again")
-                self._told.discard(run.id)
+            if self._last_failure is not None and run.id not in self._notified and not run.ended:
+                _record(run, "storage-full", "the coordinator's disk is full; the run goes on when there is room")
+                self._notified.add(run.id)
+            elif self._last_failure is None and run.id in self._notified:
+                _record(run, "storage-room", "the coordinator's disk has room again")
+                self._notified.discard(run.id)
 
 
-def _tell(run: LiveRun, kind: str, message: str) -> None:
+def _record(run: LiveRun, kind: str, message: str) -> None:
     with run.change() as change:
         change.record(kind, message)
 

@@ -8,7 +8,7 @@ import logging
 
 from sqlalchemy import select
 
-from coordinator.runs.live_run import Contributed, LiveRun, OpenFragment, OpenRound
+from coordinator.runs.live_run import AcceptedContribution, LiveRun, OpenFragment, OpenRound
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow, WorkerRow
 from coordinator.sync import outer_state
 from coordinator.upkeep import setting_aside
@@ -69,7 +69,7 @@ def _restore_open_round(run: LiveRun) -> None:
         [OpenFragment(state=FragmentState(row.state), reason=row.reason) for row in fragments],
     )
     for row in contributions:
-        run.open.fragments[row.fragment].contributed[row.worker] = Contributed(row.tokens, row.digest)
+        run.open.fragments[row.fragment].contributed[row.worker] = AcceptedContribution(row.tokens, row.digest)
 
 
 def _sweep_contributions(run: LiveRun) -> None:

@@ -12,11 +12,11 @@ from sqlalchemy import delete, select
 
 from coordinator.runs.live_run import LiveRun
 from coordinator.store.database import disk_is_full
-from coordinator.store.files import intact
+from coordinator.store.files import has_digest
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow
 from coordinator.sync import checkpointing, retention
 from coordinator.sync.delta_file import mend_delta
-from coordinator.sync.outer_state import holds, step_file
+from coordinator.sync.outer_state import has_state_digest, step_file
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +64,14 @@ def verify(run: LiveRun) -> None:
     for row in saved:
         if run.closing:
             return
-        if not intact(run.files.checkpoint(row.round, row.fragment), row.digest):
+        if not has_digest(run.files.checkpoint(row.round, row.fragment), row.digest):
             _mend_checkpoint(run, row)
 
 
 def _mend_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
     """Make the checkpoint's fragment again, or drop the checkpoint unless it is the only one."""
     where = f"fragment {row.fragment} of checkpoint {row.round}"
-    if row.round not in retention.kept_checkpoints(run):  # the retention rule has deleted it meanwhile
+    if row.round not in retention.complete_checkpoints(run):  # the retention rule has deleted it meanwhile
         return
     if _make_again(run, row):
         with run.change() as change:
@@ -79,7 +79,7 @@ def _mend_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
             change.record("mended", message, round=row.round, fragment=row.fragment)
         return
     with run.lock:
-        others = [round_ for round_ in retention.kept_checkpoints(run) if round_ != row.round]
+        others = [round_ for round_ in retention.complete_checkpoints(run) if round_ != row.round]
         with run.change() as change:
             if others:
                 for table in (CheckpointRow, CheckpointFragmentRow):
@@ -94,8 +94,8 @@ def _make_again(run: LiveRun, row: CheckpointFragmentRow) -> bool:
     """From the outer state where it is of the same round, else from an older checkpoint and the deltas after it."""
     current = run.files.state(row.fragment, row.round)
     with run.lock:  # or it might be stepped over meanwhile
-        if run.outer[row.fragment] == (row.round, row.state_digest) and holds(current, row.state_digest):
-            checkpointing.keep_fragment(run, row.round, row.fragment, current, row.state_digest)
+        if run.outer[row.fragment] == (row.round, row.state_digest) and has_state_digest(current, row.state_digest):
+            checkpointing.write_fragment(run, row.round, row.fragment, current, row.state_digest)
             return True
     with run.world.database.read() as session:
         older = session.scalars(
@@ -108,7 +108,7 @@ def _make_again(run: LiveRun, row: CheckpointFragmentRow) -> bool:
             .order_by(CheckpointFragmentRow.round.desc())
         ).all()
     for base in older:
-        if intact(run.files.checkpoint(base.round, row.fragment), base.digest):
+        if has_digest(run.files.checkpoint(base.round, row.fragment), base.digest):
             return _derive(run, base.round, row)
     return False
 
@@ -126,7 +126,7 @@ def _derive(run: LiveRun, base: int, row: CheckpointFragmentRow) -> bool:
             source = scratch[-1]
         if digest != row.state_digest:
             return False
-        checkpointing.keep_fragment(run, row.round, row.fragment, source, digest)
+        checkpointing.write_fragment(run, row.round, row.fragment, source, digest)
         return True
     finally:
         for path in scratch:

@@ -45,17 +45,17 @@ def kept(room: Room, count: int) -> list[int]:
 def test_the_newest_deltas_are_kept_and_never_more_than_the_limit() -> None:
     room = Room(0, 100)
     for number in range(5):
-        room.keep(bytes([number]), memoryview(bytes(40)))
-    room.keep(bytes([4]), memoryview(bytes(40)))
+        room.add_delta(bytes([number]), memoryview(bytes(40)))
+    room.add_delta(bytes([4]), memoryview(bytes(40)))
     assert kept(room, 5) == [3, 4]
-    room.keep(b"too large", memoryview(bytes(101)))
+    room.add_delta(b"too large", memoryview(bytes(101)))
     assert room.delta(b"too large") is None
 
 
 def test_deltas_fill_what_contributions_leave_and_the_oldest_make_place_for_them() -> None:
     room = Room(100, 50)
     for number in range(5):
-        room.keep(bytes([number]), memoryview(bytes(30)))
+        room.add_delta(bytes([number]), memoryview(bytes(30)))
     assert kept(room, 5) == [0, 1, 2, 3, 4]
     first = room.take(10)
     assert kept(room, 5) == [1, 2, 3, 4]
@@ -65,7 +65,7 @@ def test_deltas_fill_what_contributions_leave_and_the_oldest_make_place_for_them
     assert kept(room, 5) == [4]
     del second
     for number in range(5, 8):
-        room.keep(bytes([number]), memoryview(bytes(30)))
+        room.add_delta(bytes([number]), memoryview(bytes(30)))
     assert kept(room, 8) == [4, 5, 6, 7]
 
 
