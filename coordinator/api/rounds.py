@@ -127,7 +127,7 @@ async def get_delta(
     found = await poll(service.bell, run.name, delta_of(fragment), preferred_wait_s(http), from_memory, under_lock)
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
-    # Of the last round; an older one the retention rule may have deleted.
+    # Only those of the last round: an older delta may still be in memory though the retention rule has deleted it.
     recent = run.world.room.delta(found) if (number, fragment) in run.deltas else None
     answer = None if recent is None else blob_in_memory(http, recent, found, service.pieces)
     if answer is None:
@@ -136,8 +136,8 @@ async def get_delta(
 
 
 def _known_digest(run: LiveRun, number: int, fragment: int, member: str | None) -> tuple[bool, bytes | str] | None:
-    """What `_delta_digest` says, where that takes neither the run's lock nor the database: of a delta that was just
-    published, and to whom has contributed to one that will be; else None."""
+    """Return what `_delta_digest` would, from memory alone; None if memory does not tell. It does for a delta that was
+    just published, and for a member that has contributed to one of the open round."""
     recent = run.deltas.get((number, fragment))
     if recent is not None:
         return True, recent
@@ -151,10 +151,10 @@ def _known_digest(run: LiveRun, number: int, fragment: int, member: str | None) 
 
 
 def _delta_digest(run: LiveRun, number: int, fragment: int, member: str | None) -> tuple[bool, bytes | str]:
-    """Whether the delta is there, and its digest or what is waited for.
+    """Return (True, the delta's digest), or (False, what it waits for) before it is published.
 
-    A member asks for the delta of its own contribution, so it is told where the coordinator does not have that: the
-    disk has lost it, or the database was restored from a backup.
+    A member asks for the delta of its own contribution, so it is told if the coordinator does not have that: the disk
+    has lost it, or the database was restored from a backup.
     """
     with run.lock:
         if number >= run.published_rounds(fragment):

@@ -1,7 +1,7 @@
-"""After a start: rebuild a run in memory from the database, and take up what was interrupted.
+"""The restoring of a run after a start: it is rebuilt in memory from the database and goes on where it was.
 
-Nothing acknowledged is lost: contributions and deltas have rows, rows have durable files. Every live worker gets a full
-new lease, because how long the coordinator was gone is not its workers' fault.
+Nothing acknowledged is lost: every contribution and delta has a row, and every row a durable file. Every live worker
+gets a full new lease, because it is not the workers' fault how long the coordinator was away.
 """
 
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def restore(run: LiveRun) -> None:
-    """Rebuild the run in memory, and let it go on."""
+    """Rebuild the run in memory and let it settle."""
     with run.lock:
         setting_aside.set_aside_newer(run)
         _restore_workers(run)
@@ -73,7 +73,7 @@ def _restore_open_round(run: LiveRun) -> None:
 
 
 def _sweep_contributions(run: LiveRun) -> None:
-    """Delete uploads that became durable but were never acknowledged: the crash came before their row."""
+    """Delete contributions that became durable but were never acknowledged: the crash came before their row."""
     with run.world.database.read() as session:
         oldest = min(run.files.rounds("contributions"), default=0)  # older ones are history: rows without files
         rows = session.scalars(

@@ -1,7 +1,7 @@
-"""Are the files still what was written? Looked at after a start, and every hour: disks spoil what nobody reads.
+"""The verification of files, after a start and every hour: disks corrupt what nobody reads.
 
-A checkpoint or delta that is corrupt is made again where what it was made of is still there, and must come out with the
-same digest; otherwise it is deleted, and an event says so. Contributions are looked at when they are aggregated.
+A corrupt checkpoint or delta is made again if what it was made from is still there, and must get the same digest;
+otherwise it is deleted, and an event says so. Contributions are verified when they are aggregated.
 """
 
 import logging
@@ -24,7 +24,7 @@ VERIFY_S = 3600.0
 
 
 def start_when_due(run: LiveRun, submit: Callable[..., object]) -> None:
-    """Now and then: `verify`, on another thread than those that publish."""
+    """Start `verify` if it is due, by `submit` on another thread than those that publish."""
     with run.lock:
         if run.verify_at is not None and run.world.clock() >= run.verify_at:
             run.verify_at = None
@@ -34,7 +34,7 @@ def start_when_due(run: LiveRun, submit: Callable[..., object]) -> None:
 def _verify(run: LiveRun) -> None:
     try:
         verify(run)
-    except Exception as error:  # the thread has nobody to tell but the log
+    except Exception as error:  # nobody awaits it: the log says it
         if disk_is_full(error):
             run.world.storage_full()
         else:
@@ -44,7 +44,7 @@ def _verify(run: LiveRun) -> None:
 
 
 def verify(run: LiveRun) -> None:
-    """Verify every delta, then every checkpoint that the retention rule keeps; mend what can be mended."""
+    """Verify every delta and then every checkpoint that the retention rule keeps; make the corrupt ones again."""
     with run.world.database.read() as session:
         deltas = session.execute(
             select(FragmentRow.round, FragmentRow.fragment)
@@ -69,7 +69,7 @@ def verify(run: LiveRun) -> None:
 
 
 def _mend_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
-    """Make the checkpoint's fragment again, or drop the checkpoint unless it is the only one."""
+    """Make the checkpoint's fragment again; if that is impossible, drop the checkpoint unless it is the only one."""
     where = f"fragment {row.fragment} of checkpoint {row.round}"
     if row.round not in retention.complete_checkpoints(run):  # the retention rule has deleted it meanwhile
         return
@@ -91,7 +91,8 @@ def _mend_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
 
 
 def _make_again(run: LiveRun, row: CheckpointFragmentRow) -> bool:
-    """From the outer state where it is of the same round, else from an older checkpoint and the deltas after it."""
+    """Make the fragment again: from the outer state if it is of the same round, else from an older checkpoint and the
+    deltas after it. Return True if that was possible."""
     current = run.files.state(row.fragment, row.round)
     with run.lock:  # or it might be stepped over meanwhile
         if run.outer[row.fragment] == (row.round, row.state_digest) and has_state_digest(current, row.state_digest):
@@ -114,6 +115,7 @@ def _make_again(run: LiveRun, row: CheckpointFragmentRow) -> bool:
 
 
 def _derive(run: LiveRun, base: int, row: CheckpointFragmentRow) -> bool:
+    """Make the fragment again from checkpoint `base` and the deltas after it; return False if one of them is lost."""
     source = run.files.checkpoint(base, row.fragment)
     scratch: list[Path] = []
     try:
