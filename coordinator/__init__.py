@@ -6,7 +6,7 @@
                 to change), membership, assigning, units, opening, closing
     sync/       the data plane, in the order of the data's way: contributing → aggregating → publishing → outer_state
                 and checkpointing
-    upkeep/     after a start (restoring.py), spoilt files, a full disk, a database from a backup
+    upkeep/     after a start (restoring.py), corrupt files, a full disk, a database from a backup
     api/        the shell: routes, and what they show
 
 settling.py does what follows from a change; service.py is all of it as one object. Who may import whom is said in

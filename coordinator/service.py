@@ -20,7 +20,7 @@ from coordinator.store.files import DataDirectory
 from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Identity, Tokens, secret_hash
 from coordinator.sync import retention
-from coordinator.tuning.pieces import Pieces
+from coordinator.tuning.pieces import PieceSizes
 from coordinator.tuning.room import Room
 from coordinator.upkeep import restoring, verifying
 from coordinator.upkeep.full_disk import Storage
@@ -44,7 +44,7 @@ class Coordinator:
     ) -> None:
         self.settings = settings
         self.bell = Bell()
-        self.pieces, self.room = Pieces(), Room()
+        self.piece_sizes, self.room = PieceSizes(), Room()
         self.data = DataDirectory(settings.data_dir)
         self.database = Database(settings.data_dir)
         self.tokens = Tokens(self.database)

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from coordinator.api.head import wants_head_only
 from coordinator.api.problems import problem_response
 from coordinator.store.files import PIECE_BYTES
-from coordinator.tuning.pieces import Pieces
+from coordinator.tuning.pieces import PieceSizes
 from protocol.digest import Buffer
 from protocol.errors import Problem
 from protocol.wire import MEDIA_TYPE
@@ -42,15 +42,15 @@ class _Blob(Response):
 
 
 class _FromMemory(_Blob):
-    def __init__(self, headers: dict[str, str], content: memoryview, pieces: Pieces) -> None:
+    def __init__(self, headers: dict[str, str], content: memoryview, piece_sizes: PieceSizes) -> None:
         super().__init__(200, headers, len(content))
-        self._content, self._sizes = content, pieces
+        self._content, self._piece_sizes = content, piece_sizes
 
     async def _pieces(self) -> AsyncIterator[Buffer]:
-        with self._sizes.transfer():  # counts, for the server copies what it cannot send at once
+        with self._piece_sizes.transfer():  # counts, for the server copies what it cannot send at once
             at = 0
             while at < len(self._content):
-                piece = self._content[at : at + min(self._sizes.bytes, PIECE_BYTES)]
+                piece = self._content[at : at + min(self._piece_sizes.bytes, PIECE_BYTES)]
                 yield piece
                 at += len(piece)
 
@@ -59,20 +59,20 @@ class _FromFile(_Blob):
     """Bytes [start, stop) of an open file, which is closed at the end."""
 
     def __init__(
-        self, status: int, headers: dict[str, str], file: BinaryIO, start: int, stop: int, pieces: Pieces
+        self, status: int, headers: dict[str, str], file: BinaryIO, start: int, stop: int, piece_sizes: PieceSizes
     ) -> None:
         super().__init__(status, headers, stop - start)
-        self._file, self._start, self._stop, self._sizes = file, start, stop, pieces
+        self._file, self._start, self._stop, self._piece_sizes = file, start, stop, piece_sizes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._file:
             await super().__call__(scope, receive, send)
 
     async def _pieces(self) -> AsyncIterator[Buffer]:
-        with self._sizes.transfer():
+        with self._piece_sizes.transfer():
             at = self._start
             while at < self._stop:
-                wanted = min(self._sizes.bytes, self._stop - at)
+                wanted = min(self._piece_sizes.bytes, self._stop - at)
                 piece = await run_in_threadpool(os.pread, self._file.fileno(), wanted, at)
                 if not piece:
                     raise OSError(f"{self._file.name} ends at byte {at} of {self._stop}")
@@ -80,7 +80,7 @@ class _FromFile(_Blob):
                 at += len(piece)
 
 
-def blob(request: Request, path: Path, digest: bytes, pieces: Pieces) -> Response:
+def blob(request: Request, path: Path, digest: bytes, piece_sizes: PieceSizes) -> Response:
     """Return the file at `path`, or the range of it that is asked for, as an answer. Its BLAKE3 digest is its ETag.
 
     If several ranges are asked for, the whole is the answer, as RFC 9110 allows. Problem `gone` if it was deleted.
@@ -104,10 +104,10 @@ def blob(request: Request, path: Path, digest: bytes, pieces: Pieces) -> Respons
         file.close()
         return _not_satisfiable(request.headers["range"], size)
     if len(ranges) != 1:
-        return _FromFile(200, headers, file, 0, size, pieces)
+        return _FromFile(200, headers, file, 0, size, piece_sizes)
     ((start, stop),) = ranges
     headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-    return _FromFile(206, headers, file, start, stop, pieces)
+    return _FromFile(206, headers, file, start, stop, piece_sizes)
 
 
 def _not_satisfiable(asked: str, size: int) -> Response:
@@ -118,12 +118,12 @@ def _not_satisfiable(asked: str, size: int) -> Response:
     return answer
 
 
-def blob_in_memory(request: Request, content: memoryview, digest: bytes, pieces: Pieces) -> Response | None:
+def blob_in_memory(request: Request, content: memoryview, digest: bytes, piece_sizes: PieceSizes) -> Response | None:
     """Return `content`, whose BLAKE3 digest is `digest`, as an answer; None if a range of it is asked for."""
     headers = _headers(digest)
     if _is_known(request, headers):
         return Response(status_code=304, headers=headers)
-    return None if _range_header(request, headers) else _FromMemory(headers, content, pieces)
+    return None if _range_header(request, headers) else _FromMemory(headers, content, piece_sizes)
 
 
 def _headers(digest: bytes) -> dict[str, str]:

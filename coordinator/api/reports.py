@@ -45,10 +45,12 @@ ADVANCEMENT = list(FragmentState)
 
 
 def run_info(run: LiveRun) -> RunInfo:
+    """Return what a list of runs shows of the run."""
     return RunInfo(**_run_fields(run))
 
 
 def run_detail(run: LiveRun) -> RunDetail:
+    """Return the run with its parsed spec and the bytes of its files."""
     return RunDetail(**_run_fields(run), spec=run.spec, disk_bytes=disk_bytes(run.files))
 
 
@@ -119,6 +121,7 @@ def rounds(run: LiveRun, limit: int, before: int | None) -> Page[RoundInfo]:
 
 
 def round_detail(run: LiveRun, number: int) -> RoundDetail:
+    """Return a round and its fragments. Problem `not-found` if it was not opened."""
     with run.lock, run.world.database.read() as session:
         row = session.get(RoundRow, (run.id, number))
         if row is None:
@@ -211,6 +214,7 @@ def workers(run: LiveRun, limit: int, after: str | None) -> Page[WorkerInfo]:
 
 
 def worker(run: LiveRun, name: str) -> WorkerInfo:
+    """Return a worker of the run, live or not. Problem `not-found` if it never joined."""
     with run.lock, run.world.database.read() as session:
         row = session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == name)).one_or_none()
         if row is None:

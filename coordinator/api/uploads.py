@@ -14,7 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 from coordinator.service import Coordinator
 from coordinator.store.files import Body
 from coordinator.tuning.bodies import Incoming
-from coordinator.tuning.pieces import Pieces
+from coordinator.tuning.pieces import PieceSizes
 from coordinator.tuning.room import Room
 from protocol.digest import parse_content_digest
 from protocol.direct import write_new
@@ -99,15 +99,15 @@ class ThroughFile(Upload):
     That is done on threads: a busy disk takes its time, and the event loop has heartbeats to answer.
     """
 
-    def __init__(self, path: Path, size: int, digest: bytes, pieces: Pieces) -> None:
+    def __init__(self, path: Path, size: int, digest: bytes, piece_sizes: PieceSizes) -> None:
         super().__init__(path, size, digest)
-        self._pieces = pieces
+        self._piece_sizes = piece_sizes
         self._hasher = blake3()
         self._file: BinaryIO | None = None
         self._arrived: list[bytes] = []
         self._arrived_bytes = 0  # in that list
         self._transfer = ExitStack()  # ends when no piece of the body is in memory any more
-        self._transfer.enter_context(pieces.transfer())
+        self._transfer.enter_context(piece_sizes.transfer())
 
     async def _receive(self, request: Request, idle_s: float) -> int:
         received_bytes = 0
@@ -117,7 +117,7 @@ class ThroughFile(Upload):
                 break
             self._arrived_bytes += len(piece)
             self._arrived.append(piece)
-            if self._arrived_bytes >= self._pieces.bytes:
+            if self._arrived_bytes >= self._piece_sizes.bytes:
                 await run_in_threadpool(self._write)
         return received_bytes
 
@@ -172,7 +172,7 @@ async def received(
     content = None if room is None else await _take(room, size)
     path = service.data.incoming()
     upload: Upload = (
-        ThroughFile(path, size, announced, service.pieces)
+        ThroughFile(path, size, announced, service.piece_sizes)
         if content is None
         else InMemory(path, size, announced, content)
     )

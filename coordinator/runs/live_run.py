@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class World:
-    """What a run needs of the outside: storage, clocks, threads for the heavy work, and a bell for those who wait."""
+    """What a run needs from outside: storage, clocks, threads for the heavy work, and a bell for those who wait."""
 
     database: Database
     data: DataDirectory

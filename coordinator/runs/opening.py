@@ -79,6 +79,7 @@ def open_next(run: LiveRun) -> bool:
 
 
 def assignment_row(run: LiveRun, worker: str, assignment: RoundAssignment) -> AssignmentRow:
+    """Return the row of a worker's assignment for the open or next round."""
     return AssignmentRow(
         run_id=run.id, round=run.round, worker=worker, inner_steps=assignment.inner_steps, evaluate=assignment.evaluate
     )

@@ -13,7 +13,7 @@ LARGEST_BYTES = 1 << 20
 SMALLEST_BYTES = 1 << 16
 
 
-class Pieces:
+class PieceSizes:
     """The sizes of the pieces of one server's transfers. Thread-safe."""
 
     def __init__(self) -> None:

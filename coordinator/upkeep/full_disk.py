@@ -20,7 +20,10 @@ QUIET_S = 30.0  # without a failed write, before the disk is probed: the small p
 
 
 class Storage:
-    """Whether the disk is full. `note_full` may be called from any thread; `check` and `tick` a few times a second."""
+    """The record of whether the disk is full.
+
+    `note_full` may be called from any thread; `check` and `tick` are called a few times a second.
+    """
 
     def __init__(self, data: DataDirectory, clock: Callable[[], float]) -> None:
         self._data, self._clock = data, clock

@@ -12,7 +12,7 @@ from fastapi import Request
 from coordinator.api.blobs import blob
 from coordinator.store.files import make_durable
 from coordinator.sync import contributing
-from coordinator.tuning.pieces import LARGEST_BYTES, SHARED_BYTES, SMALLEST_BYTES, Pieces
+from coordinator.tuning.pieces import LARGEST_BYTES, SHARED_BYTES, SMALLEST_BYTES, PieceSizes
 from coordinator.tuning.room import Room
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
@@ -20,11 +20,11 @@ from tests.coordinator.crew import crew, info, play_round, problem
 from tests.support.coordinator import InThread, SettableClock
 from tests.support.waiting import wait_until
 
-PIECES = Pieces()
+PIECES = PieceSizes()
 
 
 def test_the_more_transfers_the_smaller_their_pieces() -> None:
-    pieces = Pieces()
+    pieces = PieceSizes()
     sizes, open_transfers = [], [pieces.transfer() for _ in range(1000)]
     for transfer in open_transfers:
         transfer.__enter__()
