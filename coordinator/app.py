@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, problem+json, request ids, tokens, limits, and the ticking of the clock."""
+"""The FastAPI application: routes, middleware, and the tick a few times a second."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ TICK_S = 0.2
 
 
 def create_app(coordinator: Coordinator) -> FastAPI:
-    """The application around a coordinator, which it closes when it shuts down."""
+    """Return the application around a coordinator, which it closes when it shuts down."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

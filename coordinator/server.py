@@ -1,4 +1,4 @@
-"""Serving: uvicorn around the application, until SIGTERM or SIGINT."""
+"""The server: uvicorn around the application, until SIGTERM or SIGINT."""
 
 import gc
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
-    """Tells long-polling requests to answer before it waits for them, and says when and where it is ready."""
+    """A server that prints its address when it is ready, and makes long polls answer when it shuts down."""
 
     def __init__(self, config: uvicorn.Config, coordinator: Coordinator, address: str) -> None:
         super().__init__(config)
@@ -42,7 +42,7 @@ class Server(uvicorn.Server):
 
 
 def make_server(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> tuple[Server, socket.socket]:
-    """A server and its bound socket. OSError where the address is taken, OuterstepError where the directory is."""
+    """Return a server and its bound socket. OSError if the address is taken, OuterstepError if the directory is."""
     listening = _listen(settings.host, settings.port)
     try:
         coordinator = Coordinator(settings, clock=clock)
@@ -65,7 +65,7 @@ def make_server(settings: Settings, *, clock: Callable[[], float] = time.monoton
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A name stands for its IPv4 address where it has one. `::` takes IPv4 as well, where the system can."""
+    """Bind the address. A host name means its IPv4 address if it has one; `::` accepts IPv4 too if the system can."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = min(found, key=lambda each: each[0] is not socket.AF_INET)
     both = host == "::" and socket.has_dualstack_ipv6()
@@ -73,13 +73,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def netloc(host: str, port: int) -> str:
-    """Host and port as they stand in a URL: an IPv6 address in brackets."""
+    """Return host and port as a URL has them: an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def allow_open_files() -> None:
-    """As many open files as the system lets this process have: every transfer is a socket, and every contributor's file
-    is open while a fragment is averaged."""
+    """Raise the limit on open files as far as the system allows: every transfer is a socket, and while a fragment is
+    averaged the file of every contributor is open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -87,13 +87,12 @@ def allow_open_files() -> None:
         logger.warning("no more than %d files can be open at once: %s", soft, error)
 
 
-def keep_pauses_short() -> None:
-    """So that heartbeats pass while a thread computes, and are not held up by the garbage collector.
+def shorten_pauses() -> None:
+    """Let heartbeats be answered soon while threads compute and the garbage collector runs.
 
-    A thread gives the interpreter up after 1 ms instead of 5: the event loop asks for it several times per answer.
-    Looking for garbage everywhere stops everything, for 0.2 s with a thousand workers: so what was imported and made up
-    to now is left alone, for it stays, and the rest is looked at a tenth as often. Little depends on it: what is in no
-    cycle is freed without it.
+    A thread gives up the interpreter lock after 1 ms instead of 5: the event loop needs it several times per answer. A
+    full garbage collection stops everything, for 0.2 s with a thousand workers: so it leaves out all that exists now,
+    which stays anyway, and runs a tenth as often. Little depends on it, as only cycles of objects need it to be freed.
     """
     sys.setswitchinterval(0.001)
     gc.collect()
@@ -112,6 +111,6 @@ def serve(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises the signal again when it is done; being asked to stop and having stopped is no failure.
         signal.signal(number, lambda *_: None)
-    keep_pauses_short()
+    shorten_pauses()
     keep_freed_memory()
     server.run(sockets=[listening])

@@ -20,7 +20,7 @@ from coordinator.store.files import DataDirectory
 from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Identity, Tokens, secret_hash
 from coordinator.sync import retention
-from coordinator.tuning.pieces import Pieces
+from coordinator.tuning.pieces import PieceSizes
 from coordinator.tuning.room import Room
 from coordinator.upkeep import restoring, verifying
 from coordinator.upkeep.full_disk import Storage
@@ -44,7 +44,7 @@ class Coordinator:
     ) -> None:
         self.settings = settings
         self.bell = Bell()
-        self.pieces, self.room = Pieces(), Room()
+        self.piece_sizes, self.room = PieceSizes(), Room()
         self.data = DataDirectory(settings.data_dir)
         self.database = Database(settings.data_dir)
         self.tokens = Tokens(self.database)
@@ -75,7 +75,7 @@ class Coordinator:
             restoring.restore(run)
 
     def close(self) -> None:
-        """End the work on other threads and let go of the files. What is interrupted is taken up at the next start."""
+        """End the work on other threads and close database and directory. The next start resumes the work."""
         for run in self.runs():
             run.closing = True
         for threads in (self._jobs, self._verifying):
@@ -84,8 +84,8 @@ class Coordinator:
         self.data.close()
 
     def tick(self) -> None:
-        """What only the passing of time brings about. Called a few times a second."""
-        self.storage.look()
+        """Do what only the passing of time brings about. Called a few times a second."""
+        self.storage.check()
         for run in list(self._runs.values()):
             try:
                 membership.expire(run)
@@ -100,10 +100,11 @@ class Coordinator:
                     logger.exception("%s: tick failed", run.name)
 
     def new_token(self, request: TokenRequest) -> NewToken:
+        """Make a token; its secret is in the answer alone."""
         return self.tokens.create(request.scope, request.note, self._world.now())
 
     def check_ready(self) -> None:
-        """Problem `not-ready` unless the database answers and the data directory takes writes."""
+        """Raise Problem `not-ready` unless the database answers and the data directory takes writes."""
         probe = self.data.incoming()
         try:
             with self.database.read() as session:
@@ -116,7 +117,7 @@ class Coordinator:
             raise Problem("not-ready", f"{self.settings.data_dir}: {error}", retry_after_s=5) from error
 
     def identify(self, secret: str) -> Identity | None:
-        """Whose bearer token this is; None for nobody's."""
+        """Return the holder of a bearer token; None if there is no such token."""
         identity = self.tokens.identify(secret)
         if identity is not None:
             return identity
@@ -128,17 +129,21 @@ class Coordinator:
         return None
 
     def run(self, name: str) -> LiveRun:
+        """Return the run of this name. Problem `not-found` if there is none."""
         run = self._runs.get(name)
         if run is None:
             raise Problem("not-found", f"there is no run {name}; see /v1/runs")
         return run
 
     def runs(self) -> list[LiveRun]:
-        """By name."""
+        """Return all runs, by name."""
         return sorted(self._runs.values(), key=lambda run: run.name)
 
     def create_run(self, spec_toml: str) -> tuple[LiveRun, bool]:
-        """Create a run from its spec; whether it is new. The same spec again is the same run."""
+        """Create a run from its spec; return it, and True if it is new. The same spec again is the same run.
+
+        Raises Problem: invalid-spec, run-exists (with another spec).
+        """
         try:
             spec = parse_spec(spec_toml)
         except SpecError as error:

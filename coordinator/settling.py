@@ -1,4 +1,4 @@
-"""The settling of a run: whatever follows from its state, its members and the time, until nothing more does.
+"""The settling of a run: what follows from its state, its members and the time is done, until nothing more follows.
 
 Called in one place, `LiveRun.settle`: after every change of the run, after a start, and a few times a second.
 """
@@ -9,8 +9,8 @@ from coordinator.sync import publishing
 
 
 def settle(run: LiveRun) -> None:
-    """Close what is due, open what can be opened, note what is drained; then publish what is closed. Under the run's
-    lock."""
-    while closing.close_due(run) or opening.open_next(run) or steering.note_drained(run):
+    """Close the fragments that are due, open the next round, pause a drained run; then publish what is closed. Under
+    the run's lock."""
+    while closing.close_due(run) or opening.open_next(run) or steering.pause_if_drained(run):
         pass
     publishing.start_due(run)

@@ -1,1 +1,1 @@
-"""The REST interface: each file one group of addresses of docs/rest.md. A handler gathers, decides and answers."""
+"""The REST interface: a file per group of addresses in docs/rest.md. A handler gathers, decides and answers."""

@@ -17,7 +17,7 @@ _bearer = HTTPBearer(auto_error=False)
 
 
 async def get_coordinator(request: Request) -> Coordinator:
-    """`async`, as all dependencies here: FastAPI calls any other on a thread, which costs more than it does."""
+    """Return the coordinator. `async`, as all dependencies here: FastAPI calls others on a thread, which costs more."""
     coordinator: Coordinator = request.app.state.coordinator
     return coordinator
 
@@ -26,7 +26,7 @@ Service = Annotated[Coordinator, Depends(get_coordinator)]
 
 
 async def get_identity(request: Request, _: Annotated[object, Depends(_bearer)]) -> Identity:
-    """As `authentication.py` has found it; `_bearer` only tells OpenAPI."""
+    """Return what `authentication.py` has found. `_bearer` is there for OpenAPI alone."""
     identity: Identity = request.state.identity
     return identity
 
@@ -38,26 +38,28 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
 async def admin(caller: Caller) -> Identity:
+    """Return the caller; Problem `forbidden` unless it is an admin."""
     if not caller.allows(Scope.ADMIN):
         raise Problem("forbidden", "this needs an admin token")
     return caller
 
 
 async def joiner(caller: Caller) -> Identity:
+    """Return the caller; Problem `forbidden` unless its token lets workers join."""
     if not caller.allows(Scope.WORKER):
         raise Problem("forbidden", "joining needs a worker token")
     return caller
 
 
 async def reader(run: PathName, caller: Caller, service: Service) -> LiveRun:
-    """The run of the path, for anybody with a token (a member: of this run)."""
+    """Return the run of the path, for anybody with a token (a member: only its own run)."""
     if caller.run is not None and caller.run != run:
         raise Problem("forbidden", f"this member token is of the run {caller.run}")
     return service.run(run)
 
 
 async def member(run: PathName, worker: PathName, caller: Caller, service: Service) -> LiveRun:
-    """The run of the path, for the worker of the path."""
+    """Return the run of the path, for the worker of the path alone."""
     if not caller.is_member(run, worker):
         raise Problem("forbidden", f"only the member {worker} of the run {run} may do this, with its member token")
     return service.run(run)
@@ -70,7 +72,7 @@ MemberRun = Annotated[LiveRun, Depends(member)]
 
 
 def layout_with(run: LiveRun, fragment: int) -> Layout:
-    """The run's layout, in which there is such a fragment. Problem `not-found` otherwise."""
+    """Return the run's layout; Problem `not-found` unless it has the fragment."""
     if run.layout is None or fragment >= len(run.layout.fragments):
         count = "no fragments yet" if run.layout is None else f"{len(run.layout.fragments)} fragments"
         raise Problem("not-found", f"there is no fragment {fragment}: the run {run.name} has {count}")

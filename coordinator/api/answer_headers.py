@@ -1,4 +1,4 @@
-"""Headers that an answer carries whatever it is: X-Request-Id, and what a handler has noted on its way."""
+"""Headers of every kind of answer: X-Request-Id, and those that a handler has added."""
 
 import re
 import uuid
@@ -10,18 +10,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coordinator.api.problems import fault_response
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_NOTED = "answer_headers"  # among the request's state
+_ADDED = "answer_headers"  # among the request's state
 
 
-def note_header(request: Request, name: str, value: str) -> None:
-    """Let the answer carry this header, also where it is a problem."""
-    request.scope.setdefault("state", {}).setdefault(_NOTED, {})[name] = value
+def add_answer_header(request: Request, name: str, value: str) -> None:
+    """Let the answer to the request carry this header, even if it is a problem."""
+    request.scope.setdefault("state", {}).setdefault(_ADDED, {})[name] = value
 
 
 class AnswerHeaders:
-    """Takes the client's X-Request-Id, or makes one; answers with it, also where the application failed.
+    """Middleware that adds the headers. X-Request-Id is the client's, or a new one; an answer to a fault has it too.
 
-    Not left to starlette, whose own last resort answers without the id and then drops the connection.
+    Faults are not left to starlette, whose own answer to them lacks the id and then drops the connection.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -41,12 +41,12 @@ class AnswerHeaders:
                 started = True
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id
-                headers.update(scope.get("state", {}).get(_NOTED, {}))
+                headers.update(scope.get("state", {}).get(_ADDED, {}))
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_headers)
-        except Exception as error:  # whatever it is, the client hears of it as a problem
+        except Exception as error:  # whatever it is, the client is answered with a problem
             if started:
                 raise
             await fault_response(scope, request_id, error)(scope, receive, send_with_headers)

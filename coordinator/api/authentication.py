@@ -1,4 +1,4 @@
-"""Who is asking is looked at first: nobody without a token gets as much as a body read."""
+"""Authentication, before anything else: without a token not even the body of a request is read."""
 
 from fastapi.security.utils import get_authorization_scheme_param
 from starlette.datastructures import Headers
@@ -9,9 +9,9 @@ from protocol.errors import Problem
 
 
 class Authenticate:
-    """Finds the holder of the bearer token and leaves it in `request.state.identity`, or answers 401.
+    """Middleware that finds the holder of the bearer token and puts it into `request.state.identity`, or answers 401.
 
-    All of the interface lies under /v1; health and documentation are for everybody.
+    Only addresses under /v1 need a token; health and documentation are for everybody.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,7 +1,7 @@
-"""Sending immutable bytes: ETag, Range, If-None-Match, cached for ever.
+"""The sending of immutable bytes: ETag, Range, If-None-Match, cached for ever.
 
-They come from memory where they were just published, and otherwise from their file, which is opened before the answer
-begins: who deletes it meanwhile takes nothing away from it.
+They come from memory if they were just published, and otherwise from their file. It is opened before the answer begins,
+so deleting it meanwhile does no harm.
 """
 
 import os
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from coordinator.api.head import wants_head_only
 from coordinator.api.problems import problem_response
 from coordinator.store.files import PIECE_BYTES
-from coordinator.tuning.pieces import Pieces
+from coordinator.tuning.pieces import PieceSizes
 from protocol.digest import Buffer
 from protocol.errors import Problem
 from protocol.wire import MEDIA_TYPE
@@ -32,7 +32,7 @@ class _Blob(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if not wants_head_only(scope):  # or all of the file would be read for nothing
+        if not wants_head_only(scope):  # for which reading the file would be wasted
             async for piece in self._pieces():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
@@ -42,15 +42,15 @@ class _Blob(Response):
 
 
 class _FromMemory(_Blob):
-    def __init__(self, headers: dict[str, str], content: memoryview, pieces: Pieces) -> None:
+    def __init__(self, headers: dict[str, str], content: memoryview, piece_sizes: PieceSizes) -> None:
         super().__init__(200, headers, len(content))
-        self._content, self._sizes = content, pieces
+        self._content, self._piece_sizes = content, piece_sizes
 
     async def _pieces(self) -> AsyncIterator[Buffer]:
-        with self._sizes.transfer():  # the server copies what it cannot send at once
+        with self._piece_sizes.transfer():  # counts, for the server copies what it cannot send at once
             at = 0
             while at < len(self._content):
-                piece = self._content[at : at + min(self._sizes.bytes, PIECE_BYTES)]
+                piece = self._content[at : at + min(self._piece_sizes.bytes, PIECE_BYTES)]
                 yield piece
                 at += len(piece)
 
@@ -59,20 +59,20 @@ class _FromFile(_Blob):
     """Bytes [start, stop) of an open file, which is closed at the end."""
 
     def __init__(
-        self, status: int, headers: dict[str, str], file: BinaryIO, start: int, stop: int, pieces: Pieces
+        self, status: int, headers: dict[str, str], file: BinaryIO, start: int, stop: int, piece_sizes: PieceSizes
     ) -> None:
         super().__init__(status, headers, stop - start)
-        self._file, self._start, self._stop, self._sizes = file, start, stop, pieces
+        self._file, self._start, self._stop, self._piece_sizes = file, start, stop, piece_sizes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._file:
             await super().__call__(scope, receive, send)
 
     async def _pieces(self) -> AsyncIterator[Buffer]:
-        with self._sizes.transfer():
+        with self._piece_sizes.transfer():
             at = self._start
             while at < self._stop:
-                wanted = min(self._sizes.bytes, self._stop - at)
+                wanted = min(self._piece_sizes.bytes, self._stop - at)
                 piece = await run_in_threadpool(os.pread, self._file.fileno(), wanted, at)
                 if not piece:
                     raise OSError(f"{self._file.name} ends at byte {at} of {self._stop}")
@@ -80,10 +80,10 @@ class _FromFile(_Blob):
                 at += len(piece)
 
 
-def blob(request: Request, path: Path, digest: bytes, pieces: Pieces) -> Response:
-    """The file at `path`, whose BLAKE3 digest is known and is its ETag, or the part that is asked for.
+def blob(request: Request, path: Path, digest: bytes, piece_sizes: PieceSizes) -> Response:
+    """Return the file at `path`, or the range of it that is asked for, as an answer. Its BLAKE3 digest is its ETag.
 
-    Problem: gone. Of several ranges the whole is the answer, as RFC 9110 allows.
+    If several ranges are asked for, the whole is the answer, as RFC 9110 allows. Problem `gone` if it was deleted.
     """
     headers = _headers(digest)
     if _is_known(request, headers):
@@ -104,10 +104,10 @@ def blob(request: Request, path: Path, digest: bytes, pieces: Pieces) -> Respons
         file.close()
         return _not_satisfiable(request.headers["range"], size)
     if len(ranges) != 1:
-        return _FromFile(200, headers, file, 0, size, pieces)
+        return _FromFile(200, headers, file, 0, size, piece_sizes)
     ((start, stop),) = ranges
     headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-    return _FromFile(206, headers, file, start, stop, pieces)
+    return _FromFile(206, headers, file, start, stop, piece_sizes)
 
 
 def _not_satisfiable(asked: str, size: int) -> Response:
@@ -118,12 +118,12 @@ def _not_satisfiable(asked: str, size: int) -> Response:
     return answer
 
 
-def blob_in_memory(request: Request, content: memoryview, digest: bytes, pieces: Pieces) -> Response | None:
-    """`content`, whose BLAKE3 digest is `digest`, without a look at the disk; None where a part of it is asked for."""
+def blob_in_memory(request: Request, content: memoryview, digest: bytes, piece_sizes: PieceSizes) -> Response | None:
+    """Return `content`, whose BLAKE3 digest is `digest`, as an answer; None if a range of it is asked for."""
     headers = _headers(digest)
     if _is_known(request, headers):
         return Response(status_code=304, headers=headers)
-    return None if _range_header(request, headers) else _FromMemory(headers, content, pieces)
+    return None if _range_header(request, headers) else _FromMemory(headers, content, piece_sizes)
 
 
 def _headers(digest: bytes) -> dict[str, str]:
@@ -135,22 +135,22 @@ def _headers(digest: bytes) -> dict[str, str]:
 
 
 def _is_known(request: Request, headers: dict[str, str]) -> bool:
-    """Whether the client says that it has these bytes."""
+    """Return True if the client says that it has these bytes."""
     wanted = request.headers.get("if-none-match", "")
     return wanted == "*" or headers["ETag"] in (each.strip().removeprefix("W/") for each in wanted.split(","))
 
 
 def _range_header(request: Request, headers: dict[str, str]) -> str | None:
-    """The part that the client asks for, if these are the bytes that it means."""
+    """Return the Range header; None if there is none, or its If-Range means other bytes than these."""
     etag = headers["ETag"]
     return request.headers.get("range") if request.headers.get("if-range", etag) == etag else None
 
 
 def _ranges(header: str | None, size: int) -> list[tuple[int, int]]:
-    """The half-open ranges that a Range header asks for, an empty one for each that begins behind the end.
+    """Return the half-open ranges that a Range header asks for; one that begins behind the end is empty.
 
-    None at all where it is to be ignored (RFC 9110, section 14.2): there is none, its unit is unknown, or it is
-    malformed.
+    The list is empty if the header is to be ignored (RFC 9110, section 14.2): it is absent or malformed, or its unit is
+    unknown.
     """
     unit, _, listed = (header or "").partition("=")
     if unit.strip().lower() != "bytes":
@@ -160,7 +160,7 @@ def _ranges(header: str | None, size: int) -> list[tuple[int, int]]:
 
 
 def _range(part: str, size: int) -> tuple[int, int] | None:
-    """One half-open range within `size` bytes; None where it is malformed."""
+    """Return one half-open range within `size` bytes; None if it is malformed."""
     match = re.fullmatch(r"[ \t]*([0-9]*)-([0-9]*)[ \t]*", part)
     if match is None or match.groups() == ("", ""):
         return None
@@ -173,5 +173,5 @@ def _range(part: str, size: int) -> tuple[int, int] | None:
 
 
 def _number(digits: str) -> int:
-    """A number, or one beyond any file's end: Python reads no endless digits."""
+    """Return the number; of one with too many digits, one beyond any file's end, as Python limits what it parses."""
     return int(digits or "0") if len(digits) <= 18 else 10**18

@@ -81,4 +81,4 @@ def get_checkpoint_fragment(
         row = session.get(CheckpointFragmentRow, (run.id, number, fragment))
         if row is None:
             raise reports.no_checkpoint(run, session, number)
-    return blob(http, run.files.checkpoint(number, fragment), row.digest, service.pieces)
+    return blob(http, run.files.checkpoint(number, fragment), row.digest, service.piece_sizes)

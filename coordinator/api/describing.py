@@ -1,4 +1,4 @@
-"""What OpenAPI says beyond what FastAPI finds out: problems, headers, payloads. Each route names its own beside it."""
+"""What OpenAPI says besides what FastAPI derives: problems, headers, payloads. Each route names its own."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -56,9 +56,9 @@ _PROBLEM_SCHEMA = {
 
 
 def refusing(*slugs: str, token: bool = True) -> Answers:
-    """The `responses` of a route that answers with these problems, and with those that every route has.
+    """Return the `responses` of a route that answers with these problems, and with those of every route.
 
-    `token`: of a route that needs a token.
+    `token`: whether the route needs a token.
     """
     by_status: dict[int, list[str]] = {}
     for slug in dict.fromkeys([*slugs, *(_WITH_A_TOKEN if token else ()), *_EVERYWHERE]):
@@ -79,7 +79,7 @@ def _headers(*names: str) -> Document:
 
 
 def _asked(name: str, description: str, *, required: bool = False, **schema: Any) -> Document:
-    """A header of a request."""
+    """Return the description of a request's header."""
     schema = {"type": "string", **schema}
     return {"name": name, "in": "header", "required": required, "description": description, "schema": schema}
 
@@ -117,7 +117,7 @@ UPLOADS: Document = {
 
 
 def describe(app: FastAPI) -> None:
-    """Let the application's OpenAPI schema have what the routes refer to, and what holds for every request."""
+    """Add to the application's OpenAPI schema what the routes refer to, and what holds for every request."""
     found = app.openapi
 
     def openapi() -> Document:

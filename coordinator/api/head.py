@@ -8,14 +8,14 @@ _HEAD_ONLY = "head_only"  # among the request's state
 
 
 def wants_head_only(scope: Scope) -> bool:
-    """Return True if nobody will see the body of the answer."""
+    """Return True if the client asked with HEAD, and so will not see the answer's body."""
     return bool(scope.get("state", {}).get(_HEAD_ONLY))
 
 
 class AnswerHead:
-    """Answers HEAD as GET, but for the body; without Range, which only GET knows.
+    """Middleware that answers HEAD as GET without the body; and without Range, which is defined for GET alone.
 
-    As soon as the headers are sent the client is gone, as far as the application is told: so a stream of events ends.
+    Once the headers are sent, the application is told that the client is gone: so a stream of events ends.
     """
 
     def __init__(self, app: ASGIApp) -> None:

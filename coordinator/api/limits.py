@@ -1,4 +1,4 @@
-"""What the body of a request may weigh: refused before it is read where it says so, while it is read otherwise."""
+"""The limit on a request's body: a larger one is refused before it is read, or while it is if its length is unknown."""
 
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
@@ -18,7 +18,7 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 def takes_up_to(max_bytes: int | None) -> Callable[[Endpoint], Endpoint]:
-    """Declare what the body of an endpoint may weigh, where that is not a message's 16 KiB.
+    """Declare an endpoint's limit on the body if it is not the 16 KiB of a message.
 
     None: the endpoint receives a payload, whose limit depends on the fragment (`uploads.py`).
     """
@@ -49,7 +49,7 @@ class LimitedRoute(APIRoute):
 
 
 def _limited(request: Request, limit: int) -> Request:
-    """The same request; reading more than `limit` bytes of its body raises HTTPException."""
+    """Return the same request, except that reading more than `limit` bytes of its body raises HTTPException."""
     seen = 0
 
     async def receive() -> Message:

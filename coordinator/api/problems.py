@@ -17,13 +17,13 @@ from coordinator.store.database import disk_is_full
 from protocol.errors import Problem, WireError
 from protocol.spec import explain
 
-MAX_FORGOTTEN_BYTES = 64 << 20  # a fragment's upload, sent by a worker whose lease has just ended, is within it
+MAX_DISCARDED_BYTES = 64 << 20  # more than a fragment's upload, which a worker sends whose lease has just ended
 
 logger = logging.getLogger(__name__)
 
 
 def install(app: FastAPI) -> None:
-    """Answer every exception that a handler raises on purpose; `fault_response` answers the others."""
+    """Let every exception that a handler raises on purpose be answered; `fault_response` answers the others."""
 
     @app.exception_handler(Problem)
     async def _problem(_: Request, error: Problem) -> Response:
@@ -56,7 +56,10 @@ def install(app: FastAPI) -> None:
 
 
 def _not_allowed(request: Request, where: str, known: str) -> Response:
-    """`known`: the methods of the first route of this address, in a list; of the others, OpenAPI tells."""
+    """Return the answer to a method that the address does not take, with all that it takes.
+
+    `known`: the methods of its first route, as a list with commas; those of its other routes are in OpenAPI.
+    """
     problem = Problem("method-not-allowed", f"{where}: this address does not take {request.method}")
     answer = refusal(problem, request.headers)
     addresses, path = request.app.openapi()["paths"].items(), request.url.path
@@ -75,7 +78,7 @@ def _explain(fault: Any) -> str:
 
 
 def fault_response(scope: Scope, request_id: str, error: Exception) -> Response:
-    """The answer to what no handler foresaw: the disk is full, or it is our own fault."""
+    """Return the answer to an exception that no handler expects: the disk is full, or it is a fault of Outerstep."""
     if disk_is_full(error):
         scope["app"].state.coordinator.storage.note_full()
         return problem_response(Problem("storage-full", "the coordinator's disk is full", retry_after_s=10))
@@ -89,19 +92,20 @@ async def refuse(problem: Problem, scope: Scope, receive: Receive, send: Send) -
 
 
 def refusal(problem: Problem, headers: Headers) -> Response:
-    """The answer to a request of these headers whose body has not been read.
+    """Return the answer to a request of these headers whose body has not been read.
 
-    The server reads what still comes of a body, and forgets it, so that the sender is not cut off before it sees the
-    answer and the connection lives on. Of a body that has no end, or one too far away, it need not: it hangs up.
+    The server reads and discards the rest of the body, so that the sender is not cut off before it sees the answer, and
+    the connection stays usable. If the body is longer than MAX_DISCARDED_BYTES, or of unknown length, it is closed.
     """
     answer = problem_response(problem)
     length = headers.get("content-length", "0")
-    if "transfer-encoding" in headers or not length.isdigit() or int(length) > MAX_FORGOTTEN_BYTES:
+    if "transfer-encoding" in headers or not length.isdigit() or int(length) > MAX_DISCARDED_BYTES:
         answer.headers["Connection"] = "close"
     return answer
 
 
 def problem_response(problem: Problem) -> Response:
+    """Return the problem as an answer."""
     headers = {}
     if problem.retry_after_s is not None:
         headers["Retry-After"] = str(math.ceil(problem.retry_after_s))

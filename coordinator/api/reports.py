@@ -7,7 +7,7 @@ from sqlalchemy.orm import Session
 
 from coordinator.runs import accounting
 from coordinator.runs.live_run import LiveRun, OpenFragment, OpenRound
-from coordinator.runs.opening import standing
+from coordinator.runs.opening import status
 from coordinator.store.files import disk_bytes
 from coordinator.store.tables import (
     CheckpointFragmentRow,
@@ -45,10 +45,12 @@ ADVANCEMENT = list(FragmentState)
 
 
 def run_info(run: LiveRun) -> RunInfo:
+    """Return what a list of runs shows of the run."""
     return RunInfo(**_run_fields(run))
 
 
 def run_detail(run: LiveRun) -> RunDetail:
+    """Return the run with its parsed spec and the bytes of its files."""
     return RunDetail(**_run_fields(run), spec=run.spec, disk_bytes=disk_bytes(run.files))
 
 
@@ -91,24 +93,24 @@ def _reason(run: LiveRun) -> str:
     if run.ended:
         return f"the run is {run.state} after {run.round} of {run.spec.sync.rounds} rounds"
     if run.open is None:
-        return standing(run)
+        return status(run)
     return f"round {run.round}: {_least_advanced(run, run.open)[1]}"
 
 
 def _least_advanced(run: LiveRun, opening: OpenRound) -> tuple[FragmentState, str]:
-    """State and reason of the open round: those of its least advanced fragment."""
+    """Return state and reason of the open round: those of its least advanced fragment."""
     fragment = min(opening.fragments, key=lambda each: ADVANCEMENT.index(each.state))
     return fragment.state, _fragment_reason(run, fragment)
 
 
 def _fragment_reason(run: LiveRun, fragment: OpenFragment) -> str:
-    """What a fragment of the open round waits for: nothing any more where the run was stopped."""
+    """Return what a fragment of the open round waits for; after a stop, that it was given up."""
     given_up = run.state is RunState.STOPPED and fragment.state is not FragmentState.PUBLISHED
     return "given up: the run was stopped" if given_up else fragment.reason
 
 
 def rounds(run: LiveRun, limit: int, before: int | None) -> Page[RoundInfo]:
-    """Newest first."""
+    """Return the rounds before `before` (None: all), newest first."""
     with run.lock, run.world.database.read() as session:
         query = select(RoundRow).where(RoundRow.run_id == run.id).order_by(RoundRow.round.desc()).limit(limit + 1)
         if before is not None:
@@ -119,6 +121,7 @@ def rounds(run: LiveRun, limit: int, before: int | None) -> Page[RoundInfo]:
 
 
 def round_detail(run: LiveRun, number: int) -> RoundDetail:
+    """Return a round and its fragments. Problem `not-found` if it was not opened."""
     with run.lock, run.world.database.read() as session:
         row = session.get(RoundRow, (run.id, number))
         if row is None:
@@ -200,7 +203,7 @@ def _fragment(run: LiveRun, row: FragmentRow) -> FragmentInfo:
 
 
 def workers(run: LiveRun, limit: int, after: str | None) -> Page[WorkerInfo]:
-    """By name."""
+    """Return the workers with a name above `after` (None: all), by name."""
     with run.lock, run.world.database.read() as session:
         query = select(WorkerRow).where(WorkerRow.run_id == run.id).order_by(WorkerRow.name).limit(limit + 1)
         if after is not None:
@@ -211,6 +214,7 @@ def workers(run: LiveRun, limit: int, after: str | None) -> Page[WorkerInfo]:
 
 
 def worker(run: LiveRun, name: str) -> WorkerInfo:
+    """Return a worker of the run, live or not. Problem `not-found` if it never joined."""
     with run.lock, run.world.database.read() as session:
         row = session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == name)).one_or_none()
         if row is None:
@@ -239,7 +243,7 @@ def _worker(run: LiveRun, row: WorkerRow) -> WorkerInfo:
 
 
 def checkpoints(run: LiveRun, limit: int, before: int | None) -> Page[CheckpointInfo]:
-    """Newest first."""
+    """Return the checkpoints before `before` (None: all), newest first."""
     with run.world.database.read() as session:
         query = select(CheckpointRow).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round.desc())
         if before is not None:
@@ -250,7 +254,7 @@ def checkpoints(run: LiveRun, limit: int, before: int | None) -> Page[Checkpoint
 
 
 def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
-    """The checkpoint of `round_`; None for the latest."""
+    """Return the checkpoint of `round_` (None: the latest)."""
     with run.world.database.read() as session:
         query = (
             select(CheckpointRow).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round.desc()).limit(1)
@@ -273,8 +277,8 @@ def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
 
 
 def no_checkpoint(run: LiveRun, session: Session, round_: int | None) -> Problem:
-    """Why there is no checkpoint of `round_` (None: none at all): `gone`, where the retention rule has deleted those of
-    so early states; otherwise `not-found`."""
+    """Return the Problem that there is no checkpoint of `round_` (None: none at all): `gone` if the retention rule has
+    deleted those of so early states, otherwise `not-found`."""
     oldest = session.scalar(select(func.min(CheckpointRow.round)).where(CheckpointRow.run_id == run.id))
     if round_ is not None and oldest is not None and round_ < oldest:
         return Problem(
@@ -299,7 +303,7 @@ def _checkpoint_fields(session: Session, row: CheckpointRow) -> dict[str, Any]:
 
 
 def events(run: LiveRun, limit: int, after: int) -> Page[Event]:
-    """Oldest first, those with an id above `after`."""
+    """Return the events with an id above `after`, oldest first."""
     with run.world.database.read() as session:
         query = select(EventRow).where(EventRow.run_id == run.id, EventRow.id > after).order_by(EventRow.id)
         rows = session.scalars(query.limit(limit + 1)).all()

@@ -24,7 +24,7 @@ from coordinator.api.waiting import poll, preferred_wait_s
 from coordinator.runs import evaluating
 from coordinator.runs.bell import delta_of
 from coordinator.runs.live_run import LiveRun
-from coordinator.runs.opening import standing
+from coordinator.runs.opening import status
 from coordinator.store.tables import FragmentRow
 from coordinator.sync import contributing
 from protocol.errors import Problem
@@ -118,26 +118,26 @@ async def get_delta(
     """The averaged pseudo-gradient. Long-polls with `Prefer: wait=SECONDS` until it is published."""
     layout_with(run, fragment)
 
-    def glance() -> tuple[bool, bytes | str] | None:
+    def from_memory() -> tuple[bool, bytes | str] | None:
         return _known_digest(run, number, fragment, caller.worker)
 
-    def look() -> tuple[bool, bytes | str]:
+    def under_lock() -> tuple[bool, bytes | str]:
         return _delta_digest(run, number, fragment, caller.worker)
 
-    found = await poll(service.bell, run.name, delta_of(fragment), preferred_wait_s(http), glance, look)
+    found = await poll(service.bell, run.name, delta_of(fragment), preferred_wait_s(http), from_memory, under_lock)
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
-    # Of the last round; an older one the retention rule may have deleted.
+    # Only those of the last round: an older delta may still be in memory though the retention rule has deleted it.
     recent = run.world.room.delta(found) if (number, fragment) in run.deltas else None
-    answer = None if recent is None else blob_in_memory(http, recent, found, service.pieces)
+    answer = None if recent is None else blob_in_memory(http, recent, found, service.piece_sizes)
     if answer is None:
-        answer = await run_in_threadpool(blob, http, run.files.delta(number, fragment), found, service.pieces)
+        answer = await run_in_threadpool(blob, http, run.files.delta(number, fragment), found, service.piece_sizes)
     return answer
 
 
 def _known_digest(run: LiveRun, number: int, fragment: int, member: str | None) -> tuple[bool, bytes | str] | None:
-    """What `_delta_digest` says, where that takes neither the run's lock nor the database: of a delta that was just
-    published, and to whom has contributed to one that will be; else None."""
+    """Return what `_delta_digest` would, from memory alone; None if memory does not tell. It does for a delta that was
+    just published, and for a member that has contributed to one of the open round."""
     recent = run.deltas.get((number, fragment))
     if recent is not None:
         return True, recent
@@ -151,10 +151,10 @@ def _known_digest(run: LiveRun, number: int, fragment: int, member: str | None) 
 
 
 def _delta_digest(run: LiveRun, number: int, fragment: int, member: str | None) -> tuple[bool, bytes | str]:
-    """Whether the delta is there, and its digest or what is waited for.
+    """Return (True, the delta's digest), or (False, what it waits for) before it is published.
 
-    A member asks for the delta of its own contribution, so it is told where the coordinator does not have that: the
-    disk has lost it, or the database was restored from a backup.
+    A member asks for the delta of its own contribution, so it is told if the coordinator does not have that: the disk
+    has lost it, or the database was restored from a backup.
     """
     with run.lock:
         if number >= run.published_rounds(fragment):
@@ -163,7 +163,7 @@ def _delta_digest(run: LiveRun, number: int, fragment: int, member: str | None) 
             if member is not None and number > run.round:
                 raise Problem("round-not-open", f"the run is at round {run.round}; recover its state", round=run.round)
             if run.open is None or number != run.open.number:
-                return False, f"round {number} is not open: {standing(run)}"
+                return False, f"round {number} is not open: {status(run)}"
             collecting = run.open.fragments[fragment].state is FragmentState.COLLECTING
             if member is not None and collecting and member not in run.open.fragments[fragment].contributed:
                 raise Problem(

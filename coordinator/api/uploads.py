@@ -1,4 +1,4 @@
-"""Receiving a payload, whatever its size, in bounded memory: in memory where there is room, or into a file."""
+"""The receiving of payloads of any size in bounded memory: into memory if there is room, and otherwise into a file."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -14,23 +14,23 @@ from fastapi.concurrency import run_in_threadpool
 from coordinator.service import Coordinator
 from coordinator.store.files import Body
 from coordinator.tuning.bodies import Incoming
-from coordinator.tuning.pieces import Pieces
+from coordinator.tuning.pieces import PieceSizes
 from coordinator.tuning.room import Room
 from protocol.digest import parse_content_digest
 from protocol.direct import write_new
 from protocol.errors import Problem
 
-LOOK_S = 0.01  # between two looks for room
+POLL_S = 0.01  # between two attempts to get memory
 
 
 class Upload(ABC):
-    """A body on its way into the new file `path`. `size` and `digest` are what was announced."""
+    """A body that is being received into the new file `path`. `size` and `digest` are those announced."""
 
     def __init__(self, path: Path, size: int, digest: bytes) -> None:
         self._path, self._size, self._digest = path, size, digest
 
     async def receive(self, request: Request, idle_s: float) -> None:
-        """All of the body. Raises Problem: request-timeout, digest-mismatch (of another length)."""
+        """Receive all of the body. Raises Problem: request-timeout, digest-mismatch (if its length is another)."""
         try:
             received_bytes = await self._receive(request, idle_s)
         except TimeoutError:
@@ -39,9 +39,9 @@ class Upload(ABC):
             raise Problem("digest-mismatch", f"{received_bytes} bytes arrived, announced were {self._size}")
 
     def complete(self) -> Body:
-        """What has arrived, in its file: on the thread that goes on with it, to spare a hand-over to another one.
+        """Finish the file and return what has arrived. Raises Problem: digest-mismatch.
 
-        Raises Problem: digest-mismatch.
+        To be called on the thread that goes on with it, which spares a hand-over to another one.
         """
         digest = self._finish()
         if digest != self._digest:
@@ -54,19 +54,20 @@ class Upload(ABC):
 
     @abstractmethod
     async def _receive(self, request: Request, idle_s: float) -> int:
-        """How many bytes arrived; those beyond `size` may be lost. TimeoutError where none does for `idle_s`."""
+        """Receive the body and return its length; bytes beyond `size` may be lost. TimeoutError after `idle_s` without
+        any."""
 
     @abstractmethod
     def _finish(self) -> bytes:
-        """The digest of what arrived."""
+        """Return the BLAKE3 digest of what arrived."""
 
     @abstractmethod
     def _body(self) -> Body:
-        """What arrived, which is what was announced."""
+        """Return what arrived, once its digest is known to be right."""
 
 
 class InMemory(Upload):
-    """By way of `content`, memory for all of it."""
+    """An upload that is received into `content`, memory for all of it, and written to its file at the end."""
 
     def __init__(self, path: Path, size: int, digest: bytes, content: memoryview) -> None:
         super().__init__(path, size, digest)
@@ -93,18 +94,20 @@ class InMemory(Upload):
 
 
 class ThroughFile(Upload):
-    """Piece by piece. They are written and hashed on threads, for a busy disk takes its time, and heartbeats are
-    answered on the event loop."""
+    """An upload that is written to its file and hashed piece by piece.
 
-    def __init__(self, path: Path, size: int, digest: bytes, pieces: Pieces) -> None:
+    That is done on threads: a busy disk takes its time, and the event loop has heartbeats to answer.
+    """
+
+    def __init__(self, path: Path, size: int, digest: bytes, piece_sizes: PieceSizes) -> None:
         super().__init__(path, size, digest)
-        self._pieces = pieces
+        self._piece_sizes = piece_sizes
         self._hasher = blake3()
         self._file: BinaryIO | None = None
         self._arrived: list[bytes] = []
-        self._arrived_bytes = 0  # of what is in the list
+        self._arrived_bytes = 0  # in that list
         self._transfer = ExitStack()  # ends when no piece of the body is in memory any more
-        self._transfer.enter_context(pieces.transfer())
+        self._transfer.enter_context(piece_sizes.transfer())
 
     async def _receive(self, request: Request, idle_s: float) -> int:
         received_bytes = 0
@@ -114,7 +117,7 @@ class ThroughFile(Upload):
                 break
             self._arrived_bytes += len(piece)
             self._arrived.append(piece)
-            if self._arrived_bytes >= self._pieces.bytes:
+            if self._arrived_bytes >= self._piece_sizes.bytes:
                 await run_in_threadpool(self._write)
         return received_bytes
 
@@ -146,7 +149,7 @@ class ThroughFile(Upload):
 
 
 async def _pieces(request: Request, idle_s: float) -> AsyncIterator[bytes]:
-    """The body. Raises TimeoutError where nothing arrives for `idle_s`."""
+    """Yield the body as it arrives. Raises TimeoutError if nothing arrives for `idle_s`."""
     body = request.stream()
     while True:
         async with asyncio.timeout(idle_s):
@@ -160,16 +163,16 @@ async def _pieces(request: Request, idle_s: float) -> AsyncIterator[bytes]:
 async def received(
     request: Request, service: Coordinator, max_bytes: int, room: Room | None = None
 ) -> AsyncIterator[Upload]:
-    """The request's body, once all of it has arrived: `complete` it first. Its file is gone when the block ends.
+    """Receive the request's body, into memory if `room` has some; then give it to the block, which `complete`s it.
 
-    In memory, if `room` has some for it. Raises Problem: length-required, payload-too-large, invalid-message (no
-    digest), digest-mismatch, request-timeout.
+    Its file is deleted at the end of the block, unless it was renamed. Raises Problem: length-required,
+    payload-too-large, invalid-message (no digest), digest-mismatch, request-timeout.
     """
     size, announced = _announced(request, max_bytes)
     content = None if room is None else await _take(room, size)
     path = service.data.incoming()
     upload: Upload = (
-        ThroughFile(path, size, announced, service.pieces)
+        ThroughFile(path, size, announced, service.piece_sizes)
         if content is None
         else InMemory(path, size, announced, content)
     )
@@ -181,11 +184,11 @@ async def received(
 
 
 async def _take(room: Room, size: int) -> memoryview | None:
-    """Memory for a body, where there is any; while others give theirs back it is waited for, which costs less than the
-    way through a file."""
+    """Return memory for a body, or None. While others are freeing theirs, waiting for it costs less than going through
+    a file."""
     content = room.take(size)
     while content is None and room.frees_up(size):
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
         content = room.take(size)
     return content
 

@@ -75,22 +75,22 @@ async def get_assignment(
 ) -> Assignment:
     """What to do next. Long-polls with `Prefer: wait=SECONDS` while there is nothing to do."""
 
-    told = None if request.report is None else accounting.tell(run, worker, request.report)
+    queued = None if request.report is None else accounting.queue_report(run, worker, request.report)
 
-    def glance() -> tuple[bool, Assignment] | None:
-        if told is not None and not told.booked:
+    def from_memory() -> tuple[bool, Assignment] | None:
+        if queued is not None and not queued.booked:
             return None
-        assignment = assigning.known(run, worker, request.state_round, request.carried)
+        assignment = assigning.assign_from_memory(run, worker, request.state_round, request.carried)
         return None if assignment is None else (True, assignment)
 
-    def look() -> tuple[bool, Assignment]:
+    def under_lock() -> tuple[bool, Assignment]:
         with run.lock:
-            accounting.book(run)
+            accounting.book_queued(run)
             membership.check_lease(run, worker)  # it may have ended during the wait, and no units go to the dead
             assignment = assigning.assign(run, worker, request.state_round, request.carried)
         return assignment.action is not Action.WAIT, assignment
 
-    return await poll(service.bell, run.name, ASSIGNMENTS, preferred_wait_s(http), glance, look)
+    return await poll(service.bell, run.name, ASSIGNMENTS, preferred_wait_s(http), from_memory, under_lock)
 
 
 @router.get("", responses=refusing(*OF_A_RUN))

@@ -1,6 +1,6 @@
-"""What rounds cost: bytes and seconds, as the workers tell them with every request for the next round.
+"""What rounds cost: bytes and seconds, as the workers report them with every request for the next assignment.
 
-A report is kept per round and worker, and added to what its round, its worker and its run have cost so far. So those
+A report is stored per round, worker and epoch, and added to the accounts of its round, its worker and its run. So these
 three are complete at any time, and the reports can be deleted with the rest of the history (`retention.py`).
 """
 
@@ -9,66 +9,67 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.runs.live_run import Change, LiveRun, Told
+from coordinator.runs.live_run import Change, LiveRun, QueuedReport
 from coordinator.store.tables import ReportRow, RoundRow, WorkerRow
 from protocol.messages import Account, RoundReport
 
 Key = tuple[str, int, int]  # worker, round, epoch
 
 
-def book_one(run: LiveRun, worker: str, report: RoundReport) -> None:
-    """Book the report. One that was booked before changes nothing, and one of a round that the run has not come to is
-    dropped: the run went back to a backup since."""
-    tell(run, worker, report)
+def book_report(run: LiveRun, worker: str, report: RoundReport) -> None:
+    """Book the report. One that was booked before changes nothing. One of a round that the run has not reached is
+    dropped: it is of a history that was lost when the database was restored from a backup."""
+    queue_report(run, worker, report)
     with run.lock:
-        book(run)
+        book_queued(run)
 
 
-def tell(run: LiveRun, worker: str, report: RoundReport) -> Told:
-    """Put the report where the next `book` finds it. Takes no lock and does no I/O: all workers report at once, when a
-    round is over, and whoever books first books for all of them."""
-    told = Told(worker, report)
-    run.reports.append(told)
-    return told
+def queue_report(run: LiveRun, worker: str, report: RoundReport) -> QueuedReport:
+    """Queue the report for the next `book_queued`. Takes no lock and does no I/O: all workers report at once when a
+    round is over, and the first of them that gets the lock books for all."""
+    queued = QueuedReport(worker, report)
+    run.queued_reports.append(queued)
+    return queued
 
 
-def book(run: LiveRun) -> None:
-    """Book what was told, in one transaction; where that fails, the next one tries it. Under the run's lock."""
-    told: list[Told] = []
-    while run.reports:
-        told.append(run.reports.popleft())
-    if not told:
+def book_queued(run: LiveRun) -> None:
+    """Book all queued reports in one transaction; if it fails, they are queued again. Under the run's lock."""
+    queued: list[QueuedReport] = []
+    while run.queued_reports:
+        queued.append(run.queued_reports.popleft())
+    if not queued:
         return
-    latest = {(each.worker, each.report.round, each.report.epoch): each for each in told}
+    latest = {(each.worker, each.report.round, each.report.epoch): each for each in queued}
     try:
         _book_new(run, {key: each.report for key, each in latest.items()})
     except BaseException:
-        run.reports.extend(latest.values())
+        run.queued_reports.extend(latest.values())
         raise
-    for each in told:
+    for each in queued:
         each.booked = True
 
 
-def _book_new(run: LiveRun, told: dict[Key, RoundReport]) -> None:
+def _book_new(run: LiveRun, reports: dict[Key, RoundReport]) -> None:
+    """Book those of `reports` that are not in the database yet. Under the run's lock."""
     with run.world.database.read() as session:
         booked = {
             (worker, round_, epoch)
             for worker, round_, epoch in session.execute(
                 select(ReportRow.worker, ReportRow.round, ReportRow.epoch).where(
                     ReportRow.run_id == run.id,
-                    ReportRow.round.in_({round_ for _, round_, _ in told}),
-                    ReportRow.worker.in_({worker for worker, _, _ in told}),
+                    ReportRow.round.in_({round_ for _, round_, _ in reports}),
+                    ReportRow.worker.in_({worker for worker, _, _ in reports}),
                 )
             )
         }
-    new = {key: report for key, report in told.items() if report.round <= run.round and key not in booked}
+    new = {key: report for key, report in reports.items() if report.round <= run.round and key not in booked}
     if new:
         with run.change() as change:
             _book(change, new)
 
 
 def _book(change: Change, reports: dict[Key, RoundReport]) -> None:
-    """As few statements for a thousand reports as for one."""
+    """Add the reports to the database, with as few statements for a thousand as for one."""
     run, session = change.run, change.session
     names, rounds = {worker for worker, _, _ in reports}, {round_ for _, round_, _ in reports}
     run_row = change.row
@@ -76,7 +77,7 @@ def _book(change: Change, reports: dict[Key, RoundReport]) -> None:
         row.name: row
         for row in session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name.in_(names)))
     }
-    # Who leaves after the last round tells of one that is never opened.
+    # A worker that leaves after the last round reports one that is never opened.
     opened = {
         row.round: row
         for row in session.scalars(select(RoundRow).where(RoundRow.run_id == run.id, RoundRow.round.in_(rounds)))
@@ -90,7 +91,7 @@ def _book(change: Change, reports: dict[Key, RoundReport]) -> None:
 
 
 def added(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """The sum of two accounts, as JSON."""
+    """Return the sum of two accounts, as JSON."""
     seconds = a.get("seconds", {})
     return {
         "upload_bytes": a.get("upload_bytes", 0) + b["upload_bytes"],
@@ -100,7 +101,7 @@ def added(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_worker(session: Session, run_id: int, round_: int) -> dict[str, Account]:
-    """What one round has cost each worker, as far as they have told."""
+    """Return what one round has cost each worker, as far as it was reported."""
     rows = session.scalars(
         select(ReportRow).where(ReportRow.run_id == run_id, ReportRow.round == round_).order_by(ReportRow.worker)
     )

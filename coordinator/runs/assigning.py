@@ -1,4 +1,4 @@
-"""Assignments: what each worker does next. One that comes late takes part in the open round with the next units."""
+"""Assignments: what each worker does next. One that comes late joins the open round, with the next units."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -6,8 +6,8 @@ from functools import partial
 from sqlalchemy import delete
 
 from coordinator.runs import steering
-from coordinator.runs.live_run import Change, Given, LiveRun, OpenRound
-from coordinator.runs.opening import assignment_row, inner_steps_of, is_evaluated, standing
+from coordinator.runs.live_run import Change, LiveRun, OpenRound, RoundAssignment
+from coordinator.runs.opening import assignment_row, inner_steps_of, is_evaluated, status
 from coordinator.runs.units import assign_units, assigned_units, reclaim_units, return_forgotten_units
 from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow, EvaluationRow
 from protocol.messages import Action, Assignment, RunState
@@ -16,78 +16,83 @@ from protocol.messages import Action, Assignment, RunState
 def assign(
     run: LiveRun, worker: str, state_round: int | None, carried: Sequence[Sequence[int]] | None = None
 ) -> Assignment:
-    """What `worker`, which holds the state `state_round` (None: no state), does next. Asking again changes nothing.
+    """Return what `worker`, which holds the state `state_round` (None: no state), does next. Asking again changes
+    nothing.
 
-    `carried`: the units of earlier rounds that it still has the work of; None where it does not say. Problem
-    `units-not-held` where that work must not be contributed any more.
+    `carried`: the units of earlier rounds whose work it still has; None if it does not say. Raises Problem
+    `units-not-held` if that work must not be contributed any more.
     """
     with run.lock:
         if run.state is RunState.STOPPED:
             return Assignment(action=Action.FINISH, reason="the run was stopped", round=run.round)
-        if steering.leaves(run, worker):
+        if steering.must_leave(run, worker):
             return Assignment(action=Action.FINISH, reason="the run is draining", round=run.round)
         if run.damage is not None:
             return Assignment(action=Action.WAIT, reason=run.damage, round=run.round)
         if not run.seeded:
-            if _seeds(run, worker):
+            if _is_seeder(run, worker):
                 return Assignment(action=Action.SEED, reason="nobody has state 0 yet", round=0)
             return Assignment(action=Action.WAIT, reason=f"{run.seeder} uploads state 0", round=0)
         if state_round != run.round:
             reason = f"the run is at state {run.round}, this worker at {'none' if state_round is None else state_round}"
             return Assignment(action=Action.RECOVER, reason=reason, round=run.round)
         if run.state is RunState.FINISHED:
-            evaluate = _evaluates_final(run, worker)
+            evaluate = _is_final_evaluator(run, worker)
             return Assignment(action=Action.FINISH, reason="the run is finished", round=run.round, evaluate=evaluate)
 
-        with run.change() as change:  # and so the round is opened, where only this worker was waited for
+        with run.change() as change:  # opens the round, if only this worker was missing
             if carried:
                 reclaim_units(change.session, run.id, worker, run.round, carried)
                 if run.open is not None:
-                    change.then(partial(run.open.settled.discard, worker))
+                    change.then(partial(run.open.without_earlier_units.discard, worker))
             change.then(lambda: run.members.ready.add(worker))
         opening = run.open
         if opening is None:
-            return Assignment(action=Action.WAIT, reason=standing(run), round=run.round)
-        given = opening.given.get(worker)
-        if given is None or not _is_settled(opening, worker, carried):
-            given = _give(run, opening, worker, carried)
-        return _training(run, opening, worker, given)
+            return Assignment(action=Action.WAIT, reason=status(run), round=run.round)
+        assignment = opening.assignments.get(worker)
+        if assignment is None or not _agrees_on_earlier_units(opening, worker, carried):
+            assignment = _ensure_assignment(run, opening, worker, carried)
+        return _training(run, opening, worker, assignment)
 
 
-def known(
+def assign_from_memory(
     run: LiveRun, worker: str, state_round: int | None, carried: Sequence[Sequence[int]] | None
 ) -> Assignment | None:
-    """What `assign` says to a live worker of the open round, where that is in memory; else None. Takes no lock: all
-    that it looks at was so at one moment, the one at which it found the round open."""
+    """Return what `assign` would for a live worker of the open round, from memory alone; None if memory does not tell.
+
+    Takes no lock: what it reads was true together at the moment at which it found the round open.
+    """
     opening = run.open
     if opening is None or opening.number != state_round or run.state is not RunState.RUNNING or run.damage is not None:
         return None
-    given = opening.given.get(worker)
-    if given is None or worker not in run.members.leases or not _is_settled(opening, worker, carried):
+    assignment = opening.assignments.get(worker)
+    if assignment is None or worker not in run.members.leases or not _agrees_on_earlier_units(opening, worker, carried):
         return None
-    return _training(run, opening, worker, given)
+    return _training(run, opening, worker, assignment)
 
 
-def _is_settled(opening: OpenRound, worker: str, carried: Sequence[Sequence[int]] | None) -> bool:
-    """Whether there is nothing to compare: the worker carries no units of earlier rounds and holds none, or does not
-    say."""
-    return carried is None or (not carried and worker in opening.settled)
+def _agrees_on_earlier_units(opening: OpenRound, worker: str, carried: Sequence[Sequence[int]] | None) -> bool:
+    """Return True if worker and database need not be compared: the worker carries no units of earlier rounds and none
+    are assigned to it, or it does not say what it carries."""
+    return carried is None or (not carried and worker in opening.without_earlier_units)
 
 
-def _training(run: LiveRun, opening: OpenRound, worker: str, given: Given) -> Assignment:
+def _training(run: LiveRun, opening: OpenRound, worker: str, assignment: RoundAssignment) -> Assignment:
     return Assignment(
         action=Action.TRAIN,
         reason=f"round {opening.number} is open",
         round=opening.number,
         # A restarted worker has lost time: of its units it trains on those that it still manages.
-        inner_steps=min(given.inner_steps, inner_steps_of(run, worker)),
-        units=[list(unit_range) for unit_range in given.units],
-        evaluate=given.evaluate,
+        inner_steps=min(assignment.inner_steps, inner_steps_of(run, worker)),
+        units=[list(unit_range) for unit_range in assignment.units],
+        evaluate=assignment.evaluate,
     )
 
 
-def _give(run: LiveRun, opening: OpenRound, worker: str, carried: Sequence[Sequence[int]] | None) -> Given:
-    """The worker's assignment for the open round, from the database; made where it has none."""
+def _ensure_assignment(
+    run: LiveRun, opening: OpenRound, worker: str, carried: Sequence[Sequence[int]] | None
+) -> RoundAssignment:
+    """Return the worker's assignment for the open round, from the database; make it if there is none."""
     with run.change() as change:
         row = _take_part(change, worker)
         if carried is not None:
@@ -95,32 +100,32 @@ def _give(run: LiveRun, opening: OpenRound, worker: str, carried: Sequence[Seque
         units = assigned_units(change.session, run.id, worker, run.round)
         if not units:  # its lease had ended, and they went back to the pool
             units = assign_units(change.session, change.row, worker, run.round, row.inner_steps)
-        given = Given(row.inner_steps, row.evaluate, units)
+        assignment = RoundAssignment(row.inner_steps, row.evaluate, units)
 
         def apply() -> None:
             opening.assigned.add(worker)
-            opening.given[worker] = given
+            opening.assignments[worker] = assignment
             if carried is not None and not carried:
-                opening.settled.add(worker)
+                opening.without_earlier_units.add(worker)
 
         change.then(apply)
-    return given
+    return assignment
 
 
 def _take_part(change: Change, worker: str) -> AssignmentRow:
-    """The worker's row for the open round, made where it has none. The first worker of a round evaluates."""
+    """Return the worker's row for the open round; make it if there is none. The first worker of a round evaluates."""
     run, session = change.run, change.session
     row = session.get(AssignmentRow, (run.id, run.round, worker))
     if row is None:
         first = session.query(AssignmentRow).filter_by(run_id=run.id, round=run.round).count() == 0
-        row = assignment_row(run, worker, Given(inner_steps_of(run, worker), first and is_evaluated(run), []))
+        row = assignment_row(run, worker, RoundAssignment(inner_steps_of(run, worker), first and is_evaluated(run), []))
         session.add(row)
         change.record("entered", f"{worker} entered round {run.round} while it was open", worker=worker)
     return row
 
 
-def _seeds(run: LiveRun, worker: str) -> bool:
-    """Return True if `worker` is the one to seed state 0. The first that asks is; a successor starts afresh."""
+def _is_seeder(run: LiveRun, worker: str) -> bool:
+    """Return True if `worker` is to upload state 0. The first that asks is; a successor starts from the beginning."""
     if run.seeder is None:
         with run.change() as change:
             change.session.execute(delete(CheckpointFragmentRow).where(CheckpointFragmentRow.run_id == run.id))
@@ -129,8 +134,8 @@ def _seeds(run: LiveRun, worker: str) -> bool:
     return run.seeder == worker
 
 
-def _evaluates_final(run: LiveRun, worker: str) -> bool:
-    """Whether `worker` measures the final state: the first that asks, unless somebody has done so."""
+def _is_final_evaluator(run: LiveRun, worker: str) -> bool:
+    """Return True if `worker` is to evaluate the final state: the first that asks, unless that was done."""
     with run.world.database.read() as session:
         if session.get(EvaluationRow, (run.id, run.round)) is not None:
             return False

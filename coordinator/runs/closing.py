@@ -1,4 +1,4 @@
-"""Closing: when the contributors of a fragment of the open round are fixed. `rounds.py` decides it."""
+"""The closing of a fragment: from then on its contributors are fixed. `rounds.py` decides when."""
 
 from sqlalchemy import select
 
@@ -38,7 +38,7 @@ def close_due(run: LiveRun) -> bool:
 
 
 def _close(change: Change, opening: OpenRound, index: int, decision: Close) -> None:
-    """Fix the contributors, durably."""
+    """Fix the contributors of fragment `index`, durably."""
     run, fragment = change.run, opening.fragments[index]
     contributors = {worker: fragment.contributed[worker].tokens for worker in decision.contributors}
     late = sorted((opening.assigned & run.members.leases.live()) - contributors.keys())
@@ -48,7 +48,7 @@ def _close(change: Change, opening: OpenRound, index: int, decision: Close) -> N
     row.closed_at = run.world.now()
     if fragment.quorum_at is not None:
         row.quorum_at = row.closed_at - (run.world.clock() - fragment.quorum_at)
-    if late and not _told_late(change, opening.number, late):
+    if late and not _is_late_recorded(change, opening.number, late):
         message = f"round {opening.number}, first in fragment {index}: {decision.reason}"
         change.record("late", message, round=opening.number, fragment=index, workers=late)
 
@@ -58,13 +58,13 @@ def _close(change: Change, opening: OpenRound, index: int, decision: Close) -> N
     change.then(apply)
 
 
-def _told_late(change: Change, round_: int, workers: list[str]) -> bool:
-    """Return True if an event says already that a fragment of the round closed without just these workers."""
-    told = change.session.scalars(
+def _is_late_recorded(change: Change, round_: int, workers: list[str]) -> bool:
+    """Return True if an event says already that a fragment of the round closed without exactly these workers."""
+    recorded = change.session.scalars(
         select(EventRow.data).where(
             EventRow.run_id == change.run.id,
             EventRow.kind == "late",
             EventRow.data["round"].as_integer() == round_,
         )
     )
-    return any(data["workers"] == workers for data in told)
+    return any(data["workers"] == workers for data in recorded)

@@ -1,10 +1,10 @@
-"""Divergence: a worker was found to hold another state than the run's. It is told, counted, and never averaged."""
+"""Divergence: a worker holds another state than the run's. It is refused, counted, and never averaged."""
 
 from coordinator.runs.live_run import LiveRun
 
 
-def note(run: LiveRun, worker: str, round_: int, fragment: int) -> None:
-    """Count it once per worker and round, whatever the number of fragments. Under the run's lock."""
+def record(run: LiveRun, worker: str, round_: int, fragment: int) -> None:
+    """Record a divergence, once per worker and round, however many fragments differ. Under the run's lock."""
     diverged = run.members.diverged
     if diverged.get(worker) == round_:
         return

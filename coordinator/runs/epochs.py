@@ -1,7 +1,7 @@
 """The epochs of the training set: how far each is, and the check that every unit was trained on exactly once.
 
-The check looks at two independent accounts: the ranges of units, which must cover the epoch without gap or overlap, and
-the run's count of tokens, which grew with every unit that a contribution brought.
+The check compares two independent records: the ranges of units, which must cover the epoch without gap or overlap, and
+the run's count of tokens, which grows with every unit that a contribution consumes.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from protocol.messages import EpochInfo, Page
 
 
 def epochs(run: LiveRun, limit: int, before: int | None) -> Page[EpochInfo]:
-    """The epochs that were begun, newest first."""
+    """Return the epochs that were begun, newest first."""
     with run.lock, run.world.database.read() as session:
         next_unit = session.get_one(RunRow, run.id).next_unit
         units = None if run.data is None else run.data.units
@@ -41,7 +41,7 @@ def _epoch(run: LiveRun, session: Session, epoch: int, units: int | None, next_u
 
 
 def check_epochs(change: Change) -> None:
-    """Check each epoch that is finished, with nothing free or assigned, unless that was done; tell the result."""
+    """Check each epoch of which every unit is consumed, unless that was done; record the result as an event."""
     run, session, row = change.run, change.session, change.row
     while run.data is not None and row.next_unit >= (row.checked_epochs + 1) * run.data.units:
         epoch, units = row.checked_epochs, run.data.units
@@ -65,7 +65,7 @@ def check_epochs(change: Change) -> None:
 
 
 def coverage_fault(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> str | None:
-    """What is wrong where `ranges`, ordered by start, do not cover [start, stop) exactly once; None if they do."""
+    """Return None if `ranges`, ordered by start, cover [start, stop) exactly once; otherwise what is wrong."""
     inner = [(start, start), *((max(a, start), min(b, stop)) for a, b in ranges), (stop, stop)]
     for (_, end), (begin, _) in pairwise(inner):
         if begin > end:
@@ -76,7 +76,7 @@ def coverage_fault(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> 
 
 
 def _ranges(session: Session, run_id: int, start: int, stop: int) -> Sequence[UnitRangeRow]:
-    """The ranges that overlap [start, stop), in order."""
+    """Return the ranges that overlap [start, stop), ordered by start."""
     return session.scalars(
         select(UnitRangeRow)
         .where(UnitRangeRow.run_id == run_id, UnitRangeRow.start < stop, UnitRangeRow.stop > start)

@@ -1,4 +1,4 @@
-"""Leases: who is alive, by the coordinator's own monotonic clock. No other host's clock is ever looked at."""
+"""Leases: who is alive, by the coordinator's own monotonic clock. No other host's clock is ever used."""
 
 import threading
 from dataclasses import dataclass, field
@@ -6,22 +6,22 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Leases:
-    """Worker name -> when it was last heard of. A worker silent for `term_s` has lost its lease.
+    """The leases of one run. A worker that is silent for longer than `term_s` seconds loses its lease.
 
-    Leases are granted and ended under the run's lock. Heartbeats do without it, for others hold it while they write to
-    the disk.
+    Leases are granted and ended under the run's lock. Heartbeats do not take it, because it may be held while somebody
+    writes to the disk.
     """
 
     term_s: float
-    _seen_at: dict[str, float] = field(default_factory=dict)
+    _seen_at: dict[str, float] = field(default_factory=dict)  # by worker: when it was last heard of
     _lock: threading.Lock = field(default_factory=lambda: threading.Lock())
 
     def renew(self, worker: str, now: float) -> None:
-        """Grant a lease, or a full new term of one."""
+        """Grant a lease, or renew it for a full term."""
         self._seen_at[worker] = now
 
     def renew_live(self, worker: str, now: float) -> bool:
-        """Give a lease a full new term, unless it has ended; whether it had not."""
+        """Renew a lease for a full term and return True; return False if it has ended."""
         with self._lock:
             if worker not in self._seen_at:
                 return False
@@ -29,23 +29,26 @@ class Leases:
             return True
 
     def end(self, worker: str) -> None:
+        """End the worker's lease, if it holds one."""
         with self._lock:
             self._seen_at.pop(worker, None)
 
     def expired(self, now: float) -> list[str]:
-        """Workers whose lease has run out and has not been ended yet, in worker-id order."""
+        """Return the workers whose lease has run out and was not ended yet, in worker-id order."""
         return sorted(worker for worker, seen_at in self._seen_at.items() if now - seen_at > self.term_s)
 
     def remaining_s(self, worker: str, now: float) -> float | None:
-        """Until the worker's lease runs out; None where it holds none."""
+        """Return the seconds until the worker's lease runs out; None if it holds none."""
         seen_at = self._seen_at.get(worker)
         return None if seen_at is None else max(0.0, seen_at + self.term_s - now)
 
     def last_seen_s(self, worker: str, now: float) -> float | None:
+        """Return how many seconds ago the worker was last heard of; None if it holds no lease."""
         seen_at = self._seen_at.get(worker)
         return None if seen_at is None else now - seen_at
 
     def live(self) -> set[str]:
+        """Return the workers that hold a lease."""
         return set(self._seen_at)
 
     def __contains__(self, worker: str) -> bool:

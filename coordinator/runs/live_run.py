@@ -1,8 +1,8 @@
 """A run in memory: what the database says of it, plus what only a living process knows (leases, deadlines).
 
-There is one way to change it, `LiveRun.change`: under the run's lock rows are written, and only once they are committed
-the memory changes too; then the run settles (`settling.py`): whatever follows from the change happens at once. Nothing
-here is needed to recover: a restart rebuilds it from the database (`restoring.py`).
+There is one way to change it, `LiveRun.change`: under the run's lock the rows are written, and only once they are
+committed the memory changes too; then the run settles (`settling.py`): whatever follows from the change happens at
+once. Nothing here is needed to recover: a restart rebuilds it from the database (`restoring.py`).
 """
 
 import logging
@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class World:
-    """What a run needs of the outside: storage, clocks, threads for the heavy work, and a bell for those who wait."""
+    """What a run needs from outside: storage, clocks, threads for the heavy work, and a bell for those who wait."""
 
     database: Database
     data: DataDirectory
     submit: Callable[..., Future[None]]
-    ring: Callable[[str, str | None], None]  # run, topic: something changed; whoever waits for that looks again
-    storage_full: Callable[[], None]  # a write has failed for want of room
+    ring: Callable[[str, str | None], None]  # run, topic (None: all): wake the long polls that wait for it
+    storage_full: Callable[[], None]  # to be called when a write found the disk full
     room: Room  # for payloads in memory
     settle: Callable[["LiveRun"], None]  # bring a run to its fixpoint; called under its lock
     clock: Callable[[], float] = time.monotonic
@@ -51,7 +51,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Contributed:
+class AcceptedContribution:
     """An accepted contribution: its weight, and the digest that names its file."""
 
     tokens: int
@@ -60,21 +60,21 @@ class Contributed:
 
 @dataclass
 class Arrival:
-    """A contribution in its durable `file` that waits to be committed, and then what came of it."""
+    """A contribution that waits in its durable `file` to be committed; and, once `processed`, what came of it."""
 
     header: ContributionHeader
     file: Path
     digest: bytes
     size: int
     content: memoryview | None
-    looked_at: bool = False
+    processed: bool = False
     created: bool = False
     error: BaseException | None = None
 
 
 @dataclass
-class Told:
-    """A report of a worker, and whether it is in the books."""
+class QueuedReport:
+    """A report of a worker, and whether it is in the database yet."""
 
     worker: str
     report: RoundReport
@@ -83,20 +83,23 @@ class Told:
 
 @dataclass
 class OpenFragment:
-    """One fragment of the open round. `contributed`: by worker; `contents`: of those that are in memory as well, until
-    they are averaged. Times are of the monotonic clock."""
+    """One fragment of the open round. Times are of the monotonic clock.
+
+    contributed   the accepted contributions, by worker
+    contents      the payloads of those that are also in memory, by worker, until they are averaged
+    """
 
     state: FragmentState = FragmentState.COLLECTING
     reason: str = "just opened"
-    contributed: dict[str, Contributed] = field(default_factory=dict)
+    contributed: dict[str, AcceptedContribution] = field(default_factory=dict)
     contents: dict[str, memoryview] = field(default_factory=dict)
     quorum_at: float | None = None
     closes_at: float | None = None
 
 
 @dataclass(frozen=True)
-class Given:
-    """One worker's assignment for the open round, as the database has it. `units`: half-open ranges."""
+class RoundAssignment:
+    """One worker's assignment for the open round, as in the database. `units`: half-open ranges."""
 
     inner_steps: int
     evaluate: bool
@@ -105,19 +108,22 @@ class Given:
 
 @dataclass
 class OpenRound:
-    """The round that is being worked on. `assigned`: workers that hold an assignment for it.
+    """The round that is being worked on.
 
-    `given` and `settled` spare the database what it would answer a thousand workers at once, as the round opens: their
-    assignments, and of whom it holds no work units of earlier rounds. `consumed`, what it would answer for every
-    fragment: the units of a worker that a contribution to this round has consumed.
+    assigned               workers that hold an assignment for it
+    assignments            by worker, as far as they are in memory
+    without_earlier_units  workers known to hold no units of earlier rounds
+    consumed               by worker: the units that its contribution to this round has consumed
+
+    The last three spare the database the same queries by a thousand workers at once, and for every fragment.
     """
 
     number: int
     opened_at: float
     assigned: set[str]
     fragments: list[OpenFragment]
-    given: dict[str, Given] = field(default_factory=dict)
-    settled: set[str] = field(default_factory=set)
+    assignments: dict[str, RoundAssignment] = field(default_factory=dict)
+    without_earlier_units: set[str] = field(default_factory=set)
     consumed: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
@@ -125,8 +131,8 @@ class OpenRound:
 class Members:
     """Who takes part in a run.
 
-    tokens     hash of a member token -> worker
-    metrics    by worker, as its last heartbeat told them
+    tokens     by hash of the member token: the worker
+    metrics    by worker, from its last heartbeat
     ready      workers that hold the state of the next round and have asked what to do
     previous   workers of the round before the next or open one
     diverged   by worker: the last round in which it held another state
@@ -142,10 +148,11 @@ class Members:
 
 @dataclass
 class Jobs:
-    """The publishing of a run's fragments on other threads, by fragment: which have a job at work, and what went wrong.
+    """The jobs that publish a run's fragments on other threads.
 
-    `retry_at`: no job begins before, for a fault, such as a full disk, interrupted one. `faults`: what the last one
-    failed of, so that it is told once.
+    running    fragments whose job is at work
+    retry_at   by fragment, after a fault such as a full disk: when the next job may begin
+    faults     by fragment: why the last job failed, so that an event says it only once
     """
 
     running: set[int] = field(default_factory=set)
@@ -172,8 +179,8 @@ class LiveRun:
         self.files = world.data.run(row.name)
         self.lock = threading.RLock()
         self.stepped = threading.Condition(self.lock)  # notified when a fragment of the outer state was stepped
-        self._change: Change | None = None  # the one that is being made
-        self._topics: list[str | None] = []  # to be rung once the run has settled
+        self._change: Change | None = None  # the one in progress
+        self._topics: list[str | None] = []  # to be woken once the run has settled
         self._restored = False
 
         members = self.spec.members
@@ -186,12 +193,12 @@ class LiveRun:
         self.evaluator: str | None = None  # of the final state
         self.outer: list[tuple[int, bytes]] = []  # per fragment: round and digest of the coordinator's own state
         self.deltas: dict[tuple[int, int], bytes] = {}  # (round, fragment) -> digest, of the last rounds published
-        self.reports: deque[Told] = deque()  # not booked yet
+        self.queued_reports: deque[QueuedReport] = deque()  # not booked yet
         self.arrivals: deque[Arrival] = deque()  # contributions to be committed, by whoever gets the lock next
         self.jobs = Jobs()
-        self.spoilt: set[tuple[int, int]] = set()  # (round, fragment) of deltas that the disk has lost for good
+        self.lost_deltas: set[tuple[int, int]] = set()  # (round, fragment) of deltas that cannot be made again
         self.damage: str | None = None  # why the run cannot go on until its files are restored
-        self.verify_at: float | None = world.clock()  # when to look at the files again; None while that is done
+        self.verify_at: float | None = world.clock()  # when to verify the files next; None meanwhile
         self.closing = False  # the coordinator stops; long work on other threads ends early
         self.events_recorded = 0  # since the last trimming
 
@@ -199,11 +206,11 @@ class LiveRun:
 
     @contextmanager
     def change(self) -> Iterator["Change"]:
-        """Change the run: the block writes rows and says what follows in memory; then the run settles.
+        """Change the run: the block writes rows and says what changes in memory; then the run settles.
 
-        Whoever reads the run first and decides by that, holds `lock` around both. An exception from the block or from
-        the commit leaves database and memory as they were; one from the settling leaves the change in place, and what
-        should have followed follows with the next settling, a fraction of a second later.
+        A caller whose change depends on what it has read of the run holds `lock` around both. An exception from the
+        block or from the commit leaves database and memory as they were. One from the settling leaves the change in
+        place; what should have followed from it follows at the next tick, a fraction of a second later.
         """
         with self.lock:
             with self.transition() as change:
@@ -212,7 +219,7 @@ class LiveRun:
 
     @contextmanager
     def transition(self) -> Iterator["Change"]:
-        """A change that is itself a part of the settling. Holds the lock."""
+        """Make a change that is itself a part of the settling. Under the run's lock."""
         if self._change is not None:
             raise RuntimeError("a change within a change would be committed before what it depends on")
         try:
@@ -226,7 +233,7 @@ class LiveRun:
             apply()
 
     def settle(self) -> None:
-        """Let follow whatever follows from the run's state and the time, and wake those who wait for it."""
+        """Do whatever follows from the run's state and the time (`settling.py`), and wake those who wait for it."""
         with self.lock:
             if not self._restored:
                 return
@@ -244,7 +251,7 @@ class LiveRun:
                 self.world.ring(self.name, topic)
 
     def restored(self) -> None:
-        """All that the database knows of the run is in memory: from now on it settles."""
+        """Let the run settle from now on: it is in memory as the database has it."""
         with self.lock:
             self._restored = True
             self.settle()
@@ -253,22 +260,23 @@ class LiveRun:
 
     @property
     def seeded(self) -> bool:
-        """Whether state 0 is there."""
+        """True once state 0 is complete."""
         return bool(self.outer)
 
     def published_rounds(self, fragment: int) -> int:
-        """How many deltas of `fragment` are published: the state that they lead to."""
+        """Return how many deltas of `fragment` are published, and so the number of the state that they lead to."""
         with self.lock:
             published = self.open is not None and self.open.fragments[fragment].state is FragmentState.PUBLISHED
             return self.round + published
 
     @property
     def ended(self) -> bool:
+        """True if the run is finished or stopped."""
         return self.state in (RunState.FINISHED, RunState.STOPPED)
 
     @property
     def final_digest(self) -> bytes | None:
-        """Of the finished run's outer state; None until the coordinator has taken the last outer step itself."""
+        """The finished run's model digest; None until the coordinator has taken the last outer step itself."""
         last = self.spec.sync.rounds
         if self.state is not RunState.FINISHED or any(round_ != last for round_, _ in self.outer):
             return None
@@ -276,9 +284,9 @@ class LiveRun:
 
 
 class Change:
-    """One change of a run: rows in `session`, and what becomes true in memory once they are committed.
+    """One change of a run: rows in `session`, and the changes in memory that follow once they are committed.
 
-    Whoever holds one holds the run's lock.
+    Whoever has one holds the run's lock.
     """
 
     def __init__(self, run: LiveRun, session: Session) -> None:
@@ -297,11 +305,11 @@ class Change:
         return self.session.scalars(query).one()
 
     def then(self, apply: Callable[[], object]) -> None:
-        """Call `apply`, which changes the run in memory, once the rows are committed; in the order of the calls."""
+        """Call `apply`, which changes the run in memory, once the rows are committed; several in the order given."""
         self.consequences.append(apply)
 
     def record(self, kind: str, message: str, **data: Any) -> None:
-        """Record an event, in the transaction of what it tells of; whoever follows the events is woken."""
+        """Record an event, in the same transaction as the rows, and wake those who follow the events."""
         run = self.run
         logger.info("%s: %s", run.name, message)
         self.session.add(EventRow(run_id=run.id, at=run.world.now(), kind=kind, message=message, data=data))
@@ -309,6 +317,5 @@ class Change:
         self.wake(EVENTS)
 
     def wake(self, topic: str | None = None) -> None:
-        """Wake the long polls of `topic` (None: all of them), and whoever follows the events, once the run has settled;
-        they look again."""
+        """Once the run has settled, wake those who wait for `topic` (None: all) and those who follow the events."""
         self.topics += [topic, EVENTS]

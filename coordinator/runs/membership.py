@@ -6,7 +6,7 @@ from sqlalchemy import select
 
 from coordinator.runs import accounting
 from coordinator.runs.live_run import Change, LiveRun
-from coordinator.runs.opening import standing
+from coordinator.runs.opening import status
 from coordinator.runs.units import return_units
 from coordinator.store.tables import WorkerRow
 from coordinator.store.tokens import new_secret, secret_hash
@@ -28,7 +28,10 @@ DIRECTIVES = {RunState.STOPPED: Directive.STOP, RunState.DRAINING: Directive.DRA
 
 
 def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
-    """Let `worker` in. The first one fixes layout and training set; who differs from them is refused."""
+    """Let `worker` join. The first one fixes layout and training set; whoever has others is refused.
+
+    Raises Problem: run-ended, banned, worker-name-taken, model-mismatch, data-mismatch.
+    """
     with run.change() as change:
         if run.ended:
             raise Problem("run-ended", f"the run {run.name} is {run.state}")
@@ -82,7 +85,8 @@ def _is_secret_of(secret: str | None, hashed: bytes | None) -> bool:
 
 
 def _model(change: Change, request: JoinRequest) -> Layout:
-    """The run's layout: fixed by the first worker; Problem where this worker's model or training set is another."""
+    """Return the run's layout, which the first worker fixes. Raises Problem if this worker's model or training set is
+    another."""
     run = change.run
     if run.layout is None:
         try:
@@ -115,15 +119,15 @@ def _data(data: object) -> str:
 
 
 def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:
-    """A heartbeat. It renews a lease that lives; it does not revive one that ended while the request was on its way.
+    """Renew the lease of a live worker: a heartbeat. Problem `unauthorized` if the lease has ended meanwhile.
 
-    It neither takes the run's lock nor touches the database.
+    Neither takes the run's lock nor touches the database.
     """
     if not run.members.leases.renew_live(worker, run.world.clock()):
         raise _ended(worker)
     run.members.metrics[worker] = metrics
     directive = DIRECTIVES.get(run.state, Directive.CONTINUE)
-    return LeaseReply(directive=directive, reason=standing(run), lease_s=run.members.leases.term_s)
+    return LeaseReply(directive=directive, reason=status(run), lease_s=run.members.leases.term_s)
 
 
 def check_lease(run: LiveRun, worker: str) -> None:
@@ -137,7 +141,7 @@ def _ended(worker: str) -> Problem:
 
 
 def leave(run: LiveRun, worker: str, request: LeaveRequest, *, by_operator: bool) -> None:
-    """The worker goes in peace: its unused units return to the pool."""
+    """End the worker's lease because it leaves, or the operator makes it; its unused units return to the pool."""
     with run.lock:
         if by_operator and worker not in run.members.leases:
             raise Problem("not-found", f"the run {run.name} has no live worker {worker}")
@@ -145,7 +149,7 @@ def leave(run: LiveRun, worker: str, request: LeaveRequest, *, by_operator: bool
         if "metrics" in request.model_fields_set:
             run.members.metrics[worker] = request.metrics
         if request.report is not None:
-            accounting.book_one(run, worker, request.report)
+            accounting.book_report(run, worker, request.report)
         with run.change() as change:
             _end_lease(change, worker, WorkerState.LEFT, "left", request)
 
@@ -156,14 +160,14 @@ def expire(run: LiveRun) -> None:
     with run.lock:
         for worker in leases.expired(clock()):
             silent_s = leases.last_seen_s(worker, clock())
-            if silent_s is not None and silent_s > leases.term_s:  # nor was it heard of while others were ended
+            if silent_s is not None and silent_s > leases.term_s:  # it may have been heard of since the list was made
                 message = f"was silent for {leases.term_s:.0f} s and is taken for dead"
                 with run.change() as change:
                     _end_lease(change, worker, WorkerState.LOST, message)
 
 
 def change_worker(run: LiveRun, worker: str, request: WorkerChange) -> None:
-    """What the operator does to a worker: evict it, ban it, or let a banned one join again."""
+    """Evict a worker, ban it, or let a banned one join again, as the operator asks."""
     with run.change() as change:
         row = change.session.scalars(
             select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)
@@ -183,16 +187,17 @@ def change_worker(run: LiveRun, worker: str, request: WorkerChange) -> None:
             raise Problem("not-found", f"the run {run.name} has no live worker {worker}")
 
 
-def _end_lease(change: Change, worker: str, state: WorkerState, what: str, told: LeaveRequest | None = None) -> None:
+def _end_lease(change: Change, worker: str, state: WorkerState, what: str, request: LeaveRequest | None = None) -> None:
+    """End the worker's lease and return its unused units. `request`: what it said as it left, if it did."""
     run, members = change.run, change.run.members
     row = change.worker_row(worker)
     old_hash, row.token_hash, row.state = row.token_hash, None, state
     row.metrics = members.metrics.get(worker, Metrics()).model_dump(mode="json")
-    if told is not None and told.state_digest is not None:
-        row.state_round, row.state_digest = told.state_round, bytes.fromhex(told.state_digest)
+    if request is not None and request.state_digest is not None:
+        row.state_round, row.state_digest = request.state_round, bytes.fromhex(request.state_digest)
     return_units(change.session, run.id, worker)
     change.record(str(state), f"{worker} {what}", worker=worker)
-    finished = run.final_digest is not None and told is not None and told.state_round == run.round
+    finished = run.final_digest is not None and request is not None and request.state_round == run.round
     if finished and row.state_digest != run.final_digest:
         row.divergences += 1
         change.row.divergences += 1
@@ -210,7 +215,7 @@ def _end_lease(change: Change, worker: str, state: WorkerState, what: str, told:
         if run.evaluator == worker:
             run.evaluator = None
         if run.open is not None:
-            run.open.given.pop(worker, None)
+            run.open.assignments.pop(worker, None)
 
     change.then(apply)
     change.wake()

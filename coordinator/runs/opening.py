@@ -1,20 +1,20 @@
-"""The opening of rounds: when there are enough workers, and who trains on what.
+"""The opening of rounds: when there are enough workers, and which units each trains on.
 
-The workers get their units in worker-id order, so that who trains on what does not depend on who asked first.
+The workers get their units in worker-id order, so that it does not matter who asked first.
 """
 
 from coordinator.runs import pacing
 from coordinator.runs.bell import ASSIGNMENTS
-from coordinator.runs.live_run import Given, LiveRun, OpenFragment, OpenRound
-from coordinator.runs.units import deal_units, holders
+from coordinator.runs.live_run import LiveRun, OpenFragment, OpenRound, RoundAssignment
+from coordinator.runs.units import deal_units, workers_with_units
 from coordinator.store.tables import AssignmentRow, FragmentRow, RoundRow
 from protocol.messages import FragmentState, RunState
 
 
-def standing(run: LiveRun) -> str:
-    """Say what the run is at, in one sentence that is true in each of its states.
+def status(run: LiveRun) -> str:
+    """Return what the run is doing, in a few words that are true in each of its states.
 
-    Without the lock, what it says was so at one moment or another.
+    Without the lock, every part of it was true at some moment during the call.
     """
     opening = run.open
     if run.ended:
@@ -26,7 +26,7 @@ def standing(run: LiveRun) -> str:
 
 
 def why_not_open(run: LiveRun) -> str | None:
-    """Say why the next round does not open; None where there is no reason."""
+    """Return why the next round does not open; None if it can."""
     if run.state is not RunState.RUNNING:
         return f"the run is {run.state}"
     if run.damage is not None:
@@ -42,12 +42,12 @@ def why_not_open(run: LiveRun) -> str | None:
 
 
 def _ready(run: LiveRun) -> set[str]:
-    """The workers that the next round would open with."""
+    """Return the workers with which the next round would open."""
     return run.members.leases.live() & (run.members.ready | run.members.previous)
 
 
 def open_next(run: LiveRun) -> bool:
-    """Open the next round if nothing stands against it; return True if it was opened."""
+    """Open the next round if it can be opened; return True if it was."""
     if run.open is not None or why_not_open(run) is not None:
         return False
     workers = sorted(_ready(run))
@@ -59,13 +59,13 @@ def open_next(run: LiveRun) -> bool:
         for index in fragments:
             collecting = FragmentState.COLLECTING
             session.add(FragmentRow(run_id=run.id, round=run.round, fragment=index, state=collecting, reason=""))
-        opening.settled = set(workers) - holders(session, run.id)
+        opening.without_earlier_units = set(workers) - workers_with_units(session, run.id)
         inner_steps = {worker: inner_steps_of(run, worker) for worker in workers}
         units = deal_units(session, change.row, run.round, inner_steps)
         for worker in workers:
             evaluate = worker == workers[0] and is_evaluated(run)
-            opening.given[worker] = Given(inner_steps[worker], evaluate, units[worker])
-            session.add(assignment_row(run, worker, opening.given[worker]))
+            opening.assignments[worker] = RoundAssignment(inner_steps[worker], evaluate, units[worker])
+            session.add(assignment_row(run, worker, opening.assignments[worker]))
         message = f"round {run.round} opened with {len(workers)} workers"
         change.record("round-opened", message, round=run.round, workers=workers)
 
@@ -78,19 +78,20 @@ def open_next(run: LiveRun) -> bool:
     return True
 
 
-def assignment_row(run: LiveRun, worker: str, given: Given) -> AssignmentRow:
+def assignment_row(run: LiveRun, worker: str, assignment: RoundAssignment) -> AssignmentRow:
+    """Return the row of a worker's assignment for the open or next round."""
     return AssignmentRow(
-        run_id=run.id, round=run.round, worker=worker, inner_steps=given.inner_steps, evaluate=given.evaluate
+        run_id=run.id, round=run.round, worker=worker, inner_steps=assignment.inner_steps, evaluate=assignment.evaluate
     )
 
 
 def is_evaluated(run: LiveRun) -> bool:
-    """Return True if the state that the open or next round starts from is to be evaluated."""
+    """Return True if the state from which the open or next round starts is to be evaluated."""
     return run.round % run.spec.evaluation.every_rounds == 0
 
 
 def inner_steps_of(run: LiveRun, worker: str) -> int:
-    """H of `worker`, were it to begin now with the open or next round."""
+    """Return H of `worker` for the open or next round if it begins now."""
     opening = run.open
     elapsed_s = 0.0 if opening is None else run.world.clock() - opening.opened_at
     return pacing.inner_steps(run.spec.sync, run.members.metrics[worker].inner_steps_per_second, elapsed_s)

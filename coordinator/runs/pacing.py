@@ -4,11 +4,12 @@ from protocol.spec import SyncSpec
 
 
 def inner_steps(sync: SyncSpec, inner_steps_per_second: float | None, elapsed_s: float = 0.0) -> int:
-    """H of one worker for one round that opened `elapsed_s` ago.
+    """Return H of one worker for a round that opened `elapsed_s` seconds ago.
 
-    With `sync.inner_steps = "auto"`: what a worker of that measured speed does in the rest of `round_s`, within the
-    bounds, so that fast and slow ones, and those that come late or were restarted, finish at about the same time; the
-    weighting by tokens does the rest. Without a measurement yet: at the speed of `nominal_inner_steps` per `round_s`.
+    With `sync.inner_steps = "auto"`: as many as a worker of that measured speed does in the rest of `round_s`, within
+    the bounds; so fast and slow workers, and those that came late or were restarted, finish at about the same time, and
+    the weighting by tokens does the rest. Before the first measurement the speed is taken to be `nominal_inner_steps`
+    per `round_s`.
     """
     if sync.inner_steps != "auto":
         return sync.inner_steps

@@ -1,4 +1,4 @@
-"""When does a round close? The pure state machine of one (round, fragment).
+"""When a round closes: the pure state machine of one (round, fragment).
 
 Everything that decides about a fragment's state is in this file; it does no I/O and has no clock of its own. Deadline,
 quorum and leases are inputs to `decide`, not states. Times are seconds of one monotonic clock, given by the caller.
@@ -24,7 +24,7 @@ TRANSITIONS: dict[FragmentState, dict[str, FragmentState]] = {
 
 
 def advance(state: FragmentState, what: str) -> FragmentState:
-    """The state after `what` happened in `state`. ValueError where it cannot happen."""
+    """Return the state after `what` happened in `state`. ValueError if it cannot happen there."""
     following = TRANSITIONS[state].get(what)
     if following is None:
         raise ValueError(f"{what!r} cannot happen to a fragment that is {state}")
@@ -33,7 +33,7 @@ def advance(state: FragmentState, what: str) -> FragmentState:
 
 @dataclass(frozen=True)
 class Policy:
-    """When to stop waiting. `grace_factor` has no unit, the rest are workers and seconds (None: no cap)."""
+    """When to stop waiting. `grace_factor` has no unit; the rest are workers and seconds (None: no cap)."""
 
     min_workers: int
     grace_factor: float
@@ -44,7 +44,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Wait:
-    """Not yet. `until` is when to look again even if nothing happens; None where only an event can change it."""
+    """The decision to wait. `until`: when to decide again if nothing happens; None if only an event can change it."""
 
     until: float | None
     reason: str
@@ -52,19 +52,19 @@ class Wait:
 
 @dataclass(frozen=True)
 class Close:
-    """Aggregate now, over `contributors` (in worker-id order, the order of summation)."""
+    """The decision to aggregate now, over `contributors` (in worker-id order, the order of summation)."""
 
     contributors: tuple[str, ...]
     reason: str
 
 
 def has_quorum(expected: Set[str], contributed: Set[str], policy: Policy) -> bool:
-    """More than half of the workers of this round, and at least `min_workers`."""
+    """Return True if more than half of the workers of this round have contributed, and at least `min_workers`."""
     return len(contributed) >= policy.min_workers and 2 * len(contributed) > len(expected | contributed)
 
 
 def grace_s(policy: Policy, opened_at: float, quorum_at: float) -> float:
-    """How long stragglers are waited for after the quorum: in proportion to how long the quorum took."""
+    """Return for how long stragglers are waited for after the quorum: in proportion to how long the quorum took."""
     return min(max(policy.grace_factor * (quorum_at - opened_at), policy.grace_min_s), policy.grace_max_s)
 
 
@@ -77,10 +77,10 @@ def decide(
     quorum_at: float | None,
     now: float,
 ) -> Wait | Close:
-    """Wait or close, and why, in one sentence.
+    """Decide whether to wait or to close, with the reason in one sentence.
 
     `expected`: live workers that hold an assignment for this round. `contributed`: workers whose contribution was
-    accepted, live or not: what was acknowledged counts. `quorum_at`: when `has_quorum` became true, None before.
+    accepted, live or not: what was acknowledged counts. `quorum_at`: when `has_quorum` became True; None before.
     """
     missing = sorted(expected - contributed)
     everybody = len(expected | contributed)

@@ -1,11 +1,11 @@
-"""What the operator does to a run: pause, resume, drain, stop. Everything that changes a run's state is here, but for
-its end, which is the last round's.
+"""What the operator does to a run: pause, resume, drain, stop. Every change of a run's state is here, except that
+the last round finishes it (`publishing.py`).
 
     paused     the open round closes, no other opens; the workers stay and wait
     draining   the same, and the workers leave; when the last one has left the run is paused
     stopped    over: the open round is given up, the workers leave
 
-A run that comes to rest keeps a checkpoint of its last state (`checkpointing.py`), so nothing is lost by any of them.
+A run that comes to rest gets a checkpoint of its last state (`checkpointing.py`), so none of these loses anything.
 """
 
 from coordinator.runs.live_run import Change, LiveRun
@@ -29,23 +29,23 @@ def change_state(run: LiveRun, state: RunState) -> None:
             return
         if state not in CHANGES[run.state]:
             raise Problem("run-ended", f"the run {run.name} is {run.state} and cannot become {state}")
-        _set(change, state, f"the operator set the run to {state}")
+        _set_state(change, state, f"the operator set the run to {state}")
         change.wake()
 
 
-def note_drained(run: LiveRun) -> bool:
+def pause_if_drained(run: LiveRun) -> bool:
     """Pause a draining run that has neither an open round nor workers; return True if it was."""
     if run.state is not RunState.DRAINING or run.open is not None or len(run.members.leases):
         return False
     with run.transition() as change:
         message = "the run is drained: all workers have left; it is paused"
-        _set(change, RunState.PAUSED, message, kind="drained")
+        _set_state(change, RunState.PAUSED, message, kind="drained")
     return True
 
 
-def leaves(run: LiveRun, worker: str) -> bool:
-    """Return True if `worker` is to leave a draining run now: unless the open round is its own, or cannot close without
-    it."""
+def must_leave(run: LiveRun, worker: str) -> bool:
+    """Return True if the run is draining and `worker` is to leave it now: it has no part in the open round, and the
+    round can close without it."""
     if run.state is not RunState.DRAINING:
         return False
     if run.open is None:
@@ -55,7 +55,7 @@ def leaves(run: LiveRun, worker: str) -> bool:
     return worker not in taking_part and max(len(taking_part), contributed) >= run.policy.min_workers
 
 
-def _set(change: Change, state: RunState, message: str, *, kind: str | None = None) -> None:
+def _set_state(change: Change, state: RunState, message: str, *, kind: str | None = None) -> None:
     change.row.state = state
     change.record(kind or str(state), message)
     change.then(lambda: setattr(change.run, "state", state))

@@ -20,22 +20,22 @@ Range = tuple[int, int]
 
 
 def assigned_units(session: Session, run_id: int, worker: str, round_: int) -> list[Range]:
-    """The units that `worker` got for `round_`, consumed or not."""
+    """Return the units that `worker` was assigned for `round_`, consumed or not."""
     rows = session.scalars(
         select(UnitRangeRow)
         .where(UnitRangeRow.run_id == run_id, UnitRangeRow.worker == worker, UnitRangeRow.round == round_)
         .order_by(UnitRangeRow.start)
     )
-    return joined([(row.start, row.stop) for row in rows])
+    return merged([(row.start, row.stop) for row in rows])
 
 
 def assign_units(session: Session, run: RunRow, worker: str, round_: int, count: int) -> list[Range]:
-    """Give `worker` `count` units for `round_`: those that came back to the pool first, then new ones."""
+    """Assign `count` units for `round_` to `worker`: first those that came back to the pool, then new ones."""
     return deal_units(session, run, round_, {worker: count})[worker]
 
 
 def deal_units(session: Session, run: RunRow, round_: int, counts: Mapping[str, int]) -> dict[str, list[Range]]:
-    """Give each worker its count of units for `round_`, one after the other."""
+    """Assign to each worker its count of units for `round_`, one worker after the other."""
     free = deque(
         session.scalars(
             select(UnitRangeRow)
@@ -48,7 +48,7 @@ def deal_units(session: Session, run: RunRow, round_: int, counts: Mapping[str, 
         taken: list[Range] = []
         while count and free:
             row = free.popleft()
-            rest = _cut(session, row, min(row.stop, row.start + count))
+            rest = _split(session, row, min(row.stop, row.start + count))
             if rest is not None:
                 free.appendleft(rest)
             row.state, row.worker, row.round = "assigned", worker, round_
@@ -61,12 +61,12 @@ def deal_units(session: Session, run: RunRow, round_: int, counts: Mapping[str, 
             )
             run.next_unit = new[1]
             taken.append(new)
-        dealt[worker] = joined(taken)
+        dealt[worker] = merged(taken)
     return dealt
 
 
-def holders(session: Session, run_id: int) -> set[str]:
-    """The workers to which units are assigned that no accepted contribution has consumed."""
+def workers_with_units(session: Session, run_id: int) -> set[str]:
+    """Return the workers to which units are assigned that no accepted contribution has consumed."""
     return set(
         session.scalars(
             select(UnitRangeRow.worker)
@@ -77,7 +77,7 @@ def holders(session: Session, run_id: int) -> set[str]:
 
 
 def return_units(session: Session, run_id: int, worker: str) -> None:
-    """Units that `worker` holds and that shaped no accepted contribution go back to the pool."""
+    """Return to the pool the units that `worker` holds and that no accepted contribution has consumed."""
     session.execute(
         update(UnitRangeRow)
         .where(UnitRangeRow.run_id == run_id, UnitRangeRow.worker == worker, UnitRangeRow.state == "assigned")
@@ -86,16 +86,16 @@ def return_units(session: Session, run_id: int, worker: str) -> None:
 
 
 def reclaim_units(session: Session, run_id: int, worker: str, round_: int, carried: Sequence[Sequence[int]]) -> None:
-    """Make `worker` the holder of the units `carried`, whose work, done in rounds before `round_`, it still has.
+    """Let `worker` hold the units `carried`: it still has the work that it did on them in rounds before `round_`.
 
-    Units that went back to the pool, because its lease ended meanwhile, are in no contribution: they become its own
-    again. Raises Problem `units-not-held` where one of them is somebody else's, is in a contribution to an earlier
-    round, is listed twice, or was dealt to `worker` itself once more, for `round_`.
+    Units that went back to the pool, because its lease ended meanwhile, are in no contribution: they are assigned to it
+    again. Raises Problem `units-not-held` if one of them is assigned to another worker, is in a contribution to an
+    earlier round, is listed twice, or was assigned to `worker` itself again, for `round_`.
     """
     listed = sorted((start, stop) for start, stop in carried)
     if any(stop > start for (_, stop), (start, _) in pairwise(listed)):
         raise Problem("units-not-held", f"carried work units are listed twice: {listed[:5]}")
-    for start, stop in joined(listed):
+    for start, stop in merged(listed):
         rows = session.scalars(
             select(UnitRangeRow)
             .where(UnitRangeRow.run_id == run_id, UnitRangeRow.start < stop, UnitRangeRow.stop > start)
@@ -104,11 +104,11 @@ def reclaim_units(session: Session, run_id: int, worker: str, round_: int, carri
         at = start
         for row in rows:
             if row.state == "free":
-                _cut(session, row, stop)
-                mine = row if row.start >= start else _cut(session, row, start)
-                assert mine is not None, "the row overlaps [start, stop)"
-                mine.state, mine.worker, mine.round = "assigned", worker, round_ - 1
-                at = mine.stop
+                _split(session, row, stop)
+                own = row if row.start >= start else _split(session, row, start)
+                assert own is not None, "the row overlaps [start, stop)"
+                own.state, own.worker, own.round = "assigned", worker, round_ - 1
+                at = own.stop
             elif row.worker != worker or (row.round or 0) >= round_ or row.consumed_round not in (None, round_):
                 break
             else:
@@ -124,37 +124,38 @@ def reclaim_units(session: Session, run_id: int, worker: str, round_: int, carri
 def return_forgotten_units(
     session: Session, run_id: int, worker: str, round_: int, carried: Sequence[Sequence[int]]
 ) -> None:
-    """Units that `worker` was given for rounds before `round_`, and whose work it does not have, go back to the pool.
+    """Return to the pool the units of rounds before `round_` that `worker` holds without having their work.
 
-    A worker that is slow or away is given units of rounds that it never takes part in: while it lives, nobody else
-    would train on them.
+    A worker that is slow or away is assigned units of rounds that it never takes part in: as long as it lives, nobody
+    else would train on them.
     """
     earlier = (
         select(UnitRangeRow)
         .where(UnitRangeRow.run_id == run_id, UnitRangeRow.worker == worker, UnitRangeRow.state == "assigned")
         .where(UnitRangeRow.round < round_)
     )
-    kept = joined(sorted((start, stop) for start, stop in carried))
-    starts, ends = [start for start, _ in kept], sorted({end for unit_range in kept for end in unit_range})
+    carried_ranges = merged(sorted((start, stop) for start, stop in carried))
+    starts = [start for start, _ in carried_ranges]
+    ends = sorted({end for unit_range in carried_ranges for end in unit_range})
     for row in session.scalars(earlier).all():
         for end in reversed(ends[bisect_right(ends, row.start) : bisect_left(ends, row.stop)]):
-            _cut(session, row, end)
+            _split(session, row, end)
     for row in session.scalars(earlier):
         at = bisect_right(starts, row.start) - 1
-        if at < 0 or row.stop > kept[at][1]:
+        if at < 0 or row.stop > carried_ranges[at][1]:
             row.state, row.worker, row.round = "free", None, None
 
 
 def consume_units(session: Session, run_id: int, worker: str, round_: int, units: Sequence[Sequence[int]]) -> int:
-    """Mark `units` as trained on by this worker's contribution to `round_`; how many of them are so for the first time.
+    """Mark `units` as consumed by this worker's contribution to `round_`; return how many of them were not before.
 
-    Each is listed once and is assigned to the worker. Of a range, the first units may be handed in alone, by a worker
-    that leaves in the middle of a round; the others stay assigned. The fragments of one contribution name the same
-    units, so units that this very round consumed are accepted again. Raises Problem `units-not-held` otherwise.
+    Each is listed once and is assigned to the worker. A worker that leaves in the middle of a round may name only the
+    first units of a range; the others stay assigned. The fragments of one contribution name the same units, so units
+    that this round has consumed are accepted again. Raises Problem `units-not-held` otherwise.
     """
     held = {row.start: row for row in _contributable(session, run_id, worker, round_)}
     consumed = 0
-    for start, stop in joined(sorted((start, stop) for start, stop in units)):
+    for start, stop in merged(sorted((start, stop) for start, stop in units)):
         at = start
         while at < stop:
             row = held.pop(at, None)
@@ -165,7 +166,7 @@ def consume_units(session: Session, run_id: int, worker: str, round_: int, units
                 )
             at = row.stop
             if row.state == "assigned":
-                _cut(session, row, min(row.stop, stop))
+                _split(session, row, min(row.stop, stop))
                 row.state, row.consumed_round = "consumed", round_
                 consumed += row.stop - row.start
     return consumed
@@ -174,18 +175,19 @@ def consume_units(session: Session, run_id: int, worker: str, round_: int, units
 def count_by_round(
     session: Session, run_id: int, worker: str, round_: int, units: Sequence[Sequence[int]]
 ) -> Counter[int]:
-    """How many of `units` a contribution of `worker` to `round_` may name, by the round that they were assigned for."""
+    """Count those of `units` that a contribution of `worker` to `round_` may name, by the round that they were assigned
+    for."""
     rows = _contributable(session, run_id, worker, round_)
     starts, counts = [row.start for row in rows], Counter[int]()
     for start, stop in units:
         for row in rows[max(bisect_right(starts, start) - 1, 0) : bisect_left(starts, stop)]:
             assert row.round is not None  # it is assigned, or was until `round_`
             counts[row.round] += max(min(stop, row.stop) - max(start, row.start), 0)
-    return +counts  # without the rounds that have none
+    return +counts  # drops the rounds of which there are none
 
 
 def _contributable(session: Session, run_id: int, worker: str, round_: int) -> Sequence[UnitRangeRow]:
-    """The units that `worker` holds, or has contributed to `round_`."""
+    """Return the units that `worker` holds, or has contributed to `round_`."""
     return session.scalars(
         select(UnitRangeRow)
         .where(
@@ -197,9 +199,11 @@ def _contributable(session: Session, run_id: int, worker: str, round_: int) -> S
     ).all()
 
 
-def lose_units(session: Session, run_id: int, worker: str, round_: int, *, live: bool) -> int:
-    """The contribution that was trained on them is lost: they are assigned to `worker` again, or back in the pool; how
-    many they are."""
+def unconsume_units(session: Session, run_id: int, worker: str, round_: int, *, live: bool) -> int:
+    """Undo the consumption of the units that the worker's contribution to `round_`, which is lost, was trained on.
+
+    They are assigned to `worker` again if it is `live`, and otherwise return to the pool. Returns how many they are.
+    """
     rows = session.scalars(
         select(UnitRangeRow).where(
             UnitRangeRow.run_id == run_id, UnitRangeRow.worker == worker, UnitRangeRow.consumed_round == round_
@@ -212,11 +216,11 @@ def lose_units(session: Session, run_id: int, worker: str, round_: int, *, live:
     return sum(row.stop - row.start for row in rows)
 
 
-def tidy(session: Session, run_id: int, round_: int) -> None:
-    """Make one row of adjacent free ranges, and of adjacent ranges that were consumed before `round_`.
+def merge_adjacent(session: Session, run_id: int, round_: int) -> None:
+    """Merge adjacent free ranges into one row, and adjacent ranges that were consumed before `round_`.
 
-    So the table grows neither with the rounds nor with the workers: a unit that a past round consumed will never be
-    asked for again, by whom it was is in the history.
+    So the table grows neither with the rounds nor with the workers. Nobody will name a unit again that a past round has
+    consumed; which worker trained on it is in the history of contributions.
     """
     rows = session.scalars(
         select(UnitRangeRow)
@@ -238,8 +242,8 @@ def tidy(session: Session, run_id: int, round_: int) -> None:
             last.worker = last.round = None
 
 
-def joined(ranges: list[Range]) -> list[Range]:
-    """The same units in as few ranges as their order allows."""
+def merged(ranges: list[Range]) -> list[Range]:
+    """Return the same units in as few ranges as their order allows."""
     result: list[Range] = []
     for start, stop in ranges:
         if result and result[-1][1] == start:
@@ -249,7 +253,7 @@ def joined(ranges: list[Range]) -> list[Range]:
     return result
 
 
-def _cut(session: Session, row: UnitRangeRow, stop: int) -> UnitRangeRow | None:
+def _split(session: Session, row: UnitRangeRow, stop: int) -> UnitRangeRow | None:
     """Make `row` end at `stop`; the units after it, if any, get a row of the same kind, which is returned."""
     if stop >= row.stop:
         return None

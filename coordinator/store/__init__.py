@@ -1,1 +1,1 @@
-"""What lasts: files and how they become durable, the database and its tables, tokens."""
+"""What outlives the process: files and how they become durable, the database and its tables, tokens."""

@@ -1,7 +1,7 @@
 """The database: SQLite in WAL mode, every commit fsynced, migrated at start.
 
-One process writes. `read()` and `write()` are the only ways in: a write begins IMMEDIATE, so that it never finds out
-late that it may not write, and commits when its block ends without an exception.
+Only one process writes, and only by `read()` and `write()`. A write begins IMMEDIATE, so it waits for others before it
+has done anything, and it commits when its block ends without an exception.
 """
 
 import errno
@@ -33,11 +33,13 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
+        """Open a session to read in."""
         with Session(self._engine) as session:
             yield session
 
     @contextmanager
     def write(self) -> Iterator[Session]:
+        """Open a session whose transaction is committed, durably, at the end of the block."""
         with Session(self._writing, expire_on_commit=False) as session, session.begin():
             yield session
 
@@ -52,7 +54,7 @@ def migrate(data_dir: Path) -> None:
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Whether a write failed for want of room, in a file or in the database."""
+    """Return True if `error` says that the disk is full, of a file or of the database."""
     if isinstance(error, OperationalError):
         return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -63,7 +65,7 @@ def _engine(path: Path) -> Engine:
 
     @event.listens_for(engine, "connect")
     def configure(connection: Any, _: ConnectionPoolEntry) -> None:
-        connection.isolation_level = None  # transactions begin where SQLAlchemy says, below, not where sqlite3 guesses
+        connection.isolation_level = None  # transactions begin where `begin` below says, not where sqlite3 guesses
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")

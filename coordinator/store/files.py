@@ -1,4 +1,4 @@
-"""The data directory: where each file lies, and how a file becomes durable.
+"""The data directory: which files it has, and how a file becomes durable.
 
     outerstep.db  admin.token  lock
     incoming/                                               being received or written; emptied at start
@@ -30,9 +30,9 @@ from protocol.messages import DiskBytes
 from protocol.wire import Payload
 
 READ_BYTES = 1 << 20
-PIECE_BYTES = 1 << 18  # that stay in the cache while they are copied
+PIECE_BYTES = 1 << 18  # of a transfer: so much stays in the processor's cache while it is copied
 
-_folders = threading.Lock()  # who finds a folder may rely on its being durable, and on its staying there
+_folders = threading.Lock()  # makes and removes folders: one that is found is durable, and stays while the lock is held
 
 
 class DataDirectory:
@@ -57,7 +57,7 @@ class DataDirectory:
         self._numbers = itertools.count()
 
     def incoming(self) -> Path:
-        """A new name for a file that is being written. What is still there at the next start is deleted."""
+        """Return an unused path for a file to be written. What is still there at the next start is deleted."""
         return self._incoming / str(next(self._numbers))
 
     def run(self, name: str) -> "RunFiles":
@@ -68,13 +68,13 @@ class DataDirectory:
 
 
 class RunFiles:
-    """Where one run's files lie."""
+    """The paths of one run's files."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         for folder in ("contributions", "deltas", "checkpoints", "state"):
             (root / folder).mkdir(parents=True, exist_ok=True)
-            # What is found in it, an earlier process may have made just before it died: there, but not yet durable.
+            # An earlier process may have made what is in it just before it died: there, but not yet durable.
             fsync(root / folder)
         for path in (root, root.parent, root.parent.parent):
             fsync(path)
@@ -89,11 +89,12 @@ class RunFiles:
         return self.root / "checkpoints" / str(round_) / str(fragment)
 
     def state(self, fragment: int, round_: int) -> Path:
-        """Two files take turns: state r + 1 is written over state r − 1, whose pages are in memory already."""
+        """Return the path of a state file. Two take turns: state r + 1 is written over state r − 1, whose pages are in
+        memory already."""
         return self.root / "state" / f"{fragment}.{round_ % 2}"
 
     def rounds(self, folder: str) -> list[int]:
-        """The rounds that have files in `folder`."""
+        """Return the rounds that have files in `folder`, in order."""
         return sorted(int(path.name) for path in (self.root / folder).iterdir())
 
     def remove_round(self, folder: str, round_: int) -> None:
@@ -103,7 +104,8 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class Body:
-    """A payload in a new file under `incoming/`, not yet durable; and in memory, where there was room for it."""
+    """The body of an upload: a payload in a new file under `incoming/`, not yet durable. `content`: the same in memory,
+    if there was room for it."""
 
     path: Path
     size: int
@@ -112,7 +114,7 @@ class Body:
 
     @contextmanager
     def payload(self) -> Iterator[Payload]:
-        """It, to be read. Raises WireError."""
+        """Open the payload for reading. Raises WireError."""
         if self.content is not None:
             yield Payload.from_bytes(self.content)
         else:
@@ -127,13 +129,13 @@ def make_durable(temporary: Path, final: Path) -> None:
 
 
 def place(temporary: Path, final: Path) -> None:
-    """Give `temporary`, which was fsynced, its final name durably."""
+    """Give `temporary`, which is fsynced already, its final name durably."""
     with _folders:
         if not final.parent.is_dir():
             final.parent.mkdir()
             try:
                 fsync(final.parent.parent)
-            except BaseException:  # a full disk: who finds it would take it for durable
+            except BaseException:  # such as a full disk: whoever finds the folder takes it for durable
                 final.parent.rmdir()
                 raise
         temporary.replace(final)
@@ -141,26 +143,27 @@ def place(temporary: Path, final: Path) -> None:
 
 
 def file_digest(path: Path) -> bytes:
+    """Return the BLAKE3 digest of the file."""
     hasher = blake3()
     with path.open("rb") as file:
-        while piece := file.read(READ_BYTES):
-            hasher.update(piece)
+        while block := file.read(READ_BYTES):
+            hasher.update(block)
     return hasher.digest()
 
 
-def intact(path: Path, digest: bytes) -> bool:
-    """Whether the file is there and is what `digest` says."""
+def has_digest(path: Path, digest: bytes) -> bool:
+    """Return True if the file is there, can be read and has this BLAKE3 digest."""
     try:
         return file_digest(path) == digest
-    except OSError:  # gone, or the disk cannot read it
+    except OSError:  # missing or unreadable
         return False
 
 
 def disk_bytes(files: RunFiles) -> DiskBytes:
-    """What a run's files weigh, by kind. The second name of a file that is a checkpoint counts nothing."""
+    """Return the bytes of a run's files, by kind. A file with two names counts once, as a checkpoint."""
     seen: set[int] = set()
 
-    def weigh(folder: Path) -> int:
+    def size_of(folder: Path) -> int:
         total = 0
         for path in folder.rglob("*"):
             try:
@@ -172,29 +175,31 @@ def disk_bytes(files: RunFiles) -> DiskBytes:
                 total += found.st_size
         return total
 
-    kinds = ("contributions", "deltas", "checkpoints", "state", "set-aside")  # in this order: a checkpoint is no state
-    return DiskBytes(**{kind.replace("-", "_"): weigh(files.root / kind) for kind in kinds})
+    kinds = ("contributions", "deltas", "checkpoints", "state", "set-aside")  # checkpoints before state
+    return DiskBytes(**{kind.replace("-", "_"): size_of(files.root / kind) for kind in kinds})
 
 
-class Memory:
-    """Where what is read of payload files lies, each piece until the next one is read: new memory would cost as much
-    as the reading."""
+class ReadBuffer:
+    """Memory into which payload files are read, used again for every read: allocating would cost as much as reading."""
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")
 
     def of(self, length: int) -> memoryview:
+        """Return `length` bytes of memory, valid until the next call."""
         if len(self._memory) < length:
             self._memory = memoryview(bytearray(length))
         return self._memory[:length]
 
 
 class PayloadFile(Payload):
-    """A payload in a file, read piece by piece: as many may be open at once as there are workers. They may share their
-    `memory`; a chunk is valid until the next one is read into it."""
+    """A payload in a file, of which one chunk at a time is in memory: as many may be open as there are workers.
 
-    def __init__(self, path: Path, memory: Memory | None = None) -> None:
-        self._memory = memory or Memory()
+    Several may share their `memory`; a chunk is valid until the next one is read into it.
+    """
+
+    def __init__(self, path: Path, memory: ReadBuffer | None = None) -> None:
+        self._memory = memory or ReadBuffer()
         self._file = os.open(path, os.O_RDONLY)
         try:
             super().__init__(self._read, os.fstat(self._file).st_size)
@@ -203,12 +208,12 @@ class PayloadFile(Payload):
             raise
 
     def _read(self, offset: int, length: int) -> memoryview:
-        piece = self._memory.of(length)
-        return piece[: os.preadv(self._file, [piece], offset)]
+        block = self._memory.of(length)
+        return block[: os.preadv(self._file, [block], offset)]
 
     def close(self) -> None:
         os.close(self._file)
-        self._memory = Memory()  # whoever closed it may wait for long, in a crowd
+        self._memory = ReadBuffer()  # frees it: the request that read from it may live much longer
 
     def __enter__(self) -> Self:
         return self
@@ -218,9 +223,9 @@ class PayloadFile(Payload):
 
 
 class HashedPayloadFile(PayloadFile):
-    """A payload file that is read once, chunk after chunk, and hashed on the way."""
+    """A payload file that is read once, chunk after chunk, and hashed in passing."""
 
-    def __init__(self, path: Path, memory: Memory) -> None:
+    def __init__(self, path: Path, memory: ReadBuffer) -> None:
         self._hasher, self._hashed_bytes = blake3(), 0
         super().__init__(path, memory)
 
@@ -232,11 +237,11 @@ class HashedPayloadFile(PayloadFile):
         return data
 
     def is_intact(self, digest: bytes) -> bool:
-        """Whether all of it was read, in order, and was what `digest` says."""
+        """Return True if all of it was read, in order, and has this BLAKE3 digest."""
         return self._hashed_bytes == self.total_bytes and self._hasher.digest() == digest
 
     def close(self) -> None:
-        # It is durable, and hardly anybody will read it again: its pages are worth more to the next upload.
+        # It is durable and will hardly be read again: the next upload needs the memory of its cached pages more.
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
         super().close()
 

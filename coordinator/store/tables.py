@@ -27,7 +27,7 @@ def _counter() -> Any:
 
 
 def _account() -> Any:
-    """What `accounting.py` adds up: a `protocol.messages.Account`."""
+    """Return a column for a `protocol.messages.Account`, which `accounting.py` adds to."""
     return mapped_column(default=dict, server_default="{}")
 
 
@@ -46,8 +46,8 @@ class TokenRow(Base):
 class RunRow(Base):
     """A run. `round` is the open or next round; `next_unit` the first work unit that was never assigned.
 
-    `tokens` counts, unit by unit, what accepted contributions were trained on, so that the consumed units can be
-    checked against it; `checked_epochs` is the number of epochs for which that was done.
+    `tokens` counts the tokens of the units that accepted contributions have consumed, so that the ranges of consumed
+    units can be checked against it; `checked_epochs` is the number of epochs for which that was done.
     """
 
     __tablename__ = "runs"
@@ -135,7 +135,7 @@ class AssignmentRow(Base):
 
 
 class RoundRow(Base):
-    """A round that was opened. Its sums are null until the rows that they are of are deleted."""
+    """A round that was opened. Its sums are null until they replace the rows of its contributions and fragments."""
 
     __tablename__ = "rounds"
 
@@ -150,7 +150,7 @@ class RoundRow(Base):
     quorum_at: Mapped[float | None]  # like the next two: the latest of its fragments
     collected_at: Mapped[float | None]
     aggregated_at: Mapped[float | None]
-    account: Mapped[dict[str, Any]] = _account()  # complete at any time, and so never summed up
+    account: Mapped[dict[str, Any]] = _account()  # added to with every report, so always complete
 
 
 class FragmentRow(Base):
@@ -207,7 +207,7 @@ class ContributionRow(Base):
 
 
 class ReportRow(Base):
-    """What a worker has told of the cost of a round, once per epoch of its membership.
+    """A worker's report of what a round has cost, once per epoch of its membership.
 
     `account` is a `protocol.messages.Account`.
     """

@@ -1,4 +1,4 @@
-"""Bearer tokens: who is asking, and what may they do. Secrets are random; only their SHA-256 is stored."""
+"""Bearer tokens: who sends a request, and what it allows. Secrets are random; only their SHA-256 is stored."""
 
 import hashlib
 import hmac
@@ -21,12 +21,13 @@ TOKEN_PREFIX = "ost_"
 
 
 def new_secret() -> tuple[str, bytes]:
-    """A bearer token and the hash under which it is stored."""
+    """Return a new bearer token and the hash under which it is stored."""
     secret = TOKEN_PREFIX + secrets.token_urlsafe(32)
     return secret, secret_hash(secret)
 
 
 def secret_hash(secret: str) -> bytes:
+    """Return the SHA-256 of a bearer token."""
     return hashlib.sha256(secret.encode()).digest()
 
 
@@ -39,14 +40,16 @@ class Identity:
     worker: str | None = None
 
     def allows(self, scope: Scope) -> bool:
+        """Return True if the token has this scope; an admin's has all."""
         return self.scope is Scope.ADMIN or self.scope is scope
 
     def is_member(self, run: str, worker: str) -> bool:
+        """Return True if it is this worker of this run."""
         return (self.run, self.worker) == (run, worker)
 
 
 class Tokens:
-    """The operators' tokens. Looked up by hash in memory, so that a request costs no query."""
+    """The operators' tokens, by hash in memory, so that a request costs no query."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -56,6 +59,7 @@ class Tokens:
         self._by_hash = {row.secret_hash: (row.id, Scope(row.scope)) for row in rows}
 
     def identify(self, secret: str) -> Identity | None:
+        """Return the holder of an operator's token; None if there is no such token."""
         hashed = secret_hash(secret)
         for stored, (_, scope) in self._by_hash.items():
             if hmac.compare_digest(stored, hashed):
@@ -65,7 +69,7 @@ class Tokens:
     def create(
         self, scope: Scope, note: str, now: float, deliver: Callable[[str], None] = lambda secret: None
     ) -> NewToken:
-        """Make a token. `deliver` gets the secret before the token is committed: if it fails, there is no token."""
+        """Make a token. `deliver` gets its secret before it is committed: if that fails, there is no token."""
         secret, hashed = new_secret()
         info = TokenInfo(id=secrets.token_hex(4), scope=scope, note=note, created_at=now)
         with self._changing:
@@ -76,6 +80,7 @@ class Tokens:
         return NewToken(**info.model_dump(), token=secret)
 
     def revoke(self, token_id: str) -> None:
+        """Delete a token. Raises Problem: not-found, forbidden (the last admin token)."""
         with self._changing:
             admins = sum(scope is Scope.ADMIN for _, scope in self._by_hash.values())
             with self._database.write() as session:
@@ -88,6 +93,7 @@ class Tokens:
             self._by_hash = {hashed: entry for hashed, entry in self._by_hash.items() if entry[0] != token_id}
 
     def listed(self, limit: int, after: str | None) -> list[TokenInfo]:
+        """Return the tokens with an id above `after` (None: from the first on), by id, without their secrets."""
         with self._database.read() as session:
             query = select(TokenRow).order_by(TokenRow.id).limit(limit)
             if after is not None:
@@ -98,7 +104,10 @@ class Tokens:
             ]
 
     def ensure_admin(self, path: Path, now: float) -> bool:
-        """At the very first start, make an admin token and write it to `path`, readable by its owner alone."""
+        """Make an admin token unless there is one, and write it to `path`, readable by its owner alone.
+
+        Returns True if it was made.
+        """
         if any(scope is Scope.ADMIN for _, scope in self._by_hash.values()):
             return False
         self.create(Scope.ADMIN, "made at the first start", now, lambda secret: _write_secret(path, secret))
@@ -106,7 +115,7 @@ class Tokens:
 
 
 def _write_secret(path: Path, secret: str) -> None:
-    path.unlink(missing_ok=True)  # whoever may read an old file of this name, may not read this one
+    path.unlink(missing_ok=True)  # an old file of this name may be readable by others
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(secret + "\n")

@@ -1,8 +1,8 @@
-"""What becomes of the contributions: payloads in, frames of a delta out. Pure arithmetic in bounded memory.
+"""Aggregation: payloads of contributions in, frames of a delta out. Pure arithmetic in bounded memory.
 
-AGGREGATORS has the rules by name; today every run takes the mean. One chunk at a time: however many workers contribute,
-what is held is one fp32 chunk (two where a codec sends only some of the values), one worker's encoded chunk and the
-encoded delta. The sum runs in worker-id order, never in order of arrival, so the bytes do not depend on timing.
+AGGREGATORS has the rules by name; today every run takes the mean. However many workers contribute, memory holds one
+fp32 chunk (two if the codec sends only some of the values), one worker's encoded chunk and the encoded delta. The sum
+is in worker-id order, never in order of arrival, so the bytes do not depend on timing.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ Aggregator = Callable[[Sequence[tuple[Payload, np.float32]], int], F32]
 def aggregate(
     contributions: Sequence[tuple[Payload, int]], codec_name: str, *, zstd: bool, rule: str = "mean"
 ) -> list[Buffer]:
-    """Frames of what AGGREGATORS[rule] makes of (payload, tokens) pairs, encoded with `codec_name`.
+    """Aggregate (payload, tokens) pairs by AGGREGATORS[rule]; return the result's frames, encoded with `codec_name`.
 
         weight_w = fp32(tokens_w / Σ tokens)
 
@@ -44,8 +44,8 @@ def mean(weighted: Sequence[tuple[Payload, np.float32]], index: int) -> F32:
 
         acc ← 0 ;  acc ← acc + weight_w · Δ_w    for each w in the given order
 
-    Where a codec sends only some of the values, the mean is over the workers that sent this one: with W the sum of
-    their weights, in the same order, the accumulator becomes acc / W, or 0 where nobody sent any.
+    If the codec sends only some of the values, the mean of a value is over the workers that sent it: with W the sum of
+    their weights, in the same order, the result is acc / W, or 0 if nobody sent it.
     """
     first = weighted[0][0]
     acc = np.zeros(first.chunks[index], np.float32)

@@ -1,4 +1,4 @@
-"""Is a contribution what the run waits for? Each check refuses it with a Problem that says what is wrong."""
+"""The checks of a contribution. Each refuses it with a Problem that says what is wrong."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ from sqlalchemy import func, select
 
 from coordinator.runs import diverging
 from coordinator.runs.live_run import LiveRun
-from coordinator.runs.opening import standing
+from coordinator.runs.opening import status
 from coordinator.runs.units import count_by_round
 from coordinator.store.files import PayloadFile
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow
@@ -21,6 +21,7 @@ STEP_WAIT_S = 30.0
 def check_header(
     run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, header: ContributionHeader
 ) -> None:
+    """Refuse it unless its header agrees with the address that it was sent to, the layout and the run spec."""
     expected = {
         "run": run.name,
         "round": round_,
@@ -45,11 +46,11 @@ def check_header(
 
 
 def check_weight(run: LiveRun, header: ContributionHeader) -> None:
-    """Refuse it unless it weighs one round's work: that of its own round or, where all of it is carried, at most that
-    of the last carried round. Under the run's lock.
+    """Refuse it unless its weight is one round's work: the units of its own round or, if all of it is carried, at most
+    as many as it names of the last carried round. Under the run's lock.
 
-    Where fragments are sent in the middle of a round, each was trained on a whole round's units since it was sent last,
-    of this round and the one before, though the contribution names only those that no other one has named.
+    Where fragments are sent in the middle of a round, each has been trained on a whole round's units since it was last
+    sent, of this round and the one before; but the contribution names only those that no earlier one has named.
     """
     weight, units = header.tokens // run.spec.unit_tokens, sum(stop - start for start, stop in header.units)
     by_round, inner_steps = _named(run, header)
@@ -73,11 +74,12 @@ def check_weight(run: LiveRun, header: ContributionHeader) -> None:
 
 
 def _named(run: LiveRun, header: ContributionHeader) -> tuple[Counter[int], int]:
-    """How many units the contribution names of each round that they were assigned for, those alone that the worker may
-    name; and the inner steps that its own round was assigned with. Under the run's lock."""
-    given = None if run.open is None else run.open.given.get(header.worker)
-    if given is not None and [list(each) for each in given.units] == header.units:  # as most do; no need to ask
-        return Counter({header.round: sum(stop - start for start, stop in header.units)}), given.inner_steps
+    """Count the units that the contribution names and that its worker may name, by the round that they were assigned
+    for; and return with them the inner steps of its worker's own assignment. Under the run's lock."""
+    assignment = None if run.open is None else run.open.assignments.get(header.worker)
+    # Most name just the units that were assigned to them: no query is needed.
+    if assignment is not None and [list(each) for each in assignment.units] == header.units:
+        return Counter({header.round: sum(stop - start for start, stop in header.units)}), assignment.inner_steps
     with run.world.database.read() as session:
         row = session.get(AssignmentRow, (run.id, header.round, header.worker))
         by_round = count_by_round(session, run.id, header.worker, header.round, header.units)
@@ -85,7 +87,7 @@ def _named(run: LiveRun, header: ContributionHeader) -> tuple[Counter[int], int]
 
 
 def is_new(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
-    """Return True if the contribution would be new; Problem where the round does not take it. Under the run's lock."""
+    """Return True if the contribution is not accepted yet; Problem if the round refuses it. Under the run's lock."""
     worker, round_, fragment = header.worker, header.round, header.fragment
     known = accepted_digest(run, worker, round_, fragment)
     if known is not None:
@@ -105,19 +107,21 @@ def is_new(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
     if run.ended:
         raise Problem("run-ended", f"the run {run.name} is {run.state}")
     if run.open is None or round_ != run.round:
-        raise Problem("round-not-open", f"round {round_} is not open: {standing(run)}")
+        raise Problem("round-not-open", f"round {round_} is not open: {status(run)}")
     return True
 
 
 def conflict(worker: str, round_: int, fragment: int, known: bytes, units: list[list[int]] | None) -> Problem:
-    """Say which units the contribution that stands was trained on: a worker that has lost its state since may have
-    trained on others."""
+    """Return the Problem for a contribution that differs from the accepted one, whose digest is `known`.
+
+    `units`: those of the accepted one. A worker that has lost its state since may have trained on others.
+    """
     detail = f"{worker} has already contributed to round {round_}, fragment {fragment}: digest {known.hex()}"
     return Problem("contribution-conflict", detail, units=units)
 
 
 def _units_of(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> list[list[int]] | None:
-    """The units of an accepted contribution, from its file; None where that was deleted or spoilt since."""
+    """Return the units of an accepted contribution, from its file; None if that is deleted or corrupt."""
     try:
         with PayloadFile(run.files.contribution(round_, fragment, worker, digest)) as payload:
             return payload.header.units if isinstance(payload.header, ContributionHeader) else None
@@ -126,7 +130,7 @@ def _units_of(run: LiveRun, worker: str, round_: int, fragment: int, digest: byt
 
 
 def accepted_digest(run: LiveRun, worker: str, round_: int, fragment: int) -> bytes | None:
-    """The digest of the contribution that was accepted. Under the run's lock."""
+    """Return the digest of the accepted contribution; None if there is none. Under the run's lock."""
     if run.open is not None and round_ == run.round:
         contributed = run.open.fragments[fragment].contributed.get(worker)
         return None if contributed is None else contributed.digest
@@ -135,8 +139,8 @@ def accepted_digest(run: LiveRun, worker: str, round_: int, fragment: int) -> by
     return None if row is None else row.digest
 
 
-def note_late(run: LiveRun, worker: str, round_: int, fragment: int) -> None:
-    """Let the round's record say who was late, and by how much."""
+def record_late(run: LiveRun, worker: str, round_: int, fragment: int) -> None:
+    """Record that the worker's contribution came late, and by how many seconds."""
     key = (run.id, round_, fragment, worker)
     with run.world.database.read() as session:
         row = session.get(FragmentRow, key[:3])
@@ -151,7 +155,7 @@ def note_late(run: LiveRun, worker: str, round_: int, fragment: int) -> None:
 
 
 def _share(run: LiveRun, round_: int, fragment: int) -> float:
-    """Which share of a past round's workers contributed to the fragment; 1 where its rows are gone by now."""
+    """Return the share of a past round's workers that contributed to the fragment; 1 if its rows are deleted."""
     with run.world.database.read() as session:
         row = session.get(FragmentRow, (run.id, round_, fragment))
         assigned = session.scalar(
@@ -163,16 +167,16 @@ def _share(run: LiveRun, round_: int, fragment: int) -> float:
 
 
 def await_step(run: LiveRun, round_: int, fragment: int) -> None:
-    """Wait while the coordinator steps to the state `round_`. Under the run's lock, which is free while it waits."""
+    """Wait until the coordinator has stepped to the state `round_`. Under the run's lock, released while waiting."""
     if not run.stepped.wait_for(lambda: run.outer[fragment][0] >= round_, timeout=STEP_WAIT_S):
         raise Problem("not-ready", f"the coordinator is still stepping fragment {fragment}", retry_after_s=1)
 
 
 def check_base(run: LiveRun, header: ContributionHeader) -> None:
-    """It was computed against the run's outer state. Under the run's lock."""
+    """Refuse it unless it was computed against the run's outer state. Under the run's lock."""
     base = run.outer[header.fragment][1]
     if header.base != base:
-        diverging.note(run, header.worker, header.round, header.fragment)
+        diverging.record(run, header.worker, header.round, header.fragment)
         raise Problem(
             "stale-base",
             f"computed against the state {header.base.hex()} of fragment {header.fragment}; state {header.round} is "

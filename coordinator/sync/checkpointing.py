@@ -1,7 +1,7 @@
 """Checkpoints of the coordinator's outer state: when one is due, and how it becomes durable, fragment by fragment.
 
-A checkpoint exists once all of its fragments do. It is due every `checkpoints.every_rounds` rounds, at the end, and
-when a run comes to rest (stopped, paused or drained), so that nothing is lost that the run has learned.
+A checkpoint is complete once all of its fragments are durable. One is due every `checkpoints.every_rounds` rounds, at
+the end, and when a run comes to rest (stopped, paused or drained), so that nothing is lost that the run has learned.
 """
 
 import os
@@ -20,43 +20,42 @@ from protocol.messages import CheckpointFragment, RunState
 RESTING = (RunState.STOPPED, RunState.PAUSED, RunState.DRAINING)
 
 
-def due(run: LiveRun, round_: int) -> bool:
-    """Whether the rule asks for a checkpoint of state `round_`."""
+def is_due(run: LiveRun, round_: int) -> bool:
+    """Return True if the run spec asks for a checkpoint of state `round_`."""
     return round_ % run.spec.checkpoints.every_rounds == 0 or round_ == run.spec.sync.rounds
 
 
-def at_rest(run: LiveRun) -> bool:
-    """Whether no round will change the state until the operator says so. Under the
-    run's lock."""
+def is_at_rest(run: LiveRun) -> bool:
+    """Return True if no round will change the state before the operator lets one. Under the run's lock."""
     return run.state is RunState.STOPPED or (run.state in RESTING and run.open is None)
 
 
-def owed_at_rest(run: LiveRun, fragment: int) -> bool:
-    """Whether the run has come to rest at the state of `fragment`, and that is not in a checkpoint yet. Under the
+def is_due_at_rest(run: LiveRun, fragment: int) -> bool:
+    """Return True if the run has come to rest at the state of `fragment`, and no checkpoint has that yet. Under the
     run's lock."""
     round_, _ = run.outer[fragment]
-    if not at_rest(run) or round_ != run.round:
+    if not is_at_rest(run) or round_ != run.round:
         return False
     with run.world.database.read() as session:
         return session.get(CheckpointFragmentRow, (run.id, round_, fragment)) is None
 
 
-def keep_at_rest(run: LiveRun, fragment: int) -> None:
-    """Checkpoint the state at which the run has come to rest, unless that was done."""
+def checkpoint_at_rest(run: LiveRun, fragment: int) -> None:
+    """Checkpoint the state of `fragment` at which the run has come to rest, if `is_due_at_rest`."""
     with run.lock:
         round_, state_digest = run.outer[fragment]
-        if not owed_at_rest(run, fragment):
+        if not is_due_at_rest(run, fragment):
             return
-    keep_fragment(run, round_, fragment, run.files.state(fragment, round_), state_digest)
+    write_fragment(run, round_, fragment, run.files.state(fragment, round_), state_digest)
     with run.lock:
         with run.change() as change:
-            completed = complete(change, round_)
+            completed = record_if_complete(change, round_)
         if completed:
             retention.clean(run)
 
 
-def keep_fragment(run: LiveRun, round_: int, fragment: int, state: Path, state_digest: bytes) -> CheckpointFragmentRow:
-    """Make one fragment of a checkpoint durable, file first, then row."""
+def write_fragment(run: LiveRun, round_: int, fragment: int, state: Path, state_digest: bytes) -> CheckpointFragmentRow:
+    """Add one fragment to a checkpoint durably: first its file, then its row. `state`: its state file."""
     temporary = run.world.data.incoming()
     link(state, temporary)
     try:
@@ -72,10 +71,10 @@ def keep_fragment(run: LiveRun, round_: int, fragment: int, state: Path, state_d
         )
 
 
-def complete(change: Change, round_: int) -> bool:
-    """The checkpoint exists once all of its fragments do; whether that is now. Then older ones may go.
+def record_if_complete(change: Change, round_: int) -> bool:
+    """Record the checkpoint if its last fragment has just become durable; return True if so: older ones may be deleted.
 
-    In the transaction of the step, or a crash between the two would leave the last checkpoint incomplete for ever.
+    In the same transaction as the step, or a crash between the two would leave the last checkpoint incomplete for ever.
     """
     run, session = change.run, change.session
     rows = session.scalars(
@@ -92,6 +91,7 @@ def complete(change: Change, round_: int) -> bool:
 
 
 def describe(row: CheckpointFragmentRow, layout: Layout) -> CheckpointFragment:
+    """Return what the REST interface shows of the row."""
     return CheckpointFragment(
         fragment=row.fragment,
         elements=layout.elements[row.fragment],
@@ -102,6 +102,6 @@ def describe(row: CheckpointFragmentRow, layout: Layout) -> CheckpointFragment:
 
 
 def link(source: Path, target: Path) -> None:
-    """A second name for an immutable file; nothing is copied."""
+    """Give an immutable file a second name; nothing is copied."""
     target.unlink(missing_ok=True)
     os.link(source, target)

@@ -1,7 +1,7 @@
 """Accepting a contribution: check it, make it durable, and only then acknowledge it.
 
-Acknowledged means: it will be in the delta. The file is durable before its row is committed, and the row is committed
-before the answer goes out; a refused upload leaves neither. Files become durable side by side; rows that wait for the
+What is acknowledged will be in the delta. The file is durable before its row is committed, and the row is committed
+before the answer is sent; a refused upload leaves neither. Files become durable in parallel; rows that wait for the
 lock at the same time are committed together.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from sqlalchemy import bindparam, insert, update
 
-from coordinator.runs.live_run import Arrival, Change, Contributed, LiveRun, OpenRound
+from coordinator.runs.live_run import AcceptedContribution, Arrival, Change, LiveRun, OpenRound
 from coordinator.runs.units import consume_units
 from coordinator.store.files import Body, make_durable
 from coordinator.store.tables import ContributionRow, RunRow, WorkerRow
@@ -19,7 +19,8 @@ from protocol.fragments import Layout
 from protocol.messages import ContributionReply
 from protocol.wire import ContributionHeader
 
-# Statements, not objects of the session: a run's row has the whole layout in it, and most of a round is these.
+# Core statements, not objects of the session: they are most of a round's work, and loading a run's row would load its
+# whole layout.
 _INSERT = insert(ContributionRow)
 _COUNT_RUN = (
     update(RunRow)
@@ -38,7 +39,7 @@ _COUNT_WORKER = (
 
 
 def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, body: Body) -> ContributionReply:
-    """Accept the contribution, or raise Problem or WireError. The caller deletes the body's file."""
+    """Accept the contribution in `body`, or raise Problem or WireError. The caller deletes the body's file."""
     with body.payload() as payload:
         header = payload.header
         if not isinstance(header, ContributionHeader):
@@ -49,13 +50,13 @@ def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int
         created = _accept(run, header, body)
     except Problem as problem:
         if problem.slug == "round-closed":
-            checking.note_late(run, worker, round_, fragment)
+            checking.record_late(run, worker, round_, fragment)
         raise
     return ContributionReply(round=round_, fragment=fragment, digest=body.digest.hex(), created=created)
 
 
 def _accept(run: LiveRun, header: ContributionHeader, body: Body) -> bool:
-    """Make it durable and commit it, unless that was done; whether it is new."""
+    """Make the contribution durable and commit it; return False if it was accepted before."""
     with run.lock:  # refuse before it costs an fsync
         if not checking.is_new(run, header, body.digest):
             return False
@@ -69,7 +70,7 @@ def _accept(run: LiveRun, header: ContributionHeader, body: Body) -> bool:
     arrival = Arrival(header, file, body.digest, body.size, body.content)
     run.arrivals.append(arrival)
     with run.lock:
-        if not arrival.looked_at:
+        if not arrival.processed:
             _commit_arrivals(run)
     if arrival.error is not None:
         raise arrival.error
@@ -77,8 +78,8 @@ def _accept(run: LiveRun, header: ContributionHeader, body: Body) -> bool:
 
 
 def _commit_arrivals(run: LiveRun) -> None:
-    """Commit all that is durable, with one transaction and so one fsync: whoever gets the lock does it for everybody
-    who waits for it. One that is refused does not touch the others. Under the run's lock."""
+    """Commit all arrivals in one transaction, and so with one fsync: whoever gets the lock does it for all who wait for
+    it. Refusing one does not affect the others. Under the run's lock."""
     arrivals: list[Arrival] = []
     while run.arrivals:
         arrivals.append(run.arrivals.popleft())
@@ -94,8 +95,8 @@ def _commit_arrivals(run: LiveRun) -> None:
         raise
     finally:
         for arrival in arrivals:
-            _tidy(run, arrival)
-            arrival.looked_at = True
+            _delete_if_refused(run, arrival)
+            arrival.processed = True
 
 
 def _accept_all(change: Change, opening: OpenRound, due: Sequence[Arrival]) -> None:
@@ -118,7 +119,7 @@ def _accept_all(change: Change, opening: OpenRound, due: Sequence[Arrival]) -> N
         for arrival in accepted:
             header = arrival.header
             fragment = opening.fragments[header.fragment]
-            fragment.contributed[header.worker] = Contributed(header.tokens, arrival.digest)
+            fragment.contributed[header.worker] = AcceptedContribution(header.tokens, arrival.digest)
             if arrival.content is not None:
                 fragment.contents[header.worker] = arrival.content
             arrival.created = True
@@ -127,7 +128,7 @@ def _accept_all(change: Change, opening: OpenRound, due: Sequence[Arrival]) -> N
 
 
 def _is_first(arrival: Arrival, accepted: Sequence[Arrival]) -> bool:
-    """Return True if this very transaction has not accepted it already; Problem if it has another in its place."""
+    """Return True if this transaction has not accepted the same yet. Problem if it has accepted another instead."""
     header = arrival.header
     for each in accepted:
         if (each.header.worker, each.header.fragment) == (header.worker, header.fragment):
@@ -138,7 +139,7 @@ def _is_first(arrival: Arrival, accepted: Sequence[Arrival]) -> bool:
 
 
 def _is_due(run: LiveRun, arrival: Arrival) -> bool:
-    """Return True if it is to be committed: much may have happened since it was looked at first."""
+    """Return True if it is to be committed. It is checked again, because the round may have closed meanwhile."""
     try:
         if not checking.is_new(run, arrival.header, arrival.digest):
             return False
@@ -150,8 +151,8 @@ def _is_due(run: LiveRun, arrival: Arrival) -> bool:
     return True
 
 
-def _tidy(run: LiveRun, arrival: Arrival) -> None:
-    """Delete the file of what was refused. Two uploads of one contribution share a file: what is committed stays."""
+def _delete_if_refused(run: LiveRun, arrival: Arrival) -> None:
+    """Delete the file of a refused contribution, unless the accepted one is the same: then the two share the file."""
     header = arrival.header
     if (
         arrival.error is not None
@@ -163,9 +164,9 @@ def _tidy(run: LiveRun, arrival: Arrival) -> None:
 def _consume(
     change: Change, opening: OpenRound, header: ContributionHeader, consumed: dict[str, list[list[int]]]
 ) -> int:
-    """Consume the units; how many of them for the first time. The fragments of one contribution name the same ones.
+    """Consume the units and return how many were not consumed before. A worker's fragments name the same units.
 
-    `consumed`: as `OpenRound.consumed`, by the same transaction.
+    `consumed`: as `OpenRound.consumed`, of this transaction.
     """
     if header.units in (opening.consumed.get(header.worker), consumed.get(header.worker)):
         return 0
@@ -176,7 +177,7 @@ def _consume(
 
 
 def _insert(change: Change, accepted: Sequence[Arrival]) -> None:
-    """The rows of the contributions, in the transaction that consumed their units."""
+    """Insert the rows of the contributions, in the transaction that consumes their units."""
     run = change.run
     rows = [
         {
@@ -198,7 +199,7 @@ def _insert(change: Change, accepted: Sequence[Arrival]) -> None:
 
 
 def _count(change: Change, opening: OpenRound, accepted: Sequence[Arrival], units: Sequence[int]) -> None:
-    """Add up what the run and its workers have brought. `units`: how many each has consumed."""
+    """Add the contributions to the counts of the run and its workers. `units`: how many each has consumed."""
     run = change.run
     known = {worker for fragment in opening.fragments for worker in fragment.contributed}
     counts = []
@@ -208,7 +209,7 @@ def _count(change: Change, opening: OpenRound, accepted: Sequence[Arrival], unit
             {
                 "of_run": run.id,
                 "of_worker": worker,
-                "more_contributions": int(worker not in known),  # one contribution, whatever its parts
+                "more_contributions": int(worker not in known),  # counts once per round, not per fragment
                 "more_tokens": consumed * run.spec.unit_tokens,
                 "more_bytes": arrival.size,
             }

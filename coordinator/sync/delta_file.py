@@ -1,4 +1,4 @@
-"""The file of a delta: made of the contributions, and made again, byte for byte, where the disk has spoilt it."""
+"""The file of a delta: made from the contributions, and made again, byte for byte, if it is corrupt on disk."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from coordinator.runs.live_run import Contributed, LiveRun
-from coordinator.store.files import HashedPayloadFile, Memory, PayloadFile, intact, make_durable
+from coordinator.runs.live_run import AcceptedContribution, LiveRun
+from coordinator.store.files import HashedPayloadFile, PayloadFile, ReadBuffer, has_digest, make_durable
 from coordinator.store.tables import ContributionRow, FragmentRow
 from coordinator.sync import retention
 from coordinator.sync.aggregating import aggregate
@@ -19,7 +19,7 @@ from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, Delta
 
 
 class ContributionsLost(OuterstepError):
-    """The disk no longer has the contributions of `workers` as they were acknowledged."""
+    """Raised when the disk no longer has the contributions of `workers` as they were acknowledged."""
 
     def __init__(self, workers: list[str]) -> None:
         super().__init__(f"the disk has lost the contribution of {', '.join(workers)}")
@@ -28,7 +28,7 @@ class ContributionsLost(OuterstepError):
 
 @dataclass(frozen=True)
 class DeltaFile:
-    """A delta in a new file under `incoming/`, not yet durable, and in memory."""
+    """A delta in a new file under `incoming/`, not yet durable, and in memory as `content`."""
 
     path: Path
     digest: bytes
@@ -39,16 +39,16 @@ def write_delta(
     run: LiveRun,
     round_: int,
     fragment: int,
-    contributed: Mapping[str, Contributed],
+    contributed: Mapping[str, AcceptedContribution],
     contents: Mapping[str, memoryview],
     base: bytes,
 ) -> DeltaFile:
-    """Aggregate the contributions. Those that are not in memory, as `contents` are, are read once, and their digests
-    checked on the way. Raises ContributionsLost.
+    """Aggregate the contributions into a delta file. Raises ContributionsLost.
 
-    The same contributions and `base` give the same bytes.
+    Those whose payload is in `contents` come from memory; the files of the others are read once, and their digests
+    checked in passing. The same contributions and `base` always give the same bytes.
     """
-    in_order, memory = sorted(contributed.items()), Memory()
+    in_order, buffer = sorted(contributed.items()), ReadBuffer()
     files: dict[str, HashedPayloadFile] = {}
     try:
         with ExitStack() as stack:
@@ -58,11 +58,11 @@ def write_delta(
                     payloads.append((Payload.from_bytes(contents[worker]), each.tokens))
                     continue
                 path = run.files.contribution(round_, fragment, worker, each.digest)
-                files[worker] = stack.enter_context(HashedPayloadFile(path, memory))
+                files[worker] = stack.enter_context(HashedPayloadFile(path, buffer))
                 payloads.append((files[worker], each.tokens))
             frames = aggregate(payloads, run.spec.sync.download_codec, zstd=run.spec.sync.zstd)
             lost = [worker for worker, file in files.items() if not file.is_intact(contributed[worker].digest)]
-    except (OSError, WireError, ValueError, LookupError):  # a file is gone, unreadable, or not what it was
+    except (OSError, WireError, ValueError, LookupError):  # a file is missing, unreadable or corrupt
         lost = lost_contributions(run, round_, fragment, contributed)
         if not lost:
             raise
@@ -81,7 +81,7 @@ def write_delta(
             contributors=[Contributor(worker=worker, tokens=each.tokens) for worker, each in in_order],
         )
     )
-    content = _joined([head, *frames])
+    content = _concatenate([head, *frames])
     temporary = run.world.data.incoming()
     try:
         write_new(temporary, content)
@@ -91,32 +91,35 @@ def write_delta(
     return DeltaFile(temporary, digest(content), content)
 
 
-def _joined(pieces: Sequence[Buffer]) -> memoryview:
-    content, start = aligned(sum(len(piece) for piece in pieces)), 0
-    for piece in pieces:
-        content[start : start + len(piece)] = memoryview(piece).cast("B")
-        start += len(piece)
+def _concatenate(parts: Sequence[Buffer]) -> memoryview:
+    content, start = aligned(sum(len(part) for part in parts)), 0
+    for part in parts:
+        content[start : start + len(part)] = memoryview(part).cast("B")
+        start += len(part)
     return content
 
 
-def lost_contributions(run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, Contributed]) -> list[str]:
-    """The workers whose contribution's file is gone, or is no longer what was acknowledged; in order."""
+def lost_contributions(
+    run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, AcceptedContribution]
+) -> list[str]:
+    """Return, in worker-id order, the workers whose contribution's file is missing or corrupt."""
     return [
         worker
         for worker, each in sorted(contributed.items())
-        if not intact(run.files.contribution(round_, fragment, worker, each.digest), each.digest)
+        if not has_digest(run.files.contribution(round_, fragment, worker, each.digest), each.digest)
     ]
 
 
 def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
-    """Whether the published delta's file is sound, if need be made again from the contributions.
+    """Check the published delta's file; if it is corrupt, make it again from the contributions.
 
-    Where they are gone it is deleted: then a checkpoint covers it, and workers that would need it are told so.
+    Returns False if that is impossible. Then the file is deleted: a checkpoint covers its round, and workers that ask
+    for it are sent there.
     """
     with run.world.database.read() as session:
         row = session.get(FragmentRow, (run.id, round_, fragment))
     path = run.files.delta(round_, fragment)
-    if row is None or row.delta_digest is None or intact(path, row.delta_digest):
+    if row is None or row.delta_digest is None or has_digest(path, row.delta_digest):
         return True
     with run.world.database.read() as session:
         contributions = session.scalars(
@@ -125,10 +128,10 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
             )
         ).all()
     with run.lock:
-        if not retention.keeps_delta(run, round_) or (round_, fragment) in run.spoilt:
-            return False  # the retention rule has deleted it meanwhile; or this was told before
+        if not retention.keeps_delta(run, round_) or (round_, fragment) in run.lost_deltas:
+            return False  # deleted by the retention rule meanwhile, or recorded before
     contributed = {
-        each.worker: Contributed(each.tokens, each.digest)
+        each.worker: AcceptedContribution(each.tokens, each.digest)
         for each in contributions
         if each.worker in (row.contributors or {})
     }
@@ -137,7 +140,7 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
     )
     if not mended:
         path.unlink(missing_ok=True)
-        run.spoilt.add((round_, fragment))
+        run.lost_deltas.add((round_, fragment))
     where = f"the delta of round {round_}, fragment {fragment}"
     with run.change() as change:
         if mended:
@@ -150,14 +153,14 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
 
 
 def _make_again(
-    run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, Contributed], expected: bytes
+    run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, AcceptedContribution], expected: bytes
 ) -> bool:
     if not contributed or lost_contributions(run, round_, fragment, contributed):
         return False
     worker, first = min(contributed.items())
     with PayloadFile(run.files.contribution(round_, fragment, worker, first.digest)) as payload:
         assert isinstance(payload.header, ContributionHeader)
-        base = payload.header.base  # the run's state of that round, or it had been refused
+        base = payload.header.base  # the run's state of that round: another one is refused
     delta = write_delta(run, round_, fragment, contributed, {}, base)
     try:
         if delta.digest == expected:

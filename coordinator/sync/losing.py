@@ -1,19 +1,19 @@
-"""When the disk has lost an acknowledged contribution: its fragment collects again, and its worker sends it again.
+"""The loss of an acknowledged contribution by the disk: its fragment collects again, and its worker sends it again.
 
-The one promise that a coordinator without redundancy cannot keep by itself: what was acknowledged is in memory of the
-worker until the round is over, so the worker is asked for it (`contribution-lost`).
+A coordinator without redundancy cannot recover it by itself. But the worker holds what was acknowledged in memory until
+the round is over, so it is asked for it (`contribution-lost`).
 """
 
 from sqlalchemy import select
 
 from coordinator.runs.live_run import Change, LiveRun, OpenRound
 from coordinator.runs.rounds import advance
-from coordinator.runs.units import lose_units
+from coordinator.runs.units import unconsume_units
 from coordinator.store.tables import ContributionRow, FragmentRow
 
 
 def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: list[str]) -> None:
-    """Forget the contributions of `workers` to fragment `index` and collect again."""
+    """Remove the contributions of `workers` to fragment `index`, and let it collect again."""
     fragment, round_ = opening.fragments[index], opening.number
     with run.change() as change:
         session, collecting = change.session, advance(fragment.state, "contribution lost")
@@ -29,7 +29,7 @@ def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: li
                 lost = fragment.contributed.pop(worker)
                 run.files.contribution(round_, index, worker, lost.digest).unlink(missing_ok=True)
             fragment.state, fragment.quorum_at = collecting, None
-            opening.settled.clear()
+            opening.without_earlier_units.clear()
             opening.consumed.clear()
 
         change.then(apply)
@@ -37,7 +37,8 @@ def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: li
 
 
 def _forget(change: Change, row: ContributionRow) -> None:
-    """Delete the row and what was counted of it; the units are held again once no fragment has any trace of them."""
+    """Delete the row and subtract it from the counts. With the worker's last row of the round, its units are no longer
+    consumed."""
     run, session, run_row = change.run, change.session, change.row
     worker = change.worker_row(row.worker)
     worker.upload_bytes -= row.size
@@ -54,7 +55,7 @@ def _forget(change: Change, row: ContributionRow) -> None:
         .limit(1)
     ).first()
     if others is None:
-        units = lose_units(session, run.id, row.worker, row.round, live=row.worker in run.members.leases)
+        units = unconsume_units(session, run.id, row.worker, row.round, live=row.worker in run.members.leases)
         run_row.tokens -= units * run.spec.unit_tokens
         worker.contributions -= 1
         worker.tokens -= units * run.spec.unit_tokens

@@ -1,7 +1,7 @@
 """The coordinator's own outer state.
 
-After a delta is published, the coordinator takes the same outer step as every worker, by the same decoded bytes. The
-state is derived (a checkpoint and the deltas after it give it again), so it need not be fsynced.
+After a round, the coordinator takes the same outer step as every worker, by the same decoded delta. The state can be
+derived again from a checkpoint and the deltas after it, so it need not be fsynced.
 """
 
 import logging
@@ -14,7 +14,7 @@ from sqlalchemy import select
 
 from coordinator.runs.bell import EVENTS
 from coordinator.runs.live_run import Change, LiveRun
-from coordinator.store.files import PayloadFile, intact
+from coordinator.store.files import PayloadFile, has_digest
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, OuterStateRow
 from coordinator.sync import checkpointing, retention
 from coordinator.sync.delta_file import mend_delta
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def catch_up(run: LiveRun, fragment: int) -> None:
-    """Take the outer steps of `fragment` by the rounds that are over and that the coordinator has not taken yet.
+    """Take the outer steps of `fragment` for all rounds that are over.
 
-    Not before the round is over: until then, aggregating its other fragments is what workers wait for. Raises
-    OuterstepError where the disk has lost what a step needs.
+    A step waits for the end of its round, because until then workers wait for its other fragments to be aggregated.
+    Raises OuterstepError if the disk has lost what a step needs.
     """
     while run.outer[fragment][0] < run.round:
         before = run.outer[fragment][0]
@@ -40,19 +40,19 @@ def catch_up(run: LiveRun, fragment: int) -> None:
 
 
 def _step(run: LiveRun, fragment: int) -> None:
-    """One outer step, by the delta of the round that the state belongs to."""
+    """Take one outer step, by the delta of the state's round."""
     before = run.outer[fragment][0]
     after = before + 1
     target = run.files.state(fragment, after)
     digest = step_file(run, fragment, before, run.files.state(fragment, before), target)
-    checkpointed = checkpointing.due(run, after)
+    checkpointed = checkpointing.is_due(run, after)
     if checkpointed:
-        checkpointing.keep_fragment(run, after, fragment, target, digest)
+        checkpointing.write_fragment(run, after, fragment, target, digest)
     with run.lock:
         with run.change() as change:
             row = change.session.get_one(OuterStateRow, (run.id, fragment))
             row.round, row.state_digest = after, digest
-            completed = checkpointed and checkpointing.complete(change, after)
+            completed = checkpointed and checkpointing.record_if_complete(change, after)
             change.then(partial(_set, run, fragment, (after, digest)))
             change.wake(EVENTS)
         if completed:
@@ -65,20 +65,21 @@ def _set(run: LiveRun, fragment: int, state: tuple[int, bytes]) -> None:
 
 
 def step_file(run: LiveRun, fragment: int, before: int, source: Path, target: Path) -> bytes:
-    """Write the state after round `before` into `target`; `source` is the state before it. Its state digest."""
+    """Step state `before` in `source` by that round's delta into the file `target`; return the new state's digest."""
     with StateReader(source) as state, _delta(run, before, fragment) as delta:
         chunks = stepped(state, delta, run.spec.outer)
         return write_state(target, run.name, before + 1, fragment, state.elements, chunks)
 
 
 def _recent_delta(run: LiveRun, round_: int, fragment: int) -> memoryview | None:
-    """The published delta, where it is in memory still."""
+    """Return the published delta if it is still in memory, else None."""
     digest = run.deltas.get((round_, fragment))
     return None if digest is None else run.world.room.delta(digest)
 
 
 @contextmanager
 def _delta(run: LiveRun, round_: int, fragment: int) -> Iterator[Payload]:
+    """Open the published delta, from memory if it is still there."""
     content = _recent_delta(run, round_, fragment)
     if content is not None:
         yield Payload.from_bytes(content)
@@ -87,8 +88,8 @@ def _delta(run: LiveRun, round_: int, fragment: int) -> Iterator[Payload]:
             yield delta
 
 
-def begin(change: Change, digests: list[bytes]) -> None:
-    """Make state 0, whose files are there, the outer state."""
+def set_state_0(change: Change, digests: list[bytes]) -> None:
+    """Make state 0, whose files are in place, the outer state. `digests`: its state digests, by fragment."""
     run = change.run
     for fragment, digest in enumerate(digests):
         change.session.add(OuterStateRow(run_id=run.id, fragment=fragment, round=0, state_digest=digest))
@@ -96,16 +97,16 @@ def begin(change: Change, digests: list[bytes]) -> None:
 
 
 def copy_checkpoint(run: LiveRun, round_: int, fragments: int) -> None:
-    """Make the files of checkpoint `round_` the current outer state."""
+    """Make the files of checkpoint `round_` the files of the outer state."""
     for fragment in range(fragments):
         checkpointing.link(run.files.checkpoint(round_, fragment), run.files.state(fragment, round_))
 
 
 def restore(run: LiveRun) -> None:
-    """After a start: bring the outer state to where the published deltas say it is.
+    """After a start, bring the outer state to that of the open or next round.
 
-    A state file that is missing or not what its digest says (it was not fsynced) is derived again from the newest
-    checkpoint that is sound; then the deltas that were published meanwhile are applied.
+    A state file that is missing or corrupt (it was not fsynced) is derived again from the newest intact checkpoint;
+    then the steps by the deltas after it are taken.
     """
     with run.world.database.read() as session:
         seeded = session.scalars(select(CheckpointRow.round).where(CheckpointRow.run_id == run.id).limit(1)).all()
@@ -117,10 +118,10 @@ def restore(run: LiveRun) -> None:
     run.outer = [(row.round, row.state_digest) for row in rows]
     try:
         for fragment, (round_, digest) in enumerate(run.outer):
-            if not holds(run.files.state(fragment, round_), digest):
+            if not has_state_digest(run.files.state(fragment, round_), digest):
                 _go_back_to_checkpoint(run, fragment)
             catch_up(run, fragment)
-    except (OuterstepError, OSError) as error:  # of this run; the others are served, and this one says what it needs
+    except (OuterstepError, OSError) as error:  # the other runs are served, and this one says what it needs
         logger.exception("%s: the outer state cannot be restored", run.name)
         run.damage = str(error)
         return
@@ -131,7 +132,7 @@ def restore(run: LiveRun) -> None:
 
 
 def _go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None:
-    """Make the newest sound checkpoint of `fragment`, of a state later than `after`, its outer state."""
+    """Make the newest intact checkpoint of `fragment`, of a state later than `after`, its outer state."""
     with run.world.database.read() as session:
         saved = session.scalars(
             select(CheckpointFragmentRow)
@@ -147,8 +148,8 @@ def _go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None
             )
             .order_by(CheckpointFragmentRow.round.desc())
         ).all()
-    sound = (each for each in saved if intact(run.files.checkpoint(each.round, fragment), each.digest))
-    checkpoint = next(sound, None)
+    intact = (each for each in saved if has_digest(run.files.checkpoint(each.round, fragment), each.digest))
+    checkpoint = next(intact, None)
     if checkpoint is None:
         raise OuterstepError(
             f"no checkpoint of fragment {fragment} that could give its state again is sound on disk; restore the "
@@ -163,8 +164,8 @@ def _go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None
         change.then(partial(_set, run, fragment, (round_, checkpoint.state_digest)))
 
 
-def holds(path: Path, state_digest: bytes) -> bool:
-    """Whether the state file is there and has this state digest."""
+def has_state_digest(path: Path, state_digest: bytes) -> bool:
+    """Return True if the state file is there and has this state digest."""
     try:
         with StateReader(path) as state:
             return state.state_digest() == state_digest

@@ -1,7 +1,7 @@
 """Publishing: aggregate the fragments that are closed, publish their deltas, then step the outer state.
 
-A job of its own, on another thread, works on each fragment. Everything in it is deterministic and leaves nothing
-half-done, so after any fault it is simply done again.
+Each fragment has a job of its own, on another thread. All that it does is deterministic and leaves nothing half done,
+so after any fault it is simply done again.
 """
 
 import logging
@@ -11,7 +11,7 @@ from coordinator.runs.bell import delta_of
 from coordinator.runs.epochs import check_epochs
 from coordinator.runs.live_run import LiveRun, OpenRound
 from coordinator.runs.rounds import advance
-from coordinator.runs.units import tidy
+from coordinator.runs.units import merge_adjacent
 from coordinator.store.database import disk_is_full
 from coordinator.store.files import make_durable
 from coordinator.store.tables import FragmentRow, RoundRow
@@ -26,8 +26,8 @@ RETRY_S = 5.0
 
 
 def start_due(run: LiveRun) -> None:
-    """Begin a job for each fragment that has something to be done and none at work; after a fault, a while later. Under
-    the run's lock."""
+    """Begin a job for each fragment that has work and no job yet; after a fault, only RETRY_S later. Under the run's
+    lock."""
     if run.damage is not None:
         return
     jobs, now = run.jobs, run.world.clock()
@@ -41,31 +41,31 @@ def start_due(run: LiveRun) -> None:
 def _is_due(run: LiveRun, index: int) -> bool:
     """Return True if fragment `index` is to be aggregated, stepped or checkpointed."""
     behind = run.outer[index][0] != run.round
-    return behind or _aggregating(run, index) is not None or checkpointing.owed_at_rest(run, index)
+    return behind or _aggregating(run, index) is not None or checkpointing.is_due_at_rest(run, index)
 
 
 def _aggregating(run: LiveRun, index: int) -> OpenRound | None:
-    """The open round if its fragment `index` is to be aggregated."""
+    """Return the open round if its fragment `index` is to be aggregated, else None."""
     aggregating = run.open is not None and run.open.fragments[index].state is FragmentState.AGGREGATING
     return run.open if aggregating and run.state is not RunState.STOPPED else None
 
 
 def _job(run: LiveRun, index: int) -> None:
-    """Step and publish fragment `index` until nothing is left to do."""
+    """Step, checkpoint and publish fragment `index` until nothing is left to do."""
     try:
         while True:
             outer_state.catch_up(run, index)
-            checkpointing.keep_at_rest(run, index)
+            checkpointing.checkpoint_at_rest(run, index)
             with run.lock:
                 opening = _aggregating(run, index)
                 if opening is None and not _is_due(run, index):
                     run.jobs.faults.pop(index, None)
                     run.jobs.retry_at.pop(index, None)
-                    run.jobs.running.discard(index)  # under the same lock as the look: no later work is missed
+                    run.jobs.running.discard(index)  # under the same lock as the check: no later work is missed
                     return
             if opening is not None:
                 _publish(run, opening, index)
-    except Exception as error:  # the job's thread has nobody to tell but the log and the events
+    except Exception as error:  # nobody awaits the job: the log and the events say it
         with run.lock:
             run.jobs.running.discard(index)
             run.jobs.retry_at[index] = run.world.clock() + RETRY_S
@@ -82,7 +82,7 @@ def _job(run: LiveRun, index: int) -> None:
 
 
 def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
-    """Aggregate fragment `index` into its durable delta; or collect again what the disk has lost of it."""
+    """Aggregate fragment `index` into a durable delta and publish it; or collect again what the disk has lost of it."""
     fragment = opening.fragments[index]
     with run.lock:
         contributed, contents, base = dict(fragment.contributed), dict(fragment.contents), run.outer[index][1]
@@ -98,12 +98,12 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
         make_durable(delta.path, run.files.delta(opening.number, index))
     finally:
         delta.path.unlink(missing_ok=True)
-    run.world.room.keep(delta.digest, delta.content)
+    run.world.room.add_delta(delta.digest, delta.content)
     _record_delta(run, opening, index, len(delta.content), delta.digest, aggregated_at)
 
 
 def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, digest: bytes, aggregated_at: float) -> None:
-    """Publish: from here on the delta never changes. The last fragment ends the round."""
+    """Publish the durable delta, which never changes again. The last fragment of a round ends it."""
     round_, fragment = opening.number, opening.fragments[index]
     with run.change() as change:
         if run.state is RunState.STOPPED:  # while the delta was made
@@ -118,7 +118,7 @@ def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, diges
         if last:
             session.get_one(RoundRow, (run.id, round_)).closed_at = now
             change.row.round = round_ + 1
-            tidy(session, run.id, round_ + 1)
+            merge_adjacent(session, run.id, round_ + 1)
             change.record("round-published", f"round {round_} is published: {fragment.reason}", round=round_)
             check_epochs(change)
             if finished:

@@ -5,7 +5,7 @@ always come from there to the present; the delta that led to the newest one stay
 fetching it. Contributions go once the newest checkpoint covers them.
 
 Rows. Of the last `retention.rounds` rounds, and of every round that has a delta, each contribution, assignment and
-report is kept; of older rounds their sums. `retention.events` events are kept.
+report stays; of older rounds only their sums. The newest `retention.events` events stay.
 """
 
 from sqlalchemy import case, delete, func, select
@@ -24,11 +24,11 @@ from coordinator.store.tables import (
     RoundRow,
 )
 
-EVENTS_SLACK = 500  # events above the limit that cost no deletion yet
+EVENTS_SLACK = 500  # so many events above the limit are not worth a deletion yet
 
 
-def kept_checkpoints(run: LiveRun) -> list[int]:
-    """The complete checkpoints, newest first."""
+def complete_checkpoints(run: LiveRun) -> list[int]:
+    """Return the rounds of the complete checkpoints, newest first."""
     with run.world.database.read() as session:
         return list(
             session.scalars(
@@ -38,19 +38,20 @@ def kept_checkpoints(run: LiveRun) -> list[int]:
 
 
 def first_delta(kept: list[int]) -> int:
-    """The oldest round whose delta is kept. `kept`: the checkpoints that are, newest first."""
+    """Return the oldest round whose delta is kept. `kept`: the rounds of the kept checkpoints, newest first."""
     return min(kept[-1], kept[0] - 1)
 
 
 def keeps_delta(run: LiveRun, round_: int) -> bool:
-    kept = kept_checkpoints(run)[: run.spec.checkpoints.keep]
+    """Return True if the rule keeps the deltas of `round_`."""
+    kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
     return not kept or round_ >= first_delta(kept)
 
 
 def clean(run: LiveRun) -> None:
-    """Delete what the rule no longer keeps; rows first, so that no row names a missing file."""
+    """Delete what the rule does not keep; rows first, so that no row names a missing file."""
     with run.lock:
-        kept = kept_checkpoints(run)[: run.spec.checkpoints.keep]
+        kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
         oldest_delta = first_delta(kept)
         with run.change() as change:
             for table in (CheckpointRow, CheckpointFragmentRow):
@@ -65,7 +66,7 @@ def clean(run: LiveRun) -> None:
 
 
 def _forget_history(run: LiveRun, session: Session, before: int) -> None:
-    """Of rounds before `before`, keep the sums only."""
+    """Replace the rows of rounds before `before` by their sums."""
     rows = session.scalars(
         select(RoundRow).where(RoundRow.run_id == run.id, RoundRow.round < before, RoundRow.tokens.is_(None))
     ).all()
@@ -79,9 +80,9 @@ def _forget_history(run: LiveRun, session: Session, before: int) -> None:
 
 
 def sums(session: Session, run_id: int, round_: int) -> tuple[int, float | None, int, int]:
-    """Of one round's rows: tokens, mean training loss weighted by them, bytes of contributions, bytes of deltas."""
+    """Return of one round: tokens, mean training loss weighted by them, bytes of contributions, bytes of deltas."""
     key = (ContributionRow.run_id == run_id, ContributionRow.round == round_)
-    per_worker = (  # the fragments of one contribution tell the same
+    per_worker = (  # every fragment's row of a worker has the same tokens and loss
         select(func.max(ContributionRow.tokens).label("tokens"), func.max(ContributionRow.loss).label("loss"))
         .where(*key)
         .group_by(ContributionRow.worker)
@@ -98,7 +99,7 @@ def sums(session: Session, run_id: int, round_: int) -> tuple[int, float | None,
 
 
 def latest(session: Session, run_id: int, round_: int) -> tuple[float | None, float | None, float | None]:
-    """When the last of one round's fragments had its quorum, was closed, was aggregated; None before."""
+    """Return when the last of one round's fragments had its quorum, was closed, and was aggregated; None before."""
     columns = (FragmentRow.quorum_at, FragmentRow.closed_at, FragmentRow.aggregated_at)
     query = select(*(case((func.count(each) == func.count(), func.max(each))) for each in columns))
     quorum_at, collected_at, aggregated_at = session.execute(
@@ -108,7 +109,7 @@ def latest(session: Session, run_id: int, round_: int) -> tuple[float | None, fl
 
 
 def trim_events(run: LiveRun) -> None:
-    """Delete the oldest events above the limit, once a few hundred are."""
+    """Delete the oldest events above the limit, once there may be a few hundred of them."""
     if run.events_recorded < EVENTS_SLACK:
         return
     with run.change() as change:

@@ -19,8 +19,11 @@ from protocol.messages import CheckpointFragment
 def accept_state(
     run: LiveRun, layout: Layout, worker: str, fragment: int, upload: Path
 ) -> tuple[CheckpointFragment, bool]:
-    """Accept an uploaded fragment of state 0; whether it is new. WireError for bytes that are not such a payload,
-    Problem `invalid-payload` where it is another one or its momentum is not +0."""
+    """Accept an uploaded fragment of state 0; return it, and True if it is new.
+
+    Raises WireError if the bytes are no payload; Problem: invalid-payload (another payload than asked for, or a
+    momentum that is not +0), state-conflict.
+    """
     elements = layout.elements[fragment]
     with PayloadFile(upload) as payload:
         header = payload.header
@@ -50,11 +53,11 @@ def _accept(
         return row, False
     if run.seeded or run.seeder != worker:
         raise Problem("state-conflict", f"state 0 of the run {run.name} is not for {worker} to seed")
-    return checkpointing.keep_fragment(run, 0, fragment, canonical, state_digest), True
+    return checkpointing.write_fragment(run, 0, fragment, canonical, state_digest), True
 
 
 def _complete(run: LiveRun, layout: Layout) -> None:
-    """State 0 is there once all of its fragments are. Under the run's lock."""
+    """Begin the run with state 0 if all of its fragments are there. Under the run's lock."""
     with run.world.database.read() as session:
         rows = session.query(CheckpointFragmentRow).filter_by(run_id=run.id, round=0).order_by("fragment").all()
     if len(rows) < len(layout.fragments):
@@ -66,13 +69,15 @@ def _complete(run: LiveRun, layout: Layout) -> None:
         change.session.add(CheckpointRow(run_id=run.id, round=0, created_at=now, state_digest=digest))
         message = f"state 0 is there: {layout.total_elements} parameters in {len(rows)} fragments"
         change.record("seeded", message)
-        outer_state.begin(change, digests)
+        outer_state.set_state_0(change, digests)
         change.wake()
 
 
 def _halves(payload: PayloadFile, elements: int) -> Iterator[tuple[F32, F32]]:
-    """The uploaded state 0 in pieces (θ, u), a chunk in memory at a time. Problem `invalid-payload` unless all of u is
-    +0; that follows θ in the payload, so it is known at the end."""
+    """Yield the uploaded state 0 as chunks (θ, u), one in memory at a time.
+
+    Raises Problem `invalid-payload` unless all of u is +0; u follows θ in the payload, so this may come at the end.
+    """
     start = 0
     for index, n in enumerate(payload.chunks):
         values = np.empty(n, np.float32)

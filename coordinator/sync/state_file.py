@@ -1,6 +1,6 @@
 """One fragment's outer state in a file, stepped chunk by chunk so that a model never has to fit into memory.
 
-The file is itself a payload of kind `state` with raw fp32 frames, θ then u, so a checkpoint is served as it lies.
+The file is itself a payload of kind `state` with raw fp32 frames, θ then u, so a checkpoint is served as it is.
 """
 
 import os
@@ -33,7 +33,7 @@ class StateReader(PayloadFile):
         self._theta_at, self._momentum_at = start, start + 4 * self.elements
 
     def read(self, start: int, n: int) -> tuple[F32, F32]:
-        """θ and u of elements [start, start + n), float32[n] each."""
+        """Return θ and u of elements [start, start + n), float32[n] each."""
         pair = np.empty((2, n), np.float32)
         for values, at in zip(pair, (self._theta_at, self._momentum_at), strict=True):
             got = os.preadv(self._file, [values.data], at + 4 * start)
@@ -41,7 +41,8 @@ class StateReader(PayloadFile):
                 raise WireError(f"the state file ends after {got} of {values.nbytes} bytes at element {start}")
         return pair[0], pair[1]
 
-    def pieces(self) -> Iterator[tuple[F32, F32]]:
+    def read_chunks(self) -> Iterator[tuple[F32, F32]]:
+        """Yield the whole state as chunks (θ, u)."""
         start = 0
         for n in chunk_sizes(self.elements, CHUNK_ELEMENTS):
             yield self.read(start, n)
@@ -49,7 +50,7 @@ class StateReader(PayloadFile):
 
     def state_digest(self) -> bytes:
         state_hash = StateHash()
-        for theta, momentum in self.pieces():
+        for theta, momentum in self.read_chunks():
             state_hash.update(theta.data, momentum.data)
         return state_hash.digest()
 
@@ -57,9 +58,9 @@ class StateReader(PayloadFile):
 def write_state(
     path: Path, run: str, round_: int, fragment: int, elements: int, chunks: Iterator[tuple[F32, F32]]
 ) -> bytes:
-    """Write a state file from its chunks (θ, u), over an older one if there is one; the state digest.
+    """Write a state file from its chunks (θ, u), over an older one if there is one; return the state digest.
 
-    A file that has a second name is a checkpoint too: it is left alone and another one takes its place.
+    An older file that has a second name is also a checkpoint: it is not overwritten, and a new file takes its name.
     """
     frame_bytes = [4 * n for n in chunk_sizes(2 * elements, CHUNK_ELEMENTS)]
     head = pack_header(
@@ -92,7 +93,7 @@ def write_state(
 
 
 def stepped(state: StateReader, delta: Payload, outer: OuterSpec) -> Iterator[tuple[F32, F32]]:
-    """The chunks of the state after the outer step by a published delta."""
+    """Yield the chunks (θ, u) of the state after the outer step by a published delta."""
     start = 0
     for index, n in enumerate(delta.chunks):
         theta, momentum = state.read(start, n)

@@ -1,1 +1,1 @@
-"""What only makes it faster: memory that is shared and used again, and a short cut for the bodies of requests."""
+"""What only makes the coordinator faster: memory that is shared and reused, and a short cut for request bodies."""

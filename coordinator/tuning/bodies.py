@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol with a short cut: a request's body goes straight into memory that the application has for it.
+"""uvicorn's HTTP protocol with a short cut: a request's body goes straight into memory that the application provides.
 
-By ASGI, every 64 KiB and more are copied twice on their way and wake a task; for large bodies that was a third of what
-the event loop did for them.
+By ASGI, every part of a body (64 KiB or more) is copied twice and wakes a task; of the event loop's work for large
+bodies that was a third.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ _INCOMING = "outerstep.incoming"  # in the scope of a request
 
 
 class Protocol(HttpToolsProtocol):
-    """For `uvicorn.Config(http=…)`."""
+    """The protocol with the short cut, for `uvicorn.Config(http=…)`."""
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
@@ -29,7 +29,7 @@ class Protocol(HttpToolsProtocol):
 
 
 class Incoming:
-    """What is still to come of a request's body."""
+    """The part of a request's body that has not been received yet."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
@@ -38,12 +38,12 @@ class Incoming:
 
     @staticmethod
     def of(scope: Scope) -> "Incoming | None":
-        """None where the method is not PUT, or another server has made the scope."""
+        """Return that of the request; None if its method is not PUT, or another server has made the scope."""
         incoming: Incoming | None = scope.get(_INCOMING)
         return incoming
 
     def take(self, piece: bytes) -> bool:
-        """Whether it has gone into memory."""
+        """Copy the next bytes of the body into the memory; return False if none was provided."""
         if self._memory is None:
             return False
         start, self._received_bytes = self._received_bytes, self._received_bytes + len(piece)
@@ -52,10 +52,10 @@ class Incoming:
         return True
 
     async def into(self, memory: memoryview, idle_s: float) -> int:
-        """The rest of the body into `memory`; how many bytes it has, of which those beyond the memory's end are lost.
+        """Receive the rest of the body into `memory` and return its length; bytes beyond the memory's end are lost.
 
-        To be called when `receive` has given the body's beginning. Raises TimeoutError where nothing arrives for
-        `idle_s` (or up to twice as long), ClientDisconnect where the client is gone.
+        To be called once `receive` has given the body's beginning. Raises TimeoutError if nothing arrives for `idle_s`
+        (or up to twice as long), ClientDisconnect if the client is gone.
         """
         self._memory = memory
         self.take(bytes(self._cycle.body))
@@ -74,7 +74,7 @@ class Incoming:
             cycle.message_event.clear()
             try:
                 async with asyncio.timeout(idle_s):
-                    await cycle.message_event.wait()  # that it is all there, or that nothing more will come
+                    await cycle.message_event.wait()  # set when the body is complete, and when the client is gone
             except TimeoutError:
                 if self._received_bytes == before:
                     raise

@@ -1,7 +1,7 @@
-"""How much of each transfer lies in memory: all transfers under way share one bound.
+"""The sizes of the pieces in which bodies are received and sent: all transfers under way share one bound on memory.
 
-Every piece costs a hand-over between the event loop and a thread, so few transfers move in large pieces; many move in
-small ones, so that the memory does not grow with the workers.
+Every piece costs a hand-over between the event loop and a thread, so a few transfers move in large pieces; many move in
+small ones, so that the memory does not grow with the number of workers.
 """
 
 import threading
@@ -13,8 +13,8 @@ LARGEST_BYTES = 1 << 20
 SMALLEST_BYTES = 1 << 16
 
 
-class Pieces:
-    """Sizes for the transfers of one server. Thread-safe."""
+class PieceSizes:
+    """The sizes of the pieces of one server's transfers. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,7 +22,7 @@ class Pieces:
 
     @contextmanager
     def transfer(self) -> Iterator[None]:
-        """One more transfer, while the block runs."""
+        """Count one more transfer while the block runs."""
         self._add(1)
         try:
             yield
@@ -35,5 +35,5 @@ class Pieces:
 
     @property
     def bytes(self) -> int:
-        """What one transfer may hold in memory now."""
+        """How many bytes one transfer may hold in memory now."""
         return max(SMALLEST_BYTES, min(LARGEST_BYTES, SHARED_BYTES // max(1, self._transfers)))

@@ -1,9 +1,9 @@
-"""What the coordinator has in memory of payloads: contributions from their first byte until they are averaged, and the
-newest deltas, which all workers fetch within moments of their publication.
+"""The payloads in memory: contributions from their first byte until they are averaged, and the newest deltas, which all
+workers fetch within moments of their publication.
 
-What is there is not read again to be checked, averaged, stepped by or sent. What finds no room, or was there once, has
-its file: so memory is bounded, however many workers there are and however slow they are. Contributions and deltas share
-the bound, so that it is the same for two workers as for thirty.
+A payload in memory need not be read from its file to be checked, averaged, stepped by or sent. All others are read from
+their files: so memory is bounded, however many workers there are and however slow they are. Contributions and deltas
+share the bound, so that it is the same for two workers as for thirty.
 """
 
 import threading
@@ -16,13 +16,13 @@ from protocol.direct import aligned
 
 CONTRIBUTIONS_BYTES = 96 << 20
 DELTAS_BYTES = 24 << 20
-# On fast lines fragments are averaged one after the other, and give their room back in shorter intervals. On slow ones
-# they do so now and then, and hardly any body comes within this time.
+# On fast lines fragments are averaged one soon after the other, and free memory at shorter intervals than this. On slow
+# ones they do so now and then, and hardly any body begins to arrive so soon after it.
 FREES_UP_WITHIN_S = 0.3
 
 
 class Room:
-    """At most so many bytes of contributions at a time; deltas have their own, and what contributions leave free.
+    """A bound on the bytes of payloads in memory. Deltas have their own, and what contributions leave free of theirs.
 
     Thread-safe. `clock` gives seconds.
     """
@@ -38,13 +38,15 @@ class Room:
         self._lock = threading.Lock()
         self._free_bytes = contributions_bytes
         self._freed_at = -FREES_UP_WITHIN_S
-        self._given_back: deque[int] = deque()  # from wherever the last reference went: no place to wait for a lock
+        self._given_back: deque[int] = deque()  # by finalizers, which must not wait for a lock
         self._deltas: OrderedDict[bytes, memoryview] = OrderedDict()  # by digest, the oldest first
         self._deltas_bytes = 0
 
     def take(self, size: int) -> memoryview | None:
-        """Memory for a contribution of `size` bytes, where there is room for it; free again once nothing refers to it
-        any more."""
+        """Return memory for a contribution of `size` bytes; None if there is no room.
+
+        It is free again as soon as nothing refers to it.
+        """
         with self._lock:
             self._take_back()
             if size > self._free_bytes:
@@ -56,11 +58,11 @@ class Room:
         return memory
 
     def frees_up(self, size: int) -> bool:
-        """Whether there may soon be room for `size` bytes: some has been given back just now."""
+        """Return True if there may soon be room for `size` bytes: some memory was freed just now."""
         return size <= self.contributions_bytes and self._clock() - self._freed_at < FREES_UP_WITHIN_S
 
-    def keep(self, digest: bytes, delta: memoryview) -> None:
-        """Keep `delta`, whose BLAKE3 digest is `digest`, for as long as there is room and no newer one."""
+    def add_delta(self, digest: bytes, delta: memoryview) -> None:
+        """Hold `delta`, whose BLAKE3 digest is `digest`, until a newer one or contributions need its memory."""
         with self._lock:
             if digest in self._deltas:
                 return
@@ -70,7 +72,7 @@ class Room:
             self._let_deltas_go()
 
     def delta(self, digest: bytes) -> memoryview | None:
-        """The delta of this digest, where it is in memory still."""
+        """Return the delta of this digest if it is still in memory, else None."""
         with self._lock:
             return self._deltas.get(digest)
 

@@ -1,1 +1,1 @@
-"""What keeps a run going that something has happened to: a restart, a spoilt or full disk, a restored backup."""
+"""What brings a run back after a restart, a corrupt file, a full disk or a restored backup."""

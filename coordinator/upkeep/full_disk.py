@@ -1,7 +1,7 @@
-"""A full disk: noticed once, told once, and over when there is room.
+"""A full disk: an event says that it is full, and another that it has room again.
 
-Nothing has to be undone for it: whatever fails for want of room leaves neither a file nor a row, is answered with
-`storage-full`, and is tried again by whoever wanted it.
+Nothing has to be undone: a write that finds the disk full leaves neither a file nor a row, the request is answered with
+`storage-full`, and whoever sent it tries again.
 """
 
 import logging
@@ -16,24 +16,27 @@ from coordinator.store.files import DataDirectory
 logger = logging.getLogger(__name__)
 
 PROBE_BYTES = 1 << 20
-QUIET_S = 30.0  # without another failure, before the disk counts as having room: a small file fits long before a delta
+QUIET_S = 30.0  # without a failed write, before the disk is probed: the small probe fits long before a delta does
 
 
 class Storage:
-    """Whether the disk is full. `note_full` may be called from anywhere, `look` and `tick` now and then."""
+    """The record of whether the disk is full.
+
+    `note_full` may be called from any thread; `check` and `tick` are called a few times a second.
+    """
 
     def __init__(self, data: DataDirectory, clock: Callable[[], float]) -> None:
         self._data, self._clock = data, clock
         self._last_failure: float | None = None
-        self._told: set[int] = set()  # runs whose events say that it is full
+        self._notified: set[int] = set()  # runs whose latest event about it says that it is full
 
     def note_full(self) -> None:
-        """A write has just failed for want of room."""
+        """Note that a write has just found the disk full."""
         if self._last_failure is None:
             logger.error("the disk of %s is full; going on when there is room", self._data.root)
         self._last_failure = self._clock()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Find out whether there is room again."""
         if (
             self._last_failure is not None
@@ -44,23 +47,23 @@ class Storage:
             self._last_failure = None
 
     def tick(self, run: LiveRun) -> None:
-        """Tell the run once that the disk is full, as soon as the database takes it, and once that it is over."""
-        with run.lock:  # so that of two ticks at once one tells it
-            if self._last_failure is not None and run.id not in self._told and not run.ended:
-                _tell(run, "storage-full", "the coordinator's disk is full; the run goes on when there is room")
-                self._told.add(run.id)
-            elif self._last_failure is None and run.id in self._told:
-                _tell(run, "storage-room", "the coordinator's disk has room again")
-                self._told.discard(run.id)
+        """Record the event that the disk is full, once per run, as soon as there is room for it; and once the other."""
+        with run.lock:  # so that of two ticks at once only one records it
+            if self._last_failure is not None and run.id not in self._notified and not run.ended:
+                _record(run, "storage-full", "the coordinator's disk is full; the run goes on when there is room")
+                self._notified.add(run.id)
+            elif self._last_failure is None and run.id in self._notified:
+                _record(run, "storage-room", "the coordinator's disk has room again")
+                self._notified.discard(run.id)
 
 
-def _tell(run: LiveRun, kind: str, message: str) -> None:
+def _record(run: LiveRun, kind: str, message: str) -> None:
     with run.change() as change:
         change.record(kind, message)
 
 
 def has_room(probe: Path) -> bool:
-    """Whether a file of some size can be written at `probe`."""
+    """Return True if a file of PROBE_BYTES can be written at `probe`; it is deleted again."""
     try:
         with probe.open("xb") as file:
             file.write(bytes(PROBE_BYTES))

@@ -1,14 +1,14 @@
-"""After a start: rebuild a run in memory from the database, and take up what was interrupted.
+"""The restoring of a run after a start: it is rebuilt in memory from the database and goes on where it was.
 
-Nothing acknowledged is lost: contributions and deltas have rows, rows have durable files. Every live worker gets a full
-new lease, because how long the coordinator was gone is not its workers' fault.
+Nothing acknowledged is lost: every contribution and delta has a row, and every row a durable file. Every live worker
+gets a full new lease, because it is not the workers' fault how long the coordinator was away.
 """
 
 import logging
 
 from sqlalchemy import select
 
-from coordinator.runs.live_run import Contributed, LiveRun, OpenFragment, OpenRound
+from coordinator.runs.live_run import AcceptedContribution, LiveRun, OpenFragment, OpenRound
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow, WorkerRow
 from coordinator.sync import outer_state
 from coordinator.upkeep import setting_aside
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def restore(run: LiveRun) -> None:
-    """Rebuild the run in memory, and let it go on."""
+    """Rebuild the run in memory and let it settle."""
     with run.lock:
         setting_aside.set_aside_newer(run)
         _restore_workers(run)
@@ -69,11 +69,11 @@ def _restore_open_round(run: LiveRun) -> None:
         [OpenFragment(state=FragmentState(row.state), reason=row.reason) for row in fragments],
     )
     for row in contributions:
-        run.open.fragments[row.fragment].contributed[row.worker] = Contributed(row.tokens, row.digest)
+        run.open.fragments[row.fragment].contributed[row.worker] = AcceptedContribution(row.tokens, row.digest)
 
 
 def _sweep_contributions(run: LiveRun) -> None:
-    """Delete uploads that became durable but were never acknowledged: the crash came before their row."""
+    """Delete contributions that became durable but were never acknowledged: the crash came before their row."""
     with run.world.database.read() as session:
         oldest = min(run.files.rounds("contributions"), default=0)  # older ones are history: rows without files
         rows = session.scalars(

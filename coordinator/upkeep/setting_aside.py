@@ -1,8 +1,8 @@
-"""A database that was restored from a backup, beside files that are newer than it.
+"""What happens to files that are newer than the database, because it was restored from a backup.
 
-The database decides: the run goes on from the round that it knows. Files of later rounds belong to a history that it
-does not have; they are moved to `set-aside/`, where the operator may look at them or delete them. Workers that are
-ahead find out by themselves: they are told to recover from the run's state.
+The database decides: the run goes on from its round. Files of later rounds belong to a history that it does not have;
+they are moved to `set-aside/`, where the operator may inspect or delete them. Workers that are ahead are told to
+recover the run's state when they ask for an assignment.
 """
 
 import itertools
@@ -15,12 +15,12 @@ from coordinator.store.files import fsync
 from coordinator.store.tables import WorkerRow
 from protocol.messages import WorkerState
 
-# No file of a round beyond the open one can be there: it is opened in the database before anything of it is written.
+# Without a restored backup no file is of a later round than the run's: a round is in the database before its files.
 FOLDERS = ("contributions", "deltas", "checkpoints")
 
 
 def set_aside_newer(run: LiveRun) -> None:
-    """Move the files of rounds that the database does not know out of the way; say so."""
+    """Move the files of rounds that the database does not have to `set-aside/`, and record it as an event."""
     newer = [(folder, round_) for folder in FOLDERS for round_ in run.files.rounds(folder) if round_ > run.round]
     if not newer:
         return

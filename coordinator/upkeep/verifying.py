@@ -1,7 +1,7 @@
-"""Are the files still what was written? Looked at after a start, and every hour: disks spoil what nobody reads.
+"""The verification of files, after a start and every hour: disks corrupt what nobody reads.
 
-A checkpoint or delta that is corrupt is made again where what it was made of is still there, and must come out with the
-same digest; otherwise it is deleted, and an event says so. Contributions are looked at when they are aggregated.
+A corrupt checkpoint or delta is made again if what it was made from is still there, and must get the same digest;
+otherwise it is deleted, and an event says so. Contributions are verified when they are aggregated.
 """
 
 import logging
@@ -12,11 +12,11 @@ from sqlalchemy import delete, select
 
 from coordinator.runs.live_run import LiveRun
 from coordinator.store.database import disk_is_full
-from coordinator.store.files import intact
+from coordinator.store.files import has_digest
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow
 from coordinator.sync import checkpointing, retention
 from coordinator.sync.delta_file import mend_delta
-from coordinator.sync.outer_state import holds, step_file
+from coordinator.sync.outer_state import has_state_digest, step_file
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ VERIFY_S = 3600.0
 
 
 def start_when_due(run: LiveRun, submit: Callable[..., object]) -> None:
-    """Now and then: `verify`, on another thread than those that publish."""
+    """Start `verify` if it is due, by `submit` on another thread than those that publish."""
     with run.lock:
         if run.verify_at is not None and run.world.clock() >= run.verify_at:
             run.verify_at = None
@@ -34,7 +34,7 @@ def start_when_due(run: LiveRun, submit: Callable[..., object]) -> None:
 def _verify(run: LiveRun) -> None:
     try:
         verify(run)
-    except Exception as error:  # the thread has nobody to tell but the log
+    except Exception as error:  # nobody awaits it: the log says it
         if disk_is_full(error):
             run.world.storage_full()
         else:
@@ -44,7 +44,7 @@ def _verify(run: LiveRun) -> None:
 
 
 def verify(run: LiveRun) -> None:
-    """Verify every delta, then every checkpoint that the retention rule keeps; mend what can be mended."""
+    """Verify every delta and then every checkpoint that the retention rule keeps; make the corrupt ones again."""
     with run.world.database.read() as session:
         deltas = session.execute(
             select(FragmentRow.round, FragmentRow.fragment)
@@ -64,14 +64,14 @@ def verify(run: LiveRun) -> None:
     for row in saved:
         if run.closing:
             return
-        if not intact(run.files.checkpoint(row.round, row.fragment), row.digest):
+        if not has_digest(run.files.checkpoint(row.round, row.fragment), row.digest):
             _mend_checkpoint(run, row)
 
 
 def _mend_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
-    """Make the checkpoint's fragment again, or drop the checkpoint unless it is the only one."""
+    """Make the checkpoint's fragment again; if that is impossible, drop the checkpoint unless it is the only one."""
     where = f"fragment {row.fragment} of checkpoint {row.round}"
-    if row.round not in retention.kept_checkpoints(run):  # the retention rule has deleted it meanwhile
+    if row.round not in retention.complete_checkpoints(run):  # the retention rule has deleted it meanwhile
         return
     if _make_again(run, row):
         with run.change() as change:
@@ -79,7 +79,7 @@ def _mend_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
             change.record("mended", message, round=row.round, fragment=row.fragment)
         return
     with run.lock:
-        others = [round_ for round_ in retention.kept_checkpoints(run) if round_ != row.round]
+        others = [round_ for round_ in retention.complete_checkpoints(run) if round_ != row.round]
         with run.change() as change:
             if others:
                 for table in (CheckpointRow, CheckpointFragmentRow):
@@ -91,11 +91,12 @@ def _mend_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
 
 
 def _make_again(run: LiveRun, row: CheckpointFragmentRow) -> bool:
-    """From the outer state where it is of the same round, else from an older checkpoint and the deltas after it."""
+    """Make the fragment again: from the outer state if it is of the same round, else from an older checkpoint and the
+    deltas after it. Return True if that was possible."""
     current = run.files.state(row.fragment, row.round)
     with run.lock:  # or it might be stepped over meanwhile
-        if run.outer[row.fragment] == (row.round, row.state_digest) and holds(current, row.state_digest):
-            checkpointing.keep_fragment(run, row.round, row.fragment, current, row.state_digest)
+        if run.outer[row.fragment] == (row.round, row.state_digest) and has_state_digest(current, row.state_digest):
+            checkpointing.write_fragment(run, row.round, row.fragment, current, row.state_digest)
             return True
     with run.world.database.read() as session:
         older = session.scalars(
@@ -108,12 +109,13 @@ def _make_again(run: LiveRun, row: CheckpointFragmentRow) -> bool:
             .order_by(CheckpointFragmentRow.round.desc())
         ).all()
     for base in older:
-        if intact(run.files.checkpoint(base.round, row.fragment), base.digest):
+        if has_digest(run.files.checkpoint(base.round, row.fragment), base.digest):
             return _derive(run, base.round, row)
     return False
 
 
 def _derive(run: LiveRun, base: int, row: CheckpointFragmentRow) -> bool:
+    """Make the fragment again from checkpoint `base` and the deltas after it; return False if one of them is lost."""
     source = run.files.checkpoint(base, row.fragment)
     scratch: list[Path] = []
     try:
@@ -126,7 +128,7 @@ def _derive(run: LiveRun, base: int, row: CheckpointFragmentRow) -> bool:
             source = scratch[-1]
         if digest != row.state_digest:
             return False
-        checkpointing.keep_fragment(run, row.round, row.fragment, source, digest)
+        checkpointing.write_fragment(run, row.round, row.fragment, source, digest)
         return True
     finally:
         for path in scratch:

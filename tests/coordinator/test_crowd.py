@@ -12,7 +12,7 @@ import pytest
 from anyio.to_thread import current_default_thread_limiter
 
 from coordinator.runs import assigning
-from coordinator.runs.bell import ASSIGNMENTS, EVENTS, LET_GO_AT_ONCE, Bell, delta_of
+from coordinator.runs.bell import ASSIGNMENTS, EVENTS, RELEASED_AT_ONCE, Bell, delta_of
 from protocol.messages import Action, Assignment
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, info, problem
 from tests.support.coordinator import CoordinatorProcess, InThread, SettableClock
@@ -72,31 +72,33 @@ def test_the_assignment_of_an_open_round_is_known_without_the_database(shared: I
     assert {each.action for each in again.values()} == {Action.TRAIN}
     opening = shared.live(run).open
     assert opening is not None
-    opening.given.clear()
+    opening.assignments.clear()
     assert {member.name: member.assignment(0) for member in (a, b)} == opened  # the database says the same
 
 
 def test_what_the_event_loop_answers_from_memory_is_what_the_run_would_say(shared: InThread, run: str) -> None:
     a, b, c = crew(shared, run, ["a", "b", "c"], min_workers=2)
     live = shared.live(run)
-    assert assigning.known(live, "a", 0, None) is None, "no round is open"
+    assert assigning.assign_from_memory(live, "a", 0, None) is None, "no round is open"
     for member in (a, b):
         member.assignment(0)
     with live.lock:  # held by another thread than the event loop's, which answers all the same
         answered = a.http.put(a.path("/assignment"), json={"state_round": 0, "carried": []})
     assert Assignment.model_validate(answered.json()) == assigning.assign(live, "a", 0, [])
     unknown = {"another state": ("a", 1), "no state": ("a", None), "not in this round yet": ("c", 0)}
-    assert {what: assigning.known(live, worker, at, None) for what, (worker, at) in unknown.items()} == dict.fromkeys(
-        unknown
-    )
+    assert {
+        what: assigning.assign_from_memory(live, worker, at, None) for what, (worker, at) in unknown.items()
+    } == dict.fromkeys(unknown)
     c.assignment(0)
-    assert assigning.known(live, "c", 0, None) == assigning.assign(live, "c", 0)
-    assert assigning.known(live, "c", 0, []) is None, "whether it holds units of earlier rounds is in the database"
+    assert assigning.assign_from_memory(live, "c", 0, None) == assigning.assign(live, "c", 0)
+    assert assigning.assign_from_memory(live, "c", 0, []) is None, (
+        "whether it holds units of earlier rounds is in the database"
+    )
     a.http.delete(a.path()).raise_for_status()
-    assert assigning.known(live, "a", 0, None) is None, "its lease has ended"
+    assert assigning.assign_from_memory(live, "a", 0, None) is None, "its lease has ended"
     with shared.client() as admin:
         admin.patch(f"/v1/runs/{run}", json={"state": "draining"}).raise_for_status()
-    assert assigning.known(live, "b", 0, None) is None, "who may leave is for the run to say"
+    assert assigning.assign_from_memory(live, "b", 0, None) is None, "who may leave is for the run to say"
 
 
 def test_who_waits_for_a_delta_waits_neither_for_the_run_nor_for_the_database(shared: InThread, run: str) -> None:
@@ -184,7 +186,7 @@ def test_of_a_crowd_that_is_woken_a_few_are_let_go_at_a_time_and_who_came_first_
         bell = Bell()
         bell.attach(asyncio.get_running_loop())
         with ExitStack() as stack:
-            rings = [stack.enter_context(bell.listening("r", EVENTS)) for _ in range(5 * LET_GO_AT_ONCE)]
+            rings = [stack.enter_context(bell.listening("r", EVENTS)) for _ in range(5 * RELEASED_AT_ONCE)]
             bell.ring("r", EVENTS)
             counts = []
             while not rings[-1].is_set():
@@ -193,7 +195,7 @@ def test_of_a_crowd_that_is_woken_a_few_are_let_go_at_a_time_and_who_came_first_
                 counts.append(sum(ring.is_set() for ring in rings))
             return counts
 
-    assert asyncio.run(passes()) == [LET_GO_AT_ONCE * each for each in range(1, 6)]
+    assert asyncio.run(passes()) == [RELEASED_AT_ONCE * each for each in range(1, 6)]
 
 
 def test_nobody_is_kept_who_no_longer_waits() -> None:

@@ -168,13 +168,13 @@ def test_a_run_that_is_stopped_while_its_last_step_ends_keeps_a_checkpoint_all_t
 ) -> None:
     """Between the step's look at whether the run is at rest, and its end."""
     (a,) = crew(shared, run, ["a"], rounds=9)
-    keep = checkpointing.keep_at_rest
+    keep = checkpointing.checkpoint_at_rest
 
     def keep_and_stop(live: LiveRun, fragment: int) -> None:
         keep(live, fragment)
         if live.name == run and live.outer[fragment][0] == 1 and live.state is RunState.RUNNING:
             change_state(live, RunState.STOPPED)
 
-    monkeypatch.setattr(checkpointing, "keep_at_rest", keep_and_stop)
+    monkeypatch.setattr(checkpointing, "checkpoint_at_rest", keep_and_stop)
     play_round([a], 0)
     wait_until(lambda: info(shared, run, "/checkpoints")["items"][0]["round"] == 1)

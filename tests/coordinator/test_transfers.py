@@ -12,7 +12,7 @@ from fastapi import Request
 from coordinator.api.blobs import blob
 from coordinator.store.files import make_durable
 from coordinator.sync import contributing
-from coordinator.tuning.pieces import LARGEST_BYTES, SHARED_BYTES, SMALLEST_BYTES, Pieces
+from coordinator.tuning.pieces import LARGEST_BYTES, SHARED_BYTES, SMALLEST_BYTES, PieceSizes
 from coordinator.tuning.room import Room
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
@@ -20,11 +20,11 @@ from tests.coordinator.crew import crew, info, play_round, problem
 from tests.support.coordinator import InThread, SettableClock
 from tests.support.waiting import wait_until
 
-PIECES = Pieces()
+PIECES = PieceSizes()
 
 
 def test_the_more_transfers_the_smaller_their_pieces() -> None:
-    pieces = Pieces()
+    pieces = PieceSizes()
     sizes, open_transfers = [], [pieces.transfer() for _ in range(1000)]
     for transfer in open_transfers:
         transfer.__enter__()
@@ -45,17 +45,17 @@ def kept(room: Room, count: int) -> list[int]:
 def test_the_newest_deltas_are_kept_and_never_more_than_the_limit() -> None:
     room = Room(0, 100)
     for number in range(5):
-        room.keep(bytes([number]), memoryview(bytes(40)))
-    room.keep(bytes([4]), memoryview(bytes(40)))
+        room.add_delta(bytes([number]), memoryview(bytes(40)))
+    room.add_delta(bytes([4]), memoryview(bytes(40)))
     assert kept(room, 5) == [3, 4]
-    room.keep(b"too large", memoryview(bytes(101)))
+    room.add_delta(b"too large", memoryview(bytes(101)))
     assert room.delta(b"too large") is None
 
 
 def test_deltas_fill_what_contributions_leave_and_the_oldest_make_place_for_them() -> None:
     room = Room(100, 50)
     for number in range(5):
-        room.keep(bytes([number]), memoryview(bytes(30)))
+        room.add_delta(bytes([number]), memoryview(bytes(30)))
     assert kept(room, 5) == [0, 1, 2, 3, 4]
     first = room.take(10)
     assert kept(room, 5) == [1, 2, 3, 4]
@@ -65,7 +65,7 @@ def test_deltas_fill_what_contributions_leave_and_the_oldest_make_place_for_them
     assert kept(room, 5) == [4]
     del second
     for number in range(5, 8):
-        room.keep(bytes([number]), memoryview(bytes(30)))
+        room.add_delta(bytes([number]), memoryview(bytes(30)))
     assert kept(room, 8) == [4, 5, 6, 7]
 
 

@@ -14,11 +14,11 @@ from coordinator.runs.units import (
     assigned_units,
     consume_units,
     count_by_round,
-    lose_units,
+    merge_adjacent,
     reclaim_units,
     return_forgotten_units,
     return_units,
-    tidy,
+    unconsume_units,
 )
 from coordinator.store.database import Database
 from coordinator.store.tables import RunRow, UnitRangeRow
@@ -112,7 +112,7 @@ def test_every_unit_is_in_exactly_one_state_whatever_happens(database: Database,
                     held[worker] = [(part[1], stop), *others] if part[1] < stop else others
             else:
                 round_ += 1
-                tidy(session, run.id, round_)
+                merge_adjacent(session, run.id, round_)
                 expected.update({unit: (state, None) for unit, (state, _) in expected.items() if state == "consumed"})
                 kinds = [(row.state, row.start, row.stop) for row in session.scalars(select(UnitRangeRow))]
                 settled = [kind for kind in sorted(kinds, key=lambda kind: kind[1]) if kind[0] != "assigned"]
@@ -190,8 +190,8 @@ def test_units_of_a_lost_contribution_are_held_again_or_back_in_the_pool(session
     assign_units(session, run, "b", 0, 5)
     consume_units(session, run.id, "a", 0, [[0, 5]])
     consume_units(session, run.id, "b", 0, [[5, 10]])
-    assert lose_units(session, run.id, "a", 0, live=True) == 5
-    assert lose_units(session, run.id, "b", 0, live=False) == 5
+    assert unconsume_units(session, run.id, "a", 0, live=True) == 5
+    assert unconsume_units(session, run.id, "b", 0, live=False) == 5
     assert states(session) == {
         **dict.fromkeys(range(5), ("assigned", "a")),
         **dict.fromkeys(range(5, 10), ("free", None)),

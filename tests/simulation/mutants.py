@@ -173,7 +173,7 @@ def _units_consumed_elsewhere() -> list[Replacement]:
 
 
 def _trusts_its_state_file() -> list[Replacement]:
-    return [(outer_state, "holds", lambda path, digest: path.exists())]
+    return [(outer_state, "has_state_digest", lambda path, digest: path.exists())]
 
 
 def _fused_outer_step() -> list[Replacement]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
-from coordinator.runs.opening import standing
+from coordinator.runs.opening import status
 from coordinator.store.database import Database
 from protocol.spec import parse_spec
 from tests.simulation.coordinator_node import CoordinatorNode, crash_at_commits, engine
@@ -228,7 +228,7 @@ class Simulation:
         }
         run = self.node.run if self.node.up else None
         reasons = [] if run is None or run.open is None else [each.reason for each in run.open.fragments]
-        return f"{run and standing(run)} {reasons} {states}"
+        return f"{run and status(run)} {reasons} {states}"
 
     def _started(self) -> None:
         assert self.node.service is not None
