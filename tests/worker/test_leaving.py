@@ -89,7 +89,7 @@ class Announces(Client):
 def test_a_hand_in_that_was_cut_short_is_completed_by_the_next_process(tmp_path: Path, back_in_round: int) -> None:
     """One fragment got through and consumed the units. The snapshot has the others: they go into the same round, or
     are carried into the next."""
-    together, left, back = threading.Barrier(2), threading.Event(), threading.Event()
+    together, left, back, in_round_2 = threading.Barrier(2), threading.Event(), threading.Event(), threading.Event()
 
     def stop(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (0, 1):
@@ -104,6 +104,12 @@ def test_a_hand_in_that_was_cut_short_is_completed_by_the_next_process(tmp_path:
             assert left.wait(60)
         if (diloco.round, diloco.inner_step) == (back_in_round, 2):
             assert back.wait(60)
+        if (diloco.round, diloco.inner_step) == (2, 2):
+            assert in_round_2.wait(60)  # it has begun anew after round 1, so the run might be over before it is back
+
+    def train(diloco: DiLoCo) -> None:
+        if diloco.round == 2:
+            in_round_2.set()
 
     def run_a() -> None:
         run.worker("a", client_class=HandsInOneFragment, state_dir=tmp_path / "a", on_step=stop)
@@ -111,7 +117,7 @@ def test_a_hand_in_that_was_cut_short_is_completed_by_the_next_process(tmp_path:
         if back_in_round == 2:
             wait_until(lambda: run.info().round == 2)
         announces = partial(Announces, awaited=back_in_round, done=back)
-        run.worker("a", client_class=announces, state_dir=tmp_path / "a")
+        run.worker("a", client_class=announces, state_dir=tmp_path / "a", on_step=train)
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(), tmp_path)
