@@ -40,12 +40,13 @@ def assign(
             evaluate = _is_final_evaluator(run, worker)
             return Assignment(action=Action.FINISH, reason="the run is finished", round=run.round, evaluate=evaluate)
 
-        with run.change() as change:  # opens the round, if only this worker was missing
-            if carried:
-                reclaim_units(change.session, run.id, worker, run.round, carried)
-                if run.open is not None:
-                    change.then(partial(run.open.without_earlier_units.discard, worker))
-            change.then(lambda: run.members.ready.add(worker))
+        if carried or run.open is None:  # a crowd that asks about an open round changes nothing
+            with run.change() as change:  # opens the round, if only this worker was missing
+                if carried:
+                    reclaim_units(change.session, run.id, worker, run.round, carried)
+                    if run.open is not None:
+                        change.then(partial(run.open.without_earlier_units.discard, worker))
+                change.then(lambda: run.members.ready.add(worker))
         opening = run.open
         if opening is None:
             return Assignment(action=Action.WAIT, reason=status(run), round=run.round)
