@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select
@@ -22,8 +21,9 @@ from sqlalchemy.orm import Session
 from coordinator.runs.bell import EVENTS
 from coordinator.runs.leases import Leases
 from coordinator.runs.rounds import Policy
+from coordinator.store.blobs import Blobs, RunNames
+from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database
-from coordinator.store.files import DataDirectory
 from coordinator.store.tables import EventRow, RunRow, WorkerRow
 from coordinator.tuning.room import Room
 from protocol.digest import model_digest
@@ -41,6 +41,7 @@ class World:
 
     database: Database
     data: DataDirectory
+    blobs: Blobs
     submit: Callable[..., Future[None]]
     ring: Callable[[str, str | None], None]  # run, topic (None: all): wake the long polls that wait for it
     storage_full: Callable[[], None]  # to be called when a write found the disk full
@@ -52,7 +53,7 @@ class World:
 
 @dataclass(frozen=True)
 class AcceptedContribution:
-    """An accepted contribution: its weight, and the digest that names its file."""
+    """An accepted contribution: its weight, and the digest that names its blob."""
 
     tokens: int
     digest: bytes
@@ -60,10 +61,10 @@ class AcceptedContribution:
 
 @dataclass
 class Arrival:
-    """A contribution that waits in its durable `file` to be committed; and, once `processed`, what came of it."""
+    """A contribution that waits, as the durable blob `name`, to be committed; once `processed`, what came of it."""
 
     header: ContributionHeader
-    file: Path
+    name: str
     digest: bytes
     size: int
     content: memoryview | None
@@ -176,7 +177,8 @@ class LiveRun:
         self.data = None if row.data is None else DataSummary.model_validate(row.data)
 
         self.world = world
-        self.files = world.data.run(row.name)
+        self.blobs, self.names = world.blobs, RunNames(row.name)
+        self.states = world.data.states(row.name)
         self.lock = threading.RLock()
         self.stepped = threading.Condition(self.lock)  # notified when a fragment of the outer state was stepped
         self._change: Change | None = None  # the one in progress
