@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from sqlalchemy import func, select
 
 from coordinator.store.tables import ContributionRow, UnitRangeRow
+from harness.coordinator import InThread, coordinator_thread
+from harness.member import Member, spec_toml
 from protocol.codecs import CODECS
 from protocol.digest import content_digest, digest
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
 from protocol.messages import Assignment, Scope
 from protocol.wire import CHUNK_ELEMENTS, PREFIX, StateHeader, pack_header
-from tests.support.coordinator import InThread, coordinator_thread
-from tests.support.member import Member, spec_toml
 
 
 @dataclass

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.coordinator import InThread, SettableClock, coordinator_thread
+from harness.coordinator import InThread, SettableClock, coordinator_thread
 
 _numbers = itertools.count()
 

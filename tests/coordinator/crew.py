@@ -5,9 +5,9 @@ from typing import Any
 
 import httpx
 
+from harness.coordinator import InThread, Running
+from harness.member import Member, spec_toml
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
-from tests.support.coordinator import InThread, Running
-from tests.support.member import Member, spec_toml
 from tests.support.openapi import check_declared
 
 GRACE_OF_A_SECOND = "lease_s = 100\ngrace_factor = 0\ngrace_min_s = 1\ngrace_max_s = 1"

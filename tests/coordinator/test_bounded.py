@@ -14,8 +14,8 @@ from coordinator.store.tables import (
     UnitRangeRow,
 )
 from coordinator.sync.retention import EVENTS_SLACK, trim_events
+from harness.coordinator import InThread
 from tests.coordinator.crew import crew, events, info, play_round, problem
-from tests.support.coordinator import InThread
 
 ROUNDS = 200
 RETENTION = "every_rounds = 5\nkeep = 2\n[retention]\nrounds = 10\nevents = 30"

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from coordinator.runs.epochs import coverage_fault
 from coordinator.store.tables import UnitRangeRow
+from harness import member as member_module
+from harness.coordinator import InThread
 from protocol.messages import DataSummary
 from tests.coordinator.crew import crew, events, info, play_round
-from tests.support import member as member_module
-from tests.support.coordinator import InThread
 
 
 @pytest.fixture

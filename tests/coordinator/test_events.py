@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
+from harness.coordinator import InThread, Running, coordinator_thread
+from harness.member import spec_toml
 from tests.coordinator.crew import crew, info, play_round, problem
-from tests.support.coordinator import InThread, Running, coordinator_thread
-from tests.support.member import spec_toml
 
 
 @contextmanager

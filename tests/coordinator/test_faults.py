@@ -17,6 +17,8 @@ import pytest
 from coordinator.runs.live_run import LiveRun
 from coordinator.store.files import make_durable
 from coordinator.sync import contributing
+from harness.coordinator import InThread, SettableClock, coordinator_thread
+from harness.member import Member, spec_toml
 from protocol.digest import digest
 from tests.coordinator.crew import (
     GRACE_OF_A_SECOND,
@@ -29,8 +31,6 @@ from tests.coordinator.crew import (
     problem,
     unblocked,
 )
-from tests.support.coordinator import InThread, SettableClock, coordinator_thread
-from tests.support.member import Member, spec_toml
 from tests.support.waiting import PATIENCE_S, wait_until
 
 

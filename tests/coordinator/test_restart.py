@@ -23,6 +23,8 @@ from coordinator.store.tables import (
     FragmentRow,
     OuterStateRow,
 )
+from harness.coordinator import InThread, SettableClock, coordinator_thread
+from harness.member import spec_toml
 from protocol.errors import OuterstepError
 from tests.coordinator.crew import (
     crew,
@@ -34,8 +36,6 @@ from tests.coordinator.crew import (
     problem,
     unblocked,
 )
-from tests.support.coordinator import InThread, SettableClock, coordinator_thread
-from tests.support.member import spec_toml
 from tests.support.waiting import wait_until
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from coordinator.store.tables import CheckpointFragmentRow, ContributionRow
+from harness.coordinator import InThread
 from protocol.outer_step import outer_step
 from protocol.wire import Payload
 from tests.coordinator.crew import crew, info, play_round
-from tests.support.coordinator import InThread
 
 # every_rounds, keep -> after 5 of 7 rounds and at the end: rounds of the checkpoints, deltas and contributions kept.
 CASES = [

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from coordinator.sync.state_file import StateReader
+from harness.coordinator import InThread, SettableClock
+from harness.member import spec_toml
 from tests.coordinator.crew import crew, enlist, info, problem
-from tests.support.coordinator import InThread, SettableClock
-from tests.support.member import spec_toml
 
 
 def test_one_worker_seeds_and_the_others_wait_for_it(shared: InThread, run: str) -> None:

@@ -8,10 +8,10 @@ from pydantic import ValidationError
 
 from coordinator.server import make_server
 from coordinator.settings import Settings
+from harness.coordinator import CoordinatorProcess
 from outerstep.cli.coordinator import coordinator as cli_coordinator
 from outerstep.cli.faults import UsageError
 from outerstep.rest import connect
-from tests.support.coordinator import CoordinatorProcess
 
 PREFIX = "OUTERSTEP_COORDINATOR_"
 

@@ -10,9 +10,9 @@ from coordinator.store.tables import UnitRangeRow
 from coordinator.sync.delta_file import mend_delta
 from coordinator.tuning.room import Room
 from coordinator.upkeep.verifying import verify
+from harness.coordinator import InThread, coordinator_thread
+from harness.member import Member
 from tests.coordinator.crew import crew, events, info, play_round, problem
-from tests.support.coordinator import InThread, coordinator_thread
-from tests.support.member import Member
 from tests.support.waiting import wait_until
 
 

@@ -14,10 +14,10 @@ from coordinator.store.files import make_durable
 from coordinator.sync import contributing
 from coordinator.tuning.pieces import LARGEST_BYTES, SHARED_BYTES, SMALLEST_BYTES, PieceSizes
 from coordinator.tuning.room import Room
+from harness.coordinator import InThread, SettableClock
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
 from tests.coordinator.crew import crew, info, play_round, problem
-from tests.support.coordinator import InThread, SettableClock
 from tests.support.waiting import wait_until
 
 PIECES = PieceSizes()

@@ -1,4 +1,4 @@
-"""A real coordinator for tests: uvicorn on a free port, SQLite and files in a directory; in a thread or in a process."""
+"""A real coordinator: uvicorn on a free port, SQLite and files in a directory; in a thread or in a process."""
 
 import os
 import signal
