@@ -60,7 +60,8 @@ def write_delta(
                 path = run.files.contribution(round_, fragment, worker, each.digest)
                 files[worker] = stack.enter_context(HashedPayloadFile(path, buffer))
                 payloads.append((files[worker], each.tokens))
-            frames = aggregate(payloads, run.spec.sync.download_codec, zstd=run.spec.sync.zstd)
+            sync = run.spec.sync
+            frames = aggregate(payloads, sync.download_codec, zstd=sync.zstd, rule=sync.aggregation)
             lost = [worker for worker, file in files.items() if not file.is_intact(contributed[worker].digest)]
     except (OSError, WireError, ValueError, LookupError):  # a file is missing, unreadable or corrupt
         lost = lost_contributions(run, round_, fragment, contributed)
