@@ -16,15 +16,15 @@ import httpx
 import pytest
 import torch
 
+from benchmarks.harness.coordinator import InThread, coordinator_thread
+from benchmarks.harness.member import Member, spec_toml
 from protocol.digest import model_digest
 from protocol.messages import Action, LeaveRequest
 from protocol.spec import parse_spec
 from tests.coordinator.crew import play_round
 from tests.support import crash_points
-from tests.support.coordinator import InThread, coordinator_thread
 from tests.support.crash_points import forked
 from tests.support.crashing import run_coordinator, run_worker
-from tests.support.member import Member, spec_toml
 from tests.support.reference import fragment_bounds, run_reference
 from tests.support.text import write_text
 from tests.support.waiting import wait_until

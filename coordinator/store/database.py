@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.pool import ConnectionPoolEntry
 
 import migrations
+from coordinator.store.tables import Base
 
 DATABASE_FILE = "outerstep.db"
 
@@ -80,6 +81,7 @@ def _engine(path: Path) -> Engine:
 def _upgrade(engine: Engine) -> None:
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+    config.attributes["metadata"] = Base.metadata
     with engine.connect() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, "head")

@@ -4,7 +4,7 @@ from collections import Counter
 
 from sqlalchemy import func, select
 
-from coordinator.runs import diverging
+from coordinator.members import diverging
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.opening import status
 from coordinator.runs.units import count_by_round

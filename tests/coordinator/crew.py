@@ -4,11 +4,11 @@ from typing import Any
 
 import httpx
 
+from benchmarks.harness.coordinator import InThread, Running
+from benchmarks.harness.member import Member, spec_toml
+from benchmarks.harness.stores import Blocked
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
-from tests.support.coordinator import InThread, Running
-from tests.support.member import Member, spec_toml
 from tests.support.openapi import check_declared
-from tests.support.stores import Blocked
 
 GRACE_OF_A_SECOND = "lease_s = 100\ngrace_factor = 0\ngrace_min_s = 1\ngrace_max_s = 1"
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from coordinator.runs import accounting
+from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.member import Member
+from coordinator.members import accounting
 from coordinator.store.tables import FragmentRow, ReportRow
 from tests.coordinator.crew import crew, info, play_round
-from tests.support.coordinator import InThread
-from tests.support.member import Member
 from tests.support.waiting import wait_until
 
 

@@ -11,14 +11,16 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import APIRouter, Request
 
+from benchmarks.harness.coordinator import InThread, coordinator_thread
+from benchmarks.harness.member import DATA, TENSORS, Member, spec_toml
 from coordinator.app import create_app
+from coordinator.http.limits import LimitedRoute, takes_up_to
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
-from protocol.messages import JoinRequest, Scope
+from protocol.messages import JoinRequest, Scope, WorkerChange
 from protocol.spec import MAX_SPEC_BYTES
 from tests.coordinator.crew import crew, info, play_round, problem
-from tests.support.coordinator import InThread, coordinator_thread
-from tests.support.member import DATA, TENSORS, Member, spec_toml
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +279,22 @@ def test_every_address_limits_what_it_reads(shared: InThread) -> None:
         assert answer.status == 413, (method, path)
     answer, _ = ask_and_wait(shared, "PATCH", "/v1/nowhere", f"Content-Length: {1 << 40}", authorization)
     assert answer.status == 404
+
+
+def test_an_address_that_takes_a_body_must_say_how_large_it_may_be() -> None:
+    """Nobody gets a limit that he has not thought of."""
+    router = APIRouter(route_class=LimitedRoute)
+
+    def reads_by_hand(request: Request) -> None: ...
+
+    def takes_a_message(change: WorkerChange) -> None: ...
+
+    router.get("/x")(reads_by_hand)
+    cases: list[tuple[Any, Any]] = [(router.put, reads_by_hand), (router.delete, takes_a_message)]
+    for add, endpoint in cases:
+        with pytest.raises(TypeError, match="/x: declare by takes_up_to how large"):
+            add("/x")(endpoint)
+        add("/x")(takes_up_to(1)(endpoint))
 
 
 def test_a_worker_whose_lease_has_ended_learns_of_it_on_the_same_connection(shared: InThread, member: Member) -> None:

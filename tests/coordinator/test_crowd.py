@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from anyio.to_thread import current_default_thread_limiter
 
-from coordinator.runs import assigning
+from benchmarks.harness.coordinator import CoordinatorProcess, InThread, SettableClock
+from benchmarks.harness.stores import read, the
+from coordinator.members import assigning
 from coordinator.runs.bell import ASSIGNMENTS, EVENTS, RELEASED_AT_ONCE, Bell, delta_of
 from protocol.messages import Action, Assignment
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, info, problem
-from tests.support.coordinator import CoordinatorProcess, InThread, SettableClock
-from tests.support.stores import read, the
 from tests.support.waiting import wait_until
 
 

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
+from benchmarks.harness.member import Member, spec_toml
+from benchmarks.harness.stores import disturbed, names, read
 from coordinator.runs.live_run import LiveRun
 from protocol.digest import digest
 from tests.coordinator.crew import (
@@ -25,9 +28,6 @@ from tests.coordinator.crew import (
     play_round,
     problem,
 )
-from tests.support.coordinator import InThread, SettableClock, coordinator_thread
-from tests.support.member import Member, spec_toml
-from tests.support.stores import disturbed, names, read
 from tests.support.waiting import PATIENCE_S, wait_until
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
+from benchmarks.harness.member import Member, spec_toml
 from coordinator.store.payloads import has_digest
 from coordinator.store.tables import ContributionRow, FragmentRow
 from coordinator.upkeep.full_disk import QUIET_S
 from protocol.digest import model_digest
 from tests.coordinator.crew import crew, events, info, play_round, problem
-from tests.support.coordinator import InThread, SettableClock, coordinator_thread
 from tests.support.full_disk import FullDisk, small_disk
-from tests.support.member import Member, spec_toml
 from tests.support.waiting import wait_until
 
 

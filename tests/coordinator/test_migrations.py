@@ -27,7 +27,7 @@ def engine(tmp_path: Path) -> Iterator[sa.Engine]:
 def config(connection: sa.Connection) -> Config:
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent))
-    config.attributes["connection"] = connection
+    config.attributes |= {"connection": connection, "metadata": Base.metadata}
     return config
 
 

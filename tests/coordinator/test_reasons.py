@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.member import Member, spec_toml
 from tests.coordinator.crew import crew, enlist, info, play_round, problem
-from tests.support.coordinator import InThread
-from tests.support.member import Member, spec_toml
 
 
 def heartbeat(member: Member) -> tuple[str, str]:

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import delete
 
+from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
+from benchmarks.harness.member import spec_toml
+from benchmarks.harness.stores import names, the
 from coordinator.server import make_server
 from coordinator.settings import Settings
 from coordinator.store.blobs import KINDS, move
@@ -35,9 +38,6 @@ from tests.coordinator.crew import (
     play_round,
     problem,
 )
-from tests.support.coordinator import InThread, SettableClock, coordinator_thread
-from tests.support.member import spec_toml
-from tests.support.stores import names, the
 from tests.support.waiting import wait_until
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from benchmarks.harness.coordinator import CoordinatorProcess
 from coordinator.server import make_server
 from coordinator.settings import Settings
 from outerstep.cli.coordinator import coordinator as cli_coordinator
 from outerstep.cli.faults import UsageError
 from outerstep.rest import connect
-from tests.support.coordinator import CoordinatorProcess
 
 PREFIX = "OUTERSTEP_COORDINATOR_"
 

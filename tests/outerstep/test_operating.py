@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.harness.member import DATA, TENSORS
 from protocol.messages import JoinRequest
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.examples import SPEC
-from tests.support.member import DATA, TENSORS
 from tests.support.signals import default_signals
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from coordinator.runs import assigning, leases, live_run, membership
+from coordinator.members import assigning, membership
+from coordinator.runs import leases, live_run
 from coordinator.runs.leases import Leases
 from coordinator.runs.live_run import LiveRun
 from coordinator.store import files

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.harness.stores import spoil
 from coordinator.store.database import DATABASE_FILE
 from coordinator.tuning.room import Room
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
 from protocol.messages import Metrics
 from tests.support.http_server import Handler, serving
-from tests.support.stores import spoil
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.messages import RunDetail, Scope, WorkerInfo
-from tests.support.coordinator import InThread, coordinator_thread
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker.diloco import DiLoCo
 from worker.link.client import Client, open_http

@@ -4,7 +4,7 @@ import secrets
 
 from sqlalchemy import select
 
-from coordinator.runs import accounting
+from coordinator.members import accounting
 from coordinator.runs.live_run import Change, LiveRun
 from coordinator.runs.opening import status
 from coordinator.runs.units import return_units

@@ -1,4 +1,4 @@
-"""A real coordinator for tests: uvicorn on a free port, SQLite and files in a directory; in a thread or in a process."""
+"""A real coordinator: uvicorn on a free port, SQLite and files in a directory; in a thread or in a process."""
 
 import os
 import signal
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.harness import stores
 from coordinator.runs.live_run import LiveRun
 from coordinator.server import Server, make_server
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from protocol.messages import Scope, TokenRequest
-from tests.support import stores
 
 
 @dataclass
