@@ -15,7 +15,7 @@ from coordinator.runs.bell import Bell
 from coordinator.runs.live_run import Change, LiveRun, World
 from coordinator.settings import Settings
 from coordinator.settling import settle
-from coordinator.store.database import Database, disk_is_full
+from coordinator.store.database import Database, disk_is_full, url_of
 from coordinator.store.files import DataDirectory
 from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Identity, Tokens, secret_hash
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """All runs of one data directory. Methods are called from many threads; each run has its own lock."""
+    """All runs of one database and its data directory. Methods are called from many threads; each run has a lock."""
 
     def __init__(
         self,
@@ -45,8 +45,9 @@ class Coordinator:
         self.settings = settings
         self.bell = Bell()
         self.piece_sizes, self.room = PieceSizes(), Room()
+        url = url_of(settings.database_url, settings.data_dir)
         self.data = DataDirectory(settings.data_dir)
-        self.database = Database(settings.data_dir)
+        self.database = Database(url)
         self.tokens = Tokens(self.database)
         admin_token = settings.data_dir / "admin.token"
         if self.tokens.ensure_admin(admin_token, now()):

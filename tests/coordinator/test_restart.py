@@ -15,6 +15,7 @@ from sqlalchemy import delete
 
 from coordinator.server import make_server
 from coordinator.settings import Settings
+from coordinator.store import sqlite
 from coordinator.store.database import Database
 from coordinator.store.files import RunFiles
 from coordinator.store.tables import (
@@ -59,7 +60,7 @@ class Lives:
     @contextmanager
     def database(self) -> Iterator[Database]:
         """The database while no coordinator lives."""
-        database = Database(self.data_dir)
+        database = Database(sqlite.url_in(self.data_dir))
         yield database
         database.close()
 

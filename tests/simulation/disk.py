@@ -12,7 +12,7 @@ import shutil
 import stat
 from pathlib import Path
 
-_ALWAYS = ("outerstep.db", "outerstep.db-wal", "lock")
+_ALWAYS = ("outerstep.db", "outerstep.db-wal", "outerstep.db.lock", "lock")
 
 
 class Disk:
