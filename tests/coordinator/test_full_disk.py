@@ -93,11 +93,10 @@ def test_whichever_write_finds_the_disk_full_the_run_ends_as_if_it_had_not(
         failed.append(name)
         return True
 
-    disk = FullDisk(tmp_path, is_full)
+    disk = FullDisk(tmp_path / "data", is_full)
     with pytest.MonkeyPatch.context() as patch, coordinator_thread(tmp_path / "data", clock=clock) as running:
         disk.install(patch)
-        disk.watch(running.coordinator.database._engine)
-        disk.watch(running.coordinator.database._writing)
+        disk.watch(running.coordinator.database.reading)
         for number in itertools.count():
             run = f"r{number}"
             digests.add(one_round(running, run, clock, transport))
@@ -115,8 +114,7 @@ def test_whichever_write_finds_the_disk_full_the_run_ends_as_if_it_had_not(
 def test_a_disk_that_stays_full_for_a_while_is_told_once_and_then_that_it_has_room(tmp_path: Path) -> None:
     clock = SettableClock()
     with small_disk(tmp_path / "disk") as disk, coordinator_thread(disk.root / "data", clock=clock) as running:
-        disk.watch(running.coordinator.database._engine)
-        disk.watch(running.coordinator.database._writing)
+        disk.watch(running.coordinator.database.reading)
         a, b = crew(running, "r", ["a", "b"], rounds=3, min_workers=2, members="lease_s = 1000")
         play_round([a, b], 0)
         for member in (a, b):
