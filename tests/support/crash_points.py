@@ -1,11 +1,13 @@
 """Crash points: the instants before and after everything that changes what is on disk, and a kill -9 at one of them.
 
 Nothing of this is in the product. A process under test is started through here: it is forked from one that has
-imported everything, so that dying seventy times is quick. What makes a change durable (fsync, rename, link, commit and
-the like) is wrapped, and every call of it is two points, named by what is done, to what, and by which public function. So no operation
-can be forgotten: whatever the product does, the trace of an undisturbed run names it.
+imported everything, so that dying eighty times is quick. What makes a change durable (fsync, rename, link, commit and
+the like) is wrapped, and every call of it is two points, named by what is done, to what, and by which module and public
+function of the product. So no operation can be forgotten: whatever the product does, the trace of an undisturbed run
+names it.
 
-Linux only (/proc). A SIGKILL takes the process and leaves the kernel's page cache. What a power cut takes besides, the simulation shows.
+Linux only (/proc). A SIGKILL takes the process and leaves the kernel's page cache. What a power cut takes besides, the
+simulation shows.
 """
 
 import inspect
