@@ -44,7 +44,9 @@ class Processes:
         self.children: list[Child] = []
 
     def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Start the command `outerstep` with `arguments`; `environment` is added to this process's."""
+        """Start the command `outerstep` with `arguments`. `environment` is added to this process's, without what that
+        says to other coordinators: a database is not to be shared with the demo."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("OUTERSTEP_COORDINATOR_")}
         log = self.logs / f"{name}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -52,7 +54,7 @@ class Processes:
                 stdin=subprocess.PIPE,  # held open: see child.py
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                env={**inherited, "PYTHONUNBUFFERED": "1", **environment},
                 # A terminal's Ctrl-C reaches the demo alone, which then ends the others in order.
                 start_new_session=True,
             )

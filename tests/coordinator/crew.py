@@ -1,5 +1,9 @@
 """Members of a run for tests: joined, with state 0 seeded and held by all of them."""
 
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -89,3 +93,16 @@ def take_part_in_round_0(a: Member, b: Member) -> None:
         member.assignment(0)
     for member in (a, b):
         member.take_part(0)
+
+
+@contextmanager
+def refusing(running: InThread, statement: str) -> Iterator[None]:
+    """Every `statement`, for example "INSERT ON workers", fails within."""
+    name = re.sub(r"\W", "_", statement)
+    with sqlite3.connect(running.data_dir / "outerstep.db", timeout=20) as database:
+        database.execute(f"CREATE TRIGGER {name} BEFORE {statement} BEGIN SELECT RAISE(ABORT, 'disk full'); END")
+    try:
+        yield
+    finally:
+        with sqlite3.connect(running.data_dir / "outerstep.db", timeout=20) as database:
+            database.execute(f"DROP TRIGGER {name}")

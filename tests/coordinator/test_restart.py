@@ -18,6 +18,7 @@ from benchmarks.harness.member import spec_toml
 from benchmarks.harness.stores import names, the
 from coordinator.server import make_server
 from coordinator.settings import Settings
+from coordinator.store import sqlite
 from coordinator.store.blobs import KINDS, move
 from coordinator.store.data_directory import StateFiles
 from coordinator.store.database import Database
@@ -61,7 +62,7 @@ class Lives:
     @contextmanager
     def database(self) -> Iterator[Database]:
         """The database while no coordinator lives."""
-        database = Database(self.data_dir)
+        database = Database(sqlite.url_in(self.data_dir))
         yield database
         database.close()
 

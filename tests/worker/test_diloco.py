@@ -470,7 +470,7 @@ def test_diverged_training_sends_nothing(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(), tmp_path)
         with pytest.raises(CodecError, match="round 0: the training has diverged"):
-            run.worker("a", lr=1e35)
+            run.worker("a", lr=lambda diloco: 1e35)
         assert run.told("a").contributions == 0
 
 

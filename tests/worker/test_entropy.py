@@ -11,6 +11,7 @@ from torch import Tensor
 from protocol import wire
 from protocol.codecs import CODECS
 from protocol.digest import Buffer
+from tests.support.states import state_header
 from worker.codecs import pack_fragment
 from worker.link.client import Client
 from worker.tuning import entropy
@@ -141,8 +142,11 @@ def test_the_client_measures_its_uploads(clock: Clock) -> None:
             clock.seconds += 100  # until it is durable
             return httpx.Response(201)
 
+    work = b"x" * 3_000_000
+    header = state_header([work])
+    size = len(wire.pack_header(header)) + len(work)
     with httpx.Client(transport=SlowLine(), base_url="http://coordinator") as http:
         client = Client(http, "r", "token", clock=clock)
-        client._upload("token", "/somewhere", [b"x" * 3_000_000])
-    assert client.entropy.line.seconds == pytest.approx(3.0)
-    assert client.entropy.line.bytes == 3_000_000
+        client.seed("token", header, [work])
+    assert client.entropy.line.seconds == pytest.approx(size / SLOW)
+    assert client.entropy.line.bytes == size

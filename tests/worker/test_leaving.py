@@ -12,6 +12,8 @@ import pytest
 
 from protocol.exit_codes import Exit
 from protocol.messages import RoundDetail
+from protocol.wire import pack_header
+from tests.support.states import state_header
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
@@ -175,13 +177,15 @@ def test_an_upload_ends_between_two_pieces() -> None:
             assert isinstance(request.stream, httpx.SyncByteStream)
             for piece in request.stream:
                 sent.append(len(piece))
-                client.stop.set()
+                if len(piece) == SEND_BYTES:
+                    client.stop.set()
             return httpx.Response(201)
 
+    work = bytes(8 << 20)
     client = Client(httpx.Client(transport=Transport(), base_url="http://c"), "toy", "t")
     with pytest.raises(Stopped, match="in the middle of a transfer"):
-        client._upload("m", "/x", [bytes(8 << 20)])
-    assert sent == [SEND_BYTES]
+        client.seed("m", state_header([work]), [work])
+    assert sent == [len(pack_header(state_header([work]))), SEND_BYTES]
 
 
 def test_whatever_hangs_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 import httpx
 
 from benchmarks.harness.stores import spoil
-from coordinator.store.database import DATABASE_FILE
+from coordinator.store import sqlite
 from coordinator.tuning.room import Room
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
 from protocol.messages import Metrics
+from protocol.wire import pack_header
 from tests.support.http_server import Handler, serving
+from tests.support.states import state_header
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
@@ -47,8 +49,8 @@ def test_uploads_that_break_off_in_the_middle_are_sent_again() -> None:
 
     with serving(HangsUp) as url, open_http(url) as http:
         client = Client(http, "r", "t", sleep=lambda _: None)
-        client._upload("m", "/x", frames)
-    body = b"".join(frames)
+        client.seed("m", state_header(frames), frames)
+    body = b"".join([pack_header(state_header(frames)), *frames])
     assert arrived == [(body, content_digest(digest(body)))]
     assert attempts == [len(body)] * 3
 
@@ -71,9 +73,10 @@ def test_a_full_disk_is_waited_for_however_long_it_takes() -> None:
 
     http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://c")
     client = Client(http, "r", "t", sleep=sleep, clock=lambda: now)
-    client._upload("m", "/x", [b"work"])
+    header = state_header([b"work"])
+    client.seed("m", header, [b"work"])
     assert now == 36_000
-    assert set(bodies) == {b"work"}
+    assert set(bodies) == {pack_header(header) + b"work"}
 
 
 class SpoilsTheOther(Client):
@@ -136,9 +139,9 @@ def test_the_run_goes_back_to_a_backup(tmp_path: Path) -> None:
         worker = threading.Thread(target=train)
         worker.start()
         assert at.wait(60)
-    for path in data.glob(f"{DATABASE_FILE}*"):
+    for path in data.glob(f"{sqlite.FILE}*"):
         path.unlink()
-    for path in backup.glob(f"{DATABASE_FILE}*"):
+    for path in backup.glob(f"{sqlite.FILE}*"):
         shutil.copy(path, data)
     with coordinator_thread(data, port) as run.coordinator:
         assert run.info().round == 1
