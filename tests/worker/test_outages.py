@@ -11,10 +11,12 @@ import httpx
 
 from coordinator.store.database import DATABASE_FILE
 from coordinator.tuning.room import Room
+from protocol import wire
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
 from protocol.messages import Metrics
 from tests.support.http_server import Handler, serving
+from tests.support.states import zeros_of_state_0
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
@@ -29,7 +31,8 @@ def event_kinds(run: Toy) -> list[str]:
 
 def test_uploads_that_break_off_in_the_middle_are_sent_again() -> None:
     """Over a real socket: the other end hangs up after a part of the body, twice, and then takes it."""
-    frames = [bytes([i]) * (1 << 20) for i in range(8)]
+    header, zeros = zeros_of_state_0(2 << 20)
+    frames = [bytes([i]) * len(frame) for i, frame in enumerate(zeros)]
     arrived: list[tuple[bytes, str]] = []
     attempts: list[int] = []
 
@@ -46,8 +49,8 @@ def test_uploads_that_break_off_in_the_middle_are_sent_again() -> None:
 
     with serving(HangsUp) as url, open_http(url) as http:
         client = Client(http, "r", "t", sleep=lambda _: None)
-        client._upload("m", "/x", frames)
-    body = b"".join(frames)
+        client.seed("m", header, frames)
+    body = b"".join([wire.pack_header(header), *frames])
     assert arrived == [(body, content_digest(digest(body)))]
     assert attempts == [len(body)] * 3
 
@@ -70,9 +73,9 @@ def test_a_full_disk_is_waited_for_however_long_it_takes() -> None:
 
     http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://c")
     client = Client(http, "r", "t", sleep=sleep, clock=lambda: now)
-    client._upload("m", "/x", [b"work"])
+    client.seed("m", *zeros_of_state_0(100))
     assert now == 36_000
-    assert set(bodies) == {b"work"}
+    assert len(set(bodies)) == 1
 
 
 class SpoilsTheOther(Client):

@@ -23,6 +23,7 @@ from worker.link.membership import Membership
 from worker.state.outer_state import OuterState
 from worker.state.units import UnitRanges, count, in_order
 from worker.state.work import Contribution, Superseded
+from worker.tuning.entropy import Entropy
 from worker.tuning.side_stream import SideStream
 
 # One body goes over the line at a time (line.py); meanwhile the next fragment is encoded and the last one acknowledged.
@@ -62,6 +63,7 @@ class Exchange:
         self._grace = Grace(self.client.stop, self.client.clock)
         self._uploader = self.client.until(self._grace)
         self._encoding = threading.Lock()
+        self._entropy = Entropy(self.client.line.rate, self.client.clock)
 
     def contribute(self, contribution: Contribution, on_line: Callable[[], object] = lambda: None) -> Outcome:
         """Upload `contribution`; return what became of it. `on_line` is called once the line is its own.
@@ -154,7 +156,7 @@ class Exchange:
     def _encode(self, delta: Tensor) -> list[Buffer]:
         sync = self.spec.sync
         with self._encoding, self.client.stages(Stage.ENCODE), self._side_stream.beside():
-            return self.client.entropy.pack(delta.to(self._device), sync.upload_codec, wanted=sync.zstd)
+            return self._entropy.pack(delta.to(self._device), sync.upload_codec, wanted=sync.zstd)
 
     def _header(self, contribution: Contribution, frame_bytes: list[int]) -> wire.ContributionHeader:
         late = contribution.late
