@@ -205,7 +205,7 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
             _seed(client, membership, state)
         barrier.wait()
         state.round = 0
-        exchange = Exchange(membership, spec, state, torch.device("cpu"), threading.Event())
+        exchange = Exchange(membership, spec, state, torch.device("cpu"))
         before = client.traffic.upload_bytes
         deltas = list(delta.split(layout.elements))
         for round_ in range(plan.rounds + 1):
