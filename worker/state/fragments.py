@@ -17,6 +17,8 @@ from worker.errors import ModelError
 from worker.tuning.memory import HostMemory
 from worker.tuning.side_stream import SideStream
 
+_WHOLE = "and each worker needs the whole model in one process, as it was built (torch.compile and DDP are fine)"
+
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by the names that they have without torch.compile, DistributedDataParallel and DataParallel
@@ -61,15 +63,18 @@ def _without(within: set[str], name: str) -> str:
 
 def tensor_specs(model: nn.Module) -> list[TensorSpec]:
     """What the coordinator is told about the model. Raises ModelError for parameters that cannot be averaged here."""
+    if any(_is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel") for module in model.modules()):
+        raise ModelError(f"the model is sharded by FullyShardedDataParallel, {_WHOLE}: leave it out")
     parameters = trainable_parameters(model)
     if not parameters:
         raise ModelError("the model has no trainable parameters")
     for name, parameter in parameters.items():
         if _is_a(parameter, "torch.distributed.tensor", "DTensor"):
             raise ModelError(
-                f"parameter {name} is sharded (a DTensor), and each worker needs the whole model in one process: leave "
-                "out fully_shard or parallelize_module; torch.compile is fine"
+                f"parameter {name} is sharded (a DTensor), {_WHOLE}: leave out fully_shard or parallelize_module"
             )
+        if getattr(parameter, "_is_flat_param", False):
+            raise ModelError(f"parameter {name} is flattened (a FlatParameter), {_WHOLE}: leave out FSDP")
         if not parameter.is_floating_point():
             raise ModelError(f"parameter {name} is {parameter.dtype}; only floating-point parameters can be averaged")
     return [TensorSpec(name=name, shape=list(parameter.shape)) for name, parameter in parameters.items()]
