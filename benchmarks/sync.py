@@ -47,7 +47,6 @@ from rich.table import Table
 
 from benchmarks.floor import core_seconds
 from protocol.fragments import TensorSpec
-from protocol.heap import keep_freed_memory
 from protocol.messages import Action, JoinRequest, Metrics
 from protocol.wire import CHUNK_ELEMENTS, StateHeader
 from worker.codecs import pack_fragment
@@ -185,7 +184,6 @@ def round_seconds(spans: Sequence[Sequence[tuple[float, float]]]) -> list[float]
 
 def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
     torch.set_num_threads(1)
-    keep_freed_memory()  # as a worker does
     if plan.gloo_port is not None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(plan.gloo_port), "GLOO_SOCKET_IFNAME": "lo"}
         torch.distributed.init_process_group("gloo", rank=rank, world_size=plan.workers)

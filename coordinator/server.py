@@ -16,7 +16,6 @@ from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.tuning.bodies import Protocol
 from protocol.compiled import COMPILED, KERNELS
-from protocol.heap import keep_freed_memory
 
 GRACE_S = 10
 
@@ -112,5 +111,4 @@ def serve(settings: Settings) -> None:
         # uvicorn raises the signal again when it is done; being asked to stop and having stopped is no failure.
         signal.signal(number, lambda *_: None)
     shorten_pauses()
-    keep_freed_memory()
     server.run(sockets=[listening])

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from protocol.fragments import Layout, plan_fragments
 from worker.errors import ModelError
-from worker.state.fragments import DenseFragments, tensor_specs
+from worker.state.fragments import DenseFragments, host_copy, tensor_specs
 
 
 class Tied(nn.Module):
@@ -113,6 +113,22 @@ def test_models_that_cannot_be_averaged() -> None:
     model.weight = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     with pytest.raises(ModelError, match=r"weight is torch\.complex64"):
         tensor_specs(model)
+
+
+def test_a_copy_is_of_any_kind_and_does_not_change_with_the_original() -> None:
+    for original in (
+        torch.tensor(3.5),
+        torch.arange(6).reshape(2, 3).t(),
+        torch.randn(4, 4, dtype=torch.bfloat16),
+        torch.empty(0, 3),
+        torch.tensor([True, False]),
+    ):
+        expected = original.clone()
+        copy = host_copy(original)
+        assert (copy.dtype, copy.shape) == (original.dtype, original.shape)
+        original.zero_()
+        assert torch.equal(copy, expected)
+        assert copy.is_contiguous()
 
 
 # --- wrapped and sharded models -----------------------------------------------------------------------------------

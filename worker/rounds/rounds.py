@@ -260,7 +260,7 @@ class Rounds:
         def optimizer() -> dict[str, Any]:
             taken: dict[str, Any] = self._training.optimizer.state_dict()
             # It stands still while work is written; where a round starts, the training goes on meanwhile.
-            return copied(taken, self._fragments.memory) if isinstance(work, RoundStart) else taken
+            return copied(taken) if isinstance(work, RoundStart) else taken
 
         warmup_left = self._training.steps.warmup_left or 0
         return self._saver.save(work, partial=partial, optimizer=optimizer, warmup_left=warmup_left)
