@@ -24,7 +24,11 @@ from protocol.messages import (
     WorkerState,
 )
 
-DIRECTIVES = {RunState.STOPPED: Directive.STOP, RunState.DRAINING: Directive.DRAIN}
+DIRECTIVES = {
+    RunState.STOPPED: Directive.STOP,
+    RunState.FINISHED: Directive.STOP,
+    RunState.DRAINING: Directive.DRAIN,
+}
 
 
 def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:

@@ -69,7 +69,7 @@ def test_every_request_in_every_state_does_what_the_table_says_and_nothing_is_st
             else:
                 problem(reply, "run-ended")
     live = shared.live(run)
-    directives = {RunState.STOPPED: "stop", RunState.DRAINING: "drain"}
+    directives = {RunState.STOPPED: "stop", RunState.FINISHED: "stop", RunState.DRAINING: "drain"}
     for member in members:
         reply = member.http.put(member.path("/lease"), json={}).json()
         assert reply["directive"] == directives.get(live.state, "continue")

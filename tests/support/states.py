@@ -1,11 +1,8 @@
-"""A small outer state, 500 parameters in two fragments; and the header of an uploaded one."""
+"""A small outer state: 500 parameters in two fragments. And payloads of state 0."""
 
-from collections.abc import Sequence
-
-from protocol.digest import Buffer
+from protocol import wire
 from protocol.fragments import Layout, TensorSpec, plan_fragments
 from protocol.spec import OuterSpec
-from protocol.wire import StateHeader
 from worker.state.outer_state import OuterState
 
 LAYOUT: Layout = plan_fragments([TensorSpec(name="w", shape=[500])], 256)
@@ -16,8 +13,16 @@ def empty_state() -> OuterState:
     return OuterState(LAYOUT, OuterSpec(learning_rate=0.7, momentum=0.9), pin_memory=False)
 
 
-def state_header(frames: Sequence[Buffer]) -> StateHeader:
-    """Of an upload whose frames are no values: whoever only moves the bytes does not look."""
-    return StateHeader(
-        run="r", round=0, fragment=0, codec="fp32", elements=1, chunk_elements=1, frame_bytes=[len(f) for f in frames]
+def zeros_of_state_0(elements: int) -> tuple[wire.StateHeader, list[bytes]]:
+    """Header and frames of fragment 0 of state 0, raw fp32 zeros."""
+    frames = [bytes(4 * chunk) for chunk in wire.chunk_sizes(elements, wire.CHUNK_ELEMENTS)]
+    header = wire.StateHeader(
+        run="r",
+        round=0,
+        fragment=0,
+        codec="fp32",
+        elements=elements,
+        chunk_elements=wire.CHUNK_ELEMENTS,
+        frame_bytes=[len(frame) for frame in frames],
     )
+    return header, frames
