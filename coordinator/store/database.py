@@ -6,9 +6,9 @@ exception. What differs between database systems is a module beside this one, in
 
 import errno
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from alembic import command
 from alembic.config import Config
@@ -28,8 +28,9 @@ class Backend(Protocol):
     def check(self, url: URL) -> None:
         """Raise ValueError unless a coordinator can have its database at `url`."""
 
-    def lock(self, url: URL) -> IO[str]:
-        """Return a lock on the database, to be closed. Raises OuterstepError if another process has it, and OSError."""
+    def lock(self, url: URL) -> AbstractContextManager[object]:
+        """Lock the database, until the end of what is returned. Raises OuterstepError if another process has it, and
+        OSError."""
 
     def engines(self, url: URL) -> tuple[Engine, Engine]:
         """Return an engine for reading and one for writing, which share their connections."""
@@ -72,7 +73,7 @@ class Database:
     def __init__(self, url: URL) -> None:
         backend = BACKENDS[url.get_backend_name()]
         with ExitStack() as opened:
-            opened.enter_context(closing(backend.lock(url)))
+            opened.enter_context(backend.lock(url))
             self.reading, self.writing = backend.engines(url)
             opened.callback(self.reading.dispose)
             try:

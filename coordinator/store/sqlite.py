@@ -39,7 +39,8 @@ def check(url: URL) -> None:
 
 
 def lock(url: URL) -> IO[str]:
-    """Return a lock on the database, to be closed. Raises OuterstepError if another process has it, and OSError.
+    """Lock the database, until the file that is returned is closed. Raises OuterstepError if another process has it,
+    and OSError.
 
     SQLite's own locks let several processes write in turn. A coordinator holds in memory what it wrote, so it must be
     alone. The data directory's lock does not see to that: two of them may name one database.

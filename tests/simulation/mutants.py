@@ -217,7 +217,7 @@ REFUSED = "unexpected: AssertionError: I5"
 MUTANTS = [
     Mutant("acknowledges a contribution before it is fsynced", ("I2",), 8, _acknowledge_before_fsync),
     Mutant("acknowledges before the folder is fsynced", ("I2",), 12, _acknowledge_before_the_folder_is_durable),
-    Mutant("publishes a delta before it is durable", ("I1",), 1, _publish_before_it_is_durable),
+    Mutant("publishes a delta before it is durable", ("I1",), 8, _publish_before_it_is_durable),
     Mutant("sums in the order of arrival", ("I2",), 1, _arrival_order),
     Mutant("aggregates other contributors after a restart", ("I2", "I4"), 8, _other_contributors_after_a_restart),
     Mutant("forgets its workers in a restart", ("I4",), 1, _forgets_its_workers),
@@ -232,6 +232,6 @@ MUTANTS = [
     Mutant("consumes units outside the transaction", ("I6",), 0, _units_consumed_elsewhere),
     Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 14, _trusts_its_state_file),
     Mutant("fuses two operations of the outer step", ("I3",), 0, _fused_outer_step),
-    Mutant("never tries again after a fault", ("I5",), 49, _never_tries_again),
+    Mutant("never tries again after a fault", ("I5",), 16, _never_tries_again),
     Mutant("never ends a lease", ("I5",), 8, _leases_never_end),
 ]
