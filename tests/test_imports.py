@@ -40,7 +40,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "harness": {"protocol", "coordinator"},
         "benchmarks": {"protocol", "coordinator", "worker", "outerstep", "harness"},
         "docs": {"protocol", "coordinator", "worker", "outerstep", "harness"},
-        "tests": {"protocol", "migrations", "coordinator", "worker", "outerstep", "harness", "benchmarks"},
+        "tests": {"protocol", "migrations", "coordinator", "worker", "outerstep", "harness", "benchmarks", "docs"},
     },
     "coordinator": {
         "settings": set(),
