@@ -39,7 +39,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "outerstep": {"protocol", "worker"},  # and inside its commands the coordinator, by name
         "benchmarks": {"protocol", "coordinator", "worker", "outerstep"},
         "docs": {"protocol", "coordinator", "worker", "outerstep", "benchmarks"},
-        "tests": {"protocol", "migrations", "coordinator", "worker", "outerstep", "benchmarks"},
+        "tests": {"protocol", "migrations", "coordinator", "worker", "outerstep", "benchmarks", "docs"},
     },
     "coordinator": {
         "settings": set(),

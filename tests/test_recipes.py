@@ -152,7 +152,7 @@ assert "`mean`, `median`" in write_settings.page()
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    for side in SIDES:
+    for side in (*SIDES, "benchmarks"):
         shutil.copytree(ROOT / side, tmp_path / side, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
