@@ -7,7 +7,8 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from coordinator.runs.live_run import AcceptedContribution, LiveRun
+from coordinator.runs.live_run import LiveRun
+from coordinator.runs.open_round import AcceptedContribution
 from coordinator.store.files import HashedPayloadFile, PayloadFile, ReadBuffer, has_digest, make_durable
 from coordinator.store.tables import ContributionRow, FragmentRow
 from coordinator.sync import retention

@@ -59,9 +59,8 @@ def test_a_run_settles_by_itself_after_every_change(shared: InThread, run: str) 
     live: LiveRun = shared.live(run)
     assert live.open is None
     with live.change() as change:
-        change.then(lambda: live.members.ready.add("a"))
+        change.then(lambda: live.members.get_ready("a"))
     assert live.open is not None
     with live.change() as change:
-        change.row.state = RunState.STOPPED
-        change.then(lambda: setattr(live, "state", RunState.STOPPED))
+        change.set_state(RunState.STOPPED)
     assert info(shared, run)["state"] == "stopped"

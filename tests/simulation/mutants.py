@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from coordinator.runs import assigning, leases, live_run, membership
-from coordinator.runs.leases import Leases
+from coordinator.runs import assigning, membership
 from coordinator.runs.live_run import LiveRun
+from coordinator.runs.members import Members
+from coordinator.runs.open_round import OpenRound
 from coordinator.store import files
 from coordinator.sync import contributing, delta_file, outer_state, publishing
 from coordinator.upkeep import restoring
-from protocol.messages import FragmentState
+from protocol.messages import FragmentState, Metrics
 from worker.rounds import round as round_
 from worker.rounds import rounds
 from worker.state import outer_state as worker_outer_state
@@ -92,15 +93,16 @@ def _arrival_order() -> list[Replacement]:
 
 
 def _other_contributors_after_a_restart() -> list[Replacement]:
-    real = restoring._restore_open_round
+    real = restoring._open_round
 
-    def forget_one(run: LiveRun) -> None:
-        real(run)
-        for fragment in run.open.fragments if run.open else []:
+    def forget_one(run: LiveRun) -> OpenRound | None:
+        opening = real(run)
+        for fragment in opening.fragments if opening else []:
             if fragment.state is FragmentState.AGGREGATING and len(fragment.contributed) > 1:
                 fragment.contributed.pop(min(fragment.contributed))
+        return opening
 
-    return [(restoring, "_restore_open_round", forget_one)]
+    return [(restoring, "_open_round", forget_one)]
 
 
 class _Sticky(dict[bytes, str]):
@@ -110,20 +112,21 @@ class _Sticky(dict[bytes, str]):
 
 
 def _stale_tokens_work() -> list[Replacement]:
-    real = live_run.LiveRun.__init__
+    real, init = Members.renew, Members.__init__
 
-    def init(self: LiveRun, *args: Any) -> None:
-        real(self, *args)
-        self.members.tokens = _Sticky()
+    def with_sticky_tokens(self: Members, *args: Any) -> None:
+        init(self, *args)
+        self._by_token = _Sticky()
 
-    def renew(self: Leases, worker: str, now: float) -> bool:
-        self.renew(worker, now)
+    def renew(self: Members, worker: str, now: float, metrics: Metrics) -> bool:
+        if not real(self, worker, now, metrics):
+            self.join(worker, b"", now, metrics)
         return True
 
     return [
-        (live_run.LiveRun, "__init__", init),
+        (Members, "__init__", with_sticky_tokens),
         (membership, "check_lease", _nothing),
-        (Leases, "renew_live", renew),
+        (Members, "renew", renew),
     ]
 
 
@@ -191,7 +194,7 @@ def _never_tries_again() -> list[Replacement]:
 
 
 def _leases_never_end() -> list[Replacement]:
-    return [(leases.Leases, "expired", lambda self, now: [])]
+    return [(Members, "expired", lambda self, now: [])]
 
 
 def _forgets_its_workers() -> list[Replacement]:
