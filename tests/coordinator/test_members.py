@@ -1,4 +1,4 @@
-"""Leases by an explicit clock."""
+"""Members: leases by an explicit clock, and who the next round opens with."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,3 +45,34 @@ def test_expired_are_exactly_the_silent_ones_in_worker_id_order(seen_at: dict[st
     assert members.expired(now) == sorted(worker for worker, at in seen_at.items() if now - at > 50)
     assert members.live() == set(seen_at)
     assert len(members) == len(seen_at)
+
+
+def test_whatever_is_known_of_a_member_ends_with_its_lease() -> None:
+    members = Members(lease_s=10)
+    members.join("w", b"first", now=0)
+    assert members.renew("w", now=1, metrics=Metrics(loss=2.5))
+    members.get_ready("w")
+    members.end_round({"w"})
+    members.appoint("seeder", "w")
+    members.appoint("evaluator", "w")
+    assert members.metrics("w").loss == 2.5
+    members.leave("w")
+    assert not members.renew("w", now=2, metrics=Metrics(loss=2.5)), "a heartbeat on its way"
+    assert dict(members.by_token) == {}
+    members.join("w", b"second", now=3)
+    assert dict(members.by_token) == {b"second": "w"}
+    assert members.metrics("w") == Metrics()
+    assert members.ready == members.candidates() == set()
+    assert (members.seeder, members.evaluator) == (None, None)
+
+
+def test_a_round_opens_with_those_of_the_last_and_those_that_got_ready_since() -> None:
+    members = Members(lease_s=10)
+    for worker in ("a", "b", "c"):
+        members.join(worker, worker.encode(), now=0)
+    members.get_ready("a")
+    members.begin_round()
+    assert members.candidates() == set()
+    members.end_round({"a", "dead"})
+    members.get_ready("b")
+    assert members.candidates() == {"a", "b"}
