@@ -6,7 +6,8 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator.members import accounting
-from coordinator.runs.live_run import LiveRun, OpenFragment, OpenRound
+from coordinator.runs.live_run import LiveRun
+from coordinator.runs.open_round import OpenFragment, OpenRound
 from coordinator.runs.opening import status
 from coordinator.store.blobs import KINDS
 from coordinator.store.tables import (
@@ -70,7 +71,9 @@ def _disk_bytes(run: LiveRun) -> DiskBytes:
 def _run_fields(run: LiveRun) -> dict[str, Any]:
     with run.world.database.read() as session:
         row = session.get_one(RunRow, run.id)
-        totals = {
+        stored = {
+            "spec_digest": row.spec_digest.hex(),
+            "created_at": row.created_at,
             "tokens": row.tokens,
             "upload_bytes": row.upload_bytes,
             "divergences": row.divergences,
@@ -91,12 +94,10 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
             "reason": _reason(run),
             "round": run.round,
             "rounds": run.spec.sync.rounds,
-            "spec_digest": run.spec_digest.hex(),
-            "created_at": run.created_at,
-            "live_workers": len(run.members.leases),
-            "fragments": None if run.layout is None else len(run.layout.fragments),
-            "elements": None if run.layout is None else run.layout.total_elements,
-            **totals,
+            "live_workers": len(run.members),
+            "fragments": None if run.model is None else len(run.model.layout.fragments),
+            "elements": None if run.model is None else run.model.layout.total_elements,
+            **stored,
             "held_out_loss": held_out_loss,
             "state_digest": None if final is None else final.hex(),
         }
@@ -236,15 +237,15 @@ def worker(run: LiveRun, name: str) -> WorkerInfo:
 
 
 def _worker(run: LiveRun, row: WorkerRow) -> WorkerInfo:
-    live = row.name in run.members.leases
+    live = row.name in run.members
     return WorkerInfo(
         name=row.name,
         state=WorkerState(row.state),
         epoch=row.epoch,
         joined_at=row.joined_at,
-        last_seen_s=run.members.leases.last_seen_s(row.name, run.world.clock()),
+        last_seen_s=run.members.last_seen_s(row.name, run.world.clock()),
         host=row.host,
-        metrics=run.members.metrics[row.name] if live else Metrics.model_validate(row.metrics),
+        metrics=run.members.metrics(row.name) if live else Metrics.model_validate(row.metrics),
         contributions=row.contributions,
         tokens=row.tokens,
         upload_bytes=row.upload_bytes,
@@ -275,7 +276,7 @@ def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
         if round_ is not None:
             query = query.where(CheckpointRow.round == round_)
         row = session.scalars(query).one_or_none()
-        if row is None or run.layout is None:
+        if row is None or run.model is None:
             raise _no_checkpoint(run, session, round_)
         fragments = session.scalars(
             select(CheckpointFragmentRow)
@@ -284,8 +285,8 @@ def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
         )
         return CheckpointDetail(
             **_checkpoint_fields(session, row),
-            layout=run.layout,
-            fragments=[checkpointing.describe(each, run.layout) for each in fragments],
+            layout=run.model.layout,
+            fragments=[checkpointing.describe(each, run.model.layout) for each in fragments],
         )
 
 

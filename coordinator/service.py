@@ -127,7 +127,7 @@ class Coordinator:
             return identity
         hashed = secret_hash(secret)
         for run in list(self._runs.values()):
-            worker = run.members.tokens.get(hashed)
+            worker = run.members.by_token.get(hashed)
             if worker is not None:
                 return Identity(None, run.name, worker)
         return None
@@ -156,17 +156,18 @@ class Coordinator:
             return self._create_run(spec, spec_toml)
 
     def _create_run(self, spec: RunSpec, spec_toml: str) -> tuple[LiveRun, bool]:
-        spec_digest = digest(spec_toml.encode())
         existing = self._runs.get(spec.name)
         if existing is not None:
-            if existing.spec_digest != spec_digest:
+            with self.database.read() as session:
+                same = session.get_one(RunRow, existing.id).spec_toml == spec_toml
+            if not same:
                 raise Problem("run-exists", f"the run {spec.name} exists with another spec; choose a new name")
             return existing, False
         with self.database.write() as session:
             row = RunRow(
                 name=spec.name,
                 spec_toml=spec_toml,
-                spec_digest=spec_digest,
+                spec_digest=digest(spec_toml.encode()),
                 state=RunState.RUNNING,
                 created_at=self._world.now(),
                 round=0,

@@ -90,7 +90,8 @@ MemberOrAdmin = Annotated[Identity, Depends(member_or_admin)]
 
 def layout_with(run: LiveRun, fragment: int) -> Layout:
     """Return the run's layout; Problem `not-found` unless it has the fragment."""
-    if run.layout is None or fragment >= len(run.layout.fragments):
-        count = "no fragments yet" if run.layout is None else f"{len(run.layout.fragments)} fragments"
+    layout = None if run.model is None else run.model.layout
+    if layout is None or fragment >= len(layout.fragments):
+        count = "no fragments yet" if layout is None else f"{len(layout.fragments)} fragments"
         raise Problem("not-found", f"there is no fragment {fragment}: the run {run.name} has {count}")
-    return run.layout
+    return layout

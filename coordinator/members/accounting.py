@@ -20,37 +20,40 @@ def book_report(run: LiveRun, worker: str, report: RoundReport) -> None:
     """Book the report. One that was booked before changes nothing. One of a round that the run has not reached is
     dropped: it is of a history that was lost when the database was restored from a backup."""
     queue_report(run, worker, report)
-    with run.lock:
-        book_queued(run)
+    book_queued(run)
 
 
 def queue_report(run: LiveRun, worker: str, report: RoundReport) -> QueuedReport:
     """Queue the report for the next `book_queued`. Takes no lock and does no I/O: all workers report at once when a
     round is over, and the first of them that gets the lock books for all."""
     queued = QueuedReport(worker, report)
-    run.queued_reports.append(queued)
+    run.reports.append(queued)
     return queued
 
 
 def book_queued(run: LiveRun) -> None:
-    """Book all queued reports in one transaction; if it fails, they are queued again. Under the run's lock."""
-    queued: list[QueuedReport] = []
-    while run.queued_reports:
-        queued.append(run.queued_reports.popleft())
-    if not queued:
-        return
-    latest = {(each.worker, each.report.round, each.report.epoch): each for each in queued}
-    try:
-        _book_new(run, {key: each.report for key, each in latest.items()})
-    except BaseException:
-        run.queued_reports.extend(latest.values())
-        raise
-    for each in queued:
-        each.booked = True
+    """Book all queued reports in one transaction; if it fails, they are queued again."""
+    with run.lock:
+        queued: list[QueuedReport] = []
+        while run.reports:
+            queued.append(run.reports.popleft())
+        if not queued:
+            return
+        latest = {(each.worker, each.report.round, each.report.epoch): each for each in queued}
+        try:
+            new = _not_booked(run, {key: each.report for key, each in latest.items()})
+            if new:
+                with run.change() as change:
+                    _book(change, new)
+        except BaseException:
+            run.reports.extend(latest.values())
+            raise
+        for each in queued:
+            each.booked = True
 
 
-def _book_new(run: LiveRun, reports: dict[Key, RoundReport]) -> None:
-    """Book those of `reports` that are not in the database yet. Under the run's lock."""
+def _not_booked(run: LiveRun, reports: dict[Key, RoundReport]) -> dict[Key, RoundReport]:
+    """Return those of `reports` that are to be booked: they are not in the database yet, and of rounds that it has."""
     with run.world.database.read() as session:
         booked = {
             (worker, round_, epoch)
@@ -62,10 +65,7 @@ def _book_new(run: LiveRun, reports: dict[Key, RoundReport]) -> None:
                 )
             )
         }
-    new = {key: report for key, report in reports.items() if report.round <= run.round and key not in booked}
-    if new:
-        with run.change() as change:
-            _book(change, new)
+    return {key: report for key, report in reports.items() if report.round <= run.round and key not in booked}
 
 
 def _book(change: Change, reports: dict[Key, RoundReport]) -> None:

@@ -6,7 +6,8 @@ from functools import partial
 from sqlalchemy import delete
 
 from coordinator.runs import steering
-from coordinator.runs.live_run import Change, LiveRun, OpenRound, RoundAssignment
+from coordinator.runs.live_run import Change, LiveRun
+from coordinator.runs.open_round import OpenRound, RoundAssignment
 from coordinator.runs.opening import assignment_row, inner_steps_of, is_evaluated, status
 from coordinator.runs.units import assign_units, assigned_units, reclaim_units, return_forgotten_units
 from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow, EvaluationRow
@@ -32,7 +33,7 @@ def assign(
         if not run.seeded:
             if _is_seeder(run, worker):
                 return Assignment(action=Action.SEED, reason="nobody has state 0 yet", round=0)
-            return Assignment(action=Action.WAIT, reason=f"{run.seeder} uploads state 0", round=0)
+            return Assignment(action=Action.WAIT, reason=f"{run.members.seeder} uploads state 0", round=0)
         if state_round != run.round:
             reason = f"the run is at state {run.round}, this worker at {'none' if state_round is None else state_round}"
             return Assignment(action=Action.RECOVER, reason=reason, round=run.round)
@@ -46,12 +47,12 @@ def assign(
                     reclaim_units(change.session, run.id, worker, run.round, carried)
                     if run.open is not None:
                         change.then(partial(run.open.without_earlier_units.discard, worker))
-                change.then(lambda: run.members.ready.add(worker))
+                change.then(partial(run.members.get_ready, worker))
         opening = run.open
         if opening is None:
             return Assignment(action=Action.WAIT, reason=status(run), round=run.round)
         assignment = opening.assignments.get(worker)
-        if assignment is None or not _agrees_on_earlier_units(opening, worker, carried):
+        if assignment is None or not opening.agrees_on_earlier_units(worker, carried):
             assignment = _ensure_assignment(run, opening, worker, carried)
         return _training(run, opening, worker, assignment)
 
@@ -67,15 +68,9 @@ def assign_from_memory(
     if opening is None or opening.number != state_round or run.state is not RunState.RUNNING or run.damage is not None:
         return None
     assignment = opening.assignments.get(worker)
-    if assignment is None or worker not in run.members.leases or not _agrees_on_earlier_units(opening, worker, carried):
+    if assignment is None or worker not in run.members or not opening.agrees_on_earlier_units(worker, carried):
         return None
     return _training(run, opening, worker, assignment)
-
-
-def _agrees_on_earlier_units(opening: OpenRound, worker: str, carried: Sequence[Sequence[int]] | None) -> bool:
-    """Return True if worker and database need not be compared: the worker carries no units of earlier rounds and none
-    are assigned to it, or it does not say what it carries."""
-    return carried is None or (not carried and worker in opening.without_earlier_units)
 
 
 def _training(run: LiveRun, opening: OpenRound, worker: str, assignment: RoundAssignment) -> Assignment:
@@ -102,14 +97,7 @@ def _ensure_assignment(
         if not units:  # its lease had ended, and they went back to the pool
             units = assign_units(change.session, change.row, worker, run.round, row.inner_steps)
         assignment = RoundAssignment(row.inner_steps, row.evaluate, units)
-
-        def apply() -> None:
-            opening.assigned.add(worker)
-            opening.assignments[worker] = assignment
-            if carried is not None and not carried:
-                opening.without_earlier_units.add(worker)
-
-        change.then(apply)
+        change.then(partial(opening.assign, worker, assignment, carried))
     return assignment
 
 
@@ -127,12 +115,12 @@ def _take_part(change: Change, worker: str) -> AssignmentRow:
 
 def _is_seeder(run: LiveRun, worker: str) -> bool:
     """Return True if `worker` is to upload state 0. The first that asks is; a successor starts from the beginning."""
-    if run.seeder is None:
+    if run.members.seeder is None:
         with run.change() as change:
             change.session.execute(delete(CheckpointFragmentRow).where(CheckpointFragmentRow.run_id == run.id))
             change.record("seeding", f"{worker} uploads state 0", worker=worker)
-            change.then(lambda: setattr(run, "seeder", worker))
-    return run.seeder == worker
+            change.then(partial(run.members.appoint, "seeder", worker))
+    return run.members.seeder == worker
 
 
 def _is_final_evaluator(run: LiveRun, worker: str) -> bool:
@@ -140,6 +128,7 @@ def _is_final_evaluator(run: LiveRun, worker: str) -> bool:
     with run.world.database.read() as session:
         if session.get(EvaluationRow, (run.id, run.round)) is not None:
             return False
-    if run.evaluator is None:
-        run.evaluator = worker
-    return run.evaluator == worker
+    if run.members.evaluator is None:
+        with run.change() as change:
+            change.then(partial(run.members.appoint, "evaluator", worker))
+    return run.members.evaluator == worker

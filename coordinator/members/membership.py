@@ -1,17 +1,18 @@
 """Joining, heartbeats, leaving, and being lost. A worker is live exactly while it holds a lease."""
 
 import secrets
+from functools import partial
 
 from sqlalchemy import select
 
 from coordinator.members import accounting
-from coordinator.runs.live_run import Change, LiveRun
+from coordinator.runs.live_run import Change, LiveRun, Model
 from coordinator.runs.opening import status
 from coordinator.runs.units import return_units
 from coordinator.store.tables import WorkerRow
 from coordinator.store.tokens import new_secret, secret_hash
 from protocol.errors import LayoutError, Problem
-from protocol.fragments import Layout, first_difference, plan_fragments
+from protocol.fragments import first_difference, plan_fragments
 from protocol.messages import (
     Directive,
     JoinReply,
@@ -40,7 +41,7 @@ def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
         if run.ended:
             raise Problem("run-ended", f"the run {run.name} is {run.state}")
         session, members = change.session, run.members
-        layout = _model(change, request)
+        model = _model(change, request)
         row = session.scalars(
             select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)
         ).one_or_none()
@@ -49,7 +50,7 @@ def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
         old_hash = None if row is None else row.token_hash
         repeated = _is_secret_of(request.member_token, old_hash)  # the answer was lost, so it asks again
         same_worker = repeated or _is_secret_of(request.previous, old_hash)
-        remaining_s = members.leases.remaining_s(worker, run.world.clock())
+        remaining_s = members.remaining_s(worker, run.world.clock())
         if remaining_s is not None and not same_worker:
             raise Problem(
                 "worker-name-taken",
@@ -68,31 +69,20 @@ def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
         if not repeated:
             message = f"{worker} joined ({row.epoch}.)" if row.epoch > 1 else f"{worker} joined"
             change.record("joined", message, worker=worker)
-        first = run.layout is None
-
-        def apply() -> None:
-            if first:
-                run.layout, run.data = layout, request.data
-            if old_hash is not None:
-                members.tokens.pop(old_hash, None)
-            members.tokens[hashed] = worker
-            members.metrics[worker] = Metrics()
-            members.leases.renew(worker, run.world.clock())
-
-        change.then(apply)
-        epoch, lease_s = row.epoch, members.leases.term_s
-        return JoinReply(worker=worker, member_token=secret, epoch=epoch, lease_s=lease_s, layout=layout)
+        change.then(lambda: members.join(worker, hashed, run.world.clock()))
+        epoch, lease_s = row.epoch, members.lease_s
+        return JoinReply(worker=worker, member_token=secret, epoch=epoch, lease_s=lease_s, layout=model.layout)
 
 
 def _is_secret_of(secret: str | None, hashed: bytes | None) -> bool:
     return secret is not None and hashed is not None and secrets.compare_digest(secret_hash(secret), hashed)
 
 
-def _model(change: Change, request: JoinRequest) -> Layout:
-    """Return the run's layout, which the first worker fixes. Raises Problem if this worker's model or training set is
+def _model(change: Change, request: JoinRequest) -> Model:
+    """Return the run's model, which the first worker fixes. Raises Problem if this worker's model or training set is
     another."""
-    run = change.run
-    if run.layout is None:
+    run, model = change.run, change.run.model
+    if model is None:
         try:
             sync = run.spec.sync
             layout = plan_fragments(
@@ -103,19 +93,18 @@ def _model(change: Change, request: JoinRequest) -> Layout:
             )
         except LayoutError as error:
             raise Problem("model-mismatch", str(error)) from error
-        row = change.row
-        row.layout = layout.model_dump()
-        row.data = None if request.data is None else request.data.model_dump()
-        return layout
-    if difference := first_difference(run.layout.tensors, request.tensors):
+        model = Model(layout=layout, data=request.data)
+        change.set_model(model)
+        return model
+    if difference := first_difference(model.layout.tensors, request.tensors):
         raise Problem("model-mismatch", f"this worker's model is not the model of the run {run.name}: {difference}")
-    if request.data != run.data:
+    if request.data != model.data:
         raise Problem(
             "data-mismatch",
-            f"this worker's training set ({_data(request.data)}) is not the run's ({_data(run.data)}); "
+            f"this worker's training set ({_data(request.data)}) is not the run's ({_data(model.data)}); "
             f"make data.source = {run.spec.data.source!r} hold the same files everywhere",
         )
-    return run.layout
+    return model
 
 
 def _data(data: object) -> str:
@@ -127,16 +116,15 @@ def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:
 
     Neither takes the run's lock nor touches the database.
     """
-    if not run.members.leases.renew_live(worker, run.world.clock()):
+    if not run.members.renew(worker, run.world.clock(), metrics):
         raise _ended(worker)
-    run.members.metrics[worker] = metrics
     directive = DIRECTIVES.get(run.state, Directive.CONTINUE)
-    return LeaseReply(directive=directive, reason=status(run), lease_s=run.members.leases.term_s)
+    return LeaseReply(directive=directive, reason=status(run), lease_s=run.members.lease_s)
 
 
 def check_lease(run: LiveRun, worker: str) -> None:
     """Raise Problem `unauthorized` unless `worker` is live."""
-    if worker not in run.members.leases:
+    if worker not in run.members:
         raise _ended(worker)
 
 
@@ -147,11 +135,9 @@ def _ended(worker: str) -> Problem:
 def leave(run: LiveRun, worker: str, request: LeaveRequest, *, by_operator: bool) -> None:
     """End the worker's lease because it leaves, or the operator makes it; its unused units return to the pool."""
     with run.lock:
-        if by_operator and worker not in run.members.leases:
+        if by_operator and worker not in run.members:
             raise Problem("not-found", f"the run {run.name} has no live worker {worker}")
         check_lease(run, worker)  # it may have ended while the request was on its way
-        if "metrics" in request.model_fields_set:
-            run.members.metrics[worker] = request.metrics
         if request.report is not None:
             accounting.book_report(run, worker, request.report)
         with run.change() as change:
@@ -160,12 +146,12 @@ def leave(run: LiveRun, worker: str, request: LeaveRequest, *, by_operator: bool
 
 def expire(run: LiveRun) -> None:
     """End the leases that ran out."""
-    leases, clock = run.members.leases, run.world.clock
+    members, clock = run.members, run.world.clock
     with run.lock:
-        for worker in leases.expired(clock()):
-            silent_s = leases.last_seen_s(worker, clock())
-            if silent_s is not None and silent_s > leases.term_s:  # it may have been heard of since the list was made
-                message = f"was silent for {leases.term_s:.0f} s and is taken for dead"
+        for worker in members.expired(clock()):
+            silent_s = members.last_seen_s(worker, clock())
+            if silent_s is not None and silent_s > members.lease_s:  # it may have been heard of since the list was made
+                message = f"was silent for {members.lease_s:.0f} s and is taken for dead"
                 with run.change() as change:
                     _end_lease(change, worker, WorkerState.LOST, message)
 
@@ -182,7 +168,7 @@ def change_worker(run: LiveRun, worker: str, request: WorkerChange) -> None:
             if row.state == WorkerState.BANNED:
                 row.state = WorkerState.EVICTED
                 change.record("readmitted", f"{worker} may join again", worker=worker)
-        elif worker in run.members.leases:
+        elif worker in run.members:
             _end_lease(change, worker, WorkerState(request.state), f"was {request.state} by the operator")
         elif request.state == "banned" and row.state != WorkerState.BANNED:
             row.state = WorkerState.BANNED
@@ -193,10 +179,12 @@ def change_worker(run: LiveRun, worker: str, request: WorkerChange) -> None:
 
 def _end_lease(change: Change, worker: str, state: WorkerState, what: str, request: LeaveRequest | None = None) -> None:
     """End the worker's lease and return its unused units. `request`: what it said as it left, if it did."""
-    run, members = change.run, change.run.members
-    row = change.worker_row(worker)
-    old_hash, row.token_hash, row.state = row.token_hash, None, state
-    row.metrics = members.metrics.get(worker, Metrics()).model_dump(mode="json")
+    run, row = change.run, change.worker_row(worker)
+    row.token_hash, row.state = None, state
+    metrics = run.members.metrics(worker)
+    if request is not None and "metrics" in request.model_fields_set:
+        metrics = request.metrics
+    row.metrics = metrics.model_dump(mode="json")
     if request is not None and request.state_digest is not None:
         row.state_round, row.state_digest = request.state_round, bytes.fromhex(request.state_digest)
     return_units(change.session, run.id, worker)
@@ -207,19 +195,7 @@ def _end_lease(change: Change, worker: str, state: WorkerState, what: str, reque
         change.row.divergences += 1
         change.record("diverged", f"{worker} left with another state than the run's", worker=worker)
 
-    def apply() -> None:
-        if old_hash is not None:
-            members.tokens.pop(old_hash, None)
-        members.leases.end(worker)
-        members.ready.discard(worker)
-        members.previous.discard(worker)
-        members.diverged.pop(worker, None)
-        if run.seeder == worker:
-            run.seeder = None
-        if run.evaluator == worker:
-            run.evaluator = None
-        if run.open is not None:
-            run.open.assignments.pop(worker, None)
-
-    change.then(apply)
+    change.then(partial(run.members.leave, worker))
+    if run.open is not None:
+        change.then(partial(run.open.leave, worker))
     change.wake()

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from sqlalchemy import bindparam, insert, update
 
-from coordinator.runs.live_run import AcceptedContribution, Arrival, Change, LiveRun, OpenRound
+from coordinator.runs.live_run import Arrival, Change, LiveRun
+from coordinator.runs.open_round import AcceptedContribution, OpenRound
 from coordinator.runs.units import consume_units
 from coordinator.store.payloads import Body
 from coordinator.store.tables import ContributionRow, RunRow, WorkerRow

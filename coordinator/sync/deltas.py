@@ -5,7 +5,8 @@ from contextlib import ExitStack
 
 from sqlalchemy import select
 
-from coordinator.runs.live_run import AcceptedContribution, LiveRun
+from coordinator.runs.live_run import LiveRun
+from coordinator.runs.open_round import AcceptedContribution
 from coordinator.store.payloads import HashedPayload, ReadBuffer, StoredPayload, has_digest
 from coordinator.store.tables import ContributionRow, FragmentRow
 from coordinator.sync import retention

@@ -9,7 +9,8 @@ from functools import partial
 
 from coordinator.runs.bell import delta_of
 from coordinator.runs.epochs import check_epochs
-from coordinator.runs.live_run import LiveRun, OpenRound
+from coordinator.runs.live_run import LiveRun
+from coordinator.runs.open_round import OpenRound
 from coordinator.runs.rounds import advance
 from coordinator.runs.units import merge_adjacent
 from coordinator.store.database import disk_is_full
@@ -115,12 +116,12 @@ def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, diges
         row.aggregated_at, row.published_at = aggregated_at, now
         if last:
             session.get_one(RoundRow, (run.id, round_)).closed_at = now
-            change.row.round = round_ + 1
+            change.end_round(opening)
             merge_adjacent(session, run.id, round_ + 1)
             change.record("round-published", f"round {round_} is published: {fragment.reason}", round=round_)
             check_epochs(change)
             if finished:
-                change.row.state = RunState.FINISHED
+                change.set_state(RunState.FINISHED)
                 change.record("finished", f"the run is finished after {round_ + 1} rounds")
 
         def apply() -> None:
@@ -128,9 +129,6 @@ def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, diges
             run.deltas[round_, index] = digest
             if last:
                 run.deltas = {key: each for key, each in run.deltas.items() if key[0] >= round_}
-                run.open, run.members.previous, run.round = None, opening.assigned, round_ + 1
-            if finished:
-                run.state = RunState.FINISHED
 
         change.then(apply)
         change.wake(None if finished else delta_of(index))

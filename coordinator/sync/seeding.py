@@ -52,7 +52,7 @@ def _accept(
         row = session.get(CheckpointFragmentRow, (run.id, 0, fragment))
     if row is not None and row.state_digest == state_digest:
         return row, False
-    if run.seeded or run.seeder != worker:
+    if run.seeded or run.members.seeder != worker:
         raise Problem("state-conflict", f"state 0 of the run {run.name} is not for {worker} to seed")
     return checkpointing.write_fragment(run, 0, fragment, canonical, state_digest), True
 

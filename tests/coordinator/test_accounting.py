@@ -56,9 +56,9 @@ def test_reports_that_wait_for_the_run_are_booked_together_and_none_is_lost(shar
     with ThreadPoolExecutor(8) as pool:
         with live.lock:
             answers = [pool.submit(tell, member, 0, report(0, up=1, down=2)) for member in members]
-            wait_until(lambda: len(live.queued_reports) == 8)
+            wait_until(lambda: len(live.reports) == 8)
         assert [answer.result() for answer in answers] == [200] * 8
-    assert not live.queued_reports
+    assert not live.reports
     assert info(shared, run, "/rounds/0")["accounts"] == dict.fromkeys(names, account(1, 2))
     assert info(shared, run)["account"] == account(8, 16)
 
@@ -68,7 +68,7 @@ def test_a_report_that_could_not_be_booked_is_booked_with_the_next(shared: InThr
     with refusing(shared, "INSERT ON reports"):
         assert tell(a, 0, report(0, up=1, down=2)) == 500
         assert tell(a, 0, report(0, up=1, down=2)) == 500
-    assert len(shared.live(run).queued_reports) == 1
+    assert len(shared.live(run).reports) == 1
     assert tell(b, 0, report(0, up=10, down=20)) == 200
     assert info(shared, run)["account"] == account(11, 22)
 

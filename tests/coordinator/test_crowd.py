@@ -58,9 +58,9 @@ def test_a_heartbeat_does_not_wait_for_threads_that_wait_for_the_run(shared: InT
 
 def test_a_heartbeat_does_not_revive_a_lease_that_has_ended(shared: InThread, run: str) -> None:
     (member,) = crew(shared, run, ["a"])
-    shared.live(run).members.leases.end("a")
+    shared.live(run).members.leave("a")
     assert member.http.put(member.path("/lease"), json={}).status_code == 401
-    assert "a" not in shared.live(run).members.leases
+    assert "a" not in shared.live(run).members
 
 
 def test_the_assignment_of_an_open_round_is_known_without_the_database(shared: InThread, run: str) -> None:

@@ -179,7 +179,7 @@ class Faults:
         def join() -> None:
             run = self._sim.node.run
             with run.lock:
-                if run.ended or name not in run.members.leases or run.layout is None:
+                if run.ended or name not in run.members or run.model is None:
                     return
                 request = JoinRequest(tensors=tensor_specs(Toy(self._sim.fragments)))
                 try:

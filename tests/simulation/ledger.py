@@ -396,9 +396,9 @@ def _view(run: LiveRun) -> dict[str, Any]:
     return {
         "state": run.state,
         "round": run.round,
-        "layout": run.layout,
-        "live workers": run.members.leases.live(),
-        "member tokens": dict(run.members.tokens),
+        "model": run.model,
+        "live workers": run.members.live(),
+        "member tokens": dict(run.members.by_token),
         "open round": None if opening is None else opening.number,
         "assigned": set() if opening is None else set(opening.assigned),
         "contributed": [] if opening is None else [dict(each.contributed) for each in opening.fragments],

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 
 from coordinator.members import assigning, membership
-from coordinator.runs.leases import Leases
-from coordinator.runs.live_run import LiveRun, Members
+from coordinator.runs.live_run import LiveRun
+from coordinator.runs.members import Members
+from coordinator.runs.open_round import OpenRound
 from coordinator.store import files
 from coordinator.store.blobs import Kind
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.sync import contributing, deltas, outer_state, publishing
 from protocol.digest import Buffer
-from protocol.messages import FragmentState
+from protocol.messages import FragmentState, Metrics
 from worker.rounds import round as round_
 from worker.rounds import rounds
 from worker.state import outer_state as worker_outer_state
@@ -101,11 +102,11 @@ def _arrival_order() -> list[Replacement]:
 def _other_contributors_after_a_restart() -> list[Replacement]:
     real = LiveRun.restored
 
-    def forget_one(self: LiveRun) -> None:
-        for fragment in self.open.fragments if self.open else []:
+    def forget_one(self: LiveRun, opening: OpenRound | None) -> None:
+        for fragment in opening.fragments if opening else []:
             if fragment.state is FragmentState.AGGREGATING and len(fragment.contributed) > 1:
                 fragment.contributed.pop(min(fragment.contributed))
-        real(self)
+        real(self, opening)
 
     return [(LiveRun, "restored", forget_one)]
 
@@ -117,20 +118,21 @@ class _Sticky(dict[bytes, str]):
 
 
 def _stale_tokens_work() -> list[Replacement]:
-    real = LiveRun.__init__
+    real, init = Members.renew, Members.__init__
 
-    def init(self: LiveRun, *args: Any) -> None:
-        real(self, *args)
-        self.members.tokens = _Sticky()
+    def with_sticky_tokens(self: Members, *args: Any) -> None:
+        init(self, *args)
+        self._by_token = _Sticky()
 
-    def renew(self: Leases, worker: str, now: float) -> bool:
-        self.renew(worker, now)
+    def renew(self: Members, worker: str, now: float, metrics: Metrics) -> bool:
+        if not real(self, worker, now, metrics):
+            self.join(worker, b"", now, metrics)
         return True
 
     return [
-        (LiveRun, "__init__", init),
+        (Members, "__init__", with_sticky_tokens),
         (membership, "check_lease", _nothing),
-        (Leases, "renew_live", renew),
+        (Members, "renew", renew),
     ]
 
 
@@ -198,15 +200,15 @@ def _never_tries_again() -> list[Replacement]:
 
 
 def _leases_never_end() -> list[Replacement]:
-    return [(Leases, "expired", lambda self, now: [])]
+    return [(Members, "expired", lambda self, now: [])]
 
 
 def _forgets_its_workers() -> list[Replacement]:
     real = LiveRun.restored
 
-    def alone(self: LiveRun) -> None:
-        self.members = Members(Leases(self.spec.members.lease_s))
-        real(self)
+    def alone(self: LiveRun, opening: OpenRound | None = None) -> None:
+        self.members = Members(self.spec.members.lease_s)
+        real(self, opening)
 
     return [(LiveRun, "restored", alone)]
 
