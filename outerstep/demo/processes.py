@@ -12,7 +12,7 @@ from pathlib import Path
 
 from protocol.errors import OuterstepError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]  # where our packages lie
 READY = re.compile(r"^outerstep coordinator ready at (\S+)$", re.MULTILINE)
 READY_WITHIN_S = 60.0
 STOP_WITHIN_S = 10.0
@@ -47,7 +47,7 @@ class Processes:
     def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
         """Start the command `outerstep` with `arguments`; `environment` is added to this process's.
 
-        Nothing in the working directory can hide a package of ours, unless that is where this package itself lies.
+        Nothing in the working directory can hide a package of ours: it is not looked into, unless they lie there.
         """
         log = self.logs / f"{name}.log"
         safe_path = [] if Path.cwd().samefile(ROOT) else ["-P"]
