@@ -10,17 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator.runs import membership
+from coordinator.members import membership
 from coordinator.runs.bell import Bell
 from coordinator.runs.live_run import Change, LiveRun, World
 from coordinator.settings import Settings
 from coordinator.settling import settle
-from coordinator.store.database import Database, disk_is_full
-from coordinator.store.files import DataDirectory
+from coordinator.store.blobs import Store
+from coordinator.store.data_directory import DataDirectory
+from coordinator.store.database import Database, disk_is_full, url_of
+from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Identity, Tokens, secret_hash
 from coordinator.sync import retention
-from coordinator.tuning.pieces import PieceSizes
 from coordinator.tuning.room import Room
 from coordinator.upkeep import restoring, verifying
 from coordinator.upkeep.full_disk import Storage
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """All runs of one data directory. Methods are called from many threads; each run has its own lock."""
+    """All runs of one database and its data directory. Methods are called from many threads; each run has a lock."""
 
     def __init__(
         self,
@@ -41,12 +42,14 @@ class Coordinator:
         *,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
+        store: Store = DirectoryBlobs,
     ) -> None:
         self.settings = settings
         self.bell = Bell()
-        self.piece_sizes, self.room = PieceSizes(), Room()
+        self.room = Room()
+        url = url_of(settings.database_url, settings.data_dir)
         self.data = DataDirectory(settings.data_dir)
-        self.database = Database(settings.data_dir)
+        self.database = Database(url)
         self.tokens = Tokens(self.database)
         admin_token = settings.data_dir / "admin.token"
         if self.tokens.ensure_admin(admin_token, now()):
@@ -57,6 +60,7 @@ class Coordinator:
         self._world = World(
             database=self.database,
             data=self.data,
+            blobs=store(self.data),
             submit=self._jobs.submit,
             ring=self.bell.ring,
             storage_full=self.storage.note_full,
@@ -105,7 +109,7 @@ class Coordinator:
 
     def check_ready(self) -> None:
         """Raise Problem `not-ready` unless the database answers and the data directory takes writes."""
-        probe = self.data.incoming()
+        probe = self.data.scratch()
         try:
             with self.database.read() as session:
                 session.execute(select(RunRow.id).limit(1))
@@ -123,7 +127,7 @@ class Coordinator:
             return identity
         hashed = secret_hash(secret)
         for run in list(self._runs.values()):
-            worker = run.members.tokens.get(hashed)
+            worker = run.members.by_token.get(hashed)
             if worker is not None:
                 return Identity(None, run.name, worker)
         return None
@@ -152,17 +156,18 @@ class Coordinator:
             return self._create_run(spec, spec_toml)
 
     def _create_run(self, spec: RunSpec, spec_toml: str) -> tuple[LiveRun, bool]:
-        spec_digest = digest(spec_toml.encode())
         existing = self._runs.get(spec.name)
         if existing is not None:
-            if existing.spec_digest != spec_digest:
+            with self.database.read() as session:
+                same = session.get_one(RunRow, existing.id).spec_toml == spec_toml
+            if not same:
                 raise Problem("run-exists", f"the run {spec.name} exists with another spec; choose a new name")
             return existing, False
         with self.database.write() as session:
             row = RunRow(
                 name=spec.name,
                 spec_toml=spec_toml,
-                spec_digest=spec_digest,
+                spec_digest=digest(spec_toml.encode()),
                 state=RunState.RUNNING,
                 created_at=self._world.now(),
                 round=0,

@@ -4,13 +4,12 @@ Called in one place, `LiveRun.settle`: after every change of the run, after a st
 """
 
 from coordinator.runs import closing, opening, steering
-from coordinator.runs.live_run import LiveRun
+from coordinator.runs.live_run import Settling
 from coordinator.sync import publishing
 
 
-def settle(run: LiveRun) -> None:
-    """Close the fragments that are due, open the next round, pause a drained run; then publish what is closed. Under
-    the run's lock."""
-    while closing.close_due(run) or opening.open_next(run) or steering.pause_if_drained(run):
+def settle(settling: Settling) -> None:
+    """Close the fragments that are due, open the next round, pause a drained run; then publish what is closed."""
+    while closing.close_due(settling) or opening.open_next(settling) or steering.pause_if_drained(settling):
         pass
-    publishing.start_due(run)
+    publishing.start_due(settling.run)

@@ -5,10 +5,10 @@ page is not what this writes.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.runs.rounds import TRANSITIONS, Close, Policy, decide, grace_s, has_quorum
+from coordinator.runs.rounds import TRANSITIONS, Close, decide, grace_s, has_quorum
 from protocol.messages import FragmentState
 from protocol.spec import MembersSpec
 
@@ -74,12 +74,7 @@ a deadline has passed.
 """
 
 
-def policy_of(members: MembersSpec) -> Policy:
-    """The policy of a run with these members."""
-    return Policy(**{each.name: getattr(members, each.name) for each in fields(Policy)})
-
-
-DEFAULTS = policy_of(MembersSpec())
+DEFAULTS = MembersSpec()
 
 
 # --- the diagram ----------------------------------------------------------------------------------------------------
@@ -113,7 +108,7 @@ def diagram() -> str:
 class Situation:
     """One fragment's inputs of `decide`, as the coordinator keeps them (`coordinator/sync/publishing.py`)."""
 
-    policy: Policy
+    policy: MembersSpec
     expected: set[str] = field(default_factory=set)
     contributed: set[str] = field(default_factory=set)
     quorum_at: float | None = None
@@ -158,7 +153,7 @@ class Example:
     title: str
     text: str
     events: list[Event]
-    policy: Policy = DEFAULTS
+    policy: MembersSpec = DEFAULTS
 
 
 EXAMPLE_LIST = [
@@ -201,19 +196,19 @@ EXAMPLE_LIST = [
         "Too few workers, `min_workers = 3`",
         "The run waits, and says so.",
         [opens("a", "b", "c"), contributes(100, "a", "b"), dies(110, "c"), enters(500, "d"), contributes(600, "d")],
-        policy_of(MembersSpec(min_workers=3)),
+        MembersSpec(min_workers=3),
     ),
     Example(
         "A cap, `round_max_s = 300`",
         "Two of five are no quorum, but the round has lasted long enough.",
         [opens("a", "b", "c", "d", "e"), contributes(100, "a"), contributes(130, "b")],
-        policy_of(MembersSpec(round_max_s=300)),
+        MembersSpec(round_max_s=300),
     ),
     Example(
         "Nobody is left behind, `grace_min_s = grace_max_s = 3600`",
         "A long grace waits for everybody that is alive; the leases still end it for those who are not.",
         [opens("a", "b", "c", "d"), contributes(100, "a", "b", "c"), contributes(900, "d")],
-        policy_of(MembersSpec(grace_min_s=3600, grace_max_s=3600)),
+        MembersSpec(grace_min_s=3600, grace_max_s=3600),
     ),
 ]
 
@@ -244,7 +239,9 @@ def example_section(example: Example) -> str:
 
 
 def grace_section() -> str:
-    policy = ", ".join(f"`{name} = {value:g}`" for name, value in asdict(DEFAULTS).items() if value is not None)
+    policy = ", ".join(
+        f"`{name} = {value:g}`" for name, value in DEFAULTS.model_dump(exclude={"lease_s"}).items() if value is not None
+    )
     rows = ""
     for took in (4.0, 60.0, 600.0, 3600.0):
         grace = grace_s(DEFAULTS, opened_at=0.0, quorum_at=took)

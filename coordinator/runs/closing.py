@@ -2,46 +2,35 @@
 
 from sqlalchemy import select
 
-from coordinator.runs.live_run import Change, LiveRun, OpenRound
-from coordinator.runs.rounds import Close, advance, decide, has_quorum
+from coordinator.runs.live_run import Change, Settling
+from coordinator.runs.open_round import OpenRound
+from coordinator.runs.rounds import Close, advance
 from coordinator.store.tables import EventRow, FragmentRow
-from protocol.messages import FragmentState, RunState
+from protocol.messages import RunState
 
 
-def close_due(run: LiveRun) -> bool:
+def close_due(settling: Settling) -> bool:
     """Close the collecting fragments of the open round that are due; return True if there were any."""
-    opening = run.open
+    run, opening = settling.run, settling.run.open
     if opening is None or run.state is RunState.STOPPED:
         return False
     now = run.world.clock()
-    expected = opening.assigned & run.members.leases.live()
-    due: list[tuple[int, Close]] = []
-    for index, fragment in enumerate(opening.fragments):
-        if fragment.state is not FragmentState.COLLECTING:
-            continue
-        contributed = fragment.contributed.keys()
-        if fragment.quorum_at is None and has_quorum(expected, contributed, run.policy):
-            fragment.quorum_at = now
-        decision = decide(
-            expected, contributed, run.policy, opened_at=opening.opened_at, quorum_at=fragment.quorum_at, now=now
-        )
-        fragment.reason = decision.reason
-        if isinstance(decision, Close):
-            due.append((index, decision))
-        else:
-            fragment.closes_at = decision.until
-    if due:
-        with run.transition() as change:
-            for index, decision in due:
+    expected = opening.assigned & run.members.live()
+    decisions = [each.due(expected, run.spec.members, opening.opened_at, now) for each in opening.fragments]
+    if not any(decisions):
+        return False
+    with settling.change() as change:
+        for index, decision in enumerate(decisions):
+            if decision is not None:
                 _close(change, opening, index, decision)
-    return bool(due)
+    return True
 
 
 def _close(change: Change, opening: OpenRound, index: int, decision: Close) -> None:
     """Fix the contributors of fragment `index`, durably."""
     run, fragment = change.run, opening.fragments[index]
     contributors = {worker: fragment.contributed[worker].tokens for worker in decision.contributors}
-    late = sorted((opening.assigned & run.members.leases.live()) - contributors.keys())
+    late = sorted((opening.assigned & run.members.live()) - contributors.keys())
     row = change.session.get_one(FragmentRow, (run.id, opening.number, index))
     closed = advance(fragment.state, "closed")
     row.state, row.reason, row.contributors = closed, decision.reason, contributors

@@ -19,12 +19,17 @@ def epochs(run: LiveRun, limit: int, before: int | None) -> Page[EpochInfo]:
     """Return the epochs that were begun, newest first."""
     with run.lock, run.world.database.read() as session:
         next_unit = session.get_one(RunRow, run.id).next_unit
-        units = None if run.data is None else run.data.units
+        units = _units_per_epoch(run)
         begun = 1 if units is None else -(-next_unit // units)
         last = begun if before is None else min(begun, before)
         first = max(0, last - limit)
         items = [_epoch(run, session, epoch, units, next_unit) for epoch in reversed(range(first, last))]
     return Page(items=items, next=str(first) if first else None)
+
+
+def _units_per_epoch(run: LiveRun) -> int | None:
+    """Return how many units one epoch has; None if the run has no training set, or not yet."""
+    return None if run.model is None or run.model.data is None else run.model.data.units
 
 
 def _epoch(run: LiveRun, session: Session, epoch: int, units: int | None, next_unit: int) -> EpochInfo:
@@ -43,8 +48,9 @@ def _epoch(run: LiveRun, session: Session, epoch: int, units: int | None, next_u
 def check_epochs(change: Change) -> None:
     """Check each epoch of which every unit is consumed, unless that was done; record the result as an event."""
     run, session, row = change.run, change.session, change.row
-    while run.data is not None and row.next_unit >= (row.checked_epochs + 1) * run.data.units:
-        epoch, units = row.checked_epochs, run.data.units
+    units = _units_per_epoch(run)
+    while units is not None and row.next_unit >= (row.checked_epochs + 1) * units:
+        epoch = row.checked_epochs
         ranges = _ranges(session, run.id, epoch * units, (epoch + 1) * units)
         if any(each.state != "consumed" for each in ranges):
             return

@@ -11,24 +11,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+from pydantic import BaseModel
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from coordinator.runs.bell import EVENTS
-from coordinator.runs.leases import Leases
-from coordinator.runs.rounds import Policy
+from coordinator.runs.members import Members
+from coordinator.runs.open_round import OpenRound
+from coordinator.store.blobs import Blobs, RunNames
+from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database
-from coordinator.store.files import DataDirectory
 from coordinator.store.tables import EventRow, RunRow, WorkerRow
 from coordinator.tuning.room import Room
 from protocol.digest import model_digest
 from protocol.fragments import Layout
-from protocol.messages import DataSummary, FragmentState, Metrics, RoundReport, RunState
+from protocol.messages import DataSummary, FragmentState, RoundReport, RunState
 from protocol.spec import RunSpec, parse_spec
 from protocol.wire import ContributionHeader
 
@@ -41,29 +43,22 @@ class World:
 
     database: Database
     data: DataDirectory
+    blobs: Blobs
     submit: Callable[..., Future[None]]
     ring: Callable[[str, str | None], None]  # run, topic (None: all): wake the long polls that wait for it
     storage_full: Callable[[], None]  # to be called when a write found the disk full
     room: Room  # for payloads in memory
-    settle: Callable[["LiveRun"], None]  # bring a run to its fixpoint; called under its lock
+    settle: Callable[["Settling"], None]  # bring a run to its fixpoint
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
 
 
-@dataclass(frozen=True)
-class AcceptedContribution:
-    """An accepted contribution: its weight, and the digest that names its file."""
-
-    tokens: int
-    digest: bytes
-
-
 @dataclass
 class Arrival:
-    """A contribution that waits in its durable `file` to be committed; and, once `processed`, what came of it."""
+    """A contribution that waits, as the durable blob `name`, to be committed; once `processed`, what came of it."""
 
     header: ContributionHeader
-    file: Path
+    name: str
     digest: bytes
     size: int
     content: memoryview | None
@@ -82,71 +77,6 @@ class QueuedReport:
 
 
 @dataclass
-class OpenFragment:
-    """One fragment of the open round. Times are of the monotonic clock.
-
-    contributed   the accepted contributions, by worker
-    contents      the payloads of those that are also in memory, by worker, until they are averaged
-    """
-
-    state: FragmentState = FragmentState.COLLECTING
-    reason: str = "just opened"
-    contributed: dict[str, AcceptedContribution] = field(default_factory=dict)
-    contents: dict[str, memoryview] = field(default_factory=dict)
-    quorum_at: float | None = None
-    closes_at: float | None = None
-
-
-@dataclass(frozen=True)
-class RoundAssignment:
-    """One worker's assignment for the open round, as in the database. `units`: half-open ranges."""
-
-    inner_steps: int
-    evaluate: bool
-    units: list[tuple[int, int]]
-
-
-@dataclass
-class OpenRound:
-    """The round that is being worked on.
-
-    assigned               workers that hold an assignment for it
-    assignments            by worker, as far as they are in memory
-    without_earlier_units  workers known to hold no units of earlier rounds
-    consumed               by worker: the units that its contribution to this round has consumed
-
-    The last three spare the database the same queries by a thousand workers at once, and for every fragment.
-    """
-
-    number: int
-    opened_at: float
-    assigned: set[str]
-    fragments: list[OpenFragment]
-    assignments: dict[str, RoundAssignment] = field(default_factory=dict)
-    without_earlier_units: set[str] = field(default_factory=set)
-    consumed: dict[str, list[list[int]]] = field(default_factory=dict)
-
-
-@dataclass
-class Members:
-    """Who takes part in a run.
-
-    tokens     by hash of the member token: the worker
-    metrics    by worker, from its last heartbeat
-    ready      workers that hold the state of the next round and have asked what to do
-    previous   workers of the round before the next or open one
-    diverged   by worker: the last round in which it held another state
-    """
-
-    leases: Leases
-    tokens: dict[bytes, str] = field(default_factory=dict)
-    metrics: dict[str, Metrics] = field(default_factory=dict)
-    ready: set[str] = field(default_factory=set)
-    previous: set[str] = field(default_factory=set)
-    diverged: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
 class Jobs:
     """The jobs that publish a run's fragments on other threads.
 
@@ -160,40 +90,42 @@ class Jobs:
     faults: dict[int, str] = field(default_factory=dict)
 
 
+class Model(BaseModel, frozen=True, from_attributes=True):
+    """What is trained, as the first worker has fixed it. `data`: its training set; None if the run has none."""
+
+    layout: Layout
+    data: DataSummary | None
+
+
 class LiveRun:
-    """One run. Its methods are small; what happens to it is in the modules of `runs`, `sync` and `upkeep`."""
+    """One run. Its methods are small; what happens to it is in the modules of `runs`, `sync` and `upkeep`.
+
+    Whoever reads several things that must be true together, or decides by what it has read, holds `lock` meanwhile. It
+    can be taken again by whoever has it.
+    """
 
     def __init__(self, row: RunRow, world: World) -> None:
         self.id = row.id
         self.name = row.name
         self.spec: RunSpec = parse_spec(row.spec_toml)
-        self.spec_toml = row.spec_toml
-        self.spec_digest = row.spec_digest
-        self.created_at = row.created_at
-        self.state = RunState(row.state)
-        self.round = row.round
-        self.layout = None if row.layout is None else Layout.model_validate(row.layout)
-        self.data = None if row.data is None else DataSummary.model_validate(row.data)
-
         self.world = world
-        self.files = world.data.run(row.name)
+        self.blobs, self.names = world.blobs, RunNames(row.name)
+        self.states = world.data.states(row.name)
         self.lock = threading.RLock()
-        self.stepped = threading.Condition(self.lock)  # notified when a fragment of the outer state was stepped
+
+        self._state = RunState(row.state)
+        self._round = row.round
+        self._model = None if row.layout is None else Model.model_validate(row)
+        self._open: OpenRound | None = None
         self._change: Change | None = None  # the one in progress
         self._topics: list[str | None] = []  # to be woken once the run has settled
         self._restored = False
 
-        members = self.spec.members
-        self.policy = Policy(
-            members.min_workers, members.grace_factor, members.grace_min_s, members.grace_max_s, members.round_max_s
-        )
-        self.members = Members(Leases(members.lease_s))
-        self.open: OpenRound | None = None
-        self.seeder: str | None = None
-        self.evaluator: str | None = None  # of the final state
+        self.members = Members(self.spec.members.lease_s)
+        self.stepped = threading.Condition(self.lock)  # notified when a fragment of the outer state was stepped
         self.outer: list[tuple[int, bytes]] = []  # per fragment: round and digest of the coordinator's own state
         self.deltas: dict[tuple[int, int], bytes] = {}  # (round, fragment) -> digest, of the last rounds published
-        self.queued_reports: deque[QueuedReport] = deque()  # not booked yet
+        self.reports: deque[QueuedReport] = deque()  # not booked yet
         self.arrivals: deque[Arrival] = deque()  # contributions to be committed, by whoever gets the lock next
         self.jobs = Jobs()
         self.lost_deltas: set[tuple[int, int]] = set()  # (round, fragment) of deltas that cannot be made again
@@ -213,13 +145,12 @@ class LiveRun:
         place; what should have followed from it follows at the next tick, a fraction of a second later.
         """
         with self.lock:
-            with self.transition() as change:
+            with self._transition() as change:
                 yield change
             self.settle()
 
     @contextmanager
-    def transition(self) -> Iterator["Change"]:
-        """Make a change that is itself a part of the settling. Under the run's lock."""
+    def _transition(self) -> Iterator["Change"]:
         if self._change is not None:
             raise RuntimeError("a change within a change would be committed before what it depends on")
         try:
@@ -238,23 +169,42 @@ class LiveRun:
             if not self._restored:
                 return
             try:
-                self.world.settle(self)
+                self.world.settle(Settling(self, self._transition))
             finally:
                 self._wake()
 
     def _wake(self) -> None:
         topics, self._topics = self._topics, []
-        if None in topics:
-            self.world.ring(self.name, None)
-        else:
-            for topic in dict.fromkeys(topics):
-                self.world.ring(self.name, topic)
+        for topic in [None] if None in topics else dict.fromkeys(topics):
+            self.world.ring(self.name, topic)
 
-    def restored(self) -> None:
-        """Let the run settle from now on: it is in memory as the database has it."""
+    def restored(self, opening: OpenRound | None = None) -> None:
+        """Let the run settle from now on: it is in memory as the database has it, `opening` as its open round."""
         with self.lock:
-            self._restored = True
+            self._open, self._restored = opening, True
             self.settle()
+
+    # --- what a change sets ---------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> RunState:
+        """What the operator, or the last round, has set it to."""
+        return self._state
+
+    @property
+    def round(self) -> int:
+        """The open or next round, and so the number of the state from which it starts."""
+        return self._round
+
+    @property
+    def model(self) -> Model | None:
+        """What is trained; None until the first worker has joined."""
+        return self._model
+
+    @property
+    def open(self) -> OpenRound | None:
+        """The open round; None between two rounds."""
+        return self._open
 
     # --- what follows from what it holds --------------------------------------------------------------------------
 
@@ -283,6 +233,14 @@ class LiveRun:
         return model_digest(digest for _, digest in self.outer)
 
 
+@dataclass(frozen=True)
+class Settling:
+    """A run as it settles: whoever has one has the run's lock, and `change` makes a change that is part of that."""
+
+    run: LiveRun
+    change: Callable[[], AbstractContextManager["Change"]]
+
+
 class Change:
     """One change of a run: rows in `session`, and the changes in memory that follow once they are committed.
 
@@ -307,6 +265,32 @@ class Change:
     def then(self, apply: Callable[[], object]) -> None:
         """Call `apply`, which changes the run in memory, once the rows are committed; several in the order given."""
         self.consequences.append(apply)
+
+    def set_state(self, state: RunState) -> None:
+        """Set the run's state."""
+        self.row.state = state
+        self._then_set("_state", state)
+
+    def set_model(self, model: Model) -> None:
+        """Fix what is trained."""
+        dumped = model.model_dump()
+        self.row.layout, self.row.data = dumped["layout"], dumped["data"]
+        self._then_set("_model", model)
+
+    def begin_round(self, opening: OpenRound) -> None:
+        """Open the round whose rows were added."""
+        self._then_set("_open", opening)
+        self.then(self.run.members.begin_round)
+
+    def end_round(self, opening: OpenRound) -> None:
+        """End the open round: the run is at the next state."""
+        self.row.round = opening.number + 1
+        self._then_set("_open", None)
+        self.then(partial(self.run.members.end_round, opening.assigned))
+        self._then_set("_round", opening.number + 1)
+
+    def _then_set(self, field: str, value: object) -> None:
+        self.then(partial(setattr, self.run, field, value))
 
     def record(self, kind: str, message: str, **data: Any) -> None:
         """Record an event, in the same transaction as the rows, and wake those who follow the events."""

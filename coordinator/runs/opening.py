@@ -5,7 +5,8 @@ The workers get their units in worker-id order, so that it does not matter who a
 
 from coordinator.runs import pacing
 from coordinator.runs.bell import ASSIGNMENTS
-from coordinator.runs.live_run import LiveRun, OpenFragment, OpenRound, RoundAssignment
+from coordinator.runs.live_run import LiveRun, Settling
+from coordinator.runs.open_round import OpenFragment, OpenRound, RoundAssignment
 from coordinator.runs.units import deal_units, workers_with_units
 from coordinator.store.tables import AssignmentRow, FragmentRow, RoundRow
 from protocol.messages import FragmentState, RunState
@@ -31,29 +32,26 @@ def why_not_open(run: LiveRun) -> str | None:
         return f"the run is {run.state}"
     if run.damage is not None:
         return run.damage
-    if run.layout is None:
+    if run.model is None:
         return "waiting for the first worker"
     if not run.seeded:
-        return "waiting for state 0" if run.seeder is None else f"{run.seeder} uploads state 0"
-    ready = len(_ready(run))
-    if ready < run.policy.min_workers:
-        return f"round {run.round} waits for workers: {ready} of at least {run.policy.min_workers} are ready"
+        seeder = run.members.seeder
+        return "waiting for state 0" if seeder is None else f"{seeder} uploads state 0"
+    ready, least = len(run.members.candidates()), run.spec.members.min_workers
+    if ready < least:
+        return f"round {run.round} waits for workers: {ready} of at least {least} are ready"
     return None
 
 
-def _ready(run: LiveRun) -> set[str]:
-    """Return the workers with which the next round would open."""
-    return run.members.leases.live() & (run.members.ready | run.members.previous)
-
-
-def open_next(run: LiveRun) -> bool:
+def open_next(settling: Settling) -> bool:
     """Open the next round if it can be opened; return True if it was."""
+    run = settling.run
     if run.open is not None or why_not_open(run) is not None:
         return False
-    workers = sorted(_ready(run))
+    workers = sorted(run.members.candidates())
     fragments = range(len(run.outer))
     opening = OpenRound(run.round, run.world.clock(), set(workers), [OpenFragment() for _ in fragments])
-    with run.transition() as change:
+    with settling.change() as change:
         session = change.session
         session.add(RoundRow(run_id=run.id, round=run.round, opened_at=run.world.now(), closed_at=None))
         for index in fragments:
@@ -68,12 +66,7 @@ def open_next(run: LiveRun) -> bool:
             session.add(assignment_row(run, worker, opening.assignments[worker]))
         message = f"round {run.round} opened with {len(workers)} workers"
         change.record("round-opened", message, round=run.round, workers=workers)
-
-        def apply() -> None:
-            run.open = opening
-            run.members.ready.clear()
-
-        change.then(apply)
+        change.begin_round(opening)
         change.wake(ASSIGNMENTS)
     return True
 
@@ -94,4 +87,4 @@ def inner_steps_of(run: LiveRun, worker: str) -> int:
     """Return H of `worker` for the open or next round if it begins now."""
     opening = run.open
     elapsed_s = 0.0 if opening is None else run.world.clock() - opening.opened_at
-    return pacing.inner_steps(run.spec.sync, run.members.metrics[worker].inner_steps_per_second, elapsed_s)
+    return pacing.inner_steps(run.spec.sync, run.members.metrics(worker).inner_steps_per_second, elapsed_s)

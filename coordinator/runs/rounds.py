@@ -9,6 +9,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from protocol.messages import FragmentState
+from protocol.spec import MembersSpec
 
 # state -> what happens -> the state after it. docs/rounds.md is drawn from this.
 TRANSITIONS: dict[FragmentState, dict[str, FragmentState]] = {
@@ -32,17 +33,6 @@ def advance(state: FragmentState, what: str) -> FragmentState:
 
 
 @dataclass(frozen=True)
-class Policy:
-    """When to stop waiting. `grace_factor` has no unit; the rest are workers and seconds (None: no cap)."""
-
-    min_workers: int
-    grace_factor: float
-    grace_min_s: float
-    grace_max_s: float
-    round_max_s: float | None = None
-
-
-@dataclass(frozen=True)
 class Wait:
     """The decision to wait. `until`: when to decide again if nothing happens; None if only an event can change it."""
 
@@ -58,12 +48,12 @@ class Close:
     reason: str
 
 
-def has_quorum(expected: Set[str], contributed: Set[str], policy: Policy) -> bool:
+def has_quorum(expected: Set[str], contributed: Set[str], policy: MembersSpec) -> bool:
     """Return True if more than half of the workers of this round have contributed, and at least `min_workers`."""
     return len(contributed) >= policy.min_workers and 2 * len(contributed) > len(expected | contributed)
 
 
-def grace_s(policy: Policy, opened_at: float, quorum_at: float) -> float:
+def grace_s(policy: MembersSpec, opened_at: float, quorum_at: float) -> float:
     """Return for how long stragglers are waited for after the quorum: in proportion to how long the quorum took."""
     return min(max(policy.grace_factor * (quorum_at - opened_at), policy.grace_min_s), policy.grace_max_s)
 
@@ -71,7 +61,7 @@ def grace_s(policy: Policy, opened_at: float, quorum_at: float) -> float:
 def decide(
     expected: Set[str],
     contributed: Set[str],
-    policy: Policy,
+    policy: MembersSpec,
     *,
     opened_at: float,
     quorum_at: float | None,

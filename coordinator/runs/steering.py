@@ -8,7 +8,7 @@ the last round finishes it (`publishing.py`).
 A run that comes to rest gets a checkpoint of its last state (`checkpointing.py`), so none of these loses anything.
 """
 
-from coordinator.runs.live_run import Change, LiveRun
+from coordinator.runs.live_run import Change, LiveRun, Settling
 from protocol.errors import Problem
 from protocol.messages import RunState
 
@@ -33,11 +33,12 @@ def change_state(run: LiveRun, state: RunState) -> None:
         change.wake()
 
 
-def pause_if_drained(run: LiveRun) -> bool:
+def pause_if_drained(settling: Settling) -> bool:
     """Pause a draining run that has neither an open round nor workers; return True if it was."""
-    if run.state is not RunState.DRAINING or run.open is not None or len(run.members.leases):
+    run = settling.run
+    if run.state is not RunState.DRAINING or run.open is not None or len(run.members):
         return False
-    with run.transition() as change:
+    with settling.change() as change:
         message = "the run is drained: all workers have left; it is paused"
         _set_state(change, RunState.PAUSED, message, kind="drained")
     return True
@@ -50,12 +51,11 @@ def must_leave(run: LiveRun, worker: str) -> bool:
         return False
     if run.open is None:
         return True
-    taking_part = run.open.assigned & run.members.leases.live()
+    taking_part = run.open.assigned & run.members.live()
     contributed = min((len(fragment.contributed) for fragment in run.open.fragments), default=0)
-    return worker not in taking_part and max(len(taking_part), contributed) >= run.policy.min_workers
+    return worker not in taking_part and max(len(taking_part), contributed) >= run.spec.members.min_workers
 
 
 def _set_state(change: Change, state: RunState, message: str, *, kind: str | None = None) -> None:
-    change.row.state = state
+    change.set_state(state)
     change.record(kind or str(state), message)
-    change.then(lambda: setattr(change.run, "state", state))

@@ -6,7 +6,8 @@ the round is over, so it is asked for it (`contribution-lost`).
 
 from sqlalchemy import select
 
-from coordinator.runs.live_run import Change, LiveRun, OpenRound
+from coordinator.runs.live_run import Change, LiveRun
+from coordinator.runs.open_round import OpenRound
 from coordinator.runs.rounds import advance
 from coordinator.runs.units import unconsume_units
 from coordinator.store.tables import ContributionRow, FragmentRow
@@ -27,7 +28,7 @@ def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: li
         def apply() -> None:
             for worker in workers:
                 lost = fragment.contributed.pop(worker)
-                run.files.contribution(round_, index, worker, lost.digest).unlink(missing_ok=True)
+                run.blobs.delete(run.names.contribution(round_, index, worker, lost.digest))
             fragment.state, fragment.quorum_at = collecting, None
             opening.without_earlier_units.clear()
             opening.consumed.clear()
@@ -55,7 +56,7 @@ def _forget(change: Change, row: ContributionRow) -> None:
         .limit(1)
     ).first()
     if others is None:
-        units = unconsume_units(session, run.id, row.worker, row.round, live=row.worker in run.members.leases)
+        units = unconsume_units(session, run.id, row.worker, row.round, live=row.worker in run.members)
         run_row.tokens -= units * run.spec.unit_tokens
         worker.contributions -= 1
         worker.tokens -= units * run.spec.unit_tokens

@@ -9,15 +9,16 @@ from functools import partial
 
 from coordinator.runs.bell import delta_of
 from coordinator.runs.epochs import check_epochs
-from coordinator.runs.live_run import LiveRun, OpenRound
+from coordinator.runs.live_run import LiveRun
+from coordinator.runs.open_round import OpenRound
 from coordinator.runs.rounds import advance
 from coordinator.runs.units import merge_adjacent
 from coordinator.store.database import disk_is_full
-from coordinator.store.files import make_durable
 from coordinator.store.tables import FragmentRow, RoundRow
 from coordinator.sync import checkpointing, outer_state
-from coordinator.sync.delta_file import ContributionsLost, write_delta
+from coordinator.sync.deltas import ContributionsLost, make_delta
 from coordinator.sync.losing import lose_contributions
+from protocol.digest import digest
 from protocol.messages import FragmentState, RunState
 
 logger = logging.getLogger(__name__)
@@ -87,19 +88,17 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     with run.lock:
         contributed, contents, base = dict(fragment.contributed), dict(fragment.contents), run.outer[index][1]
     try:
-        delta = write_delta(run, opening.number, index, contributed, contents, base)
+        delta = make_delta(run, opening.number, index, contributed, contents, base)
     except ContributionsLost as lost:
         lose_contributions(run, opening, index, lost.workers)
         return
     aggregated_at = run.world.now()
     contents.clear()
     fragment.contents.clear()
-    try:
-        make_durable(delta.path, run.files.delta(opening.number, index))
-    finally:
-        delta.path.unlink(missing_ok=True)
-    run.world.room.add_delta(delta.digest, delta.content)
-    _record_delta(run, opening, index, len(delta.content), delta.digest, aggregated_at)
+    delta_digest = digest(delta)
+    run.blobs.put(run.names.delta(opening.number, index, delta_digest), delta)
+    run.world.room.add_delta(delta_digest, delta)
+    _record_delta(run, opening, index, len(delta), delta_digest, aggregated_at)
 
 
 def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, digest: bytes, aggregated_at: float) -> None:
@@ -117,12 +116,12 @@ def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, diges
         row.aggregated_at, row.published_at = aggregated_at, now
         if last:
             session.get_one(RoundRow, (run.id, round_)).closed_at = now
-            change.row.round = round_ + 1
+            change.end_round(opening)
             merge_adjacent(session, run.id, round_ + 1)
             change.record("round-published", f"round {round_} is published: {fragment.reason}", round=round_)
             check_epochs(change)
             if finished:
-                change.row.state = RunState.FINISHED
+                change.set_state(RunState.FINISHED)
                 change.record("finished", f"the run is finished after {round_ + 1} rounds")
 
         def apply() -> None:
@@ -130,9 +129,6 @@ def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, diges
             run.deltas[round_, index] = digest
             if last:
                 run.deltas = {key: each for key, each in run.deltas.items() if key[0] >= round_}
-                run.open, run.members.previous, run.round = None, opening.assigned, round_ + 1
-            if finished:
-                run.state = RunState.FINISHED
 
         change.then(apply)
         change.wake(None if finished else delta_of(index))

@@ -1,20 +1,17 @@
 """The restoring of a run after a start: it is rebuilt in memory from the database and goes on where it was.
 
-Nothing acknowledged is lost: every contribution and delta has a row, and every row a durable file. Every live worker
+Nothing acknowledged is lost: every contribution and delta has a row, and every row a durable blob. Every live worker
 gets a full new lease, because it is not the workers' fault how long the coordinator was away.
 """
 
-import logging
-
 from sqlalchemy import select
 
-from coordinator.runs.live_run import AcceptedContribution, LiveRun, OpenFragment, OpenRound
+from coordinator.runs.live_run import LiveRun
+from coordinator.runs.open_round import AcceptedContribution, OpenFragment, OpenRound
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow, WorkerRow
 from coordinator.sync import outer_state
-from coordinator.upkeep import setting_aside
+from coordinator.upkeep import setting_aside, sweeping
 from protocol.messages import FragmentState, Metrics, WorkerState
-
-logger = logging.getLogger(__name__)
 
 
 def restore(run: LiveRun) -> None:
@@ -22,11 +19,11 @@ def restore(run: LiveRun) -> None:
     with run.lock:
         setting_aside.set_aside_newer(run)
         _restore_workers(run)
-        _restore_open_round(run)
-        _sweep_contributions(run)
-        if run.layout is not None:
+        opening = _open_round(run)
+        sweeping.sweep(run)
+        if run.model is not None:
             outer_state.restore(run)
-        run.restored()
+        run.restored(opening)
 
 
 def _restore_workers(run: LiveRun) -> None:
@@ -35,22 +32,19 @@ def _restore_workers(run: LiveRun) -> None:
         rows = session.scalars(
             select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.state == WorkerState.LIVE)
         ).all()
-        run.members.previous = set(
-            session.scalars(
-                select(AssignmentRow.worker).where(AssignmentRow.run_id == run.id, AssignmentRow.round == run.round - 1)
-            )
+        previous = session.scalars(
+            select(AssignmentRow.worker).where(AssignmentRow.run_id == run.id, AssignmentRow.round == run.round - 1)
         )
+        run.members.end_round(set(previous))
     for row in rows:
-        if row.token_hash is not None:
-            run.members.tokens[row.token_hash] = row.name
-        run.members.leases.renew(row.name, now)
-        run.members.metrics[row.name] = Metrics.model_validate(row.metrics)
+        assert row.token_hash is not None, "only who holds no lease has none"
+        run.members.join(row.name, row.token_hash, now, Metrics.model_validate(row.metrics))
 
 
-def _restore_open_round(run: LiveRun) -> None:
+def _open_round(run: LiveRun) -> OpenRound | None:
     with run.world.database.read() as session:
         if session.get(RoundRow, (run.id, run.round)) is None:
-            return
+            return None
         fragments = session.scalars(
             select(FragmentRow)
             .where(FragmentRow.run_id == run.id, FragmentRow.round == run.round)
@@ -62,26 +56,12 @@ def _restore_open_round(run: LiveRun) -> None:
         contributions = session.scalars(
             select(ContributionRow).where(ContributionRow.run_id == run.id, ContributionRow.round == run.round)
         ).all()
-    run.open = OpenRound(
+    opening = OpenRound(
         run.round,
         run.world.clock(),
         set(assigned),
         [OpenFragment(state=FragmentState(row.state), reason=row.reason) for row in fragments],
     )
     for row in contributions:
-        run.open.fragments[row.fragment].contributed[row.worker] = AcceptedContribution(row.tokens, row.digest)
-
-
-def _sweep_contributions(run: LiveRun) -> None:
-    """Delete contributions that became durable but were never acknowledged: the crash came before their row."""
-    with run.world.database.read() as session:
-        oldest = min(run.files.rounds("contributions"), default=0)  # older ones are history: rows without files
-        rows = session.scalars(
-            select(ContributionRow).where(ContributionRow.run_id == run.id, ContributionRow.round >= oldest)
-        ).all()
-    known = {run.files.contribution(row.round, row.fragment, row.worker, row.digest) for row in rows}
-    for folder in (run.files.root / "contributions").iterdir():
-        for path in folder.iterdir():
-            if path not in known:
-                logger.info("%s: deleting %s, which was never acknowledged", run.name, path.name)
-                path.unlink()
+        opening.fragments[row.fragment].contributed[row.worker] = AcceptedContribution(row.tokens, row.digest)
+    return opening

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from coordinator.runs import accounting
+from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.member import Member
 from coordinator.store.tables import FragmentRow, ReportRow
-from tests.coordinator.crew import crew, info, play_round
-from tests.support.coordinator import InThread
-from tests.support.member import Member
+from tests.coordinator.crew import crew, info, play_round, refusing
 from tests.support.waiting import wait_until
 
 
@@ -57,22 +56,19 @@ def test_reports_that_wait_for_the_run_are_booked_together_and_none_is_lost(shar
     with ThreadPoolExecutor(8) as pool:
         with live.lock:
             answers = [pool.submit(tell, member, 0, report(0, up=1, down=2)) for member in members]
-            wait_until(lambda: len(live.queued_reports) == 8)
+            wait_until(lambda: len(live.reports) == 8)
         assert [answer.result() for answer in answers] == [200] * 8
-    assert not live.queued_reports
+    assert not live.reports
     assert info(shared, run, "/rounds/0")["accounts"] == dict.fromkeys(names, account(1, 2))
     assert info(shared, run)["account"] == account(8, 16)
 
 
-def test_a_report_that_could_not_be_booked_is_booked_with_the_next(
-    shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_could_not_be_booked_is_booked_with_the_next(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], min_workers=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(accounting, "_book", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+    with refusing(shared, "INSERT ON reports"):
         assert tell(a, 0, report(0, up=1, down=2)) == 500
         assert tell(a, 0, report(0, up=1, down=2)) == 500
-    assert len(shared.live(run).queued_reports) == 1
+    assert len(shared.live(run).reports) == 1
     assert tell(b, 0, report(0, up=10, down=20)) == 200
     assert info(shared, run)["account"] == account(11, 22)
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from benchmarks.harness.coordinator import InThread
 from coordinator.runs.live_run import LiveRun
 from protocol.messages import RunState
 from tests.coordinator.crew import crew, events, info
-from tests.support.coordinator import InThread
 
 
 def test_what_fails_leaves_database_and_memory_as_they_were(shared: InThread, run: str) -> None:
@@ -38,6 +38,19 @@ def test_what_follows_in_memory_follows_after_the_commit_and_in_order(shared: In
     assert seen == [1, "second"]
 
 
+def test_what_a_run_holds_is_read_anywhere_and_set_by_a_change_alone(shared: InThread, run: str) -> None:
+    crew(shared, run, ["a"])
+    live = shared.live(run)
+    for field in ("state", "round", "model", "open"):
+        with pytest.raises(AttributeError):
+            setattr(live, field, None)
+    with live.change() as change:
+        change.set_state(RunState.PAUSED)
+        before_the_commit = live.state
+    assert [before_the_commit, live.state] == [RunState.RUNNING, RunState.PAUSED]
+    assert info(shared, run)["state"] == "paused"
+
+
 def test_a_change_within_a_change_is_refused(shared: InThread, run: str) -> None:
     crew(shared, run, ["a"])
     live = shared.live(run)
@@ -59,9 +72,8 @@ def test_a_run_settles_by_itself_after_every_change(shared: InThread, run: str) 
     live: LiveRun = shared.live(run)
     assert live.open is None
     with live.change() as change:
-        change.then(lambda: live.members.ready.add("a"))
+        change.then(lambda: live.members.get_ready("a"))
     assert live.open is not None
     with live.change() as change:
-        change.row.state = RunState.STOPPED
-        change.then(lambda: setattr(live, "state", RunState.STOPPED))
+        change.set_state(RunState.STOPPED)
     assert info(shared, run)["state"] == "stopped"

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from coordinator.runs import membership
+from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
+from benchmarks.harness.member import DATA, TENSORS, Member, spec_toml
+from coordinator.members import membership
 from coordinator.runs.live_run import LiveRun
 from coordinator.store.tables import UnitRangeRow, WorkerRow
 from protocol.errors import Problem
 from protocol.fragments import TensorSpec
 from protocol.messages import DataSummary, JoinRequest, LeaveRequest, Metrics
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, recovered
-from tests.support.coordinator import InThread, SettableClock, coordinator_thread
-from tests.support.member import DATA, TENSORS, Member, spec_toml
 
 MINUTE = "lease_s = 60"
 
@@ -166,7 +166,7 @@ def test_a_heartbeat_on_its_way_does_not_revive_a_lease_that_has_ended(
     with pytest.raises(Problem) as refused:
         membership.renew(live, "w", Metrics())
     assert refused.value.slug == "unauthorized"
-    assert live.members.leases.live() == set()
+    assert live.members.live() == set()
 
 
 def test_a_goodbye_on_its_way_is_told_that_the_lease_has_ended_as_every_request_of_the_worker_is(
@@ -381,7 +381,7 @@ def test_after_a_restart_every_lease_has_a_full_new_term(tmp_path: Path, clock: 
     clock.advance(100)
     with coordinator_thread(tmp_path / "data", port=port, clock=clock) as running:
         running.coordinator.tick()
-        assert running.live("r").members.leases.remaining_s("w", clock()) == 60
+        assert running.live("r").members.remaining_s("w", clock()) == 60
         assert heartbeat(member) == 200
         play_round([member], 0)
         clock.advance(61)

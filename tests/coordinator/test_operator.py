@@ -2,9 +2,9 @@
 
 import httpx
 
+from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.member import DATA, Member
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, enlist, events, info, problem
-from tests.support.coordinator import InThread
-from tests.support.member import DATA, Member
 
 
 def change(running: InThread, member: Member, state: str) -> httpx.Response:
@@ -36,7 +36,7 @@ def test_a_banned_worker_may_not_come_back_until_it_is_readmitted(shared: InThre
     a, b = crew(shared, run, ["a", "b"])
     assert change(shared, a, "banned").json()["state"] == "banned"
     assert "banned a from the run" in problem(join(shared, a), "banned")["detail"]
-    assert "a" not in shared.live(run).members.leases
+    assert "a" not in shared.live(run).members
     assert join(shared, Member(b.http, run, "c")).status_code == 200
     assert change(shared, a, "banned").status_code == 200, "again changes nothing"
     assert len(events(shared, run, "banned")) == 1

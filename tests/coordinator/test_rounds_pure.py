@@ -1,21 +1,22 @@
 """When a round closes: `decide` and its parts, by table and by property. No I/O, no clock."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coordinator.runs.rounds import TRANSITIONS, Close, Policy, Wait, advance, decide, grace_s, has_quorum
+from coordinator.runs.rounds import TRANSITIONS, Close, Wait, advance, decide, grace_s, has_quorum
 from protocol.messages import FragmentState
+from protocol.spec import MembersSpec
 
-POLICY = Policy(min_workers=2, grace_factor=0.5, grace_min_s=5, grace_max_s=60)
+POLICY = MembersSpec(min_workers=2, grace_factor=0.5, grace_min_s=5, grace_max_s=60)
 ALL = {"w0", "w1", "w2", "w3", "w4"}
 
 workers = st.sets(st.sampled_from([f"w{i}" for i in range(8)]))
 seconds = st.floats(0, 1e6)
 policies = st.builds(
-    lambda minimum, factor, shortest, more: Policy(minimum, factor, shortest, shortest + more),
+    lambda minimum, factor, shortest, more: MembersSpec(
+        min_workers=minimum, grace_factor=factor, grace_min_s=shortest, grace_max_s=shortest + more
+    ),
     st.integers(1, 8),
     st.floats(0, 100),
     st.floats(0, 1e4),
@@ -130,16 +131,18 @@ def test_the_reason_is_one_sentence_that_names_who_is_waited_for(situation: dict
 
 
 @given(workers, workers, policies)
-def test_a_quorum_is_more_than_half_and_at_least_min_workers(expected: set, contributed: set, policy: Policy) -> None:
+def test_a_quorum_is_more_than_half_and_at_least_min_workers(
+    expected: set, contributed: set, policy: MembersSpec
+) -> None:
     quorum = has_quorum(expected, contributed, policy)
     assert quorum == (len(contributed) > len(expected | contributed) / 2 and len(contributed) >= policy.min_workers)
     if quorum:
-        assert not has_quorum(expected, contributed, replace(policy, min_workers=len(contributed) + 1))
+        assert not has_quorum(expected, contributed, policy.model_copy(update={"min_workers": len(contributed) + 1}))
 
 
 @given(policies, seconds, seconds)
 def test_the_grace_is_in_proportion_to_the_time_to_the_quorum_within_its_bounds(
-    policy: Policy, opened_at: float, took_s: float
+    policy: MembersSpec, opened_at: float, took_s: float
 ) -> None:
     grace = grace_s(policy, opened_at, opened_at + took_s)
     assert policy.grace_min_s <= grace <= policy.grace_max_s

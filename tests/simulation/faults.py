@@ -5,7 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from coordinator.runs import membership, steering
+from coordinator.members import membership
+from coordinator.runs import steering
 from protocol.errors import Problem
 from protocol.messages import JoinRequest, RunState, WorkerChange
 from tests.simulation.ledger import Violation, demand
@@ -178,7 +179,7 @@ class Faults:
         def join() -> None:
             run = self._sim.node.run
             with run.lock:
-                if run.ended or name not in run.members.leases or run.layout is None:
+                if run.ended or name not in run.members or run.model is None:
                     return
                 request = JoinRequest(tensors=tensor_specs(Toy(self._sim.fragments)))
                 try:

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import httpx
 
-from coordinator.store.database import DATABASE_FILE
+from benchmarks.harness.stores import spoil
+from coordinator.store import sqlite
 from coordinator.tuning.room import Room
+from protocol import wire
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
 from protocol.messages import Metrics
 from tests.support.http_server import Handler, serving
+from tests.support.states import zeros_of_state_0
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
@@ -29,7 +32,8 @@ def event_kinds(run: Toy) -> list[str]:
 
 def test_uploads_that_break_off_in_the_middle_are_sent_again() -> None:
     """Over a real socket: the other end hangs up after a part of the body, twice, and then takes it."""
-    frames = [bytes([i]) * (1 << 20) for i in range(8)]
+    header, zeros = zeros_of_state_0(2 << 20)
+    frames = [bytes([i]) * len(frame) for i, frame in enumerate(zeros)]
     arrived: list[tuple[bytes, str]] = []
     attempts: list[int] = []
 
@@ -46,8 +50,8 @@ def test_uploads_that_break_off_in_the_middle_are_sent_again() -> None:
 
     with serving(HangsUp) as url, open_http(url) as http:
         client = Client(http, "r", "t", sleep=lambda _: None)
-        client._upload("m", "/x", frames)
-    body = b"".join(frames)
+        client.seed("m", header, frames)
+    body = b"".join([wire.pack_header(header), *frames])
     assert arrived == [(body, content_digest(digest(body)))]
     assert attempts == [len(body)] * 3
 
@@ -70,15 +74,15 @@ def test_a_full_disk_is_waited_for_however_long_it_takes() -> None:
 
     http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://c")
     client = Client(http, "r", "t", sleep=sleep, clock=lambda: now)
-    client._upload("m", "/x", [b"work"])
+    client.seed("m", *zeros_of_state_0(100))
     assert now == 36_000
-    assert set(bodies) == {b"work"}
+    assert len(set(bodies)) == 1
 
 
 class SpoilsTheOther(Client):
     """Before its first contribution to round 1 it damages the file of a's contribution to fragment 1."""
 
-    def __init__(self, *arguments, run: Toy, spoiled: list[Path], **options) -> None:
+    def __init__(self, *arguments, run: Toy, spoiled: list[str], **options) -> None:
         super().__init__(*arguments, **options)
         self._toy, self._spoiled, self._lock = run, spoiled, threading.Lock()
 
@@ -94,15 +98,13 @@ class SpoilsTheOther(Client):
             assert live.open is not None
             fragments = live.open.fragments
             wait_until(lambda: all("a" in fragment.contributed for fragment in fragments))
-            path = live.files.contribution(1, 1, "a", fragments[1].contributed["a"].digest)
-            damaged = bytearray(path.read_bytes())
-            damaged[-1] ^= 1
-            path.write_bytes(damaged)
-            self._spoiled.append(path)
+            name = live.names.contribution(1, 1, "a", fragments[1].contributed["a"].digest)
+            spoil(live.blobs, name)
+            self._spoiled.append(name)
 
 
 def test_a_contribution_that_the_coordinator_lost_is_sent_again(tmp_path: Path) -> None:
-    spoiled: list[Path] = []
+    spoiled: list[str] = []
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         coordinator.coordinator.room = Room(0)  # so that it averages what the disk has
         run = Toy(coordinator, toy.spec(min_workers=2), tmp_path)
@@ -137,9 +139,9 @@ def test_the_run_goes_back_to_a_backup(tmp_path: Path) -> None:
         worker = threading.Thread(target=train)
         worker.start()
         assert at.wait(60)
-    for path in data.glob(f"{DATABASE_FILE}*"):
+    for path in data.glob(f"{sqlite.FILE}*"):
         path.unlink()
-    for path in backup.glob(f"{DATABASE_FILE}*"):
+    for path in backup.glob(f"{sqlite.FILE}*"):
         shutil.copy(path, data)
     with coordinator_thread(data, port) as run.coordinator:
         assert run.info().round == 1

@@ -1,0 +1,114 @@
+"""Every error as problem+json (RFC 9457)."""
+
+import logging
+import math
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.routing import compile_path
+from starlette.types import Receive, Scope, Send
+
+from coordinator.store.database import disk_is_full
+from protocol.errors import Problem, WireError
+from protocol.spec import explain
+
+MAX_DISCARDED_BYTES = 64 << 20  # more than a fragment's upload, which a worker sends whose lease has just ended
+
+logger = logging.getLogger(__name__)
+
+
+def answer_problems(app: FastAPI) -> None:
+    """Let every exception that a handler raises on purpose be answered; `fault_response` answers the others."""
+
+    @app.exception_handler(Problem)
+    async def _problem(_: Request, error: Problem) -> Response:
+        return problem_response(error)
+
+    @app.exception_handler(WireError)
+    async def _wire(_: Request, error: WireError) -> Response:
+        return problem_response(Problem("invalid-payload", str(error)))
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_: Request, error: RequestValidationError) -> Response:
+        faults: list[Any] = list(error.errors())
+        return problem_response(Problem("invalid-message", "; ".join(_explain(fault) for fault in faults[:5])))
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> Response:
+        where = f"{request.method} {request.url.path}"
+        if error.status_code == 405:
+            return _not_allowed(request, where, (error.headers or {}).get("Allow", ""))
+        if error.status_code == 404:
+            return refusal(Problem("not-found", f"{where}: there is nothing here; see /docs"), request.headers)
+        if error.status_code == 413:
+            return problem_response(Problem("payload-too-large", f"{where}: {error.detail}"))
+        return problem_response(Problem("invalid-message", f"{where}: {error.detail}"))
+
+    @app.exception_handler(ClientDisconnect)
+    async def _gone(request: Request, _: ClientDisconnect) -> Response:
+        logger.info("%s %s: the client went away", request.method, request.url.path)
+        return Response(status_code=499)  # nobody reads it
+
+
+def _not_allowed(request: Request, where: str, known: str) -> Response:
+    """Return the answer to a method that the address does not take, with all that it takes.
+
+    `known`: the methods of its first route, as a list with commas; those of its other routes are in OpenAPI.
+    """
+    problem = Problem("method-not-allowed", f"{where}: this address does not take {request.method}")
+    answer = refusal(problem, request.headers)
+    addresses, path = request.app.openapi()["paths"].items(), request.url.path
+    routes = [methods for address, methods in addresses if compile_path(address)[0].match(path)]
+    taken = {method.strip() for method in known.split(",") if method} | {
+        method.upper() for each in routes for method in each
+    }
+    answer.headers["Allow"] = ", ".join(sorted(taken | ({"HEAD"} if "GET" in taken else set())))
+    return answer
+
+
+def _explain(fault: Any) -> str:
+    if fault["type"] == "json_invalid":
+        return f"the body is not JSON: {fault['ctx']['error']} (at character {fault['loc'][-1]})"
+    return explain(fault)
+
+
+def fault_response(scope: Scope, request_id: str, error: Exception) -> Response:
+    """Return the answer to an exception that no handler expects: the disk is full, or it is a fault of Outerstep."""
+    if disk_is_full(error):
+        scope["app"].state.coordinator.storage.note_full()
+        return problem_response(Problem("storage-full", "the coordinator's disk is full", retry_after_s=10))
+    logger.error("request %s: %s %s failed", request_id, scope["method"], scope["path"], exc_info=error)
+    return problem_response(Problem("internal", f"{type(error).__name__}; the log has request {request_id}"))
+
+
+async def refuse(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request whose body has not been read."""
+    await refusal(problem, Headers(scope=scope))(scope, receive, send)
+
+
+def refusal(problem: Problem, headers: Headers) -> Response:
+    """Return the answer to a request of these headers whose body has not been read.
+
+    The server reads and discards the rest of the body, so that the sender is not cut off before it sees the answer, and
+    the connection stays usable. If the body is longer than MAX_DISCARDED_BYTES, or of unknown length, it is closed.
+    """
+    answer = problem_response(problem)
+    length = headers.get("content-length", "0")
+    if "transfer-encoding" in headers or not length.isdigit() or int(length) > MAX_DISCARDED_BYTES:
+        answer.headers["Connection"] = "close"
+    return answer
+
+
+def problem_response(problem: Problem) -> Response:
+    """Return the problem as an answer."""
+    headers = {}
+    if problem.retry_after_s is not None:
+        headers["Retry-After"] = str(math.ceil(problem.retry_after_s))
+    if problem.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(problem.document(), problem.status, headers, media_type="application/problem+json")

@@ -1,0 +1,71 @@
+"""Long polls: with `Prefer: wait=SECONDS` (RFC 7240) the answer waits until there is news."""
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import TypeVar
+from urllib.request import parse_http_list
+
+import anyio.to_thread
+from fastapi import Request
+
+from coordinator.http.answer_headers import add_answer_header
+from coordinator.runs.bell import Bell
+
+MAX_WAIT_S = 60.0
+Answer = TypeVar("Answer")
+
+
+def preferred_wait_s(request: Request) -> float:
+    """Return the wait that the request asks for, at most MAX_WAIT_S; 0 if none. The answer's headers will tell it."""
+    for preference in parse_http_list(", ".join(request.headers.getlist("prefer"))):
+        name, _, value = preference.partition(";")[0].partition("=")
+        if name.strip().lower() == "wait":  # the first one counts (RFC 7240, section 2)
+            seconds = re.fullmatch(r'([0-9]+)|"([0-9]+)"', value.strip())
+            wait_s = 0.0 if seconds is None else min(float(seconds[1] or seconds[2]), MAX_WAIT_S)
+            if wait_s:
+                add_answer_header(request, "Preference-Applied", f"wait={wait_s:.0f}")
+            return wait_s
+    return 0.0
+
+
+async def poll(
+    bell: Bell,
+    run: str,
+    topic: str,
+    wait_s: float,
+    from_memory: Callable[[], tuple[bool, Answer] | None],
+    under_lock: Callable[[], tuple[bool, Answer]],
+) -> Answer:
+    """Ask now and at every ring of `topic`, until the result is (True, answer) or time is up; return the last answer.
+
+    `under_lock` is asked on a thread. `from_memory` is asked first, on the event loop: it returns what `under_lock`
+    would if it can tell without a lock and without the database, and otherwise None.
+
+    The time is up to a fifth shorter than `wait_s`, so that those who began to wait together do not all ask again at
+    the same moment.
+    """
+    loop = asyncio.get_running_loop()
+    until = loop.time() + wait_s * (1 - bell.spread() / 5)
+    while True:
+        with bell.listening(run, topic) as ring:
+            final, answer = from_memory() or await _ask_in_turn(bell, from_memory, under_lock)
+            remaining = until - loop.time()
+            if final or remaining <= 0 or bell.closed:
+                return answer
+            try:
+                await asyncio.wait_for(ring.wait(), remaining)
+            except TimeoutError:
+                return answer
+
+
+async def _ask_in_turn(
+    bell: Bell, from_memory: Callable[[], tuple[bool, Answer] | None], under_lock: Callable[[], tuple[bool, Answer]]
+) -> tuple[bool, Answer]:
+    """Ask `under_lock`, for a few requests at a time. While one waits for its turn, what the others do often brings its
+    answer into memory, so `from_memory` is asked again first."""
+    async with bell.reading:
+        found = from_memory()
+        if found is None:
+            found = await anyio.to_thread.run_sync(under_lock, limiter=bell.threads)
+        return found

@@ -1,0 +1,111 @@
+"""What rounds cost: bytes and seconds, as the workers report them with every request for the next assignment.
+
+A report is stored per round, worker and epoch, and added to the accounts of its round, its worker and its run. So these
+three are complete at any time, and the reports can be deleted with the rest of the history (`retention.py`).
+"""
+
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from coordinator.runs.live_run import Change, LiveRun, QueuedReport
+from coordinator.store.tables import ReportRow, RoundRow, WorkerRow
+from protocol.messages import Account, RoundReport
+
+Key = tuple[str, int, int]  # worker, round, epoch
+
+
+def book_report(run: LiveRun, worker: str, report: RoundReport) -> None:
+    """Book the report. One that was booked before changes nothing. One of a round that the run has not reached is
+    dropped: it is of a history that was lost when the database was restored from a backup."""
+    queue_report(run, worker, report)
+    book_queued(run)
+
+
+def queue_report(run: LiveRun, worker: str, report: RoundReport) -> QueuedReport:
+    """Queue the report for the next `book_queued`. Takes no lock and does no I/O: all workers report at once when a
+    round is over, and the first of them that gets the lock books for all."""
+    queued = QueuedReport(worker, report)
+    run.reports.append(queued)
+    return queued
+
+
+def book_queued(run: LiveRun) -> None:
+    """Book all queued reports in one transaction; if it fails, they are queued again."""
+    with run.lock:
+        queued: list[QueuedReport] = []
+        while run.reports:
+            queued.append(run.reports.popleft())
+        if not queued:
+            return
+        latest = {(each.worker, each.report.round, each.report.epoch): each for each in queued}
+        try:
+            new = _not_booked(run, {key: each.report for key, each in latest.items()})
+            if new:
+                with run.change() as change:
+                    _book(change, new)
+        except BaseException:
+            run.reports.extend(latest.values())
+            raise
+        for each in queued:
+            each.booked = True
+
+
+def _not_booked(run: LiveRun, reports: dict[Key, RoundReport]) -> dict[Key, RoundReport]:
+    """Return those of `reports` that are to be booked: they are not in the database yet, and of rounds that it has."""
+    with run.world.database.read() as session:
+        booked = {
+            (worker, round_, epoch)
+            for worker, round_, epoch in session.execute(
+                select(ReportRow.worker, ReportRow.round, ReportRow.epoch).where(
+                    ReportRow.run_id == run.id,
+                    ReportRow.round.in_({round_ for _, round_, _ in reports}),
+                    ReportRow.worker.in_({worker for worker, _, _ in reports}),
+                )
+            )
+        }
+    return {key: report for key, report in reports.items() if report.round <= run.round and key not in booked}
+
+
+def _book(change: Change, reports: dict[Key, RoundReport]) -> None:
+    """Add the reports to the database, with as few statements for a thousand as for one."""
+    run, session = change.run, change.session
+    names, rounds = {worker for worker, _, _ in reports}, {round_ for _, round_, _ in reports}
+    run_row = change.row
+    workers = {
+        row.name: row
+        for row in session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name.in_(names)))
+    }
+    # A worker that leaves after the last round reports one that is never opened.
+    opened = {
+        row.round: row
+        for row in session.scalars(select(RoundRow).where(RoundRow.run_id == run.id, RoundRow.round.in_(rounds)))
+    }
+    for (worker, round_, epoch), report in reports.items():
+        account = report.model_dump(mode="json", include={"upload_bytes", "download_bytes", "seconds"})
+        session.add(ReportRow(run_id=run.id, round=round_, worker=worker, epoch=epoch, account=account))
+        for row in (run_row, workers[worker], opened.get(round_)):
+            if row is not None:
+                row.account = added(row.account, account)
+
+
+def added(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Return the sum of two accounts, as JSON."""
+    seconds = a.get("seconds", {})
+    return {
+        "upload_bytes": a.get("upload_bytes", 0) + b["upload_bytes"],
+        "download_bytes": a.get("download_bytes", 0) + b["download_bytes"],
+        "seconds": seconds | {stage: seconds.get(stage, 0.0) + more for stage, more in b["seconds"].items()},
+    }
+
+
+def by_worker(session: Session, run_id: int, round_: int) -> dict[str, Account]:
+    """Return what one round has cost each worker, as far as it was reported."""
+    rows = session.scalars(
+        select(ReportRow).where(ReportRow.run_id == run_id, ReportRow.round == round_).order_by(ReportRow.worker)
+    )
+    accounts: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        accounts[row.worker] = added(accounts.get(row.worker, {}), row.account)
+    return {worker: Account.model_validate(account) for worker, account in accounts.items()}

@@ -1,0 +1,134 @@
+"""Assignments: what each worker does next. One that comes late joins the open round, with the next units."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from sqlalchemy import delete
+
+from coordinator.runs import steering
+from coordinator.runs.live_run import Change, LiveRun
+from coordinator.runs.open_round import OpenRound, RoundAssignment
+from coordinator.runs.opening import assignment_row, inner_steps_of, is_evaluated, status
+from coordinator.runs.units import assign_units, assigned_units, reclaim_units, return_forgotten_units
+from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow, EvaluationRow
+from protocol.messages import Action, Assignment, RunState
+
+
+def assign(
+    run: LiveRun, worker: str, state_round: int | None, carried: Sequence[Sequence[int]] | None = None
+) -> Assignment:
+    """Return what `worker`, which holds the state `state_round` (None: no state), does next. Asking again changes
+    nothing.
+
+    `carried`: the units of earlier rounds whose work it still has; None if it does not say. Raises Problem
+    `units-not-held` if that work must not be contributed any more.
+    """
+    with run.lock:
+        if run.state is RunState.STOPPED:
+            return Assignment(action=Action.FINISH, reason="the run was stopped", round=run.round)
+        if steering.must_leave(run, worker):
+            return Assignment(action=Action.FINISH, reason="the run is draining", round=run.round)
+        if run.damage is not None:
+            return Assignment(action=Action.WAIT, reason=run.damage, round=run.round)
+        if not run.seeded:
+            if _is_seeder(run, worker):
+                return Assignment(action=Action.SEED, reason="nobody has state 0 yet", round=0)
+            return Assignment(action=Action.WAIT, reason=f"{run.members.seeder} uploads state 0", round=0)
+        if state_round != run.round:
+            reason = f"the run is at state {run.round}, this worker at {'none' if state_round is None else state_round}"
+            return Assignment(action=Action.RECOVER, reason=reason, round=run.round)
+        if run.state is RunState.FINISHED:
+            evaluate = _is_final_evaluator(run, worker)
+            return Assignment(action=Action.FINISH, reason="the run is finished", round=run.round, evaluate=evaluate)
+
+        if carried or run.open is None:  # a crowd that asks about an open round changes nothing
+            with run.change() as change:  # opens the round, if only this worker was missing
+                if carried:
+                    reclaim_units(change.session, run.id, worker, run.round, carried)
+                    if run.open is not None:
+                        change.then(partial(run.open.without_earlier_units.discard, worker))
+                change.then(partial(run.members.get_ready, worker))
+        opening = run.open
+        if opening is None:
+            return Assignment(action=Action.WAIT, reason=status(run), round=run.round)
+        assignment = opening.assignments.get(worker)
+        if assignment is None or not opening.agrees_on_earlier_units(worker, carried):
+            assignment = _ensure_assignment(run, opening, worker, carried)
+        return _training(run, opening, worker, assignment)
+
+
+def assign_from_memory(
+    run: LiveRun, worker: str, state_round: int | None, carried: Sequence[Sequence[int]] | None
+) -> Assignment | None:
+    """Return what `assign` would for a live worker of the open round, from memory alone; None if memory does not tell.
+
+    Takes no lock: what it reads was true together at the moment at which it found the round open.
+    """
+    opening = run.open
+    if opening is None or opening.number != state_round or run.state is not RunState.RUNNING or run.damage is not None:
+        return None
+    assignment = opening.assignments.get(worker)
+    if assignment is None or worker not in run.members or not opening.agrees_on_earlier_units(worker, carried):
+        return None
+    return _training(run, opening, worker, assignment)
+
+
+def _training(run: LiveRun, opening: OpenRound, worker: str, assignment: RoundAssignment) -> Assignment:
+    return Assignment(
+        action=Action.TRAIN,
+        reason=f"round {opening.number} is open",
+        round=opening.number,
+        # A restarted worker has lost time: of its units it trains on those that it still manages.
+        inner_steps=min(assignment.inner_steps, inner_steps_of(run, worker)),
+        units=[list(unit_range) for unit_range in assignment.units],
+        evaluate=assignment.evaluate,
+    )
+
+
+def _ensure_assignment(
+    run: LiveRun, opening: OpenRound, worker: str, carried: Sequence[Sequence[int]] | None
+) -> RoundAssignment:
+    """Return the worker's assignment for the open round, from the database; make it if there is none."""
+    with run.change() as change:
+        row = _take_part(change, worker)
+        if carried is not None:
+            return_forgotten_units(change.session, run.id, worker, run.round, carried)
+        units = assigned_units(change.session, run.id, worker, run.round)
+        if not units:  # its lease had ended, and they went back to the pool
+            units = assign_units(change.session, change.row, worker, run.round, row.inner_steps)
+        assignment = RoundAssignment(row.inner_steps, row.evaluate, units)
+        change.then(partial(opening.assign, worker, assignment, carried))
+    return assignment
+
+
+def _take_part(change: Change, worker: str) -> AssignmentRow:
+    """Return the worker's row for the open round; make it if there is none. The first worker of a round evaluates."""
+    run, session = change.run, change.session
+    row = session.get(AssignmentRow, (run.id, run.round, worker))
+    if row is None:
+        first = session.query(AssignmentRow).filter_by(run_id=run.id, round=run.round).count() == 0
+        row = assignment_row(run, worker, RoundAssignment(inner_steps_of(run, worker), first and is_evaluated(run), []))
+        session.add(row)
+        change.record("entered", f"{worker} entered round {run.round} while it was open", worker=worker)
+    return row
+
+
+def _is_seeder(run: LiveRun, worker: str) -> bool:
+    """Return True if `worker` is to upload state 0. The first that asks is; a successor starts from the beginning."""
+    if run.members.seeder is None:
+        with run.change() as change:
+            change.session.execute(delete(CheckpointFragmentRow).where(CheckpointFragmentRow.run_id == run.id))
+            change.record("seeding", f"{worker} uploads state 0", worker=worker)
+            change.then(partial(run.members.appoint, "seeder", worker))
+    return run.members.seeder == worker
+
+
+def _is_final_evaluator(run: LiveRun, worker: str) -> bool:
+    """Return True if `worker` is to evaluate the final state: the first that asks, unless that was done."""
+    with run.world.database.read() as session:
+        if session.get(EvaluationRow, (run.id, run.round)) is not None:
+            return False
+    if run.members.evaluator is None:
+        with run.change() as change:
+            change.then(partial(run.members.appoint, "evaluator", worker))
+    return run.members.evaluator == worker

@@ -1,0 +1,95 @@
+"""The open round in memory: who has an assignment for it, and what each fragment has collected."""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+
+from coordinator.runs.rounds import Close, decide, has_quorum
+from protocol.messages import FragmentState
+from protocol.spec import MembersSpec
+
+
+@dataclass(frozen=True)
+class AcceptedContribution:
+    """An accepted contribution: its weight, and the digest that names its file."""
+
+    tokens: int
+    digest: bytes
+
+
+@dataclass
+class OpenFragment:
+    """One fragment of the open round. Times are of the monotonic clock.
+
+    contributed   the accepted contributions, by worker
+    contents      the payloads of those that are also in memory, by worker, until they are averaged
+    """
+
+    state: FragmentState = FragmentState.COLLECTING
+    reason: str = "just opened"
+    contributed: dict[str, AcceptedContribution] = field(default_factory=dict)
+    contents: dict[str, memoryview] = field(default_factory=dict)
+    quorum_at: float | None = None
+    closes_at: float | None = None
+
+    def due(self, expected: Set[str], policy: MembersSpec, opened_at: float, now: float) -> Close | None:
+        """Return with whom the fragment is to be closed now; None if it is not. Note why, and when to decide again."""
+        if self.state is not FragmentState.COLLECTING:
+            return None
+        contributed = self.contributed.keys()
+        if self.quorum_at is None and has_quorum(expected, contributed, policy):
+            self.quorum_at = now
+        decision = decide(expected, contributed, policy, opened_at=opened_at, quorum_at=self.quorum_at, now=now)
+        self.reason = decision.reason
+        if isinstance(decision, Close):
+            return decision
+        self.closes_at = decision.until
+        return None
+
+
+@dataclass(frozen=True)
+class RoundAssignment:
+    """One worker's assignment for the open round, as in the database. `units`: half-open ranges."""
+
+    inner_steps: int
+    evaluate: bool
+    units: list[tuple[int, int]]
+
+
+@dataclass
+class OpenRound:
+    """The round that is being worked on.
+
+    assigned               workers that hold an assignment for it
+    assignments            by worker, as far as they are in memory
+    without_earlier_units  workers known to hold no units of earlier rounds
+    consumed               by worker: the units that its contribution to this round has consumed
+    diverged               workers that were refused because they hold another state
+
+    The middle three spare the database the same queries by a thousand workers at once, and for every fragment.
+    """
+
+    number: int
+    opened_at: float
+    assigned: set[str]
+    fragments: list[OpenFragment]
+    assignments: dict[str, RoundAssignment] = field(default_factory=dict)
+    without_earlier_units: set[str] = field(default_factory=set)
+    consumed: dict[str, list[list[int]]] = field(default_factory=dict)
+    diverged: set[str] = field(default_factory=set)
+
+    def agrees_on_earlier_units(self, worker: str, carried: Sequence[Sequence[int]] | None) -> bool:
+        """Return True if worker and database need not be compared: the worker carries no units of earlier rounds and
+        none are assigned to it, or it does not say what it carries."""
+        return carried is None or (not carried and worker in self.without_earlier_units)
+
+    def assign(self, worker: str, assignment: RoundAssignment, carried: Sequence[Sequence[int]] | None) -> None:
+        """Give `worker`, with which the database agrees now on the units `carried`, its assignment."""
+        self.assigned.add(worker)
+        self.assignments[worker] = assignment
+        if carried is not None and not carried:
+            self.without_earlier_units.add(worker)
+
+    def leave(self, worker: str) -> None:
+        """Forget what is in memory of a worker whose lease has ended. Its contributions stay, and so does its part."""
+        self.assignments.pop(worker, None)
+        self.diverged.discard(worker)

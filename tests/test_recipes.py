@@ -1,0 +1,204 @@
+"""Recipes of CONTRIBUTING.md, followed in a copy: a codec is one file on each side and one line, a rule of aggregation one
+function, one line and one value of the spec; everything else derives from them."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from protocol.codecs import CODECS
+
+ROOT = Path(__file__).parents[1]
+SIDES = ("protocol", "worker", "coordinator", "outerstep", "migrations", "docs")
+
+REFERENCE = '''
+"""fp32, but with the other end first."""
+
+import numpy as np
+
+from protocol.codecs import fp32
+from protocol.codecs.blocks import F32, U8
+
+NAME = "big-endian"
+ERROR_FEEDBACK = False
+size = fp32.size
+
+
+def encode(x: F32, out: U8) -> None:
+    fp32.encode(x, out)
+    out.view("<u4").byteswap(inplace=True)
+
+
+def decode(data: U8, out: F32) -> None:
+    fp32.decode(data.view("<u4").byteswap().view(np.uint8), out)
+
+
+def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
+    fp32.accumulate(data.view("<u4").byteswap().view(np.uint8), weight, acc)
+
+
+def check(data: U8, n: int, limit: float) -> None:
+    fp32.check(data.view("<u4").byteswap().view(np.uint8), n, limit)
+'''
+
+IN_TORCH = """
+from torch import Tensor
+
+from worker.codecs import fp32
+
+
+def encode(x: Tensor) -> Tensor:
+    return fp32.encode(x).view(-1, 4).flip(1).reshape(-1)
+
+
+def decode(data: Tensor, n: int) -> Tensor:
+    return fp32.decode(data.view(-1, 4).flip(1).reshape(-1), n)
+"""
+
+USE_OF_THE_CODEC = """
+import numpy as np
+import torch
+
+from coordinator.sync.aggregating import aggregate
+from docs import write_commands, write_settings
+from outerstep import plan
+from protocol import wire
+from protocol.codecs import CODECS
+from protocol.spec import parse_spec
+from worker.codecs import pack_fragment, round_trip, unpack_payload
+
+spec = parse_spec('''
+name = "r"
+model.preset = "tiny"
+[sync]
+rounds = 1
+upload_codec = "big-endian"
+download_codec = "big-endian"
+''')
+
+values = torch.tensor([1.0, -2.5, 3e-40])
+frames = pack_fragment(values, spec.sync.upload_codec, zstd=True)
+assert bytes(frames[0])[:4] == bytes.fromhex("3f800000")
+assert torch.equal(round_trip(values, "big-endian"), values)
+header = wire.ContributionHeader(
+    run="r", round=0, fragment=0, codec="big-endian", elements=3, chunk_elements=wire.CHUNK_ELEMENTS, worker="w",
+    frame_bytes=[len(frame) for frame in frames], base=bytes(32), tokens=1, inner_steps=1, loss=0.0, norm=1.0,
+    units=[[0, 1]], carried=[], carried_share=1.0,
+)
+payload = wire.Payload.from_bytes(wire.pack_header(header) + b"".join(map(bytes, frames)))
+payload.check()
+assert torch.equal(unpack_payload(payload, torch.device("cpu")), values)
+assert bytes(aggregate([(payload, 1)], "big-endian", zstd=False)[0]) == bytes(frames[0])
+
+workload = plan.Workload(parameters=1000, up=1e6, down=1e6, step_s=1.0, workers=2, latency_s=0.0, steps=1000)
+assert ("big-endian", "int8") in {(each.upload_codec, each.download_codec) for each in plan.exchanges(workload)}
+assert write_settings.page().count("`sparse`, `big-endian`") == 1, "as upload codec"
+assert write_settings.page().count("`int4`, `big-endian`") == 1, "as download codec"
+assert "big-endian" in write_commands.page(), "outerstep demo --codec"
+"""
+
+
+MEDIAN = '''
+def median(weighted: Sequence[tuple[Payload, np.float32]], index: int) -> F32:
+    """Return the median of each value, whatever the weights."""
+    rows = np.empty((len(weighted), weighted[0][0].chunks[index]), np.float32)
+    for row, (payload, _) in zip(rows, weighted, strict=True):
+        payload.codec.decode(payload.chunk(index), row)
+    return np.median(rows, axis=0).astype(np.float32)
+
+
+AGGREGATORS: dict[str, Aggregator] = {"mean": mean, "median": median}
+'''
+
+USE_OF_THE_RULE = """
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from docs import write_settings
+from benchmarks.harness.coordinator import coordinator_thread
+from benchmarks.harness.member import Member, spec_toml
+from protocol.wire import Payload
+
+LINES = 'aggregation = "median"\\nupload_codec = "fp32"\\ndownload_codec = "fp32"'
+VALUES = {"a": 0.25, "b": -1.0, "c": 2.0}
+with tempfile.TemporaryDirectory() as folder, coordinator_thread(Path(folder)) as running:
+    running.create_run(spec_toml("r", rounds=1, min_workers=3, sync=LINES))
+    members = [Member(running.client(), "r", name) for name in VALUES]
+    for member in members:
+        member.join(running.admin_token)
+    assert members[0].assignment(None).action == "seed"
+    members[0].seed()
+    for member in members:
+        for theta in member.theta:
+            theta[:] = 0.5
+        member.assignment(0)
+    for member in members:
+        assignment = member.assignment(0, wait_s=30)
+        for fragment, theta in enumerate(member.theta):
+            values = np.full(len(theta), VALUES[member.name], np.float32)
+            member.contribute(assignment, fragment, values).raise_for_status()
+    delta = np.empty(len(members[0].theta[0]), np.float32)
+    Payload.from_bytes(members[0].delta(0, 0).content).decode(delta)
+    assert (delta == 0.25).all(), delta
+assert "`mean`, `median`" in write_settings.page()
+"""
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    for side in (*SIDES, "benchmarks"):
+        shutil.copytree(ROOT / side, tmp_path / side, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def run(copy: Path, code: str) -> None:
+    """Run the code with the packages of the copy."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=copy,
+        env=os.environ | {"PYTHONPATH": str(copy)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_file_on_each_side_and_one_line(copy: Path) -> None:
+    (copy / "protocol" / "codecs" / "big_endian.py").write_text(REFERENCE)
+    (copy / "worker" / "codecs" / "big_endian.py").write_text(IN_TORCH)
+    table = copy / "protocol" / "codecs" / "__init__.py"
+    edit(table, '    "sparse",\n', '    "sparse",\n    "big_endian",\n')
+    run(copy, USE_OF_THE_CODEC)
+
+
+def test_a_function_a_line_and_a_value_of_the_spec(copy: Path) -> None:
+    """A run that asks for the rule gets it."""
+    edit(copy / "coordinator/sync/aggregating.py", 'AGGREGATORS: dict[str, Aggregator] = {"mean": mean}\n', MEDIAN)
+    edit(copy / "protocol/spec.py", 'aggregation: Literal["mean"]', 'aggregation: Literal["mean", "median"]')
+    run(copy, USE_OF_THE_RULE)
+
+
+def test_a_codec_is_named_beside_the_codecs_only() -> None:
+    """Not in a list of its own elsewhere, which somebody would have to find. Defaults and references name one codec; the
+    published vectors have examples of single codecs, and may have some of a new one."""
+    lists = []
+    for path in [path for side in SIDES for path in sorted((ROOT / side).rglob("*.py"))]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            inner = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and each.value in CODECS]
+            if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict) and len(set(inner)) > 1:
+                lists.append(str(path.relative_to(ROOT)))
+    examples = {"docs/write_vectors.py", "docs/refused_payloads.py"}
+    assert set(lists) - examples == {"protocol/codecs/__init__.py"}
