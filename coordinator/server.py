@@ -14,9 +14,9 @@ import uvicorn
 from coordinator.app import create_app
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
-from coordinator.tuning.bodies import Protocol
+from coordinator.store.blobs import Store
+from coordinator.store.directory_blobs import DirectoryBlobs
 from protocol.compiled import COMPILED, KERNELS
-from protocol.heap import keep_freed_memory
 
 GRACE_S = 10
 
@@ -41,17 +41,21 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def make_server(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> tuple[Server, socket.socket]:
+def make_server(
+    settings: Settings,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    store: Store = DirectoryBlobs,
+) -> tuple[Server, socket.socket]:
     """Return a server and its bound socket. OSError if the address is taken, OuterstepError if the directory is."""
     listening = _listen(settings.host, settings.port)
     try:
-        coordinator = Coordinator(settings, clock=clock)
+        coordinator = Coordinator(settings, clock=clock, store=store)
     except BaseException:
         listening.close()
         raise
     config = uvicorn.Config(
         create_app(coordinator),
-        http=Protocol,
         log_config=None,
         access_log=False,
         ssl_certfile=settings.tls_certificate,
@@ -112,5 +116,4 @@ def serve(settings: Settings) -> None:
         # uvicorn raises the signal again when it is done; being asked to stop and having stopped is no failure.
         signal.signal(number, lambda *_: None)
     shorten_pauses()
-    keep_freed_memory()
     server.run(sockets=[listening])

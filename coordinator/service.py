@@ -15,12 +15,13 @@ from coordinator.runs.bell import Bell
 from coordinator.runs.live_run import Change, LiveRun, World
 from coordinator.settings import Settings
 from coordinator.settling import settle
+from coordinator.store.blobs import Store
+from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, disk_is_full
-from coordinator.store.files import DataDirectory
+from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Identity, Tokens, secret_hash
 from coordinator.sync import retention
-from coordinator.tuning.pieces import PieceSizes
 from coordinator.tuning.room import Room
 from coordinator.upkeep import restoring, verifying
 from coordinator.upkeep.full_disk import Storage
@@ -41,10 +42,11 @@ class Coordinator:
         *,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
+        store: Store = DirectoryBlobs,
     ) -> None:
         self.settings = settings
         self.bell = Bell()
-        self.piece_sizes, self.room = PieceSizes(), Room()
+        self.room = Room()
         self.data = DataDirectory(settings.data_dir)
         self.database = Database(settings.data_dir)
         self.tokens = Tokens(self.database)
@@ -57,6 +59,7 @@ class Coordinator:
         self._world = World(
             database=self.database,
             data=self.data,
+            blobs=store(self.data),
             submit=self._jobs.submit,
             ring=self.bell.ring,
             storage_full=self.storage.note_full,
@@ -105,7 +108,7 @@ class Coordinator:
 
     def check_ready(self) -> None:
         """Raise Problem `not-ready` unless the database answers and the data directory takes writes."""
-        probe = self.data.incoming()
+        probe = self.data.scratch()
         try:
             with self.database.read() as session:
                 session.execute(select(RunRow.id).limit(1))

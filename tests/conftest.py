@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import stores
+
 settings.register_profile(
     "outerstep", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -16,6 +18,16 @@ settings.load_profile("outerstep")
 logging.getLogger("httpx").setLevel(logging.WARNING)
 
 SAID = "said"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--blobs", choices=("directory", "memory"), default="directory", help="where coordinators keep blobs"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    stores.in_memory = config.getoption("--blobs") == "memory"
 
 
 @pytest.fixture

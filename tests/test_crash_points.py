@@ -39,13 +39,14 @@ PARTS = 8
 # What at least must be among the points, so that none gets lost by a change of how they are found.
 FILES = {
     "fsync incoming/N",
-    "rename to contributions/N/N.W",
+    "link contributions/N/N.W",
     "fsync contributions/N",
-    "rename to deltas/N/N",
+    "link deltas/N/N.D",
     "fsync deltas/N",
     "write state/N.N",
-    "rename to checkpoints/N/N",
+    "link checkpoints/N/N.D",
     "fsync checkpoints/N",
+    "remove contributions/N/N.W",
     "remove contributions/N",
 }
 COMMITS = {"service", "membership", "seeding", "assigning", "opening", "closing", "contributing", "publishing"}

@@ -339,6 +339,6 @@ def test_hostile_states_cannot_seed_a_run(tmp_path: Path) -> None:
         refused(first.put(path, state(round=1)), "invalid-payload")
         refused(first.put(path, state(run="x")), "invalid-payload")
         refused(first.put("/v1/runs/r/checkpoints/0/fragments/9", state()), "not-found")
-        assert not list((running.data_dir / "runs/r/checkpoints").rglob("*"))
+        assert not list((running.data_dir / "runs/r").glob("checkpoints/**/*"))
         first.seed()
         assert second.assignment(None).action == "recover"

@@ -41,7 +41,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "service": {"settings", "store", "tuning", "runs", "sync", "settling", "upkeep"},
         "api": {"store", "tuning", "runs", "sync", "service"},
         "app": {"api", "service"},
-        "server": {"settings", "tuning", "service", "app"},
+        "server": {"settings", "store", "service", "app"},
     },
     "worker": {
         "errors": set(),

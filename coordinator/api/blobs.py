@@ -1,14 +1,12 @@
 """The sending of immutable bytes: ETag, Range, If-None-Match, cached for ever.
 
-They come from memory if they were just published, and otherwise from their file. It is opened before the answer begins,
+They come from memory if they were just published, and otherwise from their blob. It is opened before the answer begins,
 so deleting it meanwhile does no harm.
 """
 
-import os
 import re
 from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import BinaryIO
+from contextlib import nullcontext
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
@@ -17,71 +15,51 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.api.head import wants_head_only
 from coordinator.api.problems import problem_response
-from coordinator.store.files import PIECE_BYTES
-from coordinator.tuning.pieces import PieceSizes
+from coordinator.store.blobs import Blobs, Reader
 from protocol.digest import Buffer
 from protocol.errors import Problem
 from protocol.wire import MEDIA_TYPE
 
+PIECE_BYTES = 1 << 17  # so much of an answer is in memory at once
+
 
 class _Blob(Response):
-    """An answer of `size` bytes, sent piece by piece."""
-
-    def __init__(self, status: int, headers: dict[str, str], size: int) -> None:
-        super().__init__(status_code=status, headers={**headers, "Content-Length": str(size)}, media_type=MEDIA_TYPE)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if not wants_head_only(scope):  # for which reading the file would be wasted
-            async for piece in self._pieces():
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
-    def _pieces(self) -> AsyncIterator[Buffer]:
-        raise NotImplementedError
-
-
-class _FromMemory(_Blob):
-    def __init__(self, headers: dict[str, str], content: memoryview, piece_sizes: PieceSizes) -> None:
-        super().__init__(200, headers, len(content))
-        self._content, self._piece_sizes = content, piece_sizes
-
-    async def _pieces(self) -> AsyncIterator[Buffer]:
-        with self._piece_sizes.transfer():  # counts, for the server copies what it cannot send at once
-            at = 0
-            while at < len(self._content):
-                piece = self._content[at : at + min(self._piece_sizes.bytes, PIECE_BYTES)]
-                yield piece
-                at += len(piece)
-
-
-class _FromFile(_Blob):
-    """Bytes [start, stop) of an open file, which is closed at the end."""
+    """An answer: bytes [start, stop) of `source`, piece by piece. A reader is closed at the end."""
 
     def __init__(
-        self, status: int, headers: dict[str, str], file: BinaryIO, start: int, stop: int, piece_sizes: PieceSizes
+        self, status: int, headers: dict[str, str], source: memoryview | Reader, start: int, stop: int
     ) -> None:
-        super().__init__(status, headers, stop - start)
-        self._file, self._start, self._stop, self._piece_sizes = file, start, stop, piece_sizes
+        super().__init__(
+            status_code=status, headers={**headers, "Content-Length": str(stop - start)}, media_type=MEDIA_TYPE
+        )
+        self._source, self._start, self._stop = source, start, stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._file:
-            await super().__call__(scope, receive, send)
+        with nullcontext() if isinstance(self._source, memoryview) else self._source:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            if not wants_head_only(scope):  # for which reading the blob would be wasted
+                async for piece in self._pieces():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
 
     async def _pieces(self) -> AsyncIterator[Buffer]:
-        with self._piece_sizes.transfer():
-            at = self._start
-            while at < self._stop:
-                wanted = min(self._piece_sizes.bytes, self._stop - at)
-                piece = await run_in_threadpool(os.pread, self._file.fileno(), wanted, at)
-                if not piece:
-                    raise OSError(f"{self._file.name} ends at byte {at} of {self._stop}")
-                yield piece
-                at += len(piece)
+        for at in range(self._start, self._stop, PIECE_BYTES):
+            stop = min(at + PIECE_BYTES, self._stop)
+            if isinstance(self._source, memoryview):
+                yield self._source[at:stop]
+            else:
+                yield await run_in_threadpool(_read, self._source, at, stop)
 
 
-def blob(request: Request, path: Path, digest: bytes, piece_sizes: PieceSizes) -> Response:
-    """Return the file at `path`, or the range of it that is asked for, as an answer. Its BLAKE3 digest is its ETag.
+def _read(reader: Reader, start: int, stop: int) -> memoryview:
+    piece = memoryview(bytearray(stop - start))
+    if reader.read_into(piece, start) != len(piece):
+        raise OSError(f"the blob of {reader.size} bytes ends before byte {stop}")
+    return piece
+
+
+def blob(request: Request, blobs: Blobs, name: str, digest: bytes) -> Response:
+    """Return the blob, or the range of it that is asked for, as an answer. Its BLAKE3 digest is its ETag.
 
     If several ranges are asked for, the whole is the answer, as RFC 9110 allows. Problem `gone` if it was deleted.
     """
@@ -89,25 +67,20 @@ def blob(request: Request, path: Path, digest: bytes, piece_sizes: PieceSizes) -
     if _is_known(request, headers):
         return Response(status_code=304, headers=headers)
     try:
-        file = path.open("rb", buffering=0)
+        reader = blobs.open(name)
     except FileNotFoundError:
         raise Problem(
             "gone", "these bytes were deleted by the retention rule; recover from the latest checkpoint"
         ) from None
-    try:
-        size = os.fstat(file.fileno()).st_size
-        ranges = _ranges(_range_header(request, headers), size)
-    except BaseException:
-        file.close()
-        raise
+    ranges = _ranges(_range_header(request, headers), reader.size)
     if ranges and all(start >= stop for start, stop in ranges):
-        file.close()
-        return _not_satisfiable(request.headers["range"], size)
+        reader.close()
+        return _not_satisfiable(request.headers["range"], reader.size)
     if len(ranges) != 1:
-        return _FromFile(200, headers, file, 0, size, piece_sizes)
+        return _Blob(200, headers, reader, 0, reader.size)
     ((start, stop),) = ranges
-    headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-    return _FromFile(206, headers, file, start, stop, piece_sizes)
+    headers["Content-Range"] = f"bytes {start}-{stop - 1}/{reader.size}"
+    return _Blob(206, headers, reader, start, stop)
 
 
 def _not_satisfiable(asked: str, size: int) -> Response:
@@ -118,12 +91,12 @@ def _not_satisfiable(asked: str, size: int) -> Response:
     return answer
 
 
-def blob_in_memory(request: Request, content: memoryview, digest: bytes, piece_sizes: PieceSizes) -> Response | None:
+def blob_in_memory(request: Request, content: memoryview, digest: bytes) -> Response | None:
     """Return `content`, whose BLAKE3 digest is `digest`, as an answer; None if a range of it is asked for."""
     headers = _headers(digest)
     if _is_known(request, headers):
         return Response(status_code=304, headers=headers)
-    return None if _range_header(request, headers) else _FromMemory(headers, content, piece_sizes)
+    return None if _range_header(request, headers) else _Blob(200, headers, content, 0, len(content))
 
 
 def _headers(digest: bytes) -> dict[str, str]:

@@ -49,7 +49,7 @@ async def seed(
 def _accept(
     run: LiveRun, layout: Layout, worker: str, fragment: int, upload: Upload
 ) -> tuple[CheckpointFragment, bool]:
-    return seeding.accept_state(run, layout, worker, fragment, upload.complete().path)
+    return seeding.accept_state(run, layout, worker, fragment, upload.complete())
 
 
 @router.get("", responses=refusing(*OF_A_RUN))
@@ -72,13 +72,11 @@ def get_checkpoint(run: ReadableRun, number: Annotated[str, Path(pattern=r"^(lat
     responses=IMMUTABLE | refusing(*OF_A_RUN, "gone", "range-not-satisfiable"),
     openapi_extra=ASKS_FOR_BYTES,
 )
-def get_checkpoint_fragment(
-    http: Request, run: ReadableRun, number: Number, fragment: Number, service: Service
-) -> Response:
+def get_checkpoint_fragment(http: Request, run: ReadableRun, number: Number, fragment: Number) -> Response:
     """One fragment's outer state, θ then u."""
     layout_with(run, fragment)
     with run.world.database.read() as session:
         row = session.get(CheckpointFragmentRow, (run.id, number, fragment))
         if row is None:
             raise reports.no_checkpoint(run, session, number)
-    return blob(http, run.files.checkpoint(number, fragment), row.digest, service.piece_sizes)
+    return blob(http, run.blobs, run.names.checkpoint(number, fragment, row.digest), row.digest)

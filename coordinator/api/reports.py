@@ -9,7 +9,7 @@ from coordinator.runs import accounting
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.open_round import OpenFragment, OpenRound
 from coordinator.runs.opening import status
-from coordinator.store.files import disk_bytes
+from coordinator.store.blobs import KINDS
 from coordinator.store.tables import (
     CheckpointFragmentRow,
     CheckpointRow,
@@ -27,6 +27,7 @@ from protocol.messages import (
     Account,
     CheckpointDetail,
     CheckpointInfo,
+    DiskBytes,
     Event,
     FragmentInfo,
     FragmentState,
@@ -52,7 +53,19 @@ def run_info(run: LiveRun) -> RunInfo:
 
 def run_detail(run: LiveRun) -> RunDetail:
     """Return the run with its parsed spec and the bytes of its files."""
-    return RunDetail(**_run_fields(run), spec=run.spec, disk_bytes=disk_bytes(run.files))
+    return RunDetail(**_run_fields(run), spec=run.spec, disk_bytes=_disk_bytes(run))
+
+
+def _disk_bytes(run: LiveRun) -> DiskBytes:
+    def stored(prefix: str) -> int:
+        return sum(size for _, size in run.blobs.list(prefix))
+
+    names = run.names
+    return DiskBytes(
+        **{kind: stored(names.kind(kind)) for kind in KINDS},
+        state=run.states.bytes(),
+        set_aside=stored(names.set_aside),
+    )
 
 
 def _run_fields(run: LiveRun) -> dict[str, Any]:

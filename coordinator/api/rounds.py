@@ -129,9 +129,10 @@ async def get_delta(
         raise Problem("not-published", found, retry_after_s=1)
     # Only those of the last round: an older delta may still be in memory though the retention rule has deleted it.
     recent = run.world.room.delta(found) if (number, fragment) in run.deltas else None
-    answer = None if recent is None else blob_in_memory(http, recent, found, service.piece_sizes)
+    answer = None if recent is None else blob_in_memory(http, recent, found)
     if answer is None:
-        answer = await run_in_threadpool(blob, http, run.files.delta(number, fragment), found, service.piece_sizes)
+        name = run.names.delta(number, fragment, found)
+        answer = await run_in_threadpool(blob, http, run.blobs, name, found)
     return answer
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,114 +12,96 @@ from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
 from coordinator.service import Coordinator
-from coordinator.store.files import Body
-from coordinator.tuning.bodies import Incoming
-from coordinator.tuning.pieces import PieceSizes
+from coordinator.store.payloads import Body
 from coordinator.tuning.room import Room
 from protocol.digest import parse_content_digest
-from protocol.direct import write_new
 from protocol.errors import Problem
 
+PIECE_BYTES = 1 << 17  # of a body that goes into a file: so much is in memory at once
 POLL_S = 0.01  # between two attempts to get memory
 
 
 class Upload(ABC):
-    """A body that is being received into the new file `path`. `size` and `digest` are those announced."""
+    """A body that is being received. `size` and `digest` are those announced."""
 
-    def __init__(self, path: Path, size: int, digest: bytes) -> None:
-        self._path, self._size, self._digest = path, size, digest
+    def __init__(self, size: int, digest: bytes) -> None:
+        self._size, self._digest = size, digest
 
     async def receive(self, request: Request, idle_s: float) -> None:
         """Receive all of the body. Raises Problem: request-timeout, digest-mismatch (if its length is another)."""
+        received_bytes = 0
         try:
-            received_bytes = await self._receive(request, idle_s)
+            async for piece in _pieces(request, idle_s):
+                received_bytes += len(piece)
+                if received_bytes > self._size:
+                    break
+                await self._add(piece)
         except TimeoutError:
             raise Problem("request-timeout", f"nothing arrived for {idle_s:.0f} s; send it again") from None
         if received_bytes != self._size:
             raise Problem("digest-mismatch", f"{received_bytes} bytes arrived, announced were {self._size}")
 
     def complete(self) -> Body:
-        """Finish the file and return what has arrived. Raises Problem: digest-mismatch.
+        """Return what has arrived. Raises Problem: digest-mismatch.
 
         To be called on the thread that goes on with it, which spares a hand-over to another one.
         """
-        digest = self._finish()
+        source, digest = self._end()
         if digest != self._digest:
             raise Problem("digest-mismatch", f"the body's digest is {digest.hex()}, announced was {self._digest.hex()}")
-        return self._body()
+        return Body(source, self._size, digest)
 
+    @abstractmethod
+    async def _add(self, piece: bytes) -> None:
+        """Take the next bytes of the body."""
+
+    @abstractmethod
+    def _end(self) -> tuple[memoryview | Path, bytes]:
+        """Return what arrived, and its BLAKE3 digest."""
+
+    @abstractmethod
     def discard(self) -> None:
-        """Delete the file, unless it was renamed."""
-        self._path.unlink(missing_ok=True)
-
-    @abstractmethod
-    async def _receive(self, request: Request, idle_s: float) -> int:
-        """Receive the body and return its length; bytes beyond `size` may be lost. TimeoutError after `idle_s` without
-        any."""
-
-    @abstractmethod
-    def _finish(self) -> bytes:
-        """Return the BLAKE3 digest of what arrived."""
-
-    @abstractmethod
-    def _body(self) -> Body:
-        """Return what arrived, once its digest is known to be right."""
+        """Free what it has; called at the end in any case."""
 
 
 class InMemory(Upload):
-    """An upload that is received into `content`, memory for all of it, and written to its file at the end."""
+    """An upload that is received into `content`, memory for all of it."""
 
-    def __init__(self, path: Path, size: int, digest: bytes, content: memoryview) -> None:
-        super().__init__(path, size, digest)
+    def __init__(self, size: int, digest: bytes, content: memoryview) -> None:
+        super().__init__(size, digest)
         self._content = content
+        self._received_bytes = 0
 
-    async def _receive(self, request: Request, idle_s: float) -> int:
-        received_bytes = 0
-        async for piece in _pieces(request, idle_s):
-            start, received_bytes = received_bytes, received_bytes + len(piece)
-            if received_bytes > self._size:
-                break
-            self._content[start:received_bytes] = piece
-            incoming = Incoming.of(request.scope)
-            if incoming is not None:
-                return received_bytes + await incoming.into(self._content[received_bytes:], idle_s)
-        return received_bytes
+    async def _add(self, piece: bytes) -> None:
+        start, self._received_bytes = self._received_bytes, self._received_bytes + len(piece)
+        self._content[start : self._received_bytes] = piece
 
-    def _finish(self) -> bytes:
-        return blake3(self._content).digest()
+    def _end(self) -> tuple[memoryview, bytes]:
+        return self._content, blake3(self._content).digest()
 
-    def _body(self) -> Body:
-        write_new(self._path, self._content)
-        return Body(self._path, self._size, self._digest, self._content)
+    def discard(self) -> None:
+        """Do nothing: its memory is free again as soon as nothing refers to it."""
 
 
 class ThroughFile(Upload):
-    """An upload that is written to its file and hashed piece by piece.
+    """An upload that is written to the new file `path` and hashed piece by piece.
 
     That is done on threads: a busy disk takes its time, and the event loop has heartbeats to answer.
     """
 
-    def __init__(self, path: Path, size: int, digest: bytes, piece_sizes: PieceSizes) -> None:
-        super().__init__(path, size, digest)
-        self._piece_sizes = piece_sizes
+    def __init__(self, size: int, digest: bytes, path: Path) -> None:
+        super().__init__(size, digest)
+        self._path = path
         self._hasher = blake3()
         self._file: BinaryIO | None = None
         self._arrived: list[bytes] = []
         self._arrived_bytes = 0  # in that list
-        self._transfer = ExitStack()  # ends when no piece of the body is in memory any more
-        self._transfer.enter_context(piece_sizes.transfer())
 
-    async def _receive(self, request: Request, idle_s: float) -> int:
-        received_bytes = 0
-        async for piece in _pieces(request, idle_s):
-            received_bytes += len(piece)
-            if received_bytes > self._size:
-                break
-            self._arrived_bytes += len(piece)
-            self._arrived.append(piece)
-            if self._arrived_bytes >= self._piece_sizes.bytes:
-                await run_in_threadpool(self._write)
-        return received_bytes
+    async def _add(self, piece: bytes) -> None:
+        self._arrived_bytes += len(piece)
+        self._arrived.append(piece)
+        if self._arrived_bytes >= PIECE_BYTES:
+            await run_in_threadpool(self._write)
 
     def _write(self) -> None:
         if self._file is None:
@@ -129,23 +111,18 @@ class ThroughFile(Upload):
             self._hasher.update(piece)
         self._arrived, self._arrived_bytes = [], 0
 
-    def _finish(self) -> bytes:
+    def _end(self) -> tuple[Path, bytes]:
         self._write()
         assert self._file is not None
         self._file.close()
-        self._transfer.close()
-        return self._hasher.digest()
-
-    def _body(self) -> Body:
-        return Body(self._path, self._size, self._digest, None)
+        return self._path, self._hasher.digest()
 
     def discard(self) -> None:
-        self._transfer.close()
         try:
             if self._file is not None:
                 self._file.close()
         finally:
-            super().discard()
+            self._path.unlink(missing_ok=True)
 
 
 async def _pieces(request: Request, idle_s: float) -> AsyncIterator[bytes]:
@@ -165,16 +142,13 @@ async def received(
 ) -> AsyncIterator[Upload]:
     """Receive the request's body, into memory if `room` has some; then give it to the block, which `complete`s it.
 
-    Its file is deleted at the end of the block, unless it was renamed. Raises Problem: length-required,
-    payload-too-large, invalid-message (no digest), digest-mismatch, request-timeout.
+    A file of it is deleted at the end of the block. Raises Problem: length-required, payload-too-large, invalid-message
+    (no digest), digest-mismatch, request-timeout.
     """
     size, announced = _announced(request, max_bytes)
     content = None if room is None else await _take(room, size)
-    path = service.data.incoming()
     upload: Upload = (
-        ThroughFile(path, size, announced, service.piece_sizes)
-        if content is None
-        else InMemory(path, size, announced, content)
+        ThroughFile(size, announced, service.data.scratch()) if content is None else InMemory(size, announced, content)
     )
     try:
         await upload.receive(request, service.settings.upload_idle_s)

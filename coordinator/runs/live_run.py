@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -24,8 +23,9 @@ from sqlalchemy.orm import Session
 from coordinator.runs.bell import EVENTS
 from coordinator.runs.members import Members
 from coordinator.runs.open_round import OpenRound
+from coordinator.store.blobs import Blobs, RunNames
+from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database
-from coordinator.store.files import DataDirectory
 from coordinator.store.tables import EventRow, RunRow, WorkerRow
 from coordinator.tuning.room import Room
 from protocol.digest import model_digest
@@ -43,6 +43,7 @@ class World:
 
     database: Database
     data: DataDirectory
+    blobs: Blobs
     submit: Callable[..., Future[None]]
     ring: Callable[[str, str | None], None]  # run, topic (None: all): wake the long polls that wait for it
     storage_full: Callable[[], None]  # to be called when a write found the disk full
@@ -54,10 +55,10 @@ class World:
 
 @dataclass
 class Arrival:
-    """A contribution that waits in its durable `file` to be committed; and, once `processed`, what came of it."""
+    """A contribution that waits, as the durable blob `name`, to be committed; once `processed`, what came of it."""
 
     header: ContributionHeader
-    file: Path
+    name: str
     digest: bytes
     size: int
     content: memoryview | None
@@ -108,7 +109,8 @@ class LiveRun:
         self.name = row.name
         self.spec: RunSpec = parse_spec(row.spec_toml)
         self.world = world
-        self.files = world.data.run(row.name)
+        self.blobs, self.names = world.blobs, RunNames(row.name)
+        self.states = world.data.states(row.name)
         self.lock = threading.RLock()
 
         self._state = RunState(row.state)

@@ -8,7 +8,7 @@ from coordinator.runs import diverging
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.opening import status
 from coordinator.runs.units import count_by_round
-from coordinator.store.files import PayloadFile
+from coordinator.store.payloads import StoredPayload
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow
 from protocol.errors import Problem, WireError
 from protocol.fragments import Layout
@@ -121,9 +121,9 @@ def conflict(worker: str, round_: int, fragment: int, known: bytes, units: list[
 
 
 def _units_of(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> list[list[int]] | None:
-    """Return the units of an accepted contribution, from its file; None if that is deleted or corrupt."""
+    """Return the units of an accepted contribution, from its blob; None if that is deleted or corrupt."""
     try:
-        with PayloadFile(run.files.contribution(round_, fragment, worker, digest)) as payload:
+        with StoredPayload(run.blobs.open(run.names.contribution(round_, fragment, worker, digest))) as payload:
             return payload.header.units if isinstance(payload.header, ContributionHeader) else None
     except (OSError, WireError):
         return None

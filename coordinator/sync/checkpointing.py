@@ -4,13 +4,13 @@ A checkpoint is complete once all of its fragments are durable. One is due every
 the end, and when a run comes to rest (stopped, paused or drained), so that nothing is lost that the run has learned.
 """
 
-import os
 from pathlib import Path
 
 from sqlalchemy import select
 
 from coordinator.runs.live_run import Change, LiveRun
-from coordinator.store.files import file_digest, make_durable
+from coordinator.store.files import FileReader
+from coordinator.store.payloads import digest_of, has_digest
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow
 from coordinator.sync import retention
 from protocol.digest import model_digest
@@ -46,7 +46,7 @@ def checkpoint_at_rest(run: LiveRun, fragment: int) -> None:
         round_, state_digest = run.outer[fragment]
         if not is_due_at_rest(run, fragment):
             return
-    write_fragment(run, round_, fragment, run.files.state(fragment, round_), state_digest)
+    write_fragment(run, round_, fragment, run.states.path(fragment, round_), state_digest)
     with run.lock:
         with run.change() as change:
             completed = record_if_complete(change, round_)
@@ -55,14 +55,10 @@ def checkpoint_at_rest(run: LiveRun, fragment: int) -> None:
 
 
 def write_fragment(run: LiveRun, round_: int, fragment: int, state: Path, state_digest: bytes) -> CheckpointFragmentRow:
-    """Add one fragment to a checkpoint durably: first its file, then its row. `state`: its state file."""
-    temporary = run.world.data.incoming()
-    link(state, temporary)
-    try:
-        size, digest = state.stat().st_size, file_digest(state)
-        make_durable(temporary, run.files.checkpoint(round_, fragment))
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Add one fragment to a checkpoint durably: first its blob, then its row. `state`: its state file."""
+    with FileReader(state) as reader:
+        size, digest = reader.size, digest_of(reader)
+    run.blobs.put(run.names.checkpoint(round_, fragment, digest), state)
     with run.change() as change:
         return change.session.merge(
             CheckpointFragmentRow(
@@ -90,6 +86,11 @@ def record_if_complete(change: Change, round_: int) -> bool:
     return True
 
 
+def is_intact(run: LiveRun, row: CheckpointFragmentRow) -> bool:
+    """Return True if the fragment's blob is there and has its digest."""
+    return has_digest(run.blobs, run.names.checkpoint(row.round, row.fragment, row.digest), row.digest)
+
+
 def describe(row: CheckpointFragmentRow, layout: Layout) -> CheckpointFragment:
     """Return what the REST interface shows of the row."""
     return CheckpointFragment(
@@ -99,9 +100,3 @@ def describe(row: CheckpointFragmentRow, layout: Layout) -> CheckpointFragment:
         digest=row.digest.hex(),
         state_digest=row.state_digest.hex(),
     )
-
-
-def link(source: Path, target: Path) -> None:
-    """Give an immutable file a second name; nothing is copied."""
-    target.unlink(missing_ok=True)
-    os.link(source, target)

@@ -1,7 +1,7 @@
 """Accepting a contribution: check it, make it durable, and only then acknowledge it.
 
-What is acknowledged will be in the delta. The file is durable before its row is committed, and the row is committed
-before the answer is sent; a refused upload leaves neither. Files become durable in parallel; rows that wait for the
+What is acknowledged will be in the delta. The blob is durable before its row is committed, and the row is committed
+before the answer is sent; a refused upload leaves neither. Blobs become durable in parallel; rows that wait for the
 lock at the same time are committed together.
 """
 
@@ -12,7 +12,7 @@ from sqlalchemy import bindparam, insert, update
 from coordinator.runs.live_run import Arrival, Change, LiveRun
 from coordinator.runs.open_round import AcceptedContribution, OpenRound
 from coordinator.runs.units import consume_units
-from coordinator.store.files import Body, make_durable
+from coordinator.store.payloads import Body
 from coordinator.store.tables import ContributionRow, RunRow, WorkerRow
 from coordinator.sync import checking
 from protocol.errors import Problem
@@ -40,7 +40,7 @@ _COUNT_WORKER = (
 
 
 def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, body: Body) -> ContributionReply:
-    """Accept the contribution in `body`, or raise Problem or WireError. The caller deletes the body's file."""
+    """Accept the contribution in `body`, or raise Problem or WireError."""
     with body.payload() as payload:
         header = payload.header
         if not isinstance(header, ContributionHeader):
@@ -66,9 +66,9 @@ def _accept(run: LiveRun, header: ContributionHeader, body: Body) -> bool:
             return False
         checking.check_base(run, header)
         checking.check_weight(run, header)
-    file = run.files.contribution(header.round, header.fragment, header.worker, body.digest)
-    make_durable(body.path, file)  # without the lock, for the disk takes its time
-    arrival = Arrival(header, file, body.digest, body.size, body.content)
+    name = run.names.contribution(header.round, header.fragment, header.worker, body.digest)
+    run.blobs.put(name, body.source)  # without the lock, for the disk takes its time
+    arrival = Arrival(header, name, body.digest, body.size, body.content)
     run.arrivals.append(arrival)
     with run.lock:
         if not arrival.processed:
@@ -144,7 +144,7 @@ def _is_due(run: LiveRun, arrival: Arrival) -> bool:
     try:
         if not checking.is_new(run, arrival.header, arrival.digest):
             return False
-        if not arrival.file.is_file():
+        if run.blobs.stat(arrival.name) is None:
             raise Problem("not-ready", "the same contribution came twice at once; send it again", retry_after_s=1)
     except Problem as problem:
         arrival.error = problem
@@ -153,13 +153,13 @@ def _is_due(run: LiveRun, arrival: Arrival) -> bool:
 
 
 def _delete_if_refused(run: LiveRun, arrival: Arrival) -> None:
-    """Delete the file of a refused contribution, unless the accepted one is the same: then the two share the file."""
+    """Delete the blob of a refused contribution, unless the accepted one is the same: then the two share it."""
     header = arrival.header
     if (
         arrival.error is not None
         and checking.accepted_digest(run, header.worker, header.round, header.fragment) != arrival.digest
     ):
-        arrival.file.unlink(missing_ok=True)
+        run.blobs.delete(arrival.name)
 
 
 def _consume(

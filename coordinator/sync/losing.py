@@ -28,7 +28,7 @@ def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: li
         def apply() -> None:
             for worker in workers:
                 lost = fragment.contributed.pop(worker)
-                run.files.contribution(round_, index, worker, lost.digest).unlink(missing_ok=True)
+                run.blobs.delete(run.names.contribution(round_, index, worker, lost.digest))
             fragment.state, fragment.quorum_at = collecting, None
             opening.without_earlier_units.clear()
             opening.consumed.clear()

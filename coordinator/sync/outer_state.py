@@ -14,10 +14,11 @@ from sqlalchemy import select
 
 from coordinator.runs.bell import EVENTS
 from coordinator.runs.live_run import Change, LiveRun
-from coordinator.store.files import PayloadFile, has_digest
-from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, OuterStateRow
+from coordinator.store.files import FileReader
+from coordinator.store.payloads import StoredPayload
+from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow, OuterStateRow
 from coordinator.sync import checkpointing, retention
-from coordinator.sync.delta_file import mend_delta
+from coordinator.sync.deltas import mend_delta
 from coordinator.sync.state_file import StateReader, stepped, write_state
 from protocol.errors import OuterstepError, WireError
 from protocol.wire import Payload
@@ -43,8 +44,9 @@ def _step(run: LiveRun, fragment: int) -> None:
     """Take one outer step, by the delta of the state's round."""
     before = run.outer[fragment][0]
     after = before + 1
-    target = run.files.state(fragment, after)
-    digest = step_file(run, fragment, before, run.files.state(fragment, before), target)
+    target = run.states.path(fragment, after)
+    with StateReader(FileReader(run.states.path(fragment, before))) as state:
+        digest = step(run, state, before, fragment, target)
     checkpointed = checkpointing.is_due(run, after)
     if checkpointed:
         checkpointing.write_fragment(run, after, fragment, target, digest)
@@ -64,9 +66,9 @@ def _set(run: LiveRun, fragment: int, state: tuple[int, bytes]) -> None:
     run.stepped.notify_all()
 
 
-def step_file(run: LiveRun, fragment: int, before: int, source: Path, target: Path) -> bytes:
-    """Step state `before` in `source` by that round's delta into the file `target`; return the new state's digest."""
-    with StateReader(source) as state, _delta(run, before, fragment) as delta:
+def step(run: LiveRun, state: StateReader, before: int, fragment: int, target: Path) -> bytes:
+    """Step the state of round `before` by that round's delta into the file `target`; return the new state's digest."""
+    with _delta(run, before, fragment) as delta:
         chunks = stepped(state, delta, run.spec.outer)
         return write_state(target, run.name, before + 1, fragment, state.elements, chunks)
 
@@ -84,7 +86,10 @@ def _delta(run: LiveRun, round_: int, fragment: int) -> Iterator[Payload]:
     if content is not None:
         yield Payload.from_bytes(content)
     else:
-        with PayloadFile(run.files.delta(round_, fragment)) as delta:
+        with run.world.database.read() as session:
+            row = session.get_one(FragmentRow, (run.id, round_, fragment))
+        assert row.delta_digest is not None
+        with StoredPayload(run.blobs.open(run.names.delta(round_, fragment, row.delta_digest))) as delta:
             yield delta
 
 
@@ -96,10 +101,10 @@ def set_state_0(change: Change, digests: list[bytes]) -> None:
     change.then(lambda: run.outer.extend((0, digest) for digest in digests))
 
 
-def copy_checkpoint(run: LiveRun, round_: int, fragments: int) -> None:
-    """Make the files of checkpoint `round_` the files of the outer state."""
-    for fragment in range(fragments):
-        checkpointing.link(run.files.checkpoint(round_, fragment), run.files.state(fragment, round_))
+def fetch_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
+    """Make one fragment of a checkpoint the local file of the outer state."""
+    name = run.names.checkpoint(row.round, row.fragment, row.digest)
+    run.blobs.fetch(name, run.states.path(row.fragment, row.round))
 
 
 def restore(run: LiveRun) -> None:
@@ -118,17 +123,14 @@ def restore(run: LiveRun) -> None:
     run.outer = [(row.round, row.state_digest) for row in rows]
     try:
         for fragment, (round_, digest) in enumerate(run.outer):
-            if not has_state_digest(run.files.state(fragment, round_), digest):
+            if not has_state_digest(run.states.path(fragment, round_), digest):
                 _go_back_to_checkpoint(run, fragment)
             catch_up(run, fragment)
     except (OuterstepError, OSError) as error:  # the other runs are served, and this one says what it needs
         logger.exception("%s: the outer state cannot be restored", run.name)
         run.damage = str(error)
         return
-    current = {run.files.state(fragment, round_) for fragment, (round_, _) in enumerate(run.outer)}
-    for path in (run.files.root / "state").iterdir():
-        if path not in current:
-            path.unlink()
+    run.states.remove_all_but({run.states.path(fragment, round_) for fragment, (round_, _) in enumerate(run.outer)})
 
 
 def _go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None:
@@ -148,7 +150,7 @@ def _go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None
             )
             .order_by(CheckpointFragmentRow.round.desc())
         ).all()
-    intact = (each for each in saved if has_digest(run.files.checkpoint(each.round, fragment), each.digest))
+    intact = (each for each in saved if checkpointing.is_intact(run, each))
     checkpoint = next(intact, None)
     if checkpoint is None:
         raise OuterstepError(
@@ -156,7 +158,7 @@ def _go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None
             f"data directory of the run {run.name} from a backup"
         )
     round_ = checkpoint.round
-    checkpointing.link(run.files.checkpoint(round_, fragment), run.files.state(fragment, round_))
+    fetch_checkpoint(run, checkpoint)
     with run.change() as change:
         change.record("rederived", f"fragment {fragment} of the outer state is derived again from checkpoint {round_}")
         row = change.session.get_one(OuterStateRow, (run.id, fragment))
@@ -167,7 +169,7 @@ def _go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None
 def has_state_digest(path: Path, state_digest: bytes) -> bool:
     """Return True if the state file is there and has this state digest."""
     try:
-        with StateReader(path) as state:
+        with StateReader(FileReader(path)) as state:
             return state.state_digest() == state_digest
     except (OSError, WireError):
         return False

@@ -14,11 +14,11 @@ from coordinator.runs.open_round import OpenRound
 from coordinator.runs.rounds import advance
 from coordinator.runs.units import merge_adjacent
 from coordinator.store.database import disk_is_full
-from coordinator.store.files import make_durable
 from coordinator.store.tables import FragmentRow, RoundRow
 from coordinator.sync import checkpointing, outer_state
-from coordinator.sync.delta_file import ContributionsLost, write_delta
+from coordinator.sync.deltas import ContributionsLost, make_delta
 from coordinator.sync.losing import lose_contributions
+from protocol.digest import digest
 from protocol.messages import FragmentState, RunState
 
 logger = logging.getLogger(__name__)
@@ -88,19 +88,17 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     with run.lock:
         contributed, contents, base = dict(fragment.contributed), dict(fragment.contents), run.outer[index][1]
     try:
-        delta = write_delta(run, opening.number, index, contributed, contents, base)
+        delta = make_delta(run, opening.number, index, contributed, contents, base)
     except ContributionsLost as lost:
         lose_contributions(run, opening, index, lost.workers)
         return
     aggregated_at = run.world.now()
     contents.clear()
     fragment.contents.clear()
-    try:
-        make_durable(delta.path, run.files.delta(opening.number, index))
-    finally:
-        delta.path.unlink(missing_ok=True)
-    run.world.room.add_delta(delta.digest, delta.content)
-    _record_delta(run, opening, index, len(delta.content), delta.digest, aggregated_at)
+    delta_digest = digest(delta)
+    run.blobs.put(run.names.delta(opening.number, index, delta_digest), delta)
+    run.world.room.add_delta(delta_digest, delta)
+    _record_delta(run, opening, index, len(delta), delta_digest, aggregated_at)
 
 
 def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, digest: bytes, aggregated_at: float) -> None:

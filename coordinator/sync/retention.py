@@ -1,6 +1,6 @@
 """What is deleted, and when: nothing that a checkpoint does not cover.
 
-Files. The newest `checkpoints.keep` checkpoints stay, and every delta from the oldest of them on, so a worker can
+Blobs. The newest `checkpoints.keep` checkpoints stay, and every delta from the oldest of them on, so a worker can
 always come from there to the present; the delta that led to the newest one stays in any case, for workers are just
 fetching it. Contributions go once the newest checkpoint covers them.
 
@@ -12,6 +12,7 @@ from sqlalchemy import case, delete, func, select
 from sqlalchemy.orm import Session
 
 from coordinator.runs.live_run import LiveRun
+from coordinator.store.blobs import Kind, round_of
 from coordinator.store.tables import (
     AssignmentRow,
     CheckpointFragmentRow,
@@ -49,7 +50,7 @@ def keeps_delta(run: LiveRun, round_: int) -> bool:
 
 
 def clean(run: LiveRun) -> None:
-    """Delete what the rule does not keep; rows first, so that no row names a missing file."""
+    """Delete what the rule does not keep; rows first, so that no row names a missing blob."""
     with run.lock:
         kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
         oldest_delta = first_delta(kept)
@@ -59,10 +60,11 @@ def clean(run: LiveRun) -> None:
                     delete(table).where(table.run_id == run.id, table.round < kept[0], table.round.not_in(kept))
                 )
             _forget_history(run, change.session, min(oldest_delta, run.round - run.spec.retention.rounds))
-        for folder, before in (("checkpoints", kept[-1]), ("deltas", oldest_delta), ("contributions", kept[0])):
-            for round_ in run.files.rounds(folder):
-                if round_ < before:
-                    run.files.remove_round(folder, round_)
+        bounds: dict[Kind, int] = {"checkpoints": kept[-1], "deltas": oldest_delta, "contributions": kept[0]}
+        for kind, before in bounds.items():
+            for name, _ in run.blobs.list(run.names.kind(kind)):
+                if round_of(name) < before:
+                    run.blobs.delete(name)
 
 
 def _forget_history(run: LiveRun, session: Session, before: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.runs.live_run import LiveRun
-from coordinator.store.files import PayloadFile
+from coordinator.store.payloads import Body
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow
 from coordinator.sync import checkpointing, outer_state
 from coordinator.sync.state_file import F32, write_state
@@ -14,10 +14,11 @@ from protocol.digest import model_digest
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import CheckpointFragment
+from protocol.wire import Payload
 
 
 def accept_state(
-    run: LiveRun, layout: Layout, worker: str, fragment: int, upload: Path
+    run: LiveRun, layout: Layout, worker: str, fragment: int, body: Body
 ) -> tuple[CheckpointFragment, bool]:
     """Accept an uploaded fragment of state 0; return it, and True if it is new.
 
@@ -25,14 +26,14 @@ def accept_state(
     momentum that is not +0), state-conflict.
     """
     elements = layout.elements[fragment]
-    with PayloadFile(upload) as payload:
+    with body.payload() as payload:
         header = payload.header
         expected = ("state", run.name, 0, fragment, "fp32", 2 * elements)
         got = (header.kind, header.run, header.round, header.fragment, header.codec, header.elements)
         if got != expected:
             raise Problem("invalid-payload", f"the payload is {got}, expected {expected}")
         payload.check()
-        canonical = run.world.data.incoming()
+        canonical = run.world.data.scratch()
         try:
             state_digest = write_state(canonical, run.name, 0, fragment, elements, _halves(payload, elements))
             with run.lock:
@@ -62,7 +63,8 @@ def _complete(run: LiveRun, layout: Layout) -> None:
         rows = session.query(CheckpointFragmentRow).filter_by(run_id=run.id, round=0).order_by("fragment").all()
     if len(rows) < len(layout.fragments):
         return
-    outer_state.copy_checkpoint(run, 0, len(rows))
+    for row in rows:
+        outer_state.fetch_checkpoint(run, row)
     digests = [row.state_digest for row in rows]
     with run.change() as change:
         digest, now = model_digest(digests), run.world.now()
@@ -73,7 +75,7 @@ def _complete(run: LiveRun, layout: Layout) -> None:
         change.wake()
 
 
-def _halves(payload: PayloadFile, elements: int) -> Iterator[tuple[F32, F32]]:
+def _halves(payload: Payload, elements: int) -> Iterator[tuple[F32, F32]]:
     """Yield the uploaded state 0 as chunks (θ, u), one in memory at a time.
 
     Raises Problem `invalid-payload` unless all of u is +0; u follows θ in the payload, so this may come at the end.

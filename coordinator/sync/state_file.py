@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.store.files import PayloadFile
+from coordinator.store.blobs import Reader
+from coordinator.store.payloads import StoredPayload
 from protocol.digest import StateHash
 from protocol.errors import WireError
 from protocol.outer_step import outer_step_by
@@ -20,25 +21,25 @@ from protocol.wire import CHUNK_ELEMENTS, Payload, StateHeader, chunk_sizes, pac
 F32 = npt.NDArray[np.float32]
 
 
-class StateReader(PayloadFile):
-    """A state file that this coordinator wrote: raw frames, so any range of elements can be read."""
+class StateReader(StoredPayload):
+    """A state that this coordinator wrote: raw frames, so any range of elements can be read."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, reader: Reader) -> None:
+        super().__init__(reader)
         self.elements = self.header.elements // 2
         start = self.offsets[0]
         if self.header.kind != "state" or self.total_bytes != start + 8 * self.elements:
             self.close()
-            raise WireError(f"{path} is not a state file")
+            raise WireError("the payload is not a state as this coordinator writes it")
         self._theta_at, self._momentum_at = start, start + 4 * self.elements
 
     def read(self, start: int, n: int) -> tuple[F32, F32]:
         """Return θ and u of elements [start, start + n), float32[n] each."""
         pair = np.empty((2, n), np.float32)
         for values, at in zip(pair, (self._theta_at, self._momentum_at), strict=True):
-            got = os.preadv(self._file, [values.data], at + 4 * start)
+            got = self._reader.read_into(values.data.cast("B"), at + 4 * start)
             if got != values.nbytes:
-                raise WireError(f"the state file ends after {got} of {values.nbytes} bytes at element {start}")
+                raise WireError(f"the state ends after {got} of {values.nbytes} bytes at element {start}")
         return pair[0], pair[1]
 
     def read_chunks(self) -> Iterator[tuple[F32, F32]]:
@@ -60,7 +61,7 @@ def write_state(
 ) -> bytes:
     """Write a state file from its chunks (θ, u), over an older one if there is one; return the state digest.
 
-    An older file that has a second name is also a checkpoint: it is not overwritten, and a new file takes its name.
+    An older file that has a second name shares it with a checkpoint: it is not overwritten, a new file takes its name.
     """
     frame_bytes = [4 * n for n in chunk_sizes(2 * elements, CHUNK_ELEMENTS)]
     head = pack_header(

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coordinator.runs.live_run import LiveRun
+from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import disk_is_full
-from coordinator.store.files import DataDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Storage:
         if (
             self._last_failure is not None
             and self._clock() - self._last_failure >= QUIET_S
-            and has_room(self._data.incoming())
+            and has_room(self._data.scratch())
         ):
             logger.info("the disk of %s has room again", self._data.root)
             self._last_failure = None

@@ -1,10 +1,8 @@
 """The restoring of a run after a start: it is rebuilt in memory from the database and goes on where it was.
 
-Nothing acknowledged is lost: every contribution and delta has a row, and every row a durable file. Every live worker
+Nothing acknowledged is lost: every contribution and delta has a row, and every row a durable blob. Every live worker
 gets a full new lease, because it is not the workers' fault how long the coordinator was away.
 """
-
-import logging
 
 from sqlalchemy import select
 
@@ -12,10 +10,8 @@ from coordinator.runs.live_run import LiveRun
 from coordinator.runs.open_round import AcceptedContribution, OpenFragment, OpenRound
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow, WorkerRow
 from coordinator.sync import outer_state
-from coordinator.upkeep import setting_aside
+from coordinator.upkeep import setting_aside, sweeping
 from protocol.messages import FragmentState, Metrics, WorkerState
-
-logger = logging.getLogger(__name__)
 
 
 def restore(run: LiveRun) -> None:
@@ -24,7 +20,7 @@ def restore(run: LiveRun) -> None:
         setting_aside.set_aside_newer(run)
         _restore_workers(run)
         opening = _open_round(run)
-        _sweep_contributions(run)
+        sweeping.sweep(run)
         if run.model is not None:
             outer_state.restore(run)
         run.restored(opening)
@@ -69,18 +65,3 @@ def _open_round(run: LiveRun) -> OpenRound | None:
     for row in contributions:
         opening.fragments[row.fragment].contributed[row.worker] = AcceptedContribution(row.tokens, row.digest)
     return opening
-
-
-def _sweep_contributions(run: LiveRun) -> None:
-    """Delete contributions that became durable but were never acknowledged: the crash came before their row."""
-    with run.world.database.read() as session:
-        oldest = min(run.files.rounds("contributions"), default=0)  # older ones are history: rows without files
-        rows = session.scalars(
-            select(ContributionRow).where(ContributionRow.run_id == run.id, ContributionRow.round >= oldest)
-        ).all()
-    known = {run.files.contribution(row.round, row.fragment, row.worker, row.digest) for row in rows}
-    for folder in (run.files.root / "contributions").iterdir():
-        for path in folder.iterdir():
-            if path not in known:
-                logger.info("%s: deleting %s, which was never acknowledged", run.name, path.name)
-                path.unlink()

@@ -1,4 +1,4 @@
-"""The verification of files, after a start and every hour: disks corrupt what nobody reads.
+"""The verification of blobs, after a start and every hour: disks corrupt what nobody reads.
 
 A corrupt checkpoint or delta is made again if what it was made from is still there, and must get the same digest;
 otherwise it is deleted, and an event says so. Contributions are verified when they are aggregated.
@@ -6,17 +6,20 @@ otherwise it is deleted, and an event says so. Contributions are verified when t
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy import delete, select
 
 from coordinator.runs.live_run import LiveRun
+from coordinator.store.blobs import Reader
 from coordinator.store.database import disk_is_full
-from coordinator.store.files import has_digest
+from coordinator.store.files import FileReader
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow
 from coordinator.sync import checkpointing, retention
-from coordinator.sync.delta_file import mend_delta
-from coordinator.sync.outer_state import has_state_digest, step_file
+from coordinator.sync.deltas import mend_delta
+from coordinator.sync.outer_state import has_state_digest, step
+from coordinator.sync.state_file import StateReader
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +67,7 @@ def verify(run: LiveRun) -> None:
     for row in saved:
         if run.closing:
             return
-        if not has_digest(run.files.checkpoint(row.round, row.fragment), row.digest):
+        if not checkpointing.is_intact(run, row):
             _mend_checkpoint(run, row)
 
 
@@ -93,10 +96,10 @@ def _mend_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
 def _make_again(run: LiveRun, row: CheckpointFragmentRow) -> bool:
     """Make the fragment again: from the outer state if it is of the same round, else from an older checkpoint and the
     deltas after it. Return True if that was possible."""
-    current = run.files.state(row.fragment, row.round)
+    current = run.states.path(row.fragment, row.round)
     with run.lock:  # or it might be stepped over meanwhile
         if run.outer[row.fragment] == (row.round, row.state_digest) and has_state_digest(current, row.state_digest):
-            checkpointing.write_fragment(run, row.round, row.fragment, current, row.state_digest)
+            _replace(run, row, current)
             return True
     with run.world.database.read() as session:
         older = session.scalars(
@@ -109,27 +112,36 @@ def _make_again(run: LiveRun, row: CheckpointFragmentRow) -> bool:
             .order_by(CheckpointFragmentRow.round.desc())
         ).all()
     for base in older:
-        if has_digest(run.files.checkpoint(base.round, row.fragment), base.digest):
-            return _derive(run, base.round, row)
+        if checkpointing.is_intact(run, base):
+            return _derive(run, base, row)
     return False
 
 
-def _derive(run: LiveRun, base: int, row: CheckpointFragmentRow) -> bool:
+def _derive(run: LiveRun, base: CheckpointFragmentRow, row: CheckpointFragmentRow) -> bool:
     """Make the fragment again from checkpoint `base` and the deltas after it; return False if one of them is lost."""
-    source = run.files.checkpoint(base, row.fragment)
+    opened: Callable[[], Reader] = partial(run.blobs.open, run.names.checkpoint(base.round, base.fragment, base.digest))
     scratch: list[Path] = []
     try:
-        digest = b""
-        for before in range(base, row.round):
-            if not mend_delta(run, before, row.fragment) or not run.files.delta(before, row.fragment).exists():
+        digest = base.state_digest
+        for before in range(base.round, row.round):
+            if not mend_delta(run, before, row.fragment):
                 return False
-            scratch.append(run.world.data.incoming())
-            digest = step_file(run, row.fragment, before, source, scratch[-1])
-            source = scratch[-1]
+            scratch.append(run.world.data.scratch())
+            with StateReader(opened()) as state:
+                digest = step(run, state, before, row.fragment, scratch[-1])
+            opened = partial(FileReader, scratch[-1])
         if digest != row.state_digest:
             return False
-        checkpointing.write_fragment(run, row.round, row.fragment, source, digest)
+        _replace(run, row, scratch[-1])
         return True
+    except FileNotFoundError:  # a delta that the retention rule, or an earlier verification, has deleted
+        return False
     finally:
         for path in scratch:
             path.unlink(missing_ok=True)
+
+
+def _replace(run: LiveRun, row: CheckpointFragmentRow, state: Path) -> None:
+    """Put the state in the place of a corrupt blob."""
+    run.blobs.delete(run.names.checkpoint(row.round, row.fragment, row.digest))
+    checkpointing.write_fragment(run, row.round, row.fragment, state, row.state_digest)

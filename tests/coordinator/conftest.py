@@ -2,9 +2,14 @@
 
 import itertools
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
+from coordinator.store.blobs import Blobs
+from coordinator.store.data_directory import DataDirectory
+from tests.support import stores
 from tests.support.coordinator import InThread, SettableClock, coordinator_thread
 
 _numbers = itertools.count()
@@ -19,6 +24,13 @@ def clock() -> SettableClock:
 def shared(tmp_path_factory: pytest.TempPathFactory, clock: SettableClock) -> Iterator[InThread]:
     with coordinator_thread(tmp_path_factory.mktemp("coordinator") / "data", clock=clock) as running:
         yield running
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> Iterator[Blobs]:
+    """A store of blobs, of the kind that the coordinators of these tests use."""
+    with closing(DataDirectory(tmp_path / "data")) as data:
+        yield stores.store(data)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Members of a run for tests: joined, with state 0 seeded and held by all of them."""
 
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,6 +8,7 @@ from protocol.errors import PROBLEM_PREFIX, PROBLEMS
 from tests.support.coordinator import InThread, Running
 from tests.support.member import Member, spec_toml
 from tests.support.openapi import check_declared
+from tests.support.stores import Blocked
 
 GRACE_OF_A_SECOND = "lease_s = 100\ngrace_factor = 0\ngrace_min_s = 1\ngrace_max_s = 1"
 
@@ -70,23 +70,22 @@ def events(running: Running, run: str, kind: str) -> list[dict[str, Any]]:
     return [event for event in info(running, run, "/events?limit=1000")["items"] if event["kind"] == kind]
 
 
-def play_one_round_of_two(running: InThread, *, deltas_blocked: bool = False) -> tuple[Member, Member]:
+def play_one_round_of_two(running: InThread) -> tuple[Member, Member]:
     a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2)
-    if deltas_blocked:
-        blocked(running.live("r").files.root / "deltas")
+    take_part_in_round_0(a, b)
+    return a, b
+
+
+def play_one_round_of_two_without_deltas(running: InThread) -> tuple[Member, Member, Blocked]:
+    """... as none can be stored, until they are unblocked."""
+    a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2)
+    blocked = Blocked(running.live("r"), "deltas")
+    take_part_in_round_0(a, b)
+    return a, b, blocked
+
+
+def take_part_in_round_0(a: Member, b: Member) -> None:
     for member in (a, b):
         member.assignment(0)
     for member in (a, b):
         member.take_part(0)
-    return a, b
-
-
-def blocked(path: Path) -> None:
-    """Put a file where the coordinator wants a folder, so that it cannot write there."""
-    path.rename(path.with_name(path.name + ".aside"))
-    path.write_bytes(b"")
-
-
-def unblocked(path: Path) -> None:
-    path.unlink()
-    path.with_name(path.name + ".aside").rename(path)

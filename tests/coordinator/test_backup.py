@@ -43,13 +43,14 @@ def test_the_run_goes_on_from_the_round_that_the_database_knows(tmp_path: Path) 
             play_round([a, b], round_)
         running.await_state("r", 5)
         a.assignment(5)
-        files = running.live("r").files
     restore(lives.data_dir, tmp_path / "backup.db")
     with lives.life() as running:
         (event,) = events(running, "r", "restored-from-backup")
         assert "it knows 2 rounds, there are files of round 4" in event["message"]
-        aside = sorted(str(path.relative_to(files.root / "set-aside")) for path in files.root.glob("set-aside/*/*/*"))
-        assert aside == ["0/checkpoints/4", "0/contributions/4", "0/deltas/3", "0/deltas/4"]
+        live = running.live("r")
+        aside = {name.rpartition("/")[0] for name, _ in live.blobs.list(live.names.set_aside)}
+        rounds = {"checkpoints/4", "contributions/4", "deltas/3", "deltas/4"}
+        assert aside == {f"{live.names.set_aside}0/{each}" for each in rounds}
         assert info(running, "r")["disk_bytes"]["set_aside"] > 0
         problem(a.http.put(a.path("/lease"), json={}), "unauthorized")
         ahead = Member(running.client(), "r", "a")

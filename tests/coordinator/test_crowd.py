@@ -16,6 +16,7 @@ from coordinator.runs.bell import ASSIGNMENTS, EVENTS, RELEASED_AT_ONCE, Bell, d
 from protocol.messages import Action, Assignment
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, info, problem
 from tests.support.coordinator import CoordinatorProcess, InThread, SettableClock
+from tests.support.stores import read, the
 from tests.support.waiting import wait_until
 
 
@@ -113,7 +114,8 @@ def test_who_waits_for_a_delta_waits_neither_for_the_run_nor_for_the_database(sh
     shared.await_state(run, 1)
     with shared.live(run).lock, database_busy(shared):
         published = a.delta(0, 0)
-    assert published.content == shared.live(run).files.delta(0, 0).read_bytes()
+    live = shared.live(run)
+    assert published.content == read(live.blobs, the(live, "deltas", 0, 0))
 
 
 def test_a_report_is_in_the_books_before_its_worker_trains_on(shared: InThread, run: str) -> None:

@@ -12,11 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import pytest
 
 from coordinator.runs.live_run import LiveRun
-from coordinator.store.files import make_durable
-from coordinator.sync import contributing
 from protocol.digest import digest
 from tests.coordinator.crew import (
     GRACE_OF_A_SECOND,
@@ -24,13 +21,13 @@ from tests.coordinator.crew import (
     enlist,
     events,
     info,
-    play_one_round_of_two,
+    play_one_round_of_two_without_deltas,
     play_round,
     problem,
-    unblocked,
 )
 from tests.support.coordinator import InThread, SettableClock, coordinator_thread
 from tests.support.member import Member, spec_toml
+from tests.support.stores import disturbed, names, read
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
@@ -54,12 +51,11 @@ def at_once(member: Member, path: str, bodies: list[bytes]) -> list[httpx.Respon
 
 
 @contextmanager
-def committed_together(live: LiveRun, count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def committed_together(live: LiveRun, count: int) -> Iterator[None]:
     """The next `count` contributions, which must come at once, are committed with one transaction."""
     together = threading.Barrier(count + 1, timeout=PATIENCE_S)
 
-    def make_durable_together(temporary: Path, final: Path) -> None:
-        make_durable(temporary, final)
+    def durable(_: str) -> None:
         together.wait()  # all are durable
         together.wait()  # and the lock is taken
 
@@ -69,8 +65,7 @@ def committed_together(live: LiveRun, count: int, monkeypatch: pytest.MonkeyPatc
             together.wait()
             wait_until(lambda: len(live.arrivals) == count)
 
-    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
-        patch.setattr(contributing, "make_durable", make_durable_together)
+    with disturbed(live, "contributions", after=durable), ThreadPoolExecutor(1) as pool:
         held = pool.submit(hold_back)
         yield
         held.result()
@@ -91,33 +86,31 @@ def test_a_contribution_that_arrives_several_times_at_once_is_accepted_once_and_
 
 
 def test_a_contribution_that_waits_several_times_for_one_transaction_is_accepted_once(
-    shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
+    shared: InThread, run: str
 ) -> None:
     (member,) = crew(shared, run, ["w"], rounds=1)
     assignment = member.assignment(0)
     for p, values in enumerate(member.pseudo_gradients(0)):
         body = member.payload(assignment, p, values)
-        with committed_together(shared.live(run), 4, monkeypatch):
+        with committed_together(shared.live(run), 4):
             replies = at_once(member, member.contribution_path(0, p), [body] * 4)
         assert sorted(reply.status_code for reply in replies) == [200, 200, 200, 201]
     member.step(0)
     assert info(shared, run, "/workers/w")["contributions"] == 1
 
 
-def test_of_two_contributions_that_wait_for_one_transaction_one_stands(
-    shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_contributions_that_wait_for_one_transaction_one_stands(shared: InThread, run: str) -> None:
     (member,) = crew(shared, run, ["w"], rounds=1)
     assignment = member.assignment(0)
     values = member.pseudo_gradients(0)[0]
     bodies = [member.payload(assignment, 0, values), member.payload(assignment, 0, 2 * values)]
-    with committed_together(shared.live(run), 2, monkeypatch):
+    with committed_together(shared.live(run), 2):
         replies = at_once(member, member.contribution_path(0, 0), bodies)
     accepted, refused = sorted(replies, key=lambda reply: reply.status_code)
     assert accepted.status_code == 201
     assert accepted.json()["digest"] in problem(refused, "contribution-conflict")["detail"]
-    (file,) = (shared.live(run).files.root / "contributions" / "0").iterdir()
-    assert digest(file.read_bytes()).hex() == accepted.json()["digest"]
+    (name,) = names(shared.live(run), "contributions", 0)
+    assert digest(read(shared.live(run).blobs, name)).hex() == accepted.json()["digest"]
 
 
 def test_a_contribution_that_cannot_be_recorded_leaves_no_file_and_may_be_sent_again(
@@ -125,10 +118,9 @@ def test_a_contribution_that_cannot_be_recorded_leaves_no_file_and_may_be_sent_a
 ) -> None:
     (member,) = crew(shared, run, ["w"], rounds=1)
     assignment = member.assignment(0)
-    folder = shared.live(run).files.root / "contributions"
     with refusing(shared, "INSERT ON contributions"):
         problem(member.contribute(assignment, 0, member.pseudo_gradients(0)[0]), "internal")
-    assert [path for path in folder.rglob("*") if path.is_file()] == []
+    assert names(shared.live(run), "contributions") == []
     play_round([member], 0)
 
 
@@ -140,8 +132,7 @@ def test_a_contribution_that_was_recorded_keeps_its_file_though_the_round_cannot
     with refusing(shared, "UPDATE ON fragments"):
         for p, values in enumerate(member.pseudo_gradients(0)):
             problem(member.contribute(assignment, p, values), "internal")
-        folder = shared.live(run).files.root / "contributions" / "0"
-        assert len(list(folder.iterdir())) == 2
+        assert len(names(shared.live(run), "contributions", 0)) == 2
         assert member.contribute(assignment, 0, member.pseudo_gradients(0)[0]).status_code == 200
     shared.coordinator.tick()
     member.step(0)
@@ -227,11 +218,11 @@ def test_a_run_whose_tick_fails_does_not_hold_up_the_others(shared: InThread, ru
 def test_a_run_that_was_stopped_stays_so_though_its_last_delta_could_be_made_afterwards(tmp_path: Path) -> None:
     clock = SettableClock()
     with coordinator_thread(tmp_path / "data", clock=clock) as running:
-        member, _ = play_one_round_of_two(running, deltas_blocked=True)
+        member, _, blocked = play_one_round_of_two_without_deltas(running)
         wait_until(lambda: len(events(running, "r", "fault")) == 2)
         with running.client() as admin:
             admin.patch("/v1/runs/r", json={"state": "stopped"})
-        unblocked(running.live("r").files.root / "deltas")
+        blocked.unblock()
         clock.advance(5)
         running.coordinator.tick()
         wait_until(lambda: not running.live("r").jobs.running)

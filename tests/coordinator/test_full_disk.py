@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from coordinator.store.files import has_digest
+from coordinator.store.payloads import has_digest
 from coordinator.store.tables import ContributionRow, FragmentRow
 from coordinator.upkeep.full_disk import QUIET_S
 from protocol.digest import model_digest
@@ -71,11 +71,12 @@ def assert_nothing_half_written(running: InThread, run: str) -> None:
     assert list((running.data_dir / "incoming").iterdir()) == []
     with running.coordinator.database.read() as session:
         for row in session.query(ContributionRow).filter_by(run_id=live.id):
-            path = live.files.contribution(row.round, row.fragment, row.worker, row.digest)
-            assert not path.exists() or has_digest(path, row.digest)
+            name = live.names.contribution(row.round, row.fragment, row.worker, row.digest)
+            assert live.blobs.stat(name) is None or has_digest(live.blobs, name, row.digest)
         for each in session.query(FragmentRow).filter_by(run_id=live.id):
             assert each.delta_digest is not None
-            assert has_digest(live.files.delta(each.round, each.fragment), each.delta_digest)
+            name = live.names.delta(each.round, each.fragment, each.delta_digest)
+            assert has_digest(live.blobs, name, each.delta_digest)
 
 
 @pytest.mark.system

@@ -15,8 +15,8 @@ from sqlalchemy import delete
 
 from coordinator.server import make_server
 from coordinator.settings import Settings
+from coordinator.store.data_directory import StateFiles
 from coordinator.store.database import Database
-from coordinator.store.files import RunFiles
 from coordinator.store.tables import (
     CheckpointFragmentRow,
     CheckpointRow,
@@ -30,12 +30,13 @@ from tests.coordinator.crew import (
     events,
     info,
     play_one_round_of_two,
+    play_one_round_of_two_without_deltas,
     play_round,
     problem,
-    unblocked,
 )
 from tests.support.coordinator import InThread, SettableClock, coordinator_thread
 from tests.support.member import spec_toml
+from tests.support.stores import names, the
 from tests.support.waiting import wait_until
 
 
@@ -53,8 +54,8 @@ class Lives:
             yield running
 
     @property
-    def files(self) -> RunFiles:
-        return RunFiles(self.data_dir / "runs" / "r")
+    def states(self) -> StateFiles:
+        return StateFiles(self.data_dir / "runs" / "r" / "state")
 
     @contextmanager
     def database(self) -> Iterator[Database]:
@@ -98,10 +99,9 @@ def test_an_aggregation_that_was_interrupted_is_done_again_to_the_same_bytes(
     lives: Lives, undisturbed: list[bytes]
 ) -> None:
     with lives.life() as running:
-        a, _ = play_one_round_of_two(running, deltas_blocked=True)  # so it ends before the publication
+        a, *_ = play_one_round_of_two_without_deltas(running)  # so it ends before the publication
     with lives.database() as database, database.read() as session:
         assert [row.state for row in session.query(FragmentRow)] == ["aggregating", "aggregating"]
-    unblocked(lives.data_dir / "runs" / "r" / "deltas")
     with lives.life() as running:
         assert [a.delta(0, p).content for p in (0, 1)] == undisturbed
         running.await_state("r", 1)
@@ -113,11 +113,11 @@ def test_a_fault_of_the_disk_is_recorded_and_the_aggregation_tried_again_until_i
 ) -> None:
     clock = SettableClock()
     with coordinator_thread(tmp_path / "data", clock=clock) as running:
-        a, _ = play_one_round_of_two(running, deltas_blocked=True)
+        a, _, blocked = play_one_round_of_two_without_deltas(running)
         wait_until(lambda: len(events(running, "r", "fault")) == 2)
         assert "could not be published" in events(running, "r", "fault")[0]["message"]
         problem(a.delta(0, 0, wait_s=0), "not-published")
-        unblocked(running.live("r").files.root / "deltas")
+        blocked.unblock()
         clock.advance(5)
         running.coordinator.tick()
         assert [a.delta(0, p).content for p in (0, 1)] == undisturbed
@@ -151,7 +151,7 @@ def test_the_outer_state_is_derived_again_from_checkpoint_and_deltas(
         for round_ in range(2):
             play_round([member], round_)
         running.await_state("r", 2)
-    damage(lives.files.state(1, 2))
+    damage(lives.states.path(1, 2))
     with lives.life() as running:
         assert [event["message"] for event in events(running, "r", "rederived")] == [
             "fragment 1 of the outer state is derived again from checkpoint 0"
@@ -169,6 +169,7 @@ def test_a_step_that_a_crash_interrupted_is_taken_at_the_start(lives: Lives) -> 
         (member,) = crew(running, "r", ["w"], rounds=1)
         play_round([member], 0)
         running.await_state("r", 1)
+        checkpoint = the(running.live("r"), "checkpoints", 1, 1)
     with lives.database() as database, database.write() as session:  # published, but not stepped
         session.execute(delete(CheckpointRow).where(CheckpointRow.round == 1))
         outer = session.get_one(OuterStateRow, (1, 1))
@@ -176,9 +177,9 @@ def test_a_step_that_a_crash_interrupted_is_taken_at_the_start(lives: Lives) -> 
         session.execute(
             delete(CheckpointFragmentRow).where(CheckpointFragmentRow.round == 1, CheckpointFragmentRow.fragment == 1)
         )
-    lives.files.checkpoint(1, 1).unlink()
-    lives.files.state(1, 1).unlink()
+    lives.states.path(1, 1).unlink()
     with lives.life() as running:
+        assert the(running.live("r"), "checkpoints", 1, 1) == checkpoint
         assert running.live("r").outer == [(1, member.base(0)), (1, member.base(1))]
         assert info(running, "r", "/checkpoints/latest")["round"] == 1
         assert info(running, "r")["state_digest"] == info(running, "r", "/checkpoints/1")["state_digest"]
@@ -190,12 +191,24 @@ def test_uploads_that_were_never_acknowledged_are_swept_and_acknowledged_ones_st
         for member in (a, b):
             member.assignment(0)
         a.take_part(0)
-        acknowledged = sorted((lives.files.root / "contributions" / "0").iterdir())
+        live = running.live("r")
+        acknowledged = names(live, "contributions")
         assert len(acknowledged) == 2
-    (lives.files.root / "contributions" / "0" / f"0.b.{'ab' * 8}").write_bytes(b"durable, but its row never came")
+        checkpoints = names(live, "checkpoints")
+        for name in (
+            live.names.contribution(0, 0, "b", bytes(32)),
+            live.names.delta(0, 0, bytes(32)),
+            live.names.checkpoint(0, 1, bytes(32)),
+        ):
+            live.blobs.put(name, b"durable, but its row never came")
     (lives.data_dir / "incoming" / "17").write_bytes(b"half an upl")
     with lives.life() as running:
-        assert sorted((lives.files.root / "contributions" / "0").iterdir()) == acknowledged
+        live = running.live("r")
+        assert [names(live, kind) for kind in ("contributions", "deltas", "checkpoints")] == [
+            acknowledged,
+            [],
+            checkpoints,
+        ]
         assert list((lives.data_dir / "incoming").iterdir()) == []
         b.take_part(0)
         assert b.delta(0, 0).status_code == 200

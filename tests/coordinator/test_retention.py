@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
+from coordinator.store.blobs import KINDS
 from coordinator.store.tables import CheckpointFragmentRow, ContributionRow
 from protocol.outer_step import outer_step
 from protocol.wire import Payload
 from tests.coordinator.crew import crew, info, play_round
 from tests.support.coordinator import InThread
+from tests.support.stores import names, rounds
 
 # every_rounds, keep -> after 5 of 7 rounds and at the end: rounds of the checkpoints, deltas and contributions kept.
 CASES = [
@@ -19,11 +21,11 @@ CASES = [
 
 
 def kept(running: InThread, run: str) -> tuple[list[int], list[int], list[int]]:
-    files = running.live(run).files
-    for folder in ("checkpoints", "deltas", "contributions"):
-        for round_ in files.rounds(folder):
-            assert len(list((files.root / folder / str(round_)).iterdir())) == 2, "one file per fragment"
-    return files.rounds("checkpoints"), files.rounds("deltas"), files.rounds("contributions")
+    live = running.live(run)
+    for kind in KINDS:
+        for round_ in rounds(live, kind):
+            assert len(names(live, kind, round_)) == 2, "one blob per fragment"
+    return rounds(live, "checkpoints"), rounds(live, "deltas"), rounds(live, "contributions")
 
 
 @pytest.mark.parametrize(("every", "keep", "midway", "at_the_end"), CASES)
@@ -35,9 +37,8 @@ def test_the_rule_keeps_what_it_says_and_it_is_enough_to_recover(
         play_round([member], round_)
         shared.await_state(run, round_ + 1)
         if round_ == 4:
-            files = shared.live(run).files
-            assert (files.rounds("checkpoints"), files.rounds("deltas")) == midway[:2]
-            assert [each for each in files.rounds("contributions") if each < 5] == midway[2]
+            assert (rounds(shared.live(run), "checkpoints"), rounds(shared.live(run), "deltas")) == midway[:2]
+            assert [each for each in rounds(shared.live(run), "contributions") if each < 5] == midway[2]
     assert kept(shared, run) == at_the_end
     listed = sorted(each["round"] for each in info(shared, run, "/checkpoints")["items"])
     assert listed == at_the_end[0]
@@ -66,6 +67,5 @@ def test_the_coordinator_keeps_two_state_files_per_fragment_and_no_scratch(share
     for round_ in range(3):
         play_round([member], round_)
     shared.await_state(run, 3)
-    files = shared.live(run).files
-    assert sorted(path.name for path in (files.root / "state").iterdir()) == ["0.0", "0.1", "1.0", "1.1"]
+    assert sorted(path.name for path in shared.live(run).states.folder.iterdir()) == ["0.0", "0.1", "1.0", "1.1"]
     assert [path.name for path in (shared.data_dir / "incoming").iterdir()] == []

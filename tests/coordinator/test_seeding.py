@@ -7,6 +7,7 @@ from coordinator.sync.state_file import StateReader
 from tests.coordinator.crew import crew, enlist, info, problem
 from tests.support.coordinator import InThread, SettableClock
 from tests.support.member import spec_toml
+from tests.support.stores import the
 
 
 def test_one_worker_seeds_and_the_others_wait_for_it(shared: InThread, run: str) -> None:
@@ -64,6 +65,7 @@ def test_the_momentum_of_state_0_is_plus_0_throughout(shared: InThread, run: str
     assert a.http.get(f"/v1/runs/{run}/checkpoints/0/fragments/0").status_code == 404, "nothing of it was kept"
     assert list((shared.data_dir / "incoming").iterdir()) == []
     assert a.put_state(0, state, chunk_elements).status_code == 201
-    with StateReader(shared.live(run).files.checkpoint(0, 0)) as kept:
+    live = shared.live(run)
+    with StateReader(live.blobs.open(the(live, "checkpoints", 0, 0))) as kept:
         theta, momentum = kept.read(0, n)
     assert (theta.tobytes(), momentum.tobytes()) == (state[:n].tobytes(), bytes(4 * n))

@@ -7,21 +7,14 @@ from typing import Any
 import pytest
 
 from coordinator.store.tables import UnitRangeRow
-from coordinator.sync.delta_file import mend_delta
+from coordinator.sync.deltas import mend_delta
 from coordinator.tuning.room import Room
 from coordinator.upkeep.verifying import verify
 from tests.coordinator.crew import crew, events, info, play_round, problem
 from tests.support.coordinator import InThread, coordinator_thread
 from tests.support.member import Member
+from tests.support.stores import names, read, spoil, the
 from tests.support.waiting import wait_until
-
-
-def spoil(path: Path) -> None:
-    """Flip one bit in the middle of a file, whatever other names it has."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.unlink()
-    path.write_bytes(content)
 
 
 def contribute_all(member: Member, round_: int = 0) -> None:
@@ -29,13 +22,13 @@ def contribute_all(member: Member, round_: int = 0) -> None:
     member.take_part(round_)
 
 
-def two_of_whom_a_has_contributed(running: InThread, run: str, **spec: Any) -> tuple[Member, Member, list[Path]]:
-    """a, b, and the files of what a has contributed to round 0."""
+def two_of_whom_a_has_contributed(running: InThread, run: str, **spec: Any) -> tuple[Member, Member, list[str]]:
+    """a, b, and the blobs of what a has contributed to round 0."""
     a, b = crew(running, run, ["a", "b"], rounds=1, **spec)
     for member in (a, b):
         member.assignment(0)
     contribute_all(a)
-    return a, b, list((running.live(run).files.root / "contributions" / "0").iterdir())
+    return a, b, names(running.live(run), "contributions", 0)
 
 
 @pytest.fixture
@@ -58,8 +51,7 @@ def test_a_contribution_that_the_disk_lost_is_asked_for_again_and_nothing_else_c
             member.assignment(0)
         contribute_all(a)
         if name == run:
-            (path,) = (shared.live(run).files.root / "contributions" / "0").glob("0.a.*")
-            spoil(path)
+            spoil(shared.live(run).blobs, the(shared.live(run), "contributions", 0, 0))
         contribute_all(b)
         if name == run:
             problem(a.delta(0, 0), "contribution-lost")
@@ -79,9 +71,9 @@ def test_a_contribution_that_the_disk_lost_is_asked_for_again_and_nothing_else_c
 def test_a_contribution_that_the_disk_lost_while_it_was_in_memory_is_averaged_all_the_same(
     shared: InThread, run: str
 ) -> None:
-    a, b, files = two_of_whom_a_has_contributed(shared, run, min_workers=2)
-    for path in files:
-        spoil(path)
+    a, b, contributions = two_of_whom_a_has_contributed(shared, run, min_workers=2)
+    for name in contributions:
+        spoil(shared.live(run).blobs, name)
     contribute_all(b)
     for member in (a, b):
         member.step(0)
@@ -93,9 +85,9 @@ def test_a_contribution_that_the_disk_lost_while_it_was_in_memory_is_averaged_al
 def test_units_are_consumed_again_with_a_contribution_of_which_the_disk_lost_everything(
     shared: InThread, run: str
 ) -> None:
-    a, b, files = two_of_whom_a_has_contributed(shared, run, min_workers=2)
-    for path in files:
-        path.unlink()
+    a, b, contributions = two_of_whom_a_has_contributed(shared, run, min_workers=2)
+    for name in contributions:
+        shared.live(run).blobs.delete(name)
     contribute_all(b)
     pseudo_gradients = a.pseudo_gradients(0)
     for p in range(len(pseudo_gradients)):
@@ -113,9 +105,9 @@ def test_units_are_consumed_again_with_a_contribution_of_which_the_disk_lost_eve
 def test_a_dead_workers_contribution_that_the_disk_lost_is_done_without_and_its_units_return(
     shared: InThread, run: str
 ) -> None:
-    a, b, files = two_of_whom_a_has_contributed(shared, run)
-    for path in files:
-        path.unlink()
+    a, b, contributions = two_of_whom_a_has_contributed(shared, run)
+    for name in contributions:
+        shared.live(run).blobs.delete(name)
     assert a.http.delete(a.path()).status_code == 204
     contribute_all(b)
     b.step(0)
@@ -133,13 +125,14 @@ def test_spoilt_deltas_are_made_again_after_a_start(tmp_path: Path) -> None:
         for round_ in range(2):
             play_round([a, b], round_)
         running.await_state("r", 2)
-        path = running.live("r").files.delta(0, 1)
-        before = path.read_bytes()
-    spoil(path)
+        live = running.live("r")
+        name = the(live, "deltas", 0, 1)
+        before = read(live.blobs, name)
+    spoil(live.blobs, name)
     with coordinator_thread(tmp_path / "data") as running:
         wait_until(lambda: len(events(running, "r", "mended")) == 1)
         assert "same bytes" in events(running, "r", "mended")[0]["message"]
-        assert path.read_bytes() == before
+        assert read(running.live("r").blobs, name) == before
 
 
 def test_a_delta_that_cannot_be_made_again_is_gone_and_told_once(shared: InThread, run: str) -> None:
@@ -148,7 +141,7 @@ def test_a_delta_that_cannot_be_made_again_is_gone_and_told_once(shared: InThrea
         play_round([a], round_)
         shared.await_state(run, round_ + 1)
     live = shared.live(run)
-    spoil(live.files.delta(0, 0))
+    spoil(live.blobs, the(live, "deltas", 0, 0))
     for _ in range(2):
         assert not mend_delta(live, 0, 0)
     assert len(events(shared, run, "corrupt")) == 1
@@ -163,11 +156,11 @@ def test_a_spoilt_checkpoint_is_made_again_from_an_older_one(shared: InThread, r
         play_round([a], round_)
         shared.await_state(run, round_ + 1)
     live = shared.live(run)
-    path = live.files.checkpoint(2, 1)
-    before = path.read_bytes()
-    spoil(path)
+    name = the(live, "checkpoints", 2, 1)
+    before = read(live.blobs, name)
+    spoil(live.blobs, name)
     verify(live)
-    assert path.read_bytes() == before
+    assert read(live.blobs, name) == before
     assert "checkpoint 2 was corrupt" in events(shared, run, "mended")[0]["message"]
 
 
@@ -176,12 +169,12 @@ def test_a_spoilt_checkpoint_that_cannot_be_made_again_is_dropped_unless_it_is_t
 ) -> None:
     crew(shared, run, ["a"], rounds=5, checkpoints="every_rounds = 2")
     live = shared.live(run)
-    spoil(live.files.checkpoint(0, 0))
-    live.files.state(0, 0).unlink()
-    spoil_only = live.files.checkpoint(0, 0)
+    only = the(live, "checkpoints", 0, 0)
+    spoil(live.blobs, only)
+    live.states.path(0, 0).unlink()
     verify(live)
     assert "no worker can join" in events(shared, run, "corrupt")[0]["message"]
-    assert spoil_only.exists()
+    assert live.blobs.stat(only) is not None
     assert [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == [0]
 
 
@@ -191,9 +184,9 @@ def test_the_state_is_derived_from_the_newest_sound_checkpoint_after_a_start(tmp
         for round_ in range(3):
             play_round([a, b], round_)
         running.await_state("r", 3)
-        files = running.live("r").files
-    spoil(files.checkpoint(2, 0))
-    shutil.rmtree(files.root / "state")
+        live = running.live("r")
+    spoil(live.blobs, the(live, "checkpoints", 2, 0))
+    shutil.rmtree(live.states.folder)
     with coordinator_thread(tmp_path / "data") as running:
         messages = [event["message"] for event in events(running, "r", "rederived")]
         assert ["checkpoint 0" in messages[0], "checkpoint 2" in messages[1]] == [True, True]
@@ -216,9 +209,10 @@ def test_a_run_whose_files_are_all_lost_says_so_and_does_not_disturb_the_others(
     with coordinator_thread(tmp_path / "data") as running:
         crew(running, "lost", ["a"])
         crew(running, "sound", ["a"])
-        root = running.live("lost").files.root
-    for folder in ("state", "checkpoints"):
-        shutil.rmtree(root / folder)
+        lost = running.live("lost")
+    for name in names(lost, "checkpoints"):
+        lost.blobs.delete(name)
+    shutil.rmtree(lost.states.folder)
     with coordinator_thread(tmp_path / "data") as running:
         assert "restore the data directory" in info(running, "lost")["reason"]
         assert "waits for workers" in info(running, "sound")["reason"]

@@ -20,14 +20,15 @@ import numpy as np
 from blake3 import blake3
 
 from coordinator.runs.live_run import LiveRun
+from coordinator.store.blobs import RunNames, round_of
 from coordinator.store.database import DATABASE_FILE
-from coordinator.store.files import RunFiles
 from protocol.codecs import CODECS
 from protocol.spec import OuterSpec
 from protocol.wire import Payload
 from tests.simulation.coordinator_node import Answer, CoordinatorNode
 from tests.simulation.worker_node import ELEMENTS, WorkerNode
 
+NAMES = RunNames("sim")
 Key = tuple[int, int]  # round, fragment
 
 
@@ -125,39 +126,43 @@ class Ledger:
             self._check_held_units(worker)
 
     def _check_database(self) -> None:
-        files = RunFiles.__new__(RunFiles)
-        files.root = self.node.data_dir / "runs" / "sim"
         runs = self._all("SELECT round, next_unit FROM runs")
         if not runs:
             return
         demand(runs[0]["round"] >= self.round, "I4", f"the run went back from round {self.round} to {runs[0]['round']}")
         self.round = runs[0]["round"]
-        self._check_seeding(files)
-        self._check_contributions(files)
-        self._check_fragments(files)
+        self._check_seeding()
+        self._check_contributions()
+        self._check_fragments()
         self._check_units(runs[0]["next_unit"])
         if self.node.up:
             self._check_coordinator(self.node.run)
 
-    def _check_seeding(self, files: RunFiles) -> None:
+    def _payload(self, name: str, invariant: str, digest: bytes | None = None) -> Payload:
+        path = self.node.data_dir / name
+        demand(path.is_file(), invariant, f"{name} is not there")
+        data = path.read_bytes()
+        demand(digest is None or blake3(data).digest() == digest, invariant, f"{name} has other bytes")
+        return Payload.from_bytes(data)
+
+    def _check_seeding(self) -> None:
         if (0, 0) in self.states or not self._all("SELECT round FROM checkpoints WHERE round = 0"):
             return
-        for row in self._all("SELECT fragment, state_digest FROM checkpoint_fragments WHERE round = 0"):
-            payload = _payload(files.checkpoint(0, row["fragment"]), "I3")
+        for row in self._all("SELECT fragment, digest, state_digest FROM checkpoint_fragments WHERE round = 0"):
+            payload = self._payload(NAMES.checkpoint(0, row["fragment"], row["digest"]), "I3")
             values = np.empty(payload.header.elements, np.float32)
             payload.decode(values)
             half = len(values) // 2
             self._set_state((0, row["fragment"]), values[:half].copy(), values[half:].copy())
             demand(self.digests[0, row["fragment"]] == row["state_digest"], "I3", "state 0 is not what was seeded")
 
-    def _check_contributions(self, files: RunFiles) -> None:
+    def _check_contributions(self) -> None:
         rows = self._all("SELECT rowid AS id, * FROM contributions WHERE rowid > ? ORDER BY rowid", self._last_row)
         for row in rows:
             self._last_row = row["id"]
             key, worker = (row["round"], row["fragment"]), row["worker"]
             where = f"round {key[0]}, fragment {key[1]}, {worker}"
-            path = files.contribution(*key, worker, row["digest"])
-            payload = _payload(path, "I2", row["digest"])
+            payload = self._payload(NAMES.contribution(*key, worker, row["digest"]), "I2", row["digest"])
             values = np.empty(payload.header.elements, np.float32)
             payload.decode(values)
             demand(worker not in self.contributions.get(key, {}), "I2", f"{where}: contributed twice")
@@ -214,7 +219,7 @@ class Ledger:
         )
         self.counts.setdefault(fragment, np.zeros(ELEMENTS, int))[named] = 1
 
-    def _check_fragments(self, files: RunFiles) -> None:
+    def _check_fragments(self) -> None:
         rows = self._all("SELECT * FROM fragments WHERE round >= ? ORDER BY round, fragment", max(0, self.round - 1))
         for row in rows:
             key, where = (row["round"], row["fragment"]), f"round {row['round']}, fragment {row['fragment']}"
@@ -231,11 +236,11 @@ class Ledger:
                 known = self.deltas.setdefault(key, row["delta_digest"])
                 demand(known == row["delta_digest"], "I1", f"{where}: the published delta changed")
                 if (key[0] + 1, key[1]) not in self.states:
-                    self._check_delta(key, where, files)
+                    self._check_delta(key, where)
 
-    def _check_delta(self, key: Key, where: str, files: RunFiles) -> None:
+    def _check_delta(self, key: Key, where: str) -> None:
         """A newly published delta: made of what was accepted, for the state that it says; then step the third replica."""
-        payload = _payload(files.delta(*key), "I1", self.deltas[key])
+        payload = self._payload(NAMES.delta(*key, self.deltas[key]), "I1", self.deltas[key])
         header, kept = payload.header, self.contributions.get(key, {})
         named = [(each.worker, each.tokens) for each in header.contributors]  # type: ignore[union-attr]
         demand(
@@ -340,19 +345,20 @@ class Ledger:
             for row in self._all("SELECT round, fragment, delta_digest FROM fragments WHERE delta_digest IS NOT NULL")
         }
         run = self.node.run
-        kept_from = min(run.files.rounds("deltas"), default=0)
+        kept_from = min((round_of(name) for name, _ in run.blobs.list(NAMES.kind("deltas"))), default=0)
         for key, digest in self.deltas.items():
             demand(published.get(key) == digest, "I1", f"delta {key} changed in a restart")
             if key[0] >= kept_from:
-                _payload(run.files.delta(*key), "I1", digest)
+                self._payload(NAMES.delta(*key, digest), "I1", digest)
         for key, kept in self.contributions.items():
             for worker, each in kept.items():
                 demand(rows.get((*key, worker)) == each.digest, "I2", f"{key}, {worker} changed in a restart")
                 if key not in self.deltas:
-                    _payload(run.files.contribution(*key, worker, each.digest), "I2", each.digest)
+                    self._payload(NAMES.contribution(*key, worker, each.digest), "I2", each.digest)
         for row in self._all("SELECT round, fragment, digest, state_digest FROM checkpoint_fragments"):
             if (row["round"], row["fragment"]) in self.digests and (0, 0) in self.states:
-                payload = _payload(run.files.checkpoint(row["round"], row["fragment"]), "I4", row["digest"])
+                name = NAMES.checkpoint(row["round"], row["fragment"], row["digest"])
+                payload = self._payload(name, "I4", row["digest"])
                 demand(payload.header.kind == "state", "I4", "a checkpoint is no checkpoint after a restart")
         if self._before is not None:
             after = _view(run)
@@ -382,17 +388,6 @@ class Ledger:
         if self._database is not None:
             self._database.close()
             self._database = None
-
-
-def _payload(path: Path, invariant: str, digest: bytes | None = None) -> Payload:
-    demand(path.is_file(), invariant, f"{path.name} in {path.parent.name} is not there")
-    data = path.read_bytes()
-    demand(
-        digest is None or blake3(data).digest() == digest,
-        invariant,
-        f"{path.name} in {path.parent.name} has other bytes",
-    )
-    return Payload.from_bytes(data)
 
 
 def _view(run: LiveRun) -> dict[str, Any]:

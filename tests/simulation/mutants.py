@@ -6,7 +6,6 @@ to find it, so that the proof is quick; the test looks through the others where 
 
 import builtins
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +19,11 @@ from coordinator.runs.live_run import LiveRun
 from coordinator.runs.members import Members
 from coordinator.runs.open_round import OpenRound
 from coordinator.store import files
-from coordinator.sync import contributing, delta_file, outer_state, publishing
+from coordinator.store.blobs import Kind
+from coordinator.store.directory_blobs import DirectoryBlobs
+from coordinator.sync import contributing, deltas, outer_state, publishing
 from coordinator.upkeep import restoring
+from protocol.digest import Buffer
 from protocol.messages import FragmentState, Metrics
 from worker.rounds import round as round_
 from worker.rounds import rounds
@@ -66,30 +68,36 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def _rename_only(temporary: Path, final: Path) -> None:
-    final.parent.mkdir(parents=True, exist_ok=True)
-    shutil.move(temporary, final)
+def _put_without_fsync(kind: Kind, *, of_the_folder_only: bool = False) -> list[Replacement]:
+    real = DirectoryBlobs.put
 
+    def put(self: DirectoryBlobs, name: str, source: Buffer | Path) -> bool:
+        final = self.root / name
+        if kind not in name.split("/") or final.exists():
+            return real(self, name, source)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        final.write_bytes(source.read_bytes() if isinstance(source, Path) else source)
+        if of_the_folder_only:
+            files.fsync(final)
+        return True
 
-def _fsync_and_rename_only(temporary: Path, final: Path) -> None:
-    files.fsync(temporary)
-    _rename_only(temporary, final)
+    return [(DirectoryBlobs, "put", put)]
 
 
 def _acknowledge_before_fsync() -> list[Replacement]:
-    return [(contributing, "make_durable", files.place)]
+    return _put_without_fsync("contributions")
 
 
 def _acknowledge_before_the_folder_is_durable() -> list[Replacement]:
-    return [(contributing, "make_durable", _fsync_and_rename_only)]
+    return _put_without_fsync("contributions", of_the_folder_only=True)
 
 
 def _publish_before_it_is_durable() -> list[Replacement]:
-    return [(publishing, "make_durable", _rename_only)]
+    return _put_without_fsync("deltas")
 
 
 def _arrival_order() -> list[Replacement]:
-    return [(delta_file, "sorted", list)]
+    return [(deltas, "sorted", list)]
 
 
 def _other_contributors_after_a_restart() -> list[Replacement]:

@@ -18,6 +18,7 @@ from coordinator.server import Server, make_server
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from protocol.messages import Scope, TokenRequest
+from tests.support import stores
 
 
 @dataclass
@@ -80,7 +81,7 @@ class InThread(Running):
 def coordinator_thread(
     data_dir: Path, port: int = 0, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[InThread]:
-    server, listening = make_server(Settings(data_dir=data_dir, port=port), clock=clock)
+    server, listening = make_server(Settings(data_dir=data_dir, port=port), clock=clock, store=stores.store)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:

@@ -11,7 +11,6 @@ Linux only (/proc). A SIGKILL takes the process and leaves the kernel's page cac
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -24,11 +23,13 @@ from typing import Any
 
 # Passed through by whoever the call is made for.
 _THROUGH = (
-    *("coordinator.store.files", "coordinator.store.database", "coordinator.runs.live_run"),
+    *("coordinator.store.files", "coordinator.store.blobs", "coordinator.store.directory_blobs"),
+    *("coordinator.store.database", "coordinator.runs.live_run"),
     "worker.state.state_dir",
 )
 _RUN = re.compile(r"^runs/[^/]+/?")
 _WORKER = re.compile(r"\.[a-z]+\.[0-9a-f]{16}$")
+_DIGEST = re.compile(r"\.[0-9a-f]{16}$")
 _NUMBER = re.compile(r"\b[0-9]+\b")
 
 
@@ -89,14 +90,16 @@ class CrashPoints:
         self.wrap(os, "replace", of_path("rename to", 1))
         self.wrap(os, "rename", of_path("rename to", 1))
         self.wrap(os, "link", of_path("link", 1))
-        self.wrap(shutil, "rmtree", of_path("remove", 0))
+        self.wrap(os, "unlink", of_path("remove", 0))
+        self.wrap(os, "rmdir", of_path("remove", 0))
 
     def _named(self, operation: str, path: str) -> str | None:
         """For example "fsync contributions/N in contributing._keep"."""
         if not path.startswith(self._root):
             return None
         inside = _RUN.sub("", path[len(self._root) :].strip("/")) or "."
-        return f"{operation} {_NUMBER.sub('N', _WORKER.sub('.W', inside))} in {caller()}"
+        inside = _DIGEST.sub(".D", _WORKER.sub(".W", inside))
+        return f"{operation} {_NUMBER.sub('N', inside)} in {caller()}"
 
 
 def caller() -> str:

@@ -15,6 +15,7 @@ from protocol.digest import content_digest, digest
 from protocol.errors import Problem
 from protocol.messages import Metrics
 from tests.support.http_server import Handler, serving
+from tests.support.stores import spoil
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
@@ -78,7 +79,7 @@ def test_a_full_disk_is_waited_for_however_long_it_takes() -> None:
 class SpoilsTheOther(Client):
     """Before its first contribution to round 1 it damages the file of a's contribution to fragment 1."""
 
-    def __init__(self, *arguments, run: Toy, spoiled: list[Path], **options) -> None:
+    def __init__(self, *arguments, run: Toy, spoiled: list[str], **options) -> None:
         super().__init__(*arguments, **options)
         self._toy, self._spoiled, self._lock = run, spoiled, threading.Lock()
 
@@ -94,15 +95,13 @@ class SpoilsTheOther(Client):
             assert live.open is not None
             fragments = live.open.fragments
             wait_until(lambda: all("a" in fragment.contributed for fragment in fragments))
-            path = live.files.contribution(1, 1, "a", fragments[1].contributed["a"].digest)
-            damaged = bytearray(path.read_bytes())
-            damaged[-1] ^= 1
-            path.write_bytes(damaged)
-            self._spoiled.append(path)
+            name = live.names.contribution(1, 1, "a", fragments[1].contributed["a"].digest)
+            spoil(live.blobs, name)
+            self._spoiled.append(name)
 
 
 def test_a_contribution_that_the_coordinator_lost_is_sent_again(tmp_path: Path) -> None:
-    spoiled: list[Path] = []
+    spoiled: list[str] = []
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         coordinator.coordinator.room = Room(0)  # so that it averages what the disk has
         run = Toy(coordinator, toy.spec(min_workers=2), tmp_path)

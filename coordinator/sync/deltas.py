@@ -1,20 +1,18 @@
-"""The file of a delta: made from the contributions, and made again, byte for byte, if it is corrupt on disk."""
+"""Deltas: made from the contributions, and made again, byte for byte, if the stored one is corrupt."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 
 from sqlalchemy import select
 
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.open_round import AcceptedContribution
-from coordinator.store.files import HashedPayloadFile, PayloadFile, ReadBuffer, has_digest, make_durable
+from coordinator.store.payloads import HashedPayload, ReadBuffer, StoredPayload, has_digest
 from coordinator.store.tables import ContributionRow, FragmentRow
 from coordinator.sync import retention
 from coordinator.sync.aggregating import aggregate
 from protocol.digest import Buffer, digest
-from protocol.direct import aligned, write_new
+from protocol.direct import aligned
 from protocol.errors import OuterstepError, WireError
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
 
@@ -27,30 +25,21 @@ class ContributionsLost(OuterstepError):
         self.workers = workers
 
 
-@dataclass(frozen=True)
-class DeltaFile:
-    """A delta in a new file under `incoming/`, not yet durable, and in memory as `content`."""
-
-    path: Path
-    digest: bytes
-    content: memoryview
-
-
-def write_delta(
+def make_delta(
     run: LiveRun,
     round_: int,
     fragment: int,
     contributed: Mapping[str, AcceptedContribution],
     contents: Mapping[str, memoryview],
     base: bytes,
-) -> DeltaFile:
-    """Aggregate the contributions into a delta file. Raises ContributionsLost.
+) -> memoryview:
+    """Aggregate the contributions into a delta, a payload in memory. Raises ContributionsLost.
 
-    Those whose payload is in `contents` come from memory; the files of the others are read once, and their digests
+    Those whose payload is in `contents` come from memory; the blobs of the others are read once, and their digests
     checked in passing. The same contributions and `base` always give the same bytes.
     """
     in_order, buffer = sorted(contributed.items()), ReadBuffer()
-    files: dict[str, HashedPayloadFile] = {}
+    stored: dict[str, HashedPayload] = {}
     try:
         with ExitStack() as stack:
             payloads: list[tuple[Payload, int]] = []
@@ -58,12 +47,12 @@ def write_delta(
                 if worker in contents:
                     payloads.append((Payload.from_bytes(contents[worker]), each.tokens))
                     continue
-                path = run.files.contribution(round_, fragment, worker, each.digest)
-                files[worker] = stack.enter_context(HashedPayloadFile(path, buffer))
-                payloads.append((files[worker], each.tokens))
+                reader = run.blobs.open(run.names.contribution(round_, fragment, worker, each.digest))
+                stored[worker] = stack.enter_context(HashedPayload(reader, buffer))
+                payloads.append((stored[worker], each.tokens))
             frames = aggregate(payloads, run.spec.sync.download_codec, zstd=run.spec.sync.zstd)
-            lost = [worker for worker, file in files.items() if not file.is_intact(contributed[worker].digest)]
-    except (OSError, WireError, ValueError, LookupError):  # a file is missing, unreadable or corrupt
+            lost = [worker for worker, each in stored.items() if not each.is_intact(contributed[worker].digest)]
+    except (OSError, WireError, ValueError, LookupError):  # a blob is missing, unreadable or corrupt
         lost = lost_contributions(run, round_, fragment, contributed)
         if not lost:
             raise
@@ -82,14 +71,7 @@ def write_delta(
             contributors=[Contributor(worker=worker, tokens=each.tokens) for worker, each in in_order],
         )
     )
-    content = _concatenate([head, *frames])
-    temporary = run.world.data.incoming()
-    try:
-        write_new(temporary, content)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return DeltaFile(temporary, digest(content), content)
+    return _concatenate([head, *frames])
 
 
 def _concatenate(parts: Sequence[Buffer]) -> memoryview:
@@ -103,24 +85,26 @@ def _concatenate(parts: Sequence[Buffer]) -> memoryview:
 def lost_contributions(
     run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, AcceptedContribution]
 ) -> list[str]:
-    """Return, in worker-id order, the workers whose contribution's file is missing or corrupt."""
+    """Return, in worker-id order, the workers whose contribution's blob is missing or corrupt."""
     return [
         worker
         for worker, each in sorted(contributed.items())
-        if not has_digest(run.files.contribution(round_, fragment, worker, each.digest), each.digest)
+        if not has_digest(run.blobs, run.names.contribution(round_, fragment, worker, each.digest), each.digest)
     ]
 
 
 def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
-    """Check the published delta's file; if it is corrupt, make it again from the contributions.
+    """Check the published delta's blob; if it is corrupt, make it again from the contributions.
 
-    Returns False if that is impossible. Then the file is deleted: a checkpoint covers its round, and workers that ask
+    Returns False if that is impossible. Then the blob is deleted: a checkpoint covers its round, and workers that ask
     for it are sent there.
     """
     with run.world.database.read() as session:
         row = session.get(FragmentRow, (run.id, round_, fragment))
-    path = run.files.delta(round_, fragment)
-    if row is None or row.delta_digest is None or has_digest(path, row.delta_digest):
+    if row is None or row.delta_digest is None:
+        return True
+    name = run.names.delta(round_, fragment, row.delta_digest)
+    if has_digest(run.blobs, name, row.delta_digest):
         return True
     with run.world.database.read() as session:
         contributions = session.scalars(
@@ -140,7 +124,7 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
         run, round_, fragment, contributed, row.delta_digest
     )
     if not mended:
-        path.unlink(missing_ok=True)
+        run.blobs.delete(name)
         run.lost_deltas.add((round_, fragment))
     where = f"the delta of round {round_}, fragment {fragment}"
     with run.change() as change:
@@ -159,13 +143,12 @@ def _make_again(
     if not contributed or lost_contributions(run, round_, fragment, contributed):
         return False
     worker, first = min(contributed.items())
-    with PayloadFile(run.files.contribution(round_, fragment, worker, first.digest)) as payload:
+    with StoredPayload(run.blobs.open(run.names.contribution(round_, fragment, worker, first.digest))) as payload:
         assert isinstance(payload.header, ContributionHeader)
         base = payload.header.base  # the run's state of that round: another one is refused
-    delta = write_delta(run, round_, fragment, contributed, {}, base)
-    try:
-        if delta.digest == expected:
-            make_durable(delta.path, run.files.delta(round_, fragment))
-        return delta.digest == expected
-    finally:
-        delta.path.unlink(missing_ok=True)
+    delta = make_delta(run, round_, fragment, contributed, {}, base)
+    if digest(delta) != expected:
+        return False
+    name = run.names.delta(round_, fragment, expected)
+    run.blobs.delete(name)
+    return run.blobs.put(name, delta)

@@ -1,0 +1,71 @@
+"""The data directory: what lies there beside the blobs, locked while a coordinator uses it.
+
+outerstep.db  admin.token  lock
+incoming/                      scratch: being received or written; emptied at start
+runs/{run}/state/{p}.{0 or 1}  the current outer state; derived from checkpoints and deltas, so not fsynced
+"""
+
+import fcntl
+import itertools
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.store.files import fsync
+from protocol.errors import OuterstepError
+
+
+class DataDirectory:
+    """One coordinator's data directory. Raises OuterstepError if another one uses it."""
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            root.mkdir(parents=True)
+            fsync(root.parent)
+        self.root = root
+        self._lock = (root / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise OuterstepError(
+                f"{root} is in use by another coordinator; stop it or choose another --data"
+            ) from error
+        self._scratch = root / "incoming"
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.mkdir()
+        self._numbers = itertools.count()
+
+    def scratch(self) -> Path:
+        """Return an unused path for a local file. What is still there at the next start is deleted."""
+        return self._scratch / str(next(self._numbers))
+
+    def states(self, run: str) -> "StateFiles":
+        folder = self.root / "runs" / run / "state"
+        folder.mkdir(parents=True, exist_ok=True)
+        return StateFiles(folder)
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+@dataclass(frozen=True)
+class StateFiles:
+    """The local files of one run's outer state. They may be lost: they are derived again then."""
+
+    folder: Path
+
+    def path(self, fragment: int, round_: int) -> Path:
+        """Return the path of a state. Two take turns: state r + 1 is written over state r − 1, whose pages are in
+        memory already."""
+        return self.folder / f"{fragment}.{round_ % 2}"
+
+    def bytes(self) -> int:
+        """Return the bytes of all of them, but for those that a checkpoint shares."""
+        found = [path.stat() for path in self.folder.iterdir()]
+        return sum(each.st_size for each in found if each.st_nlink == 1)
+
+    def remove_all_but(self, current: set[Path]) -> None:
+        for path in self.folder.iterdir():
+            if path not in current:
+                path.unlink()

@@ -1,0 +1,90 @@
+"""Blobs as files of the data directory.
+
+A file is written or received elsewhere, fsynced, linked to its name, and its folder fsynced: a crash at any instant
+leaves the whole blob or none. A link never replaces a file.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from coordinator.store.data_directory import DataDirectory
+from coordinator.store.files import FileReader, fsync
+from protocol.digest import Buffer
+from protocol.direct import write_new
+
+
+class DirectoryBlobs:
+    """Blobs whose names are paths below the data directory. See `Blobs` for what the methods promise."""
+
+    def __init__(self, data: DataDirectory) -> None:
+        self.root, self._scratch = data.root, data.scratch
+        # Makes and removes folders: one that is found while the lock is held stays.
+        self._folders = threading.Lock()
+        # An earlier process may have made a folder just before it died: it is there, but not yet durable.
+        self._durable_folders = {self.root}
+
+    def put(self, name: str, source: Buffer | Path) -> bool:
+        final = self.root / name
+        with _file_of(source, self._scratch) as file:
+            fsync(file)
+            with self._folders:
+                self._make_folder(final.parent)
+                try:
+                    os.link(file, final)
+                    created = True
+                except FileExistsError:  # and perhaps not durable yet: so fsync for this one too
+                    created = False
+        fsync(final.parent)
+        return created
+
+    def open(self, name: str) -> FileReader:
+        return FileReader(self.root / name)
+
+    def fetch(self, name: str, target: Path) -> None:
+        target.unlink(missing_ok=True)
+        os.link(self.root / name, target)
+
+    def delete(self, name: str) -> None:
+        path = self.root / name
+        path.unlink(missing_ok=True)
+        with self._folders, suppress(OSError):  # not empty, or gone
+            path.parent.rmdir()
+            self._durable_folders.discard(path.parent)
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        for folder, _, names in os.walk(self.root / prefix):
+            for name in names:
+                path = Path(folder, name)
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    yield path.relative_to(self.root).as_posix(), path.stat().st_size
+
+    def stat(self, name: str) -> int | None:
+        try:
+            return (self.root / name).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make sure that the folder and those above it are there, durably. Under the lock of `_folders`."""
+        if folder not in self._durable_folders:
+            self._make_folder(folder.parent)
+            folder.mkdir(exist_ok=True)
+            fsync(folder.parent)
+            self._durable_folders.add(folder)
+
+
+@contextmanager
+def _file_of(source: Buffer | Path, scratch: Callable[[], Path]) -> Iterator[Path]:
+    """Give the block a local file of the bytes."""
+    if isinstance(source, Path):
+        yield source
+        return
+    file = scratch()
+    try:
+        write_new(file, source)
+        yield file
+    finally:
+        file.unlink(missing_ok=True)
