@@ -23,8 +23,9 @@ from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Identity, Tokens, secret_hash
 from coordinator.sync import retention
 from coordinator.tuning.room import Room
-from coordinator.upkeep import restoring, verifying
+from coordinator.upkeep import restoring
 from coordinator.upkeep.full_disk import Storage
+from coordinator.upkeep.verifying import Verifier
 from protocol.digest import digest
 from protocol.errors import Problem, SpecError
 from protocol.messages import NewToken, RunState, TokenRequest
@@ -54,7 +55,7 @@ class Coordinator:
         if self.tokens.ensure_admin(admin_token, now()):
             logger.info("made an admin token: %s", admin_token)
         self._jobs = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="publish")
-        self._verifying = ThreadPoolExecutor(1, thread_name_prefix="verify")
+        self._verifier, self._closing = Verifier(), threading.Event()
         self.storage = Storage(self.data, clock)
         self._world = World(
             database=self.database,
@@ -64,6 +65,7 @@ class Coordinator:
             ring=self.bell.ring,
             storage_full=self.storage.note_full,
             room=self.room,
+            closing=self._closing,
             settle=settle,
             clock=clock,
             now=now,
@@ -79,10 +81,9 @@ class Coordinator:
 
     def close(self) -> None:
         """End the work on other threads and close database and directory. The next start resumes the work."""
-        for run in self.runs():
-            run.closing = True
-        for threads in (self._jobs, self._verifying):
-            threads.shutdown(wait=True, cancel_futures=True)
+        self._closing.set()
+        self._jobs.shutdown(wait=True, cancel_futures=True)
+        self._verifier.close()
         self.database.close()
         self.data.close()
 
@@ -93,7 +94,7 @@ class Coordinator:
             try:
                 membership.expire(run)
                 run.settle()
-                verifying.start_when_due(run, self._verifying.submit)
+                self._verifier.tick(run)
                 retention.trim_events(run)
                 self.storage.tick(run)
             except Exception as error:  # a fault of one run must not stop the others; the next tick tries again

@@ -63,7 +63,7 @@ def _disk_bytes(run: LiveRun) -> DiskBytes:
     names = run.names
     return DiskBytes(
         **{kind: stored(names.kind(kind)) for kind in KINDS},
-        state=run.states.bytes(),
+        state=run.outer.files.bytes(),
         set_aside=stored(names.set_aside),
     )
 

@@ -128,7 +128,7 @@ async def get_delta(
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
     # Only those of the last round: an older delta may still be in memory though the retention rule has deleted it.
-    recent = run.world.room.delta(found) if (number, fragment) in run.deltas else None
+    recent = run.world.room.delta(found) if (number, fragment) in run.outer.deltas else None
     answer = None if recent is None else blob_in_memory(http, recent, found)
     if answer is None:
         name = run.names.delta(number, fragment, found)
@@ -139,7 +139,7 @@ async def get_delta(
 def _known_digest(run: LiveRun, number: int, fragment: int, member: str | None) -> tuple[bool, bytes | str] | None:
     """Return what `_delta_digest` would, from memory alone; None if memory does not tell. It does for a delta that was
     just published, and for a member that has contributed to one of the open round."""
-    recent = run.deltas.get((number, fragment))
+    recent = run.outer.deltas.get((number, fragment))
     if recent is not None:
         return True, recent
     opening = run.open

@@ -156,7 +156,7 @@ def test_the_outer_state_is_derived_again_from_checkpoint_and_deltas(
         assert [event["message"] for event in events(running, "r", "rederived")] == [
             "fragment 1 of the outer state is derived again from checkpoint 0"
         ]
-        assert running.live("r").outer == [(2, member.base(0)), (2, member.base(1))]
+        assert running.live("r").outer.states == [(2, member.base(0)), (2, member.base(1))]
         for round_ in (2, 3):
             play_round([member], round_)
         running.await_state("r", 4)
@@ -180,7 +180,7 @@ def test_a_step_that_a_crash_interrupted_is_taken_at_the_start(lives: Lives) -> 
     lives.states.path(1, 1).unlink()
     with lives.life() as running:
         assert the(running.live("r"), "checkpoints", 1, 1) == checkpoint
-        assert running.live("r").outer == [(1, member.base(0)), (1, member.base(1))]
+        assert running.live("r").outer.states == [(1, member.base(0)), (1, member.base(1))]
         assert info(running, "r", "/checkpoints/latest")["round"] == 1
         assert info(running, "r")["state_digest"] == info(running, "r", "/checkpoints/1")["state_digest"]
 
