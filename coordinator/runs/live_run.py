@@ -31,7 +31,7 @@ from coordinator.store.tables import EventRow, RunRow, WorkerRow
 from coordinator.tuning.room import Room
 from protocol.digest import model_digest
 from protocol.fragments import Layout
-from protocol.messages import DataSummary, FragmentState, RoundReport, RunState
+from protocol.messages import DataSummary, RoundReport, RunState
 from protocol.spec import RunSpec, parse_spec
 from protocol.wire import ContributionHeader
 
@@ -192,12 +192,6 @@ class LiveRun:
     def seeded(self) -> bool:
         """True once state 0 is complete."""
         return bool(self.outer.states)
-
-    def published_rounds(self, fragment: int) -> int:
-        """Return how many deltas of `fragment` are published, and so the number of the state that they lead to."""
-        with self.lock:
-            published = self.open is not None and self.open.fragments[fragment].state is FragmentState.PUBLISHED
-            return self.round + published
 
     @property
     def ended(self) -> bool:

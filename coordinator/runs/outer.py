@@ -18,7 +18,7 @@ class State(NamedTuple):
 
 @dataclass
 class Job:
-    """A fragment's job on another thread, which publishes its deltas and steps its outer state.
+    """A fragment's job on another thread, which publishes its deltas and steps its outer state (`publishing.py`).
 
     running   it is at work
     retry_at  after a fault, such as a full disk: when it may start again
@@ -28,18 +28,6 @@ class Job:
     running: bool = False
     retry_at: float = -math.inf
     fault: str | None = None
-
-    def start(self) -> None:
-        self.running = True
-
-    def finish(self) -> None:
-        self.running, self.retry_at, self.fault = False, -math.inf, None
-
-    def fail(self, retry_at: float) -> None:
-        self.running, self.retry_at = False, retry_at
-
-    def tell(self, fault: str) -> None:
-        self.fault = fault
 
 
 class OuterState:
@@ -75,13 +63,10 @@ class OuterState:
         self._states[fragment] = state
         self._changed.notify_all()
 
-    def add_delta(self, round_: int, fragment: int, digest: bytes) -> None:
-        """Add a delta that was published, which is by then in the database."""
-        self.deltas[round_, fragment] = digest
-
-    def forget_deltas(self, before: int) -> None:
-        """Forget the deltas of rounds below `before`."""
-        self.deltas = {key: digest for key, digest in self.deltas.items() if key[0] >= before}
+    def add_delta(self, round_: int, fragment: int, digest: bytes, *, last: bool) -> None:
+        """Add a delta that was published. The last one of its round ends the use of those of earlier rounds."""
+        kept = {key: each for key, each in self.deltas.items() if key[0] >= round_ or not last}
+        self.deltas = kept | {(round_, fragment): digest}
 
     def await_round(self, fragment: int, round_: int, timeout_s: float) -> bool:
         """Wait until the fragment's state is of `round_` or later; return False if time is up. Releases the run's lock

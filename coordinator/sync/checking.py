@@ -1,10 +1,10 @@
 """The checks of a contribution. Each refuses it with a Problem that says what is wrong."""
 
 from collections import Counter
+from functools import partial
 
 from sqlalchemy import func, select
 
-from coordinator.runs import diverging
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.open_round import OpenRound
 from coordinator.runs.opening import status
@@ -86,16 +86,21 @@ def open_for(run: LiveRun, header: ContributionHeader, digest: bytes) -> OpenRou
 
 
 def _check_base(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> None:
-    """Refuse it unless it was computed against the run's outer state."""
-    base = run.outer.states[header.fragment].digest
-    if header.base != base:
-        diverging.record(run, opening, header.worker, header.fragment)
-        raise Problem(
-            "stale-base",
-            f"computed against the state {header.base.hex()} of fragment {header.fragment}; state {header.round} is "
-            f"{base.hex()}",
-            round=header.round,
-        )
+    """Refuse it unless it was computed against the run's outer state; count that once per worker and round, however
+    many fragments differ."""
+    worker, round_, fragment = header.worker, header.round, header.fragment
+    base = run.outer.states[fragment].digest
+    if header.base == base:
+        return
+    if worker not in opening.diverged:
+        with run.change() as change:
+            change.row.divergences += 1
+            change.worker_row(worker).divergences += 1
+            message = f"{worker} holds another state {round_} of fragment {fragment} than the run; it resyncs"
+            change.record("diverged", message, worker=worker, round=round_, fragment=fragment)
+            change.then(partial(opening.diverged.add, worker))
+    detail = f"computed against the state {header.base.hex()} of fragment {fragment}; state {round_} is {base.hex()}"
+    raise Problem("stale-base", detail, round=round_)
 
 
 def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> None:

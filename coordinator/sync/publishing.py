@@ -5,6 +5,7 @@ so after any fault it is simply done again.
 """
 
 import logging
+import math
 from functools import partial
 
 from coordinator.runs.bell import delta_of
@@ -34,7 +35,7 @@ def start_due(settling: Settling) -> None:
         return
     for index, job in enumerate(run.outer.jobs):
         if not job.running and now >= job.retry_at and _is_due(run, index):
-            job.start()
+            job.running = True
             run.world.submit(_work, run, index, job)
 
 
@@ -59,13 +60,14 @@ def _work(run: LiveRun, index: int, job: Job) -> None:
             with run.lock:
                 opening = _aggregating(run, index)
                 if opening is None and not _is_due(run, index):
-                    job.finish()  # under the same lock as the check: no later work is missed
+                    # Under the same lock as the check: no later work is missed.
+                    job.running, job.retry_at, job.fault = False, -math.inf, None
                     return
             if opening is not None:
                 _publish(run, opening, index)
     except Exception as error:  # nobody awaits the job: the log and the events say it
         with run.lock:
-            job.fail(run.world.clock() + RETRY_S)
+            job.running, job.retry_at = False, run.world.clock() + RETRY_S
             if disk_is_full(error):
                 run.world.storage_full()
                 return
@@ -75,7 +77,7 @@ def _work(run: LiveRun, index: int, job: Job) -> None:
             with run.change() as change:
                 message = f"fragment {index} could not be published: {error}; trying again every {RETRY_S:.0f} s"
                 change.record("fault", message, fragment=index)
-                change.then(partial(job.tell, str(error)))
+                change.then(partial(setattr, job, "fault", str(error)))
 
 
 def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
@@ -123,9 +125,7 @@ def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, diges
 
         def apply() -> None:
             fragment.state = published
-            run.outer.add_delta(round_, index, digest)
-            if last:
-                run.outer.forget_deltas(before=round_)
+            run.outer.add_delta(round_, index, digest, last=last)
 
         change.then(apply)
         change.wake(None if finished else delta_of(index))
