@@ -23,9 +23,8 @@ from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Identity, Tokens, secret_hash
 from coordinator.sync import retention
 from coordinator.tuning.room import Room
-from coordinator.upkeep import restoring
+from coordinator.upkeep import restoring, verifying
 from coordinator.upkeep.full_disk import Storage
-from coordinator.upkeep.verifying import Verifier
 from protocol.digest import digest
 from protocol.errors import Problem, SpecError
 from protocol.messages import NewToken, RunState, TokenRequest
@@ -55,7 +54,9 @@ class Coordinator:
         if self.tokens.ensure_admin(admin_token, now()):
             logger.info("made an admin token: %s", admin_token)
         self._jobs = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="publish")
-        self._verifier, self._closing = Verifier(), threading.Event()
+        self._verifying = ThreadPoolExecutor(1, thread_name_prefix="verify")
+        self._verify_at: dict[int, float] = {}
+        self._closing = threading.Event()
         self.storage = Storage(self.data, clock)
         self._world = World(
             database=self.database,
@@ -82,8 +83,8 @@ class Coordinator:
     def close(self) -> None:
         """End the work on other threads and close database and directory. The next start resumes the work."""
         self._closing.set()
-        self._jobs.shutdown(wait=True, cancel_futures=True)
-        self._verifier.close()
+        for threads in (self._jobs, self._verifying):
+            threads.shutdown(wait=True, cancel_futures=True)
         self.database.close()
         self.data.close()
 
@@ -94,7 +95,7 @@ class Coordinator:
             try:
                 membership.expire(run)
                 run.settle()
-                self._verifier.tick(run)
+                verifying.start_when_due(run, self._verify_at, self._verifying.submit)
                 retention.trim_events(run)
                 self.storage.tick(run)
             except Exception as error:  # a fault of one run must not stop the others; the next tick tries again

@@ -243,28 +243,25 @@ class Change:
     def set_state(self, state: RunState) -> None:
         """Set the run's state."""
         self.row.state = state
-        self._then_set("_state", state)
+        self.then(partial(setattr, self.run, "_state", state))
 
     def set_model(self, model: Model) -> None:
         """Fix what is trained."""
         dumped = model.model_dump()
         self.row.layout, self.row.data = dumped["layout"], dumped["data"]
-        self._then_set("_model", model)
+        self.then(partial(setattr, self.run, "_model", model))
 
     def begin_round(self, opening: OpenRound) -> None:
         """Open the round whose rows were added."""
-        self._then_set("_open", opening)
+        self.then(partial(setattr, self.run, "_open", opening))
         self.then(self.run.members.begin_round)
 
     def end_round(self, opening: OpenRound) -> None:
         """End the open round: the run is at the next state."""
         self.row.round = opening.number + 1
-        self._then_set("_open", None)
+        self.then(partial(setattr, self.run, "_open", None))
         self.then(partial(self.run.members.end_round, opening.assigned))
-        self._then_set("_round", opening.number + 1)
-
-    def _then_set(self, field: str, value: object) -> None:
-        self.then(partial(setattr, self.run, field, value))
+        self.then(partial(setattr, self.run, "_round", opening.number + 1))
 
     def record(self, kind: str, message: str, **data: Any) -> None:
         """Record an event, in the same transaction as the rows, and wake those who follow the events."""

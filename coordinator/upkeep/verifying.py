@@ -7,7 +7,6 @@ otherwise it is deleted, and an event says so. Contributions are verified when t
 import logging
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -28,34 +27,25 @@ logger = logging.getLogger(__name__)
 VERIFY_S = 3600.0
 
 
-class Verifier:
-    """The verification of all runs, one after the other, on a thread of its own."""
+def start_when_due(run: LiveRun, due: dict[int, float], submit: Callable[..., object]) -> None:
+    """Start `verify` if it is due, by `submit` on another thread than those that publish. `due`: by run, when it is."""
+    with run.lock:
+        now = run.world.clock()
+        if now >= due.get(run.id, now):
+            due[run.id] = math.inf
+            submit(_verify, run, due)
 
-    def __init__(self) -> None:
-        self._due: dict[int, float] = {}  # by run: when to verify it next
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="verify")
 
-    def tick(self, run: LiveRun) -> None:
-        """Begin to verify the run if it is due."""
-        with run.lock:
-            now = run.world.clock()
-            if now >= self._due.get(run.id, now):
-                self._due[run.id] = math.inf
-                self._thread.submit(self._verify, run)
-
-    def _verify(self, run: LiveRun) -> None:
-        try:
-            verify(run)
-        except Exception as error:  # nobody awaits it: the log says it
-            if disk_is_full(error):
-                run.world.storage_full()
-            else:
-                logger.exception("%s: the files could not be verified", run.name)
-        finally:
-            self._due[run.id] = run.world.clock() + VERIFY_S
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+def _verify(run: LiveRun, due: dict[int, float]) -> None:
+    try:
+        verify(run)
+    except Exception as error:  # nobody awaits it: the log says it
+        if disk_is_full(error):
+            run.world.storage_full()
+        else:
+            logger.exception("%s: the files could not be verified", run.name)
+    finally:
+        due[run.id] = run.world.clock() + VERIFY_S
 
 
 def verify(run: LiveRun) -> None:
