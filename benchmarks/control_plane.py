@@ -35,6 +35,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.coordinator import CoordinatorProcess, Running
+from benchmarks.harness.member import Member
 from protocol.digest import content_digest, digest
 from protocol.fragments import TensorSpec
 from protocol.messages import (
@@ -47,8 +49,6 @@ from protocol.messages import (
     Scope,
     Stage,
 )
-from tests.support.coordinator import CoordinatorProcess, Running
-from tests.support.member import Member
 
 HEARTBEAT_S = 5.0
 WAIT_S = 5

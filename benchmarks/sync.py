@@ -47,7 +47,6 @@ from rich.table import Table
 
 from benchmarks.floor import core_seconds
 from protocol.fragments import TensorSpec
-from protocol.heap import keep_freed_memory
 from protocol.messages import Action, JoinRequest, Metrics
 from protocol.wire import CHUNK_ELEMENTS, StateHeader
 from worker.codecs import pack_fragment
@@ -185,7 +184,6 @@ def round_seconds(spans: Sequence[Sequence[tuple[float, float]]]) -> list[float]
 
 def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
     torch.set_num_threads(1)
-    keep_freed_memory()  # as a worker does
     if plan.gloo_port is not None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(plan.gloo_port), "GLOO_SOCKET_IFNAME": "lo"}
         torch.distributed.init_process_group("gloo", rank=rank, world_size=plan.workers)
@@ -205,7 +203,7 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
             _seed(client, membership, state)
         barrier.wait()
         state.round = 0
-        exchange = Exchange(membership, spec, state, torch.device("cpu"), threading.Event())
+        exchange = Exchange(membership, spec, state, torch.device("cpu"))
         before = client.traffic.upload_bytes
         deltas = list(delta.split(layout.elements))
         for round_ in range(plan.rounds + 1):

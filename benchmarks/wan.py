@@ -37,11 +37,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.coordinator import CoordinatorProcess, Running
+from benchmarks.harness.lines import Line, Rate, slow_lines, why_not
+from benchmarks.harness.relay import Relay
 from protocol.messages import Scope
 from protocol.spec import SyncSpec
-from tests.support.coordinator import CoordinatorProcess, Running
-from tests.support.lines import Line, Rate, slow_lines, why_not
-from tests.support.relay import Relay
 
 WORKERS = 4
 ROUND_TRIP_S = 0.04

@@ -8,7 +8,6 @@ as JSON lines to stdout. Times are of the machine's monotonic clock.
 import json
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -74,7 +73,7 @@ def synchronise(url: str, run: str, token: str, rank: int, elements: int, rounds
                 seeding.seed(membership, spec, DenseFragments(model, layout), state)
         for p in range(len(state)):  # state 0 is known to everybody here
             state.set(p, torch.zeros(layout.elements[p]), None)
-        exchange = Exchange(membership, spec, state, torch.device("cpu"), threading.Event())
+        exchange = Exchange(membership, spec, state, torch.device("cpu"))
         for round_ in range(rounds):
             while (asked := ask(round_)).action is not Action.TRAIN:
                 pass

@@ -2,13 +2,16 @@
 
     store/      what outlives the process: files, database, tables, tokens
     tuning/     what only makes it faster
-    runs/       the control plane: rounds.py (when a round closes, pure), live_run.py (a run in memory, and its one way
-                to change), membership, assigning, units, opening, closing
+    runs/       a run: live_run.py (in memory, and its one way to change), rounds.py (when a round closes, pure),
+                opening and closing them, units
+    members/    what workers ask and tell: joining, leaving, assignments, accounts
     sync/       the data plane, in the order of the data's way: contributing → aggregating → publishing → outer_state
                 and checkpointing
     upkeep/     after a start (restoring.py), corrupt files, a full disk, a database from a backup
-    api/        the shell: routes, and what they show
+    http/       what HTTP asks of every route: problems, limits, authentication, long polls
+    api/        the routes
 
-settling.py does what follows from a change; service.py is all of it as one object. Who may import whom is said in
+settling.py does what follows from a change, reports.py has what is shown of a run; service.py is all of it as one
+object. Who may import whom is said in
 docs/design.md and checked by tests/test_imports.py.
 """

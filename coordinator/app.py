@@ -9,11 +9,12 @@ from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from fastapi_offline import FastAPIOffline
 
-from coordinator.api import checkpoints, events, health, problems, rounds, runs, tokens, workers
-from coordinator.api.answer_headers import AnswerHeaders
-from coordinator.api.authentication import Authenticate
-from coordinator.api.describing import describe
-from coordinator.api.head import AnswerHead
+from coordinator.api import checkpoints, events, health, rounds, runs, tokens, workers
+from coordinator.http.answer_headers import AnswerHeaders
+from coordinator.http.authentication import Authenticate
+from coordinator.http.describing import describe
+from coordinator.http.head import AnswerHead
+from coordinator.http.problems import answer_problems
 from coordinator.service import Coordinator
 
 TICK_S = 0.2
@@ -39,7 +40,7 @@ def create_app(coordinator: Coordinator) -> FastAPI:
         lifespan=lifespan,
     )
     app.state.coordinator = coordinator
-    problems.install(app)
+    answer_problems(app)
     describe(app)
     for group in (runs, workers, rounds, checkpoints, events, tokens, health):
         app.include_router(group.router)

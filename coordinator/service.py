@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator.runs import membership
+from coordinator.members import membership
 from coordinator.runs.bell import Bell
 from coordinator.runs.live_run import Change, LiveRun, World
 from coordinator.settings import Settings
 from coordinator.settling import settle
 from coordinator.store.blobs import Store
 from coordinator.store.data_directory import DataDirectory
-from coordinator.store.database import Database, disk_is_full
+from coordinator.store.database import Database, disk_is_full, url_of
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Identity, Tokens, secret_hash
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """All runs of one data directory. Methods are called from many threads; each run has its own lock."""
+    """All runs of one database and its data directory. Methods are called from many threads; each run has a lock."""
 
     def __init__(
         self,
@@ -47,8 +47,9 @@ class Coordinator:
         self.settings = settings
         self.bell = Bell()
         self.room = Room()
+        url = url_of(settings.database_url, settings.data_dir)
         self.data = DataDirectory(settings.data_dir)
-        self.database = Database(settings.data_dir)
+        self.database = Database(url)
         self.tokens = Tokens(self.database)
         admin_token = settings.data_dir / "admin.token"
         if self.tokens.ensure_admin(admin_token, now()):

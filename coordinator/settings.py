@@ -12,7 +12,12 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="OUTERSTEP_COORDINATOR_", extra="forbid")
 
-    data_dir: Path = Field(Path("outerstep-data"), description="database, contributions, deltas and checkpoints")
+    data_dir: Path = Field(
+        Path("outerstep-data"), description="contributions, deltas, checkpoints, and the database unless it has a URL"
+    )
+    database_url: str | None = Field(
+        None, description="the database; default: SQLite, the file outerstep.db in the data directory"
+    )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all, :: for all of IPv6 too")
     port: int = Field(8470, ge=0, le=65_535, description="port to listen on; 0 for any that is free")
     tls_certificate: Path | None = Field(None, description="PEM certificate chain, to serve HTTPS without a proxy")

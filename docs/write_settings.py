@@ -41,6 +41,22 @@ rounds = 10
 
 """
 
+DATABASE = """
+The database and the data directory belong together: rows name files. So give `--database-url` at every start, and to
+`outerstep migrate`, or never. A backup is of both: first the database (by SQLite's `.backup` while the coordinator
+serves, or while it is stopped), then the files.
+
+- `sqlite:////var/lib/outerstep/run.db` is absolute, with four slashes; `sqlite:///run.db`, with three, is relative to
+  the directory that the coordinator is started in. The directory has to be there.
+- It must be on a disk of this machine: SQLite's WAL works on no network file system. In a container it must be on a
+  volume, as `/data` is.
+- To move a database, stop the coordinator and move `outerstep.db` with the files beside it whose names begin so. While
+  the data directory has one and the URL names another, the coordinator does not start.
+- One coordinator at a time: it holds `lock` in its data directory and, beside SQLite's file, a file whose name ends in
+  `.lock`. A second one, with whatever data directory, ends at once and says so.
+- Nothing but SQLite is there yet. A database in memory is refused, for a restart would lose it.
+"""
+
 TOKEN = """
 A token on the command line is seen by everybody on the machine: `--token-file FILE` or `OUTERSTEP_TOKEN` in the
 environment is better. The other commands that talk to a coordinator take `--url`, or `OUTERSTEP_URL`, and the token
@@ -154,6 +170,7 @@ def page() -> str:
         + run_spec_section()
         + "\n"
         + process_section("The coordinator: `outerstep coordinator`", Settings, coordinator_command.FLAGS)
+        + DATABASE
         + "\n"
         + process_section("A worker: `outerstep worker`", WorkerSettings, worker_command.FLAGS)
         + TOKEN

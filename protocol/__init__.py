@@ -1,8 +1,8 @@
 """What coordinator and workers agree on: messages, codecs, wire format, fragments, the outer step.
 
-Pure: numpy, msgpack, zstandard, blake3 and pydantic. No I/O, no clock, no torch, no SQL, except in heap.py (the C
-library's heap) and direct.py (direct I/O), which both sides use. A third party could write its own worker from this
-package, or from `docs/wire-format.md` and `docs/rest.md` without it.
+Pure: numpy, msgpack, zstandard, blake3 and pydantic. No I/O, no clock, no torch, no SQL, except in direct.py (direct
+I/O), which both sides use. A third party could write its own worker from this package, or from `docs/wire-format.md`
+and `docs/rest.md` without it.
 """
 
 PROTOCOL_VERSION = 1

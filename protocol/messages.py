@@ -194,7 +194,7 @@ class Metrics(_Request):
 class Directive(StrEnum):
     CONTINUE = "continue"
     DRAIN = "drain"  # finish the sync of the open round, then leave; the operator may resume the run later
-    STOP = "stop"  # the run is finished or was stopped: leave
+    STOP = "stop"  # the run is finished or was stopped: train no further, ask for an assignment
 
 
 class LeaseReply(_Reply):

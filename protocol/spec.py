@@ -117,6 +117,9 @@ class SyncSpec(_Section):
         True,
         description="compress payloads by zstd: deltas always, uploads where the worker finds its line slow enough",
     )
+    aggregation: Literal["mean"] = Field(
+        "mean", description='rule by which contributions become a delta: their "mean", weighted by tokens'
+    )
     fragment_elements: Annotated[int, Field(ge=256, le=1 << 28)] = Field(
         1 << 23, description="elements per fragment, at most"
     )

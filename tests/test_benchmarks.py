@@ -16,9 +16,9 @@ import pytest
 from benchmarks import wan
 from benchmarks.control_plane import measure
 from benchmarks.floor import core_seconds
+from benchmarks.harness import lines
+from benchmarks.harness.coordinator import CoordinatorProcess
 from protocol.wire import CHUNK_ELEMENTS
-from tests.support import lines
-from tests.support.coordinator import CoordinatorProcess
 
 ROOT = Path(__file__).parents[1]
 

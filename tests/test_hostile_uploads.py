@@ -17,14 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import func, select
 
+from benchmarks.harness.coordinator import InThread, coordinator_thread
+from benchmarks.harness.member import Member, spec_toml
 from coordinator.store.tables import ContributionRow, UnitRangeRow
 from protocol.codecs import CODECS
 from protocol.digest import content_digest, digest
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
 from protocol.messages import Assignment, Scope
 from protocol.wire import CHUNK_ELEMENTS, PREFIX, StateHeader, pack_header
-from tests.support.coordinator import InThread, coordinator_thread
-from tests.support.member import Member, spec_toml
 
 
 @dataclass

@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.harness.coordinator import CoordinatorProcess
 from protocol.compiled import COMPILED
 from protocol.messages import Scope
-from tests.support.coordinator import CoordinatorProcess
 from tests.support.text import write_text
 from tests.support.workers import WorkerProcess
 

@@ -13,9 +13,9 @@ import httpx
 import pytest
 import torch
 
+from benchmarks.harness.coordinator import CoordinatorProcess, Running
 from protocol.messages import Scope
 from protocol.spec import parse_spec
-from tests.support.coordinator import CoordinatorProcess, Running
 from tests.support.reference import fragment_bounds, run_reference
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.coordinator import coordinator_thread
 from protocol.messages import Scope
 from protocol.spec import parse_spec
-from tests.support.coordinator import coordinator_thread
 from tests.support.text import write_text
 
 ROOT = Path(__file__).parents[1]

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.harness.coordinator import Running, coordinator_thread
 from protocol.messages import CheckpointDetail, Scope
 from protocol.spec import RunSpec, parse_spec
 from protocol.wire import Payload
-from tests.support.coordinator import Running, coordinator_thread
 from tests.support.reference import fragment_bounds, run_reference
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text

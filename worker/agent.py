@@ -17,7 +17,6 @@ import torch
 from protocol.compiled import KERNELS
 from protocol.errors import CodecError, OuterstepError, Problem, Remedy
 from protocol.exit_codes import Exit
-from protocol.heap import keep_freed_memory
 from protocol.messages import RunDetail, RunState
 from worker.data import TextData
 from worker.diloco import DiLoCo
@@ -38,7 +37,6 @@ def run_worker(settings: WorkerSettings, *, end_process: Callable[[int], object]
 
     `end_process` is called if leaving after a signal takes longer than LEAVE_WITHIN_S.
     """
-    keep_freed_memory()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:

@@ -220,7 +220,7 @@ class DiLoCo:
         heartbeat = resources.enter_context(Heartbeat(membership, reply.lease_s, self._progress.metrics))
         # Metal does not promise IEEE division, which the codecs' bytes depend on; CUDA and CPUs do.
         encoder = fragments.device if on_cuda else torch.device("cpu")
-        exchange = Exchange(membership, spec, state, encoder, heartbeat.run_ended)
+        exchange = Exchange(membership, spec, state, encoder)
         training = Training(fragments, self._optimizer, self._steps, self._progress, self._evaluate)
         owner = identity(self._run, reply.layout, self.name)
         saver = resources.enter_context(Saver(self._files, owner, state, client.stages))

@@ -5,16 +5,14 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator.api import reports
-from coordinator.api.access import Caller, Limit, Number, ReadableRun, Service, layout_with
-from coordinator.api.blobs import blob
-from coordinator.api.describing import ASKS_FOR_BYTES, IMMUTABLE, OF_A_RUN, OF_AN_UPLOAD, UPLOADS, Answers, refusing
-from coordinator.api.limits import LimitedRoute, takes_up_to
-from coordinator.api.uploads import Upload, received
+from coordinator import reports
+from coordinator.http.access import AnyMember, Limit, Number, ReadableRun, Service, layout_with
+from coordinator.http.describing import ASKS_FOR_BYTES, IMMUTABLE, OF_A_RUN, OF_AN_UPLOAD, UPLOADS, Answers, refusing
+from coordinator.http.limits import LimitedRoute, takes_up_to
+from coordinator.http.receiving import Upload, received
+from coordinator.http.sending import blob
 from coordinator.runs.live_run import LiveRun
-from coordinator.store.tables import CheckpointFragmentRow
 from coordinator.sync import seeding
-from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page
 from protocol.wire import max_payload_bytes
@@ -32,15 +30,13 @@ _SAME_AGAIN: Answers = {"200": {"model": CheckpointFragment, "description": "It 
 )
 @takes_up_to(None)
 async def seed(
-    http: Request, response: Response, run: ReadableRun, fragment: Number, caller: Caller, service: Service
+    http: Request, response: Response, run: ReadableRun, fragment: Number, worker: AnyMember, service: Service
 ) -> CheckpointFragment:
     """Upload a fragment of state 0."""
-    if caller.worker is None:
-        raise Problem("forbidden", "only a member of the run may seed its state")
     layout = layout_with(run, fragment)
     limit = max_payload_bytes("fp32", 2 * layout.elements[fragment])
     async with received(http, service, limit) as upload:
-        reply, created = await run_in_threadpool(_accept, run, layout, caller.worker, fragment, upload)
+        reply, created = await run_in_threadpool(_accept, run, layout, worker, fragment, upload)
     if not created:
         response.status_code = 200
     return reply
@@ -75,8 +71,5 @@ def get_checkpoint(run: ReadableRun, number: Annotated[str, Path(pattern=r"^(lat
 def get_checkpoint_fragment(http: Request, run: ReadableRun, number: Number, fragment: Number) -> Response:
     """One fragment's outer state, θ then u."""
     layout_with(run, fragment)
-    with run.world.database.read() as session:
-        row = session.get(CheckpointFragmentRow, (run.id, number, fragment))
-        if row is None:
-            raise reports.no_checkpoint(run, session, number)
-    return blob(http, run.blobs, run.names.checkpoint(number, fragment, row.digest), row.digest)
+    digest = reports.checkpoint_digest(run, number, fragment)
+    return blob(http, run.blobs, run.names.checkpoint(number, fragment, digest), digest)

@@ -7,10 +7,10 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from coordinator.api import reports
-from coordinator.api.access import Limit, ReadableRun, Service
-from coordinator.api.describing import OF_A_RUN, Answers, refusing
-from coordinator.api.limits import LimitedRoute
+from coordinator import reports
+from coordinator.http.access import Limit, ReadableRun, Service
+from coordinator.http.describing import OF_A_RUN, Answers, refusing
+from coordinator.http.limits import LimitedRoute
 from coordinator.runs.bell import EVENTS, Bell
 from coordinator.runs.live_run import LiveRun
 from protocol.messages import Event, Page

@@ -4,9 +4,9 @@ from importlib.metadata import version
 
 from fastapi import APIRouter
 
-from coordinator.api.access import Service
-from coordinator.api.describing import refusing
-from coordinator.api.limits import LimitedRoute
+from coordinator.http.access import Service
+from coordinator.http.describing import refusing
+from coordinator.http.limits import LimitedRoute
 from protocol.messages import Health
 
 router = APIRouter(tags=["health"], route_class=LimitedRoute)

@@ -5,10 +5,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator.api import reports
-from coordinator.api.access import Admin, Caller, Limit, ReadableRun, Service
-from coordinator.api.describing import OF_A_CHANGE, OF_A_RUN, Answers, refusing
-from coordinator.api.limits import LimitedRoute, takes_up_to
+from coordinator import reports
+from coordinator.http.access import Admin, Caller, Limit, ReadableRun, Service
+from coordinator.http.describing import OF_A_CHANGE, OF_A_RUN, Answers, refusing
+from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
 from coordinator.runs import epochs, steering
 from coordinator.store.tables import RunRow
 from protocol.errors import Problem
@@ -74,6 +74,7 @@ def list_epochs(
 
 
 @router.patch("/{run}", responses=refusing(*OF_A_RUN, "run-ended", *OF_A_CHANGE))
+@takes_up_to(MESSAGE_BYTES)
 def change_run(run: ReadableRun, change: RunChange, _: Admin) -> RunDetail:
     """Pause, resume, drain or stop."""
     steering.change_state(run, RunState(change.state))

@@ -4,15 +4,16 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from coordinator.api.access import Admin, Limit, Service
-from coordinator.api.describing import OF_A_CHANGE, refusing
-from coordinator.api.limits import LimitedRoute
+from coordinator.http.access import Admin, Limit, Service
+from coordinator.http.describing import OF_A_CHANGE, refusing
+from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
 from protocol.messages import NewToken, Page, TokenInfo, TokenRequest
 
 router = APIRouter(prefix="/v1/tokens", tags=["tokens"], route_class=LimitedRoute)
 
 
 @router.post("", status_code=201, responses=refusing("forbidden", *OF_A_CHANGE))
+@takes_up_to(MESSAGE_BYTES)
 def create_token(request: TokenRequest, service: Service, _: Admin) -> NewToken:
     """Make a token. Its secret is in this answer and nowhere else."""
     return service.new_token(request)

@@ -4,14 +4,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from coordinator.api import reports
-from coordinator.api.access import Admin, Caller, Joiner, Limit, MemberRun, PathName, ReadableRun, Service
-from coordinator.api.describing import ASKS_TO_WAIT, OF_A_CHANGE, OF_A_RUN, WAITED, refusing
-from coordinator.api.limits import LimitedRoute, takes_up_to
-from coordinator.api.waiting import poll, preferred_wait_s
-from coordinator.runs import accounting, assigning, membership
+from coordinator import reports
+from coordinator.http.access import Admin, Joiner, Limit, MemberOrAdmin, MemberRun, PathName, ReadableRun, Service
+from coordinator.http.describing import ASKS_TO_WAIT, OF_A_CHANGE, OF_A_RUN, WAITED, refusing
+from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
+from coordinator.http.waiting import poll, preferred_wait_s
+from coordinator.members import accounting, assigning, membership
 from coordinator.runs.bell import ASSIGNMENTS
-from protocol.errors import Problem
 from protocol.messages import (
     Action,
     Assignment,
@@ -22,7 +21,6 @@ from protocol.messages import (
     LeaveRequest,
     Metrics,
     Page,
-    Scope,
     WorkerChange,
     WorkerInfo,
 )
@@ -40,18 +38,18 @@ def join(run: PathName, worker: PathName, request: JoinRequest, service: Service
 
 
 @router.delete("/{worker}", status_code=204, responses=refusing(*OF_A_RUN, *OF_A_CHANGE))
+@takes_up_to(MESSAGE_BYTES)
 def leave(
-    run: PathName, worker: PathName, caller: Caller, service: Service, request: LeaveRequest | None = None
+    run: PathName, worker: PathName, caller: MemberOrAdmin, service: Service, request: LeaveRequest | None = None
 ) -> Response:
     """Leave, or (an admin) make a worker leave."""
     by_operator = not caller.is_member(run, worker)
-    if by_operator and not caller.allows(Scope.ADMIN):
-        raise Problem("forbidden", f"only the member {worker} itself or an admin may do this")
     membership.leave(service.run(run), worker, request or LeaveRequest(), by_operator=by_operator)
     return Response(status_code=204)
 
 
 @router.patch("/{worker}", responses=refusing(*OF_A_RUN, *OF_A_CHANGE))
+@takes_up_to(MESSAGE_BYTES)
 def change_worker(run: ReadableRun, worker: PathName, change: WorkerChange, _: Admin) -> WorkerInfo:
     """Evict a worker, ban it, or let a banned one join again."""
     membership.change_worker(run, worker, change)
@@ -59,6 +57,7 @@ def change_worker(run: ReadableRun, worker: PathName, change: WorkerChange, _: A
 
 
 @router.put("/{worker}/lease", responses=refusing(*OF_A_RUN))
+@takes_up_to(MESSAGE_BYTES)
 async def renew_lease(run: MemberRun, worker: PathName, metrics: Metrics) -> LeaseReply:
     """Heartbeat."""
     return membership.renew(run, worker, metrics)

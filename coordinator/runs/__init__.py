@@ -1,1 +1,1 @@
-"""The control plane: a run, who takes part in it, what each does next, and when a round opens and closes."""
+"""A run: its state in memory and the one way to change it, when its rounds open and close, and its work units."""

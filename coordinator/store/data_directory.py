@@ -5,14 +5,13 @@ incoming/                      scratch: being received or written; emptied at st
 runs/{run}/state/{p}.{0 or 1}  the current outer state; derived from checkpoints and deltas, so not fsynced
 """
 
-import fcntl
 import itertools
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.store.files import fsync
-from protocol.errors import OuterstepError
+from coordinator.store.locking import hold
 
 
 class DataDirectory:
@@ -23,14 +22,7 @@ class DataDirectory:
             root.mkdir(parents=True)
             fsync(root.parent)
         self.root = root
-        self._lock = (root / "lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._lock.close()
-            raise OuterstepError(
-                f"{root} is in use by another coordinator; stop it or choose another --data"
-            ) from error
+        self._lock = hold(root / "lock", f"{root} is in use by another coordinator; stop it or choose another --data")
         self._scratch = root / "incoming"
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._scratch.mkdir()

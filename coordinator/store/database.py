@@ -1,85 +1,115 @@
-"""The database: SQLite in WAL mode, every commit fsynced, migrated at start.
+"""The database, at a URL, migrated at start.
 
-Only one process writes, and only by `read()` and `write()`. A write begins IMMEDIATE, so it waits for others before it
-has done anything, and it commits when its block ends without an exception.
+Only one process uses it, and only by `read()` and `write()`. A write commits, durably, when its block ends without an
+exception. What differs between database systems is a module beside this one, in the table `BACKENDS`.
 """
 
 import errno
-import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, Engine, create_engine, event
-from sqlalchemy.exc import OperationalError
+from sqlalchemy import URL, Engine, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.orm import Session
-from sqlalchemy.pool import ConnectionPoolEntry
 
 import migrations
+from coordinator.store import sqlite
+from coordinator.store.tables import Base
+from protocol.errors import OuterstepError
 
-DATABASE_FILE = "outerstep.db"
+
+class Backend(Protocol):
+    """What a module says about its database system."""
+
+    def check(self, url: URL) -> None:
+        """Raise ValueError unless a coordinator can have its database at `url`."""
+
+    def lock(self, url: URL) -> AbstractContextManager[object]:
+        """Lock the database, until the end of what is returned. Raises OuterstepError if another process has it, and
+        OSError."""
+
+    def engines(self, url: URL) -> tuple[Engine, Engine]:
+        """Return an engine for reading and one for writing, which share their connections."""
+
+    def disk_is_full(self, error: DBAPIError) -> bool:
+        """Return True if `error` says that the database found the disk full."""
+
+
+BACKENDS: dict[str, Backend] = {"sqlite": sqlite}
+
+
+def url_of(text: str | None, data_dir: Path) -> URL:
+    """Return the URL that `text` is; None: of the database in `data_dir`. Raises ValueError if it cannot be used."""
+    inside = sqlite.url_in(data_dir)
+    if text is None:
+        return inside
+    try:
+        url = make_url(text)
+    except ArgumentError as error:
+        raise ValueError("this is no URL, as for example sqlite:////var/lib/outerstep.db is one") from error
+    name = url.get_backend_name()
+    if name not in BACKENDS:
+        raise ValueError(f"there is no backend for {name}: use one of {', '.join(BACKENDS)}, or leave the setting away")
+    BACKENDS[name].check(url)
+    found = Path(str(inside.database))
+    if found.exists() and not (name == "sqlite" and found.resolve() == Path(str(url.database)).resolve()):
+        raise ValueError(
+            f"the data directory has a database already, {found}: with the coordinator stopped move it to where it is "
+            "to be, with the files beside it that its name begins, or leave the setting away"
+        )
+    return url
 
 
 class Database:
-    """The database of one data directory, at the newest schema."""
+    """One coordinator's database, at the newest schema; no other coordinator has it meanwhile.
 
-    def __init__(self, data_dir: Path) -> None:
-        self._engine = _engine(data_dir / DATABASE_FILE)
-        self._writing = self._engine.execution_options(begin="BEGIN IMMEDIATE")
-        _upgrade(self._engine)
+    Raises OuterstepError if it is in use or cannot be opened, and OSError.
+    """
+
+    def __init__(self, url: URL) -> None:
+        backend = BACKENDS[url.get_backend_name()]
+        with ExitStack() as opened:
+            opened.enter_context(backend.lock(url))
+            self.reading, self.writing = backend.engines(url)
+            opened.callback(self.reading.dispose)
+            try:
+                upgrade(self.reading)
+            except DBAPIError as error:
+                raise OuterstepError(f"the database {url!r} cannot be opened: {error.orig}") from error
+            self._opened = opened.pop_all()
 
     @contextmanager
     def read(self) -> Iterator[Session]:
         """Open a session to read in."""
-        with Session(self._engine) as session:
+        with Session(self.reading) as session:
             yield session
 
     @contextmanager
     def write(self) -> Iterator[Session]:
         """Open a session whose transaction is committed, durably, at the end of the block."""
-        with Session(self._writing, expire_on_commit=False) as session, session.begin():
+        with Session(self.writing, expire_on_commit=False) as session, session.begin():
             yield session
 
     def close(self) -> None:
-        self._engine.dispose()
-
-
-def migrate(data_dir: Path) -> None:
-    """Bring the database of `data_dir` to the newest schema; make it where there is none."""
-    data_dir.mkdir(parents=True, exist_ok=True)
-    Database(data_dir).close()
+        self._opened.close()
 
 
 def disk_is_full(error: BaseException) -> bool:
     """Return True if `error` says that the disk is full, of a file or of the database."""
-    if isinstance(error, OperationalError):
-        return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    if isinstance(error, DBAPIError):
+        return any(backend.disk_is_full(error) for backend in BACKENDS.values())
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def _engine(path: Path) -> Engine:
-    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 60})
-
-    @event.listens_for(engine, "connect")
-    def configure(connection: Any, _: ConnectionPoolEntry) -> None:
-        connection.isolation_level = None  # transactions begin where `begin` below says, not where sqlite3 guesses
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA foreign_keys = ON")
-
-    @event.listens_for(engine, "begin")
-    def begin(connection: Connection) -> None:
-        connection.exec_driver_sql(connection.get_execution_options().get("begin", "BEGIN"))
-
-    return engine
-
-
-def _upgrade(engine: Engine) -> None:
+def upgrade(engine: Engine) -> None:
+    """Bring the database to the newest schema; make it where there is none."""
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+    config.attributes["metadata"] = Base.metadata
     with engine.connect() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, "head")

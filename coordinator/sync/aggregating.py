@@ -1,8 +1,8 @@
 """Aggregation: payloads of contributions in, frames of a delta out. Pure arithmetic in bounded memory.
 
-AGGREGATORS has the rules by name; today every run takes the mean. However many workers contribute, memory holds one
-fp32 chunk (two if the codec sends only some of the values), one worker's encoded chunk and the encoded delta. The sum
-is in worker-id order, never in order of arrival, so the bytes do not depend on timing.
+AGGREGATORS has the rules by the names that they have in run specs (`sync.aggregation`). However many workers
+contribute, memory holds one fp32 chunk (two if the codec sends only some of the values), one worker's encoded chunk and
+the encoded delta. The sum is in worker-id order, never in order of arrival, so the bytes do not depend on timing.
 """
 
 from collections.abc import Callable, Sequence

@@ -50,7 +50,8 @@ def make_delta(
                 reader = run.blobs.open(run.names.contribution(round_, fragment, worker, each.digest))
                 stored[worker] = stack.enter_context(HashedPayload(reader, buffer))
                 payloads.append((stored[worker], each.tokens))
-            frames = aggregate(payloads, run.spec.sync.download_codec, zstd=run.spec.sync.zstd)
+            sync = run.spec.sync
+            frames = aggregate(payloads, sync.download_codec, zstd=sync.zstd, rule=sync.aggregation)
             lost = [worker for worker, each in stored.items() if not each.is_intact(contributed[worker].digest)]
     except (OSError, WireError, ValueError, LookupError):  # a blob is missing, unreadable or corrupt
         lost = lost_contributions(run, round_, fragment, contributed)

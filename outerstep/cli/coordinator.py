@@ -9,6 +9,7 @@ from outerstep.cli.faults import UsageError, import_extra, validated
 
 FLAGS = {
     "data_dir": "--data",
+    "database_url": "--database-url",
     "host": "--host",
     "port": "--port",
     "tls_certificate": "--tls-certificate",
@@ -19,13 +20,22 @@ FLAGS = {
 DataOption = Annotated[
     Path | None,
     typer.Option(
-        "--data", help="The data directory: database, contributions, deltas, checkpoints. Made where missing."
+        "--data", help="The data directory: contributions, deltas, checkpoints, the database. Made where missing."
+    ),
+]
+DatabaseOption = Annotated[
+    str | None,
+    typer.Option(
+        "--database-url",
+        metavar="URL",
+        help="The database, if not outerstep.db in the data directory: sqlite:////absolute/path or sqlite:///relative.",
     ),
 ]
 
 
 def coordinator(
     data: DataOption = None,
+    database_url: DatabaseOption = None,
     host: Annotated[
         str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all, :: for all of IPv6 too.")
     ] = None,
@@ -43,7 +53,8 @@ def coordinator(
 
     It applies the database migrations, goes on where it stopped, and prints one line when it is ready. Its first start
     makes an admin token and writes it to admin.token in the data directory. Each option can also be set by an
-    environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _HOST, _PORT, _TLS_CERTIFICATE, _TLS_KEY, _LOG_LEVEL.
+    environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE_URL, _HOST, _PORT, _TLS_CERTIFICATE, _TLS_KEY,
+    _LOG_LEVEL.
 
     \b
     Example:
@@ -54,6 +65,7 @@ def coordinator(
     settings = _settings(
         {
             "data_dir": data,
+            "database_url": database_url,
             "host": host,
             "port": port,
             "tls_certificate": tls_certificate,
@@ -63,6 +75,7 @@ def coordinator(
     )
     if settings.tls_key is not None and settings.tls_certificate is None:
         raise UsageError("--tls-key needs --tls-certificate")
+    _database_url(settings)
     try:
         server.serve(settings)
     except OSError as error:  # a port that is taken, a certificate that is not there, a directory that is not ours
@@ -70,8 +83,8 @@ def coordinator(
         raise UsageError(f"cannot serve at {address} from {settings.data_dir}: {error}") from error
 
 
-def migrate(data: DataOption = None) -> None:
-    """Bring a data directory's database to the newest schema.
+def migrate(data: DataOption = None, database_url: DatabaseOption = None) -> None:
+    """Bring a coordinator's database to the newest schema.
 
     A coordinator does this whenever it starts; the command is for doing it beforehand, with the coordinator stopped.
 
@@ -80,15 +93,27 @@ def migrate(data: DataOption = None) -> None:
       outerstep migrate --data ./data
     """
     database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep migrate")
-    data_dir = _settings({"data_dir": data}).data_dir
+    settings = _settings({"data_dir": data, "database_url": database_url})
+    url = _database_url(settings)
     try:
-        database.migrate(data_dir)
+        if settings.database_url is None:
+            settings.data_dir.mkdir(parents=True, exist_ok=True)
+        database.Database(url).close()
     except OSError as error:
-        raise UsageError(f"--data {data_dir}: {error.strerror or error}") from error
-    typer.echo(f"the database in {data_dir} is at the newest schema")
+        raise UsageError(f"cannot migrate {url!r}: {error}") from error
+    typer.echo(f"the database {url!r} is at the newest schema")
 
 
 def _settings(given: dict[str, Any]) -> Any:
     """Return the coordinator's Settings, from the options that were given, the environment, and the defaults."""
     settings = import_extra("coordinator.settings", extra="coordinator", command="outerstep coordinator")
     return validated(settings.Settings, given, FLAGS)
+
+
+def _database_url(settings: Any) -> Any:
+    """Return the URL of the coordinator's database. Raises UsageError if there can be none."""
+    database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep coordinator")
+    try:
+        return database.url_of(settings.database_url, settings.data_dir)
+    except ValueError as error:  # without its value, which may have a password in it
+        raise UsageError(f"{FLAGS['database_url']}, or its variable: {error}") from error

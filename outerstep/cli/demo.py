@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from outerstep.cli.faults import UsageError
+from outerstep.cli.faults import UsageError, check_not_hidden
 from outerstep.cli.printing import console
 from outerstep.demo import Plan, run_demo
 from outerstep.demo.processes import ChildError
@@ -51,6 +51,7 @@ def demo(
       outerstep demo --workers 2 --rounds 10 --keep ./demo-data --json summary.json
     """
     _check_installed()
+    check_not_hidden("worker")  # which writes the sample in the end
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise UsageError(f"--json {json_file}: there is no directory {json_file.absolute().parent}")
     out = console()

@@ -68,13 +68,18 @@ def _explain(fault: Any, model: type[BaseModel], given: dict[str, Any], flags: d
     return text
 
 
+def check_not_hidden(package: str) -> None:
+    """Raise UsageError if a file of the user's hides our `package`."""
+    try:
+        refuse_shadow(package)
+    except ImportError as error:
+        raise UsageError(str(error)) from error
+
+
 def import_extra(module: str, *, extra: str, command: str) -> ModuleType:
     """Import `module`, which needs our package `extra` and the libraries of pip's `outerstep[extra]`. Raises UsageError
     if the libraries are not installed, or if a file of the user's hides the package."""
-    try:
-        refuse_shadow(extra)
-    except ImportError as error:
-        raise UsageError(str(error)) from error
+    check_not_hidden(extra)
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from protocol.errors import OuterstepError
 
+ROOT = Path(__file__).parents[2]
 READY = re.compile(r"^outerstep coordinator ready at (\S+)$", re.MULTILINE)
 READY_WITHIN_S = 60.0
 STOP_WITHIN_S = 10.0
@@ -44,15 +45,21 @@ class Processes:
         self.children: list[Child] = []
 
     def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Start the command `outerstep` with `arguments`; `environment` is added to this process's."""
+        """Start the command `outerstep` with `arguments`. `environment` is added to this process's, without what that
+        says to other coordinators: a database is not to be shared with the demo.
+
+        Nothing in the working directory can hide a package of ours, unless that is where this package itself lies.
+        """
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("OUTERSTEP_COORDINATOR_")}
         log = self.logs / f"{name}.log"
+        safe_path = [] if Path.cwd().samefile(ROOT) else ["-P"]
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "outerstep.demo.child", *arguments],
+                [sys.executable, *safe_path, "-m", "outerstep.demo.child", *arguments],
                 stdin=subprocess.PIPE,  # held open: see child.py
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                env={**inherited, "PYTHONUNBUFFERED": "1", **environment},
                 # A terminal's Ctrl-C reaches the demo alone, which then ends the others in order.
                 start_new_session=True,
             )

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import stores
+from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
 from coordinator.store.blobs import Blobs
 from coordinator.store.data_directory import DataDirectory
-from tests.support import stores
-from tests.support.coordinator import InThread, SettableClock, coordinator_thread
 
 _numbers = itertools.count()
 

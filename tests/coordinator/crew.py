@@ -1,14 +1,18 @@
 """Members of a run for tests: joined, with state 0 seeded and held by all of them."""
 
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 
+from benchmarks.harness.coordinator import InThread, Running
+from benchmarks.harness.member import Member, spec_toml
+from benchmarks.harness.stores import Blocked
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
-from tests.support.coordinator import InThread, Running
-from tests.support.member import Member, spec_toml
 from tests.support.openapi import check_declared
-from tests.support.stores import Blocked
 
 GRACE_OF_A_SECOND = "lease_s = 100\ngrace_factor = 0\ngrace_min_s = 1\ngrace_max_s = 1"
 
@@ -89,3 +93,16 @@ def take_part_in_round_0(a: Member, b: Member) -> None:
         member.assignment(0)
     for member in (a, b):
         member.take_part(0)
+
+
+@contextmanager
+def refusing(running: InThread, statement: str) -> Iterator[None]:
+    """Every `statement`, for example "INSERT ON workers", fails within."""
+    name = re.sub(r"\W", "_", statement)
+    with sqlite3.connect(running.data_dir / "outerstep.db", timeout=20) as database:
+        database.execute(f"CREATE TRIGGER {name} BEFORE {statement} BEGIN SELECT RAISE(ABORT, 'disk full'); END")
+    try:
+        yield
+    finally:
+        with sqlite3.connect(running.data_dir / "outerstep.db", timeout=20) as database:
+            database.execute(f"DROP TRIGGER {name}")

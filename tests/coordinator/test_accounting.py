@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from coordinator.runs import accounting
+from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.member import Member
 from coordinator.store.tables import FragmentRow, ReportRow
-from tests.coordinator.crew import crew, info, play_round
-from tests.support.coordinator import InThread
-from tests.support.member import Member
+from tests.coordinator.crew import crew, info, play_round, refusing
 from tests.support.waiting import wait_until
 
 
@@ -64,12 +63,9 @@ def test_reports_that_wait_for_the_run_are_booked_together_and_none_is_lost(shar
     assert info(shared, run)["account"] == account(8, 16)
 
 
-def test_a_report_that_could_not_be_booked_is_booked_with_the_next(
-    shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_could_not_be_booked_is_booked_with_the_next(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], min_workers=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(accounting, "_book", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+    with refusing(shared, "INSERT ON reports"):
         assert tell(a, 0, report(0, up=1, down=2)) == 500
         assert tell(a, 0, report(0, up=1, down=2)) == 500
     assert len(shared.live(run).reports) == 1

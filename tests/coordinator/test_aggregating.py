@@ -1,6 +1,7 @@
 """The mean of contributions where a codec sends only some of the values, and another rule in its place."""
 
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from coordinator.sync.aggregating import AGGREGATORS, aggregate
 from protocol.codecs import CODECS
 from protocol.digest import Buffer
+from protocol.spec import SyncSpec
 from protocol.wire import ContributionHeader, Payload, pack_frames, pack_header
 
 F32 = np.float32
@@ -78,6 +80,10 @@ def test_it_is_the_weighted_mean_in_every_chunk(n: int) -> None:
     assert np.array_equal(sent > 0, mean != 0)
     assert np.allclose(mean, expected, rtol=0, atol=1e-6)
     assert (sent > 0).mean() > 1 / 64, "no two workers sent different values, so nothing is proved"
+
+
+def test_a_spec_may_name_every_rule() -> None:
+    assert get_args(SyncSpec.model_fields["aggregation"].annotation) == tuple(AGGREGATORS)
 
 
 def test_another_rule_is_one_function_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

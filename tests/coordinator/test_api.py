@@ -11,14 +11,16 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import APIRouter, Request
 
+from benchmarks.harness.coordinator import InThread, coordinator_thread
+from benchmarks.harness.member import Member, spec_toml
 from coordinator.app import create_app
+from coordinator.http.limits import LimitedRoute, takes_up_to
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
-from protocol.messages import JoinRequest, Scope
+from protocol.messages import Scope, WorkerChange
 from protocol.spec import MAX_SPEC_BYTES
 from tests.coordinator.crew import crew, info, play_round, problem
-from tests.support.coordinator import InThread, coordinator_thread
-from tests.support.member import DATA, TENSORS, Member, spec_toml
 
 
 @pytest.fixture(scope="module")
@@ -92,30 +94,20 @@ def test_a_malformed_message_is_refused_with_the_key_and_what_is_wrong(
 
 
 def test_every_json_request_refuses_unknown_keys(admin: httpx.Client, member: Member) -> None:
-    bodies: dict[tuple[str, str], dict[str, Any]] = {
-        ("PUT", member.path()): JoinRequest(tensors=TENSORS, data=DATA).model_dump(mode="json"),
-        ("DELETE", member.path()): {},
-        ("PUT", member.path("/lease")): {},
-        ("PUT", member.path("/assignment")): {"state_round": 0},
-        ("PUT", "/v1/runs/r/rounds/0/evaluation"): {"loss": 1.0, "tokens": 1},
-        ("PATCH", "/v1/runs/r"): {"state": "paused"},
-        ("PATCH", member.path()): {"state": "readmitted"},
-        ("POST", "/v1/tokens"): {"scope": "viewer"},
-    }
-    schema = admin.get("/openapi.json").json()["paths"]
-    takes_json = {
-        (method.upper(), path)
-        for path, methods in schema.items()
+    names = {"run": "r", "worker": member.name}
+    takes_json = [
+        (method, re.sub(r"\{(\w+)\}", lambda each: names.get(each[1], "0"), path))
+        for path, methods in admin.get("/openapi.json").json()["paths"].items()
         for method, operation in methods.items()
         if "application/json" in operation.get("requestBody", {}).get("content", {})
-    }
-    assert len(takes_json) == len(bodies), "a request is missing in this test"
-    for (method, path), body in bodies.items():
-        joins = (method, path) == ("PUT", member.path())
-        by_member = ("workers" in path and not joins and method != "PATCH") or "evaluation" in path
-        client = member.http if by_member else admin
-        reply = client.request(method, path, json={**body, "surprise": 1})
-        assert "surprise: there is no such key" in problem(reply, "invalid-message")["detail"]
+    ]
+    assert len(takes_json) > 5
+    for method, path in takes_json:
+        replies = [client.request(method, path, json={"surprise": 1}) for client in (admin, member.http)]
+        allowed = [reply for reply in replies if reply.status_code != 403]
+        assert allowed, (method, path)
+        for reply in allowed:
+            assert "surprise: there is no such key" in problem(reply, "invalid-message")["detail"]
 
 
 def test_numbers_that_json_has_not_are_refused(member: Member) -> None:
@@ -277,6 +269,22 @@ def test_every_address_limits_what_it_reads(shared: InThread) -> None:
         assert answer.status == 413, (method, path)
     answer, _ = ask_and_wait(shared, "PATCH", "/v1/nowhere", f"Content-Length: {1 << 40}", authorization)
     assert answer.status == 404
+
+
+def test_an_address_that_takes_a_body_must_say_how_large_it_may_be() -> None:
+    """Nobody gets a limit that he has not thought of."""
+    router = APIRouter(route_class=LimitedRoute)
+
+    def reads_by_hand(request: Request) -> None: ...
+
+    def takes_a_message(change: WorkerChange) -> None: ...
+
+    router.get("/x")(reads_by_hand)
+    cases: list[tuple[Any, Any]] = [(router.put, reads_by_hand), (router.delete, takes_a_message)]
+    for add, endpoint in cases:
+        with pytest.raises(TypeError, match="/x: declare by takes_up_to how large"):
+            add("/x")(endpoint)
+        add("/x")(takes_up_to(1)(endpoint))
 
 
 def test_a_worker_whose_lease_has_ended_learns_of_it_on_the_same_connection(shared: InThread, member: Member) -> None:

@@ -4,9 +4,9 @@ import shutil
 import sqlite3
 from pathlib import Path
 
+from benchmarks.harness.member import Member
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
 from tests.coordinator.test_restart import Lives
-from tests.support.member import Member
 
 
 def back_up(data_dir: Path, to: Path) -> None:

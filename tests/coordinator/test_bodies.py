@@ -8,12 +8,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.member import Member
 from coordinator.tuning.room import Room
 from protocol.digest import content_digest, digest
 from protocol.messages import Assignment
 from tests.coordinator.crew import crew
-from tests.support.coordinator import InThread
-from tests.support.member import Member
 from tests.support.waiting import PATIENCE_S, wait_until
 
 ROOM_BYTES = 1 << 20

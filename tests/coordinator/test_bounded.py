@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.harness.coordinator import InThread
 from coordinator.store.tables import (
     AssignmentRow,
     CheckpointFragmentRow,
@@ -15,7 +16,6 @@ from coordinator.store.tables import (
 )
 from coordinator.sync.retention import EVENTS_SLACK, trim_events
 from tests.coordinator.crew import crew, events, info, play_round, problem
-from tests.support.coordinator import InThread
 
 ROUNDS = 200
 RETENTION = "every_rounds = 5\nkeep = 2\n[retention]\nrounds = 10\nevents = 30"

@@ -2,10 +2,10 @@
 
 import pytest
 
+from benchmarks.harness.coordinator import InThread
 from coordinator.runs.live_run import LiveRun
 from protocol.messages import RunState
 from tests.coordinator.crew import crew, events, info
-from tests.support.coordinator import InThread
 
 
 def test_what_fails_leaves_database_and_memory_as_they_were(shared: InThread, run: str) -> None:

@@ -1,8 +1,10 @@
 """What keeps a coordinator of a thousand workers responsive: who waits for whom, and who is woken by what."""
 
 import asyncio
+import gc
 import resource
 import sqlite3
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -11,12 +13,12 @@ from pathlib import Path
 import pytest
 from anyio.to_thread import current_default_thread_limiter
 
-from coordinator.runs import assigning
+from benchmarks.harness.coordinator import CoordinatorProcess, InThread, SettableClock
+from benchmarks.harness.stores import read, the
+from coordinator.members import assigning
 from coordinator.runs.bell import ASSIGNMENTS, EVENTS, RELEASED_AT_ONCE, Bell, delta_of
 from protocol.messages import Action, Assignment
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, info, problem
-from tests.support.coordinator import CoordinatorProcess, InThread, SettableClock
-from tests.support.stores import read, the
 from tests.support.waiting import wait_until
 
 
@@ -44,9 +46,7 @@ def test_a_heartbeat_does_not_wait_for_threads_that_wait_for_the_run(shared: InT
         return threads.borrowed_tokens == threads.total_tokens
 
     def all_threads_wait() -> bool:
-        loop = shared.coordinator.bell._loop
-        assert loop is not None
-        return asyncio.run_coroutine_threadsafe(busy(), loop).result()
+        return asyncio.run_coroutine_threadsafe(busy(), shared.loop).result()
 
     with ThreadPoolExecutor(60) as others, shared.live(run).lock:
         asking = [others.submit(info, shared, run) for _ in range(60)]
@@ -201,15 +201,18 @@ def test_of_a_crowd_that_is_woken_a_few_are_let_go_at_a_time_and_who_came_first_
 
 
 def test_nobody_is_kept_who_no_longer_waits() -> None:
-    async def kept() -> int:
+    async def kept() -> list[object]:
         bell = Bell()
         bell.attach(asyncio.get_running_loop())
+        known = []
         for _ in range(3):
-            with bell.listening("r", EVENTS):
-                pass
-        return len(bell._listening["r"][EVENTS])
+            with bell.listening("r", EVENTS) as ring:
+                known.append(weakref.ref(ring))
+            del ring
+        gc.collect()
+        return [each() for each in known]
 
-    assert asyncio.run(kept()) == 0
+    assert asyncio.run(kept()) == [None] * 3
 
 
 def test_the_server_may_open_as_many_files_as_the_system_allows(tmp_path: Path) -> None:

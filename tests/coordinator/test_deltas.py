@@ -5,12 +5,12 @@ import threading
 import httpx
 import pytest
 
+from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.member import Member
 from protocol.digest import digest
 from protocol.messages import Scope
 from protocol.wire import DeltaHeader, Payload, StateHeader
 from tests.coordinator.crew import crew, info, play_round, problem
-from tests.support.coordinator import InThread
-from tests.support.member import Member
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
+from benchmarks.harness.coordinator import InThread, Running, coordinator_thread
+from benchmarks.harness.member import spec_toml
 from tests.coordinator.crew import crew, info, play_round, problem
-from tests.support.coordinator import InThread, Running, coordinator_thread
-from tests.support.member import spec_toml
 
 
 @contextmanager

@@ -3,8 +3,6 @@
 The database is made to fail at a chosen statement by a trigger, as it fails on a full disk.
 """
 
-import re
-import sqlite3
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +11,9 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
+from benchmarks.harness.member import Member, spec_toml
+from benchmarks.harness.stores import disturbed, names, read
 from coordinator.runs.live_run import LiveRun
 from protocol.digest import digest
 from tests.coordinator.crew import (
@@ -24,24 +25,9 @@ from tests.coordinator.crew import (
     play_one_round_of_two_without_deltas,
     play_round,
     problem,
+    refusing,
 )
-from tests.support.coordinator import InThread, SettableClock, coordinator_thread
-from tests.support.member import Member, spec_toml
-from tests.support.stores import disturbed, names, read
 from tests.support.waiting import PATIENCE_S, wait_until
-
-
-@contextmanager
-def refusing(running: InThread, statement: str) -> Iterator[None]:
-    """Every `statement`, for example "INSERT ON workers", fails within."""
-    name = re.sub(r"\W", "_", statement)
-    with sqlite3.connect(running.data_dir / "outerstep.db", timeout=20) as database:
-        database.execute(f"CREATE TRIGGER {name} BEFORE {statement} BEGIN SELECT RAISE(ABORT, 'disk full'); END")
-    try:
-        yield
-    finally:
-        with sqlite3.connect(running.data_dir / "outerstep.db", timeout=20) as database:
-            database.execute(f"DROP TRIGGER {name}")
 
 
 def at_once(member: Member, path: str, bodies: list[bytes]) -> list[httpx.Response]:

@@ -7,14 +7,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
+from benchmarks.harness.member import Member, spec_toml
 from coordinator.store.payloads import has_digest
 from coordinator.store.tables import ContributionRow, FragmentRow
 from coordinator.upkeep.full_disk import QUIET_S
 from protocol.digest import model_digest
 from tests.coordinator.crew import crew, events, info, play_round, problem
-from tests.support.coordinator import InThread, SettableClock, coordinator_thread
 from tests.support.full_disk import FullDisk, small_disk
-from tests.support.member import Member, spec_toml
 from tests.support.waiting import wait_until
 
 
@@ -94,11 +94,10 @@ def test_whichever_write_finds_the_disk_full_the_run_ends_as_if_it_had_not(
         failed.append(name)
         return True
 
-    disk = FullDisk(tmp_path, is_full)
+    disk = FullDisk(tmp_path / "data", is_full)
     with pytest.MonkeyPatch.context() as patch, coordinator_thread(tmp_path / "data", clock=clock) as running:
         disk.install(patch)
-        disk.watch(running.coordinator.database._engine)
-        disk.watch(running.coordinator.database._writing)
+        disk.watch(running.coordinator.database.reading)
         for number in itertools.count():
             run = f"r{number}"
             digests.add(one_round(running, run, clock, transport))
@@ -116,8 +115,7 @@ def test_whichever_write_finds_the_disk_full_the_run_ends_as_if_it_had_not(
 def test_a_disk_that_stays_full_for_a_while_is_told_once_and_then_that_it_has_room(tmp_path: Path) -> None:
     clock = SettableClock()
     with small_disk(tmp_path / "disk") as disk, coordinator_thread(disk.root / "data", clock=clock) as running:
-        disk.watch(running.coordinator.database._engine)
-        disk.watch(running.coordinator.database._writing)
+        disk.watch(running.coordinator.database.reading)
         a, b = crew(running, "r", ["a", "b"], rounds=3, min_workers=2, members="lease_s = 1000")
         play_round([a, b], 0)
         for member in (a, b):
@@ -147,3 +145,27 @@ def test_a_disk_that_stays_full_for_a_while_is_told_once_and_then_that_it_has_ro
         play_round([a, b], 2)
         running.await_state("r", 3)
         assert_nothing_half_written(running, "r")
+
+
+def test_a_database_whose_own_disk_is_full_is_told_as_the_files_disk_is(tmp_path: Path) -> None:
+    """The probe of the files' disk finds room all the while; that is not taken for room in the database."""
+    clock, full = SettableClock(), False
+    with coordinator_thread(tmp_path / "data", clock=clock) as running:
+        FullDisk(tmp_path / "data", lambda _: full).watch(running.coordinator.database.reading)
+        a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2, members="lease_s = 1000")
+        for member in (a, b):
+            member.assignment(0)
+        full = True
+        problem(a.contribute(a.assignment(0), 0, a.pseudo_gradients(0)[0]), "storage-full")
+        for _ in range(2 * int(QUIET_S)):
+            running.coordinator.tick()
+            clock.advance(1)
+        full = False
+        running.coordinator.tick()
+        kinds = ("storage-full", "storage-room")
+        assert [len(events(running, "r", kind)) for kind in kinds] == [1, 0]
+        clock.advance(QUIET_S)
+        running.coordinator.tick()
+        assert [len(events(running, "r", kind)) for kind in kinds] == [1, 1]
+        play_round([a, b], 0)
+        running.await_state("r", 1)

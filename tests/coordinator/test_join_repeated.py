@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.member import DATA, TENSORS, Member, spec_toml
 from protocol.messages import JoinRequest
 from tests.coordinator.crew import enlist, events, problem
-from tests.support.coordinator import InThread
-from tests.support.member import DATA, TENSORS, Member, spec_toml
 
 TOKEN = "ost_" + "a" * 43
 MINUTE = "lease_s = 60"

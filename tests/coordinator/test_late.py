@@ -1,8 +1,8 @@
 """Late contributions are told with how late they were, and divergences are counted."""
 
+from benchmarks.harness.coordinator import InThread, SettableClock
 from coordinator.store.tables import LateContributionRow
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, events, info, problem
-from tests.support.coordinator import InThread, SettableClock
 
 
 def test_the_rounds_record_says_who_was_late_and_by_how_much(shared: InThread, run: str, clock: SettableClock) -> None:

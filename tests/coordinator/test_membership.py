@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from coordinator.runs import membership
+from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
+from benchmarks.harness.member import DATA, TENSORS, Member, spec_toml
+from coordinator.members import membership
 from coordinator.runs.live_run import LiveRun
 from coordinator.store.tables import UnitRangeRow, WorkerRow
 from protocol.errors import Problem
 from protocol.fragments import TensorSpec
 from protocol.messages import DataSummary, JoinRequest, LeaveRequest, Metrics
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, recovered
-from tests.support.coordinator import InThread, SettableClock, coordinator_thread
-from tests.support.member import DATA, TENSORS, Member, spec_toml
 
 MINUTE = "lease_s = 60"
 

@@ -5,9 +5,9 @@ import threading
 import httpx
 import pytest
 
+from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.member import Member
 from tests.coordinator.crew import crew, play_round
-from tests.support.coordinator import InThread
-from tests.support.member import Member
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,15 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 
 import migrations
-from coordinator.store.database import Database, disk_is_full, migrate
+from coordinator.store import sqlite
+from coordinator.store.database import Database, disk_is_full
 from coordinator.store.tables import Base
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[sa.Engine]:
-    migrate(tmp_path)
-    engine = sa.create_engine(f"sqlite:///{tmp_path / 'outerstep.db'}")
+    Database(sqlite.url_in(tmp_path)).close()
+    engine = sa.create_engine(sqlite.url_in(tmp_path))
     yield engine
     engine.dispose()
 
@@ -27,7 +28,7 @@ def engine(tmp_path: Path) -> Iterator[sa.Engine]:
 def config(connection: sa.Connection) -> Config:
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent))
-    config.attributes["connection"] = connection
+    config.attributes |= {"connection": connection, "metadata": Base.metadata}
     return config
 
 
@@ -63,20 +64,20 @@ def test_down_to_nothing_and_up_again_gives_the_same_schema(engine: sa.Engine) -
 
 
 def test_migrating_again_changes_nothing_and_keeps_the_rows(tmp_path: Path) -> None:
-    migrate(tmp_path)
-    database = Database(tmp_path)
+    Database(sqlite.url_in(tmp_path)).close()
+    database = Database(sqlite.url_in(tmp_path))
     with database.write() as session:
         session.execute(sa.text("INSERT INTO tokens VALUES ('a', 'admin', '', x'00', 0.0)"))
     database.close()
-    migrate(tmp_path)
-    database = Database(tmp_path)
+    Database(sqlite.url_in(tmp_path)).close()
+    database = Database(sqlite.url_in(tmp_path))
     with database.read() as session:
         assert session.scalar(sa.text("SELECT count(*) FROM tokens")) == 1
     database.close()
 
 
 def test_the_database_is_as_durable_as_the_design_says(tmp_path: Path) -> None:
-    database = Database(tmp_path)
+    database = Database(sqlite.url_in(tmp_path))
     with database.read() as session:
         assert session.scalar(sa.text("PRAGMA journal_mode")) == "wal"
         assert session.scalar(sa.text("PRAGMA synchronous")) == 2  # FULL
@@ -85,7 +86,7 @@ def test_the_database_is_as_durable_as_the_design_says(tmp_path: Path) -> None:
 
 
 def test_what_fails_within_a_write_leaves_nothing(tmp_path: Path) -> None:
-    database = Database(tmp_path)
+    database = Database(sqlite.url_in(tmp_path))
 
     def fail_halfway() -> None:
         with database.write() as session:
@@ -139,7 +140,7 @@ CONTRIBUTION = "INSERT INTO contributions VALUES ({}, 0, 0, 'w', x'00', 1, 1, 1,
     ],
 )  # fmt: skip
 def test_the_database_itself_refuses(tmp_path: Path, statements: list[str], constraint: str) -> None:
-    database = Database(tmp_path)
+    database = Database(sqlite.url_in(tmp_path))
     with database.write() as session:
         session.execute(sa.text(RUN.format(1, "r")))
     with database.read() as session:
@@ -151,7 +152,7 @@ def test_the_database_itself_refuses(tmp_path: Path, statements: list[str], cons
 
 
 def test_an_upgrade_from_the_first_schema_keeps_the_data_and_counts_it(tmp_path: Path) -> None:
-    engine = sa.create_engine(f"sqlite:///{tmp_path / 'outerstep.db'}")
+    engine = sa.create_engine(sqlite.url_in(tmp_path))
     contribution = "INSERT INTO contributions VALUES (1, {}, {}, '{}', x'00', {}, {}, 5, 1.0, 1.0, 0.0)"
     worker = "INSERT INTO workers (run_id, name, state, epoch, joined_at, host, metrics) VALUES (1, '{}', 'left', 1, 0, '{{}}', '{{}}')"
     statements = [
@@ -170,7 +171,7 @@ def test_an_upgrade_from_the_first_schema_keeps_the_data_and_counts_it(tmp_path:
         command.upgrade(config(connection), "0001")
         for statement in statements:
             connection.execute(sa.text(statement.replace(":", r"\:")))
-    migrate(tmp_path)
+    Database(sqlite.url_in(tmp_path)).close()
     with engine.begin() as connection:
         workers = connection.execute(sa.text("SELECT name, contributions, tokens, upload_bytes FROM workers")).all()
         assert [tuple(row) for row in workers] == [("a", 2, 128, 400), ("b", 1, 32, 10)]

@@ -2,9 +2,9 @@
 
 import httpx
 
+from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.member import DATA, Member
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, enlist, events, info, problem
-from tests.support.coordinator import InThread
-from tests.support.member import DATA, Member
 
 
 def change(running: InThread, member: Member, state: str) -> httpx.Response:

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.harness.coordinator import InThread, SettableClock
+from benchmarks.harness.member import Member, spec_toml
 from coordinator.runs.pacing import inner_steps
 from protocol.errors import SpecError
 from protocol.spec import SyncSpec, parse_spec
 from tests.coordinator.crew import enlist, info, recovered
-from tests.support.coordinator import InThread, SettableClock
-from tests.support.member import Member, spec_toml
 
 AUTO = SyncSpec(
     rounds=1, inner_steps="auto", round_s=10, nominal_inner_steps=40, min_inner_steps=5, max_inner_steps=100

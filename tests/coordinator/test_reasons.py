@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.member import Member, spec_toml
 from tests.coordinator.crew import crew, enlist, info, play_round, problem
-from tests.support.coordinator import InThread
-from tests.support.member import Member, spec_toml
 
 
 def heartbeat(member: Member) -> tuple[str, str]:
@@ -87,5 +87,5 @@ def test_once_the_run_is_stopped_nothing_is_open_or_waited_for(shared: InThread,
 def test_once_the_run_is_finished(shared: InThread, run: str) -> None:
     (a,) = crew(shared, run, ["a"], rounds=1)
     play_round([a], 0)
-    assert heartbeat(a)[1] == "the run is finished"
+    assert heartbeat(a) == ("stop", "the run is finished")
     assert info(shared, run)["reason"] == "the run is finished after 1 of 1 rounds"

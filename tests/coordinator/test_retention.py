@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.stores import names, rounds
 from coordinator.store.blobs import KINDS
 from coordinator.store.tables import CheckpointFragmentRow, ContributionRow
 from protocol.outer_step import outer_step
 from protocol.wire import Payload
 from tests.coordinator.crew import crew, info, play_round
-from tests.support.coordinator import InThread
-from tests.support.stores import names, rounds
 
 # every_rounds, keep -> after 5 of 7 rounds and at the end: rounds of the checkpoints, deltas and contributions kept.
 CASES = [

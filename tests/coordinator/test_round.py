@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.harness.coordinator import InThread, coordinator_thread
+from benchmarks.harness.member import Member, spec_toml
 from protocol.codecs import CODECS
 from protocol.messages import Scope
 from protocol.outer_step import outer_step
 from tests.coordinator.crew import play_round
-from tests.support.coordinator import InThread, coordinator_thread
-from tests.support.member import Member, spec_toml
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from benchmarks.harness.coordinator import InThread, SettableClock
+from benchmarks.harness.member import spec_toml
+from benchmarks.harness.stores import the
 from coordinator.sync.state_file import StateReader
 from tests.coordinator.crew import crew, enlist, info, problem
-from tests.support.coordinator import InThread, SettableClock
-from tests.support.member import spec_toml
-from tests.support.stores import the
 
 
 def test_one_worker_seeds_and_the_others_wait_for_it(shared: InThread, run: str) -> None:

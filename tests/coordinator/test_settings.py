@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from benchmarks.harness.coordinator import CoordinatorProcess
 from coordinator.server import make_server
 from coordinator.settings import Settings
 from outerstep.cli.coordinator import coordinator as cli_coordinator
 from outerstep.cli.faults import UsageError
 from outerstep.rest import connect
-from tests.support.coordinator import CoordinatorProcess
 
 PREFIX = "OUTERSTEP_COORDINATOR_"
 
@@ -24,6 +24,7 @@ def test_defaults_listen_on_this_host_alone() -> None:
 def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {
         "data_dir": "/data",
+        "database_url": "sqlite:////database/run.db",
         "host": "0.0.0.0",
         "port": "80",
         "tls_certificate": "/c.pem",
@@ -36,6 +37,7 @@ def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(PREFIX + key.upper(), value)
     assert Settings().model_dump() == {
         "data_dir": Path("/data"),
+        "database_url": "sqlite:////database/run.db",
         "host": "0.0.0.0",
         "port": 80,
         "tls_certificate": Path("/c.pem"),

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.coordinator import InThread, coordinator_thread
+from benchmarks.harness.member import Member
+from benchmarks.harness.stores import names, read, spoil, the
 from coordinator.store.tables import UnitRangeRow
 from coordinator.sync.deltas import mend_delta
 from coordinator.tuning.room import Room
 from coordinator.upkeep.verifying import verify
 from tests.coordinator.crew import crew, events, info, play_round, problem
-from tests.support.coordinator import InThread, coordinator_thread
-from tests.support.member import Member
-from tests.support.stores import names, read, spoil, the
 from tests.support.waiting import wait_until
 
 

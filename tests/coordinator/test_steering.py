@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.member import Member, spec_toml
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.steering import CHANGES, change_state
 from coordinator.sync import checkpointing
 from protocol.messages import RunState
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
 from tests.coordinator.test_restart import Lives
-from tests.support.coordinator import InThread
-from tests.support.member import Member, spec_toml
 from tests.support.waiting import wait_until
 
 SITUATIONS = ["before seeding", "seeding", "between rounds", "open round", "half contributed", "finished"]
@@ -69,7 +69,7 @@ def test_every_request_in_every_state_does_what_the_table_says_and_nothing_is_st
             else:
                 problem(reply, "run-ended")
     live = shared.live(run)
-    directives = {RunState.STOPPED: "stop", RunState.DRAINING: "drain"}
+    directives = {RunState.STOPPED: "stop", RunState.FINISHED: "stop", RunState.DRAINING: "drain"}
     for member in members:
         reply = member.http.put(member.path("/lease"), json={}).json()
         assert reply["directive"] == directives.get(live.state, "continue")

@@ -10,11 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.harness.coordinator import InThread, coordinator_thread
+from benchmarks.harness.member import Member, spec_toml
 from coordinator.app import create_app
 from protocol.messages import Scope
 from tests.coordinator.crew import crew, enlist, problem
-from tests.support.coordinator import InThread, coordinator_thread
-from tests.support.member import Member, spec_toml
 
 ROOT = Path(__file__).parents[2]
 KINDS = ["none", "unknown", "admin", "worker", "viewer", "member", "another member", "member of another run"]
@@ -29,9 +29,6 @@ MAY: dict[str, set[str]] = {
     "member": {"member"},
     "member, admin": {"admin", "member"},
 }
-
-# A body that passes the schema, where the handler itself looks at the caller; everywhere else it is `{}`.
-BODIES = {"/v1/runs/{run}/rounds/{n}/evaluation": {"loss": 1.0, "tokens": 1}}
 
 
 def documented() -> list[tuple[str, str, str]]:
@@ -78,7 +75,7 @@ def ask(scene: Scene, method: str, path: str, kind: str) -> httpx.Response:
         names["worker"] = "ghost"
     elif path == "/v1/runs/{run}/checkpoints/{n}/fragments/{p}":
         names["n"] = "0"
-    body = None if method in ("GET", "DELETE") else BODIES.get(path, {})
+    body: dict[str, object] | None = None if method in ("GET", "DELETE") else {}
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     return scene.http.request(method, path.format(**names), json=body, headers=headers)
 

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from fastapi import Request
 
-from coordinator.api.blobs import blob
+from benchmarks.harness.coordinator import InThread, SettableClock
+from benchmarks.harness.stores import disturbed, names, read, the
+from coordinator.http.sending import blob
 from coordinator.store.blobs import Blobs
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
@@ -18,8 +20,6 @@ from coordinator.tuning.room import Room
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
 from tests.coordinator.crew import crew, info, play_round, problem
-from tests.support.coordinator import InThread, SettableClock
-from tests.support.stores import disturbed, names, read, the
 from tests.support.waiting import wait_until
 
 

@@ -20,6 +20,7 @@ from coordinator.runs.units import (
     return_units,
     unconsume_units,
 )
+from coordinator.store import sqlite
 from coordinator.store.database import Database
 from coordinator.store.tables import RunRow, UnitRangeRow
 from protocol.errors import Problem
@@ -27,7 +28,7 @@ from protocol.errors import Problem
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
-    database = Database(tmp_path_factory.mktemp("units"))
+    database = Database(sqlite.url_in(tmp_path_factory.mktemp("units")))
     yield database
     database.close()
 

@@ -3,9 +3,9 @@
 import pytest
 from starlette.requests import Request
 
-from coordinator.api.waiting import MAX_WAIT_S, preferred_wait_s
+from benchmarks.harness.coordinator import InThread
+from coordinator.http.waiting import MAX_WAIT_S, preferred_wait_s
 from tests.coordinator.crew import crew, problem
-from tests.support.coordinator import InThread
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 import httpx
 
+from benchmarks.harness.coordinator import InThread, SettableClock
+from benchmarks.harness.member import Member
 from protocol.messages import Assignment
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, problem
-from tests.support.coordinator import InThread, SettableClock
-from tests.support.member import Member
 
 UNITS = 5  # of a round
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,17 +21,28 @@ pytestmark = pytest.mark.system
 DEADLINE_S = 60
 
 
+ROOT = Path(__file__).parents[2]
+
+
 @contextmanager
-def demo(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A running demo; whatever is left of it in the end is killed."""
+def demo(
+    tmp_path: Path, *arguments: str, outerstep: Sequence[str] = ("-m", "outerstep"), directory: Path = ROOT
+) -> Iterator[subprocess.Popen[str]]:
+    """A running demo; whatever is left of it in the end is killed. `outerstep`: what python is given to run."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     with subprocess.Popen(
-        [sys.executable, "-m", "outerstep", "demo", "--workers", "2", "--rounds", "2", *arguments],
+        [sys.executable, *outerstep, "demo", "--workers", "2", "--rounds", "2", *arguments],
+        cwd=directory,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": "" if directory == ROOT else str(ROOT),
+            "TMPDIR": str(temporary),
+            "PYTHONUNBUFFERED": "1",
+        },
         preexec_fn=default_signals,
     ) as process:
         try:
@@ -202,3 +213,27 @@ def test_a_process_that_dies_is_told_with_its_log_and_ends_the_demo(tmp_path: Pa
         assert_all_gone(processes)
     log = (tmp_path / "kept" / "logs" / f"{victim}.log").read_text()
     assert all(f"  {line}\n" in err for line in log.splitlines()[-3:])
+
+
+def test_files_in_the_working_directory_hide_no_package_from_its_processes(tmp_path: Path):
+    """They ended at once, and only their logs said why."""
+    directory = tmp_path / "of the user"
+    directory.mkdir()
+    for name in ("worker", "protocol", "coordinator"):
+        (directory / f"{name}.py").write_text("raise RuntimeError('the user\\'s own file was run')\n")
+    script = tmp_path / "outerstep"
+    script.write_text("from outerstep.cli import main\nmain()\n")  # as installers write it
+    with demo(tmp_path, outerstep=[str(script)], directory=directory) as process:
+        out, err = process.communicate(timeout=DEADLINE_S * 3)
+    assert process.returncode == 0, err
+    assert "identical" in out
+
+
+def test_a_file_that_hides_a_package_from_the_demo_itself_is_told_at_once(tmp_path: Path):
+    """With `python -m` the working directory comes first; the worker's package is needed in the end."""
+    hiding = tmp_path / "worker.py"
+    hiding.write_text("raise RuntimeError('the user\\'s own file was run')\n")
+    with demo(tmp_path, directory=tmp_path) as process:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, out) == (2, "")
+    assert err == f"outerstep: {hiding} hides the package `worker` of Outerstep; rename the file\n"

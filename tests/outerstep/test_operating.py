@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.harness.member import DATA, TENSORS
 from protocol.messages import JoinRequest
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.examples import SPEC
-from tests.support.member import DATA, TENSORS
 from tests.support.signals import default_signals
 
 
@@ -177,6 +177,36 @@ def test_migrate_makes_and_keeps_a_database(served: Served, tmp_path: Path):
     (tmp_path / "file").touch()
     code, _, err = served.outerstep("migrate", "--data", str(tmp_path / "file" / "data"))
     assert (code, "Not a directory" in err) == (2, True)
+
+
+def test_migrate_takes_the_databases_url(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    url = f"sqlite:///{tmp_path}/run.db"
+    assert served.outerstep("migrate", "--database-url", url)[:2] == (
+        0,
+        f"the database {url} is at the newest schema\n",
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.db", "run.db.lock"]
+    monkeypatch.setenv("OUTERSTEP_COORDINATOR_DATABASE_URL", "sqlite:///other.db")
+    assert served.outerstep("migrate")[0] == 0
+    assert (tmp_path / "other.db").is_file()
+
+
+def test_a_database_that_cannot_be_is_refused_without_its_password(tmp_path: Path):
+    code, err = coordinator_command(
+        "--data", str(tmp_path / "data"), "--database-url", "postgresql://me:secret@db/runs"
+    )
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--database-url, or its variable: there is no backend for postgresql: use one of sqlite" in err
+    assert "secret" not in err
+    assert not (tmp_path / "data").exists()
+
+
+def test_the_demo_has_its_own_database_whatever_the_shell_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OUTERSTEP_COORDINATOR_DATABASE_URL", f"sqlite:///{tmp_path}/mine.db")
+    with serving(tmp_path / "data"):
+        assert (tmp_path / "data" / "outerstep.db").is_file()
+    assert not (tmp_path / "mine.db").exists()
 
 
 def worker_command(served: Served, run: str, token: str, state: Path) -> tuple[int, str]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from protocol import direct
 from protocol.direct import LEAST_BYTES, PAGE_BYTES, Writer, aligned, write_new
 
 SIZES = [0, 1, PAGE_BYTES + 1, LEAST_BYTES - 1, LEAST_BYTES, LEAST_BYTES + 1, LEAST_BYTES + 3 * PAGE_BYTES - 1]
@@ -38,11 +37,11 @@ def test_memory_that_is_not_aligned_takes_the_way_through_the_cache(tmp_path: Pa
 def test_a_file_system_that_does_not_know_it_is_written_as_usual(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = os.open
+    opened, o_direct = os.open, getattr(os, "O_DIRECT", 0)
 
     def refuse(path: Any, flags: int, mode: int = 0o777) -> int:
-        descriptor = opened(path, flags & ~direct._DIRECT, mode)  # as some do: made, and then refused
-        if flags & direct._DIRECT:
+        descriptor = opened(path, flags & ~o_direct, mode)  # as some do: made, and then refused
+        if flags & o_direct:
             os.close(descriptor)
             raise OSError(errno.EINVAL, "Invalid argument", path)
         return descriptor

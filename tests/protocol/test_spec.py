@@ -2,6 +2,7 @@
 
 import pytest
 
+from protocol.codecs import CODECS
 from protocol.errors import SpecError
 from protocol.spec import MAX_SPEC_BYTES, RunSpec, parse_spec
 
@@ -49,7 +50,7 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     "an unknown section": (LEAST + "[outr]\n", ["outr: there is no such key"]),
     "an unknown codec": (
         edited("rounds = 4", 'rounds = 4\nupload_codec = "int5"'),
-        ["sync.upload_codec = 'int5'", "'ternary' or 'sparse'"],
+        ["sync.upload_codec = 'int5'", *(f"'{name}'" for name in CODECS)],
     ),
     "an overlap of a round": (edited("rounds = 4", "rounds = 4\noverlap = 500"), ["sync: overlap = 500", '"eager"']),
     "eager and spread": (
@@ -82,7 +83,10 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     ),
     "a codec for uploads only": (
         edited("rounds = 4", 'rounds = 4\ndownload_codec = "ternary"'),
-        ["sync.download_codec = 'ternary'", "'fp32', 'bf16', 'int8' or 'int4'"],
+        [
+            "sync.download_codec = 'ternary'",
+            *(f"'{name}'" for name, codec in CODECS.items() if not codec.error_feedback),
+        ],
     ),
     "an infinite rate": (LEAST + "[inner]\nlearning_rate = inf\n", ["inner.learning_rate = inf", "finite"]),
     "grace upside down": (

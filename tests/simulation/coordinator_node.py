@@ -15,16 +15,16 @@ from typing import Any
 from urllib.parse import unquote
 
 from fastapi import FastAPI
-from sqlalchemy import Engine
 
 from coordinator.app import create_app
 from coordinator.runs.live_run import LiveRun
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
-from coordinator.store.database import DATABASE_FILE, Database, _engine, migrate
+from coordinator.store import sqlite
+from coordinator.store.database import Database
 from protocol.messages import Scope, TokenRequest
 from tests.simulation.disk import Disk
-from tests.simulation.patched import EPOCH
+from tests.simulation.patched import EPOCH, engines
 from tests.simulation.primitives import FakeLoop, drive
 from tests.simulation.scheduler import Group, Killed, Scheduler
 
@@ -36,20 +36,15 @@ Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
 def template(root: Path) -> Path:
     """A database at the newest schema, to be copied: migrating takes longer than a whole simulated run."""
     folder = root / f"template-{os.getpid()}"
-    migrate(folder)
-    return folder / DATABASE_FILE
+    folder.mkdir()
+    Database(sqlite.url_in(folder)).close()
+    return folder / sqlite.FILE
 
 
 @cache
 def application() -> FastAPI:
     """One for all coordinators of this process: making its routes and models takes longer than a simulated run."""
     return create_app(None)  # type: ignore[arg-type]
-
-
-@cache
-def engine(path: Path) -> Engine:
-    """One for all coordinators of this process, so that no statement is compiled twice; `dispose` closes its files."""
-    return _engine(path)
 
 
 class CoordinatorNode:
@@ -73,7 +68,7 @@ class CoordinatorNode:
         self.data_dir = root / "data-0"
         self.data_dir.mkdir()
         self.served_dir = root.parent / f"data-{os.getpid()}"  # where the process finds it: always at the same path
-        shutil.copy(template(root.parent), self.data_dir / DATABASE_FILE)
+        shutil.copy(template(root.parent), self.data_dir / sqlite.FILE)
         self.on_crash: Callable[[], None] = lambda: None
         self.on_start: Callable[[], None] = lambda: None
         self.in_start = False
@@ -92,7 +87,8 @@ class CoordinatorNode:
     def start(self) -> None:
         """Begin a process on the data directory; it serves when its first task has got that far."""
         self.group = Group(f"coordinator {self.generation}")
-        engine(self.served_dir / DATABASE_FILE).dispose()  # the database of whoever served there before
+        for engine in engines(sqlite.url_in(self.served_dir)):
+            engine.dispose()  # closes the files of whoever served there before
         self.served_dir.unlink(missing_ok=True)
         self.served_dir.symlink_to(self.data_dir)
         self.scheduler.spawn(self._serve, self.group.name, self.group)

@@ -12,27 +12,27 @@ import shutil
 import stat
 from pathlib import Path
 
-_ALWAYS = ("outerstep.db", "outerstep.db-wal", "lock")
+_ALWAYS = ("outerstep.db", "outerstep.db-wal", "outerstep.db.lock", "lock")
 
 
 class Disk:
     """The durable part of one simulated machine's files."""
 
     def __init__(self) -> None:
-        self._contents: dict[int, bytes] = {}  # inode -> content at its last fsync
-        self._entries: dict[int, dict[str, int]] = {}  # folder's inode -> name -> inode, at its last fsync
-        self._open: list[int] = []  # keep every inode alive, so that its number is not given away again
+        self.contents: dict[int, bytes] = {}  # inode -> content at its last fsync
+        self.entries: dict[int, dict[str, int]] = {}  # folder's inode -> name -> inode, at its last fsync
+        self.opened: list[int] = []  # keep every inode alive, so that its number is not given away again
 
     def fsynced(self, descriptor: int) -> None:
         found = os.fstat(descriptor)
-        if found.st_ino not in self._contents and found.st_ino not in self._entries:
-            self._open.append(os.dup(descriptor))
+        if found.st_ino not in self.contents and found.st_ino not in self.entries:
+            self.opened.append(os.dup(descriptor))
         if stat.S_ISDIR(found.st_mode):
-            self._entries[found.st_ino] = {
+            self.entries[found.st_ino] = {
                 name: os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_ino for name in os.listdir(descriptor)
             }
         else:
-            self._contents[found.st_ino] = Path(f"/proc/self/fd/{descriptor}").read_bytes()
+            self.contents[found.st_ino] = Path(f"/proc/self/fd/{descriptor}").read_bytes()
 
     def after_kill(self, root: Path, new_root: Path) -> "Disk":
         """The process died, the machine lives: everything is there. Its directory is `new_root` from now on."""
@@ -43,9 +43,9 @@ class Disk:
         return _Copy(self, rng).tree(root, new_root)
 
     def close(self) -> None:
-        for descriptor in self._open:
+        for descriptor in self.opened:
             os.close(descriptor)
-        self._open.clear()
+        self.opened.clear()
 
 
 class _Copy:
@@ -61,7 +61,7 @@ class _Copy:
 
     def _folder(self, source: Path, target: Path) -> None:
         present = {entry.name: entry.inode() for entry in sorted(os.scandir(source), key=lambda each: each.name)}
-        durable = self._old._entries.get(source.stat().st_ino)
+        durable = self._old.entries.get(source.stat().st_ino)
         if self._rng is None:
             chosen = present
         else:
@@ -83,7 +83,7 @@ class _Copy:
         new = {name: os.stat(target / name).st_ino for name in chosen}
         kept = new if self._rng is not None else {n: new[n] for n in chosen if durable.get(n) == chosen[n]}
         self._keep_open(target)
-        self._new._entries[target.stat().st_ino] = kept
+        self._new.entries[target.stat().st_ino] = kept
 
     def _entry(self, source: Path, inode: int, target: Path, *, still_there: bool) -> None:
         if inode in self._made:
@@ -93,7 +93,7 @@ class _Copy:
             target.mkdir()
             self._folder(source, target)
             return
-        durable = self._old._contents.get(inode)
+        durable = self._old.contents.get(inode)
         present = source.read_bytes() if still_there else durable
         if present is None:
             return  # deleted and never fsynced: only its entry was durable
@@ -107,7 +107,7 @@ class _Copy:
         self._made[inode] = target
         if self._rng is not None or durable is not None:
             self._keep_open(target)
-            self._new._contents[target.stat().st_ino] = content if self._rng is not None else durable or b""
+            self._new.contents[target.stat().st_ino] = content if self._rng is not None else durable or b""
 
     def _keep_open(self, path: Path) -> None:
-        self._new._open.append(os.open(path, os.O_RDONLY))
+        self._new.opened.append(os.open(path, os.O_RDONLY))

@@ -20,8 +20,8 @@ import numpy as np
 from blake3 import blake3
 
 from coordinator.runs.live_run import LiveRun
+from coordinator.store import sqlite
 from coordinator.store.blobs import RunNames, round_of
-from coordinator.store.database import DATABASE_FILE
 from protocol.codecs import CODECS
 from protocol.spec import OuterSpec
 from protocol.wire import Payload
@@ -333,7 +333,7 @@ class Ledger:
 
     def restarted(self) -> None:
         """Everything that was acknowledged or published is still there, as it was; and so is what the old process knew."""
-        self._close()
+        self.close()
         rows = {
             (row["round"], row["fragment"], row["worker"]): row["digest"]
             for row in self._all("SELECT round, fragment, worker, digest FROM contributions")
@@ -378,13 +378,13 @@ class Ledger:
 
     def _all(self, query: str, *values: Any) -> list[sqlite3.Row]:
         if self._database is None or self._opened != self.node.data_dir:
-            self._close()
+            self.close()
             self._opened = self.node.data_dir
-            self._database = sqlite3.connect(self._opened / DATABASE_FILE)
+            self._database = sqlite3.connect(self._opened / sqlite.FILE)
             self._database.row_factory = sqlite3.Row
         return self._database.execute(query, values).fetchall()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self._database is not None:
             self._database.close()
             self._database = None

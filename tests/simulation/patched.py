@@ -18,15 +18,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import anyio.to_thread
 import starlette.responses
+from sqlalchemy import URL, Engine
 
 import coordinator
 import worker
+from coordinator.store import database, sqlite
 from tests.simulation import primitives
 from tests.simulation.scheduler import Scheduler
 
@@ -76,8 +79,14 @@ async def _open_file(path: Path, mode: str) -> _File:
     return _File(path)
 
 
+@cache
+def engines(url: URL) -> tuple[Engine, Engine]:
+    """One pair for all coordinators of this process, so that no statement is compiled twice."""
+    return sqlite.engines(url)
+
+
 @contextmanager
-def simulated(scheduler: Scheduler, rng: random.Random, fsync: Callable[[int], None], engine: Any) -> Iterator[None]:
+def simulated(scheduler: Scheduler, rng: random.Random, fsync: Callable[[int], None]) -> Iterator[None]:
     """The real code lives in the simulated world while the block runs."""
 
     def urlsafe(nbytes: int = 32) -> str:
@@ -120,10 +129,7 @@ def simulated(scheduler: Scheduler, rng: random.Random, fsync: Callable[[int], N
     replace(anyio.to_thread, "run_sync", run_sync)
     files = SimpleNamespace(to_thread=anyio.to_thread, open_file=_open_file, CancelScope=lambda **_: nullcontext())
     replace(starlette.responses, "anyio", files)
-    replace(sys.modules["coordinator.store.database"], "_engine", engine)
-    replace(
-        sys.modules["coordinator.store.database"], "_upgrade", lambda engine: None
-    )  # the file is copied, at the newest schema
+    replace(database, "BACKENDS", {"sqlite": Like(sqlite, engines=engines)})
     try:
         yield
     finally:

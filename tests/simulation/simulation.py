@@ -18,7 +18,7 @@ from blake3 import blake3
 from coordinator.runs.opening import status
 from coordinator.store.database import Database
 from protocol.spec import parse_spec
-from tests.simulation.coordinator_node import CoordinatorNode, crash_at_commits, engine
+from tests.simulation.coordinator_node import CoordinatorNode, crash_at_commits
 from tests.simulation.faults import Faults
 from tests.simulation.ledger import Ledger, Violation, demand
 from tests.simulation.network import Line, Weather
@@ -163,7 +163,7 @@ class Simulation:
         self.scheduler.spawn(self._begin, "begin", self.fate)
         real = Database.write
         with (
-            simulated(self.scheduler, random.Random(f"{self.seed} secrets"), self._fsync, engine),
+            simulated(self.scheduler, random.Random(f"{self.seed} secrets"), self._fsync),
             crash_at_commits(self.node, real),
         ):
             try:
@@ -241,7 +241,7 @@ class Simulation:
         owner.fsync(descriptor)
 
     def _end(self) -> None:
-        self.ledger._close()
+        self.ledger.close()
         self.node.disk.close()
         for worker in self.workers.values():
             worker.disk.close()
@@ -278,7 +278,7 @@ def simulate(seed: int, base: Path | None = None) -> Report:
             f"unexpected: {type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)[-20:])}"
         )
     finally:
-        simulation.ledger._close()
+        simulation.ledger.close()
         shutil.rmtree(root, ignore_errors=True)
         logging.disable(logging.NOTSET)
     report.rounds, report.steps = simulation.ledger.round, simulation.scheduler.steps

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.coordinator import CoordinatorProcess, Running
+from benchmarks.harness.lines import Rate, slow_lines, why_not
 from protocol.exit_codes import Exit
 from protocol.messages import Scope
 from tests.soak.proxy import Proxy
-from tests.support.coordinator import CoordinatorProcess, Running
-from tests.support.lines import Rate, slow_lines, why_not
 from tests.support.text import write_text
 from tests.support.workers import WorkerProcess
 

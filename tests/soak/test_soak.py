@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import lines
 from tests.soak.soak import WORKERS, Outcome, Plan, show, soak
 from tests.soak.verdict import faults, lost_contributions, report, wrong_units
-from tests.support import lines
 
 # What the verdict must see, whatever came in which round: SQL -> what it says.
 TAMPERINGS = {

@@ -1,25 +1,30 @@
 """Crash points: the instants before and after everything that changes what is on disk, and a kill -9 at one of them.
 
 Nothing of this is in the product. A process under test is started through here: it is forked from one that has
-imported everything, so that dying seventy times is quick. What makes a change durable (fsync, rename, link, commit and
-the like) is wrapped, and every call of it is two points, named by what is done, to what, and by whom. So no operation
-can be forgotten: whatever the product does, the trace of an undisturbed run names it.
+imported everything, so that dying eighty times is quick. What makes a change durable (fsync, rename, link, commit and
+the like) is wrapped, and every call of it is two points, named by what is done, to what, and by which module and public
+function of the product. So no operation can be forgotten: whatever the product does, the trace of an undisturbed run
+names it.
 
-Linux only (/proc). A SIGKILL takes the process and leaves the kernel's page cache. What a power cut takes besides, the simulation shows.
+Linux only (/proc). A SIGKILL takes the process and leaves the kernel's page cache. What a power cut takes besides, the
+simulation shows.
 """
 
+import inspect
 import multiprocessing
 import os
 import re
 import signal
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+import sqlalchemy as sa
 
 # Passed through by whoever the call is made for.
 _THROUGH = (
@@ -31,6 +36,7 @@ _RUN = re.compile(r"^runs/[^/]+/?")
 _WORKER = re.compile(r"\.[a-z]+\.[0-9a-f]{16}$")
 _DIGEST = re.compile(r"\.[0-9a-f]{16}$")
 _NUMBER = re.compile(r"\b[0-9]+\b")
+_CHANGE = re.compile(r"(?:INSERT INTO|UPDATE|DELETE FROM) (\w+)")
 
 
 class CrashPoints:
@@ -94,23 +100,54 @@ class CrashPoints:
         self.wrap(os, "rmdir", of_path("remove", 0))
 
     def _named(self, operation: str, path: str) -> str | None:
-        """For example "fsync contributions/N in contributing._keep"."""
-        if not path.startswith(self._root):
-            return None
-        inside = _RUN.sub("", path[len(self._root) :].strip("/")) or "."
-        inside = _DIGEST.sub(".D", _WORKER.sub(".W", inside))
-        return f"{operation} {_NUMBER.sub('N', inside)} in {caller()}"
+        """For example "fsync contributions/N in contributing.accept"."""
+        return f"{operation} {kind(path, self._root)} in {caller()}" if path.startswith(self._root) else None
+
+
+def kind(path: str, root: str) -> str:
+    """What the file or folder below `root` is: its path without the names of runs and workers, and without numbers."""
+    inside = _RUN.sub("", path[len(root) :].strip("/")) or "."
+    return _NUMBER.sub("N", _DIGEST.sub(".D", _WORKER.sub(".W", inside)))
 
 
 def caller() -> str:
-    """Module and function of the product that this call was made for."""
-    frame = sys._getframe(1)
-    while True:
-        module = frame.f_globals["__name__"]
-        if module.startswith(("coordinator.", "worker.")) and module not in _THROUGH:
-            return f"{module.rpartition('.')[2]}.{frame.f_code.co_name}"
-        assert frame.f_back is not None
+    """The module of the product that this call was made for, and its public function, if it was called by one."""
+    modules = [(frame.f_globals["__name__"], frame.f_code) for frame in _frames()]
+    module = next(name for name, _ in modules if name.startswith(("coordinator.", "worker.")) and name not in _THROUGH)
+    functions = [
+        code.co_qualname.partition(".<locals>")[0].rpartition(".")[2] for name, code in modules if name == module
+    ]
+    public = [function for function in functions if not function.startswith(("_", "<"))]
+    return ".".join([module.rpartition(".")[2], *public[:1]])
+
+
+def _frames() -> Iterator[FrameType]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
         frame = frame.f_back
+
+
+class Changes(threading.local):
+    """The tables that this thread's transaction has changed so far, which is what its commit is named by."""
+
+    def __init__(self) -> None:
+        self.tables: set[str] = set()
+
+    def watch(self, engine: sa.Engine) -> None:
+        """Look at every statement of the engine, and of those that are made of it."""
+
+        @sa.event.listens_for(engine, "begin")
+        def _begin(_: Any) -> None:
+            self.tables.clear()
+
+        @sa.event.listens_for(engine, "before_cursor_execute")
+        def _change(_: Any, __: Any, statement: str, *___: Any) -> None:
+            if found := _CHANGE.match(statement):
+                self.tables.add(found[1])
+
+    def __str__(self) -> str:
+        return ", ".join(sorted(self.tables)) or "nothing"
 
 
 # --- in the test ------------------------------------------------------------------------------------------------------

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 import transformers
+from sqlalchemy import URL, Engine
 from sqlalchemy.orm import Session
 
 import coordinator.server
 import worker.agent
-from coordinator.store import database
+from coordinator.store import database, sqlite
 from outerstep.cli import main
-from tests.support.crash_points import CrashPoints, caller
+from tests.support.crash_points import Changes, CrashPoints, caller
 from worker.link.client import Client
 from worker.state.outer_state import OuterState
 
@@ -25,18 +26,27 @@ def run_coordinator(folder: Path, data_dir: Path, port: int) -> None:
     """`outerstep coordinator`; what it prints goes to the file `out`, its log to `log`."""
     points = CrashPoints(folder, data_dir)
     points.wrap_files()
-    write = database.Database.write
+    write, engines, changes = database.Database.write, sqlite.engines, Changes()
+
+    def watched(url: URL) -> tuple[Engine, Engine]:
+        reading, writing = engines(url)
+        changes.watch(writing)
+        return reading, writing
 
     @contextmanager
     def pointed(self: database.Database) -> Iterator[Session]:
+        changes.tables.clear()
         where = caller()
         with write(self) as session:
             yield session
-            points.passed(f"before commit in {where}")
-        points.passed(f"after commit in {where}")
+            session.flush()
+            point = f"commit of {changes} in {where}"
+            points.passed(f"before {point}")
+        points.passed(f"after {point}")
 
+    sqlite.engines = watched
     database.Database.write = pointed  # type: ignore[method-assign]
-    points.wrap(database, "_upgrade", lambda *_: "migrations")
+    points.wrap(database, "upgrade", lambda *_: "migrations")
     _become(folder, ["coordinator", "--data", str(data_dir), "--port", str(port)])
 
 

@@ -19,7 +19,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.exc import OperationalError
 
-from tests.support.crash_points import caller
+from tests.support.crash_points import Changes, caller, kind
 
 ROOM_BYTES = 8 << 20
 
@@ -31,6 +31,7 @@ class FullDisk:
     def __init__(self, root: Path, is_full: Callable[[str], bool]) -> None:
         self.names: list[str] = []
         self._root, self._is_full = str(root), is_full
+        self._changes = Changes()
         self._lock = threading.Lock()
 
     def write(self, what: str) -> bool:
@@ -41,7 +42,7 @@ class FullDisk:
 
     def check(self, what: str, path: Any) -> None:
         where = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.fspath(path)
-        if where.startswith(self._root) and self.write(what):
+        if where.startswith(self._root) and self.write(f"{what} {kind(where, self._root)}"):
             raise OSError(errno.ENOSPC, "No space left on device", where)
 
     def wrap(self, patch: pytest.MonkeyPatch, name: str, argument: int) -> None:
@@ -75,18 +76,19 @@ class FullDisk:
 
     def watch(self, engine: sa.Engine) -> None:
         """Changes and commits of the database are writes too."""
+        self._changes.watch(engine)
 
         @sa.event.listens_for(engine, "before_cursor_execute")
         def _change(_: Any, __: Any, statement: str, *___: Any) -> None:
             if statement.split()[0] in ("INSERT", "UPDATE", "DELETE"):
-                self._check_database(statement)
+                self._check_database(statement, " ".join(statement.split()[1:3]))
 
         @sa.event.listens_for(engine, "commit")
         def _commit(_: Any) -> None:
-            self._check_database("COMMIT")
+            self._check_database("COMMIT", f"of {self._changes}")
 
-    def _check_database(self, statement: str) -> None:
-        if self.write(" ".join(statement.split()[:3])):
+    def _check_database(self, statement: str, what: str) -> None:
+        if self.write(f"{statement.split()[0]} {what}"):
             fault = sqlite3.OperationalError("database or disk is full")
             fault.sqlite_errorcode = sqlite3.SQLITE_FULL
             raise OperationalError(statement, None, fault)

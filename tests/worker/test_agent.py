@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.exit_codes import Exit
 from protocol.messages import RunDetail, Scope, WorkerInfo
-from tests.support.coordinator import InThread, coordinator_thread
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy

@@ -17,6 +17,7 @@ from protocol.digest import parse_content_digest
 from protocol.errors import PROBLEMS, Problem, Remedy, UnexpectedAnswer
 from protocol.fragments import Layout
 from tests.support.http_server import Handler, serving
+from tests.support.states import zeros_of_state_0
 from worker.errors import Stopped
 from worker.link.client import Client, open_http
 from worker.link.heartbeat import Heartbeat
@@ -72,16 +73,7 @@ def renew(client: Client) -> messages.LeaseReply:
 
 def state_payload(elements: int = 3000) -> bytes:
     """A payload of raw fp32 zeros."""
-    frames = [bytes(4 * chunk) for chunk in wire.chunk_sizes(elements, wire.CHUNK_ELEMENTS)]
-    header = wire.StateHeader(
-        run="r",
-        round=0,
-        fragment=0,
-        codec="fp32",
-        elements=elements,
-        chunk_elements=wire.CHUNK_ELEMENTS,
-        frame_bytes=[len(frame) for frame in frames],
-    )
+    header, frames = zeros_of_state_0(elements)
     return wire.pack_header(header) + b"".join(frames)
 
 

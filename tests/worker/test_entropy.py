@@ -2,7 +2,6 @@
 
 import logging
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -12,9 +11,8 @@ from protocol import wire
 from protocol.codecs import CODECS
 from protocol.digest import Buffer
 from worker.codecs import pack_fragment
-from worker.link.client import Client
 from worker.tuning import entropy
-from worker.tuning.entropy import PROBE_EVERY, Entropy
+from worker.tuning.entropy import PROBE_EVERY, Entropy, Rate
 
 CHUNK = 400_000
 CODER = 1e9  # bytes per second
@@ -49,20 +47,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def send(uploads: Entropy, clock: Clock, rate: float, vector: Tensor = GAUSSIAN) -> int:
     """Pack a fragment and send it over a line of `rate`, bytes per second; how many of its chunks were coded."""
     before = clock.coded_chunks
-    frames = [bytes(frame) for frame in uploads.pack(vector, "int8", wanted=True)]
-    for piece in uploads.sent(iter(frames)):
-        clock.seconds += len(piece) / rate
+    sent = sum(len(frame) for frame in uploads.pack(vector, "int8", wanted=True))
+    uploads.line.add(sent, sent / rate)
     return clock.coded_chunks - before
 
 
 def test_the_first_fragment_is_coded_and_then_the_line_decides(clock: Clock) -> None:
-    on_fast, on_slow = Entropy(clock), Entropy(clock)
+    on_fast, on_slow = Entropy(Rate(), clock), Entropy(Rate(), clock)
     assert [send(on_fast, clock, FAST) for _ in range(5)] == [3, 0, 0, 0, 0]
     assert [send(on_slow, clock, SLOW) for _ in range(5)] == [3, 3, 3, 3, 3]
 
 
 def test_a_line_that_becomes_slow_or_fast_again_is_noticed_with_the_next_fragment(clock: Clock) -> None:
-    uploads = Entropy(clock)
+    uploads = Entropy(Rate(), clock)
     rates = [FAST, FAST, SLOW, SLOW, *[FAST] * 16]
     coded = [send(uploads, clock, rate) for rate in rates]
     assert coded[:5] == [3, 0, 0, 3, 3], "after the first body at the new rate"
@@ -73,35 +70,28 @@ def test_the_border_lies_where_coding_takes_as_long_as_the_line_for_what_it_save
     raw, packed = (sum(map(len, pack_fragment(GAUSSIAN, "int8", zstd=zstd))) for zstd in (False, True))
     border = CODER * (raw - packed) / raw
     for rate, coded in ((0.99 * border, 3), (1.01 * border, 0)):
-        uploads = Entropy(clock)
+        uploads = Entropy(Rate(), clock)
         send(uploads, clock, rate)
         assert send(uploads, clock, rate) == coded
 
 
-def test_data_that_become_compressible_are_noticed_by_coding_a_chunk_now_and_then(clock: Clock) -> None:
-    uploads, zeros = Entropy(clock), torch.zeros(3 * CHUNK)
+def test_data_that_become_compressible_are_noticed_by_coding_a_fragment_now_and_then(clock: Clock) -> None:
+    uploads, zeros = Entropy(Rate(), clock), torch.zeros(3 * CHUNK)
     rate = CODER / 4  # above the border of Gaussian values, below that of zeros
     assert [send(uploads, clock, rate) for _ in range(3)] == [3, 0, 0]
     coded = [send(uploads, clock, rate, zeros) for _ in range(PROBE_EVERY + 1)]
-    assert coded == [0] * (PROBE_EVERY - 3) + [1] + [3] * 3
-
-
-def test_what_is_too_small_to_measure_the_line_by_is_coded(clock: Clock) -> None:
-    uploads, small = Entropy(clock), GAUSSIAN[:CHUNK]
-    assert [send(uploads, clock, FAST, small) for _ in range(3)] == [1, 1, 1]
-    assert send(uploads, clock, FAST) == 3
-    assert [send(uploads, clock, SLOW, small) for _ in range(3)] == [0, 0, 0]
+    assert coded == [0] * (PROBE_EVERY - 3) + [3] * 4
 
 
 def test_who_does_not_want_it_codes_nothing(clock: Clock) -> None:
-    uploads = Entropy(clock)
+    uploads = Entropy(Rate(), clock)
     assert uploads.pack(GAUSSIAN, "int8", wanted=False) == pack_fragment(GAUSSIAN, "int8", zstd=False)
     assert clock.coded_chunks == 0
 
 
 @pytest.mark.parametrize("rate", [FAST, SLOW])
 def test_the_receiver_decodes_the_same_values(clock: Clock, rate: float) -> None:
-    uploads = Entropy(clock)
+    uploads = Entropy(Rate(), clock)
     send(uploads, clock, rate)
     frames = uploads.pack(GAUSSIAN, "int8", wanted=True)
     header = wire.StateHeader(
@@ -124,25 +114,9 @@ def test_the_receiver_decodes_the_same_values(clock: Clock, rate: float) -> None
 
 def test_the_choice_is_told_once(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    uploads = Entropy(clock)
+    uploads = Entropy(Rate(), clock)
     for rate in (FAST, FAST, FAST, SLOW, SLOW, SLOW):
         send(uploads, clock, rate)
     told = [record.getMessage() for record in caplog.records if record.name == entropy.__name__]
     assert [line.split(" zstd, which saves ")[0] for line in told] == ["uploads: without", "uploads: with"]
-    assert told[0].endswith("% at 1000 MB/s; the line takes 1000.00 MB/s")
-
-
-def test_the_client_measures_its_uploads(clock: Clock) -> None:
-    class SlowLine(httpx.BaseTransport):
-        def handle_request(self, request: httpx.Request) -> httpx.Response:
-            assert isinstance(request.stream, httpx.SyncByteStream)
-            for piece in request.stream:
-                clock.seconds += len(piece) / SLOW
-            clock.seconds += 100  # until it is durable
-            return httpx.Response(201)
-
-    with httpx.Client(transport=SlowLine(), base_url="http://coordinator") as http:
-        client = Client(http, "r", "token", clock=clock)
-        client._upload("token", "/somewhere", [b"x" * 3_000_000])
-    assert client.entropy.line.seconds == pytest.approx(3.0)
-    assert client.entropy.line.bytes == 3_000_000
+    assert told[0].endswith(" MB/s; the line takes 1000.00 MB/s")

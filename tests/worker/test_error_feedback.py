@@ -45,18 +45,17 @@ def recorded(
     sent: dict[tuple[int, int], np.ndarray] = {}
     client = partial(Recorder, sent=sent, dies=lambda what, number: (what, number) == dies)
 
-    def learn(diloco: DiLoCo) -> None:
-        for group in diloco._optimizer.param_groups:
-            group["lr"] = 0.01 if diloco.round < trains else 0.0
+    def learn(diloco: DiLoCo) -> float:
+        return toy.LR if diloco.round < trains else 0.0
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         text = toy.spec(rounds=ROUNDS, upload=codec, download="fp32", momentum=0.0)
         run = Toy(coordinator, text, tmp_path)
         if dies is not None:
             with pytest.raises(Killed):
-                run.worker("a", client_class=client, state_dir=tmp_path / "a", on_step=learn)
+                run.worker("a", client_class=client, state_dir=tmp_path / "a", lr=learn)
             client = partial(Recorder, sent=sent, dies=lambda what, number: False)
-        run.worker("a", client_class=client, state_dir=tmp_path / "a", on_step=learn)
+        run.worker("a", client_class=client, state_dir=tmp_path / "a", lr=learn)
         return sent, str(run.final().state_digest)
 
 

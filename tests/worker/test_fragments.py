@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from protocol.fragments import Layout, plan_fragments
 from worker.errors import ModelError
-from worker.state.fragments import DenseFragments, tensor_specs
+from worker.state.fragments import DenseFragments, host_copy, tensor_specs
 
 
 class Tied(nn.Module):
@@ -115,6 +115,22 @@ def test_models_that_cannot_be_averaged() -> None:
         tensor_specs(model)
 
 
+def test_a_copy_is_of_any_kind_and_does_not_change_with_the_original() -> None:
+    for original in (
+        torch.tensor(3.5),
+        torch.arange(6).reshape(2, 3).t(),
+        torch.randn(4, 4, dtype=torch.bfloat16),
+        torch.empty(0, 3),
+        torch.tensor([True, False]),
+    ):
+        expected = original.clone()
+        copy = host_copy(original)
+        assert (copy.dtype, copy.shape) == (original.dtype, original.shape)
+        original.zero_()
+        assert torch.equal(copy, expected)
+        assert copy.is_contiguous()
+
+
 # --- wrapped and sharded models -----------------------------------------------------------------------------------
 
 
@@ -193,4 +209,29 @@ def test_a_sharded_model_is_refused() -> None:
     model = Plain()
     fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
     with pytest.raises(ModelError, match=r"parameter inner\.weight is sharded \(a DTensor\)"):
+        tensor_specs(model)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_model_within_fully_sharded_data_parallel_is_refused(use_orig_params: bool, whole: bool) -> None:
+    """Its shards were taken for whole parameters: one flat one, or the original ones, empty on most ranks."""
+    model = Plain()
+    options: dict[str, Any] = {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
+    if whole:
+        wrapped: nn.Module = FullyShardedDataParallel(model, **options)
+    else:
+        model.inner, wrapped = FullyShardedDataParallel(model.inner, **options), model
+    with pytest.raises(
+        ModelError, match=r"FullyShardedDataParallel, and each worker needs the whole model .* leave it"
+    ):
+        tensor_specs(wrapped)
+
+
+def test_a_flat_parameter_without_its_wrapper_is_refused() -> None:
+    """As one has who takes the parameters out of FSDP's handles."""
+    model = nn.Module()
+    model.flat = FlatParameter(torch.zeros(10))
+    with pytest.raises(ModelError, match=r"parameter flat is flattened \(a FlatParameter\), and each worker needs"):
         tensor_specs(model)

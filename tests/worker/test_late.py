@@ -102,20 +102,15 @@ def test_late_many_rounds_in_a_row_and_nothing_is_forgotten(tmp_path: Path) -> N
         if (diloco.round, diloco.inner_step) == (0, 1):
             everybody.wait(60)
 
-    def progress_in_round_0_only(diloco: DiLoCo) -> None:
-        meet(diloco)
-        if diloco.round > 0:
-            for group in diloco._optimizer.param_groups:
-                group["lr"] = 0.0
-
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(rounds=4, members=AT_ONCE), tmp_path)
         patient: dict[str, Any] = {
             "client_class": partial(PatientClient, late=late, arrived=arrived),
             "on_step": meet,
-            "lr": 0.0,
+            "lr": lambda diloco: 0.0,
         }
-        options = {"a": patient, "b": patient, "c": {"client_class": late_client, "on_step": progress_in_round_0_only}}
+        in_round_0_only = {"on_step": meet, "lr": lambda diloco: 0.0 if diloco.round else toy.LR}
+        options = {"a": patient, "b": patient, "c": {"client_class": late_client, **in_round_0_only}}
         run.workers(["a", "b", "c"], **options)
         info = run.final()
         assert {run.told(name).state_digest for name in "abc"} == {info.state_digest}

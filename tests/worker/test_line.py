@@ -14,7 +14,7 @@ from tests.support.http_server import Handler, serving
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.link.client import Client, open_http
-from worker.link.line import UNSENT_BYTES, Line
+from worker.link.line import LEAST_MEASURED_BYTES, UNSENT_BYTES, Line
 
 
 def test_the_next_body_follows_the_last_piece_without_waiting_for_the_answer() -> None:
@@ -56,6 +56,23 @@ def test_an_upload_that_breaks_frees_the_line() -> None:
         break_off()
     with line.taken(iter([b"c"])) as body:
         assert list(body) == [b"c"]
+
+
+def test_the_line_is_measured_by_what_is_too_much_for_buffers_on_the_way() -> None:
+    now = 0.0
+
+    def send(size: int) -> None:
+        nonlocal now
+        with line.taken(iter([bytes(size - 1), b"x"])) as body:
+            for piece in body:
+                now += len(piece) / 1e6
+            now += 100  # until the answer
+
+    line = Line(lambda: now)
+    send(LEAST_MEASURED_BYTES - 1)
+    assert line.rate.sums == (0, 0)
+    send(3_000_000)
+    assert line.rate.sums == pytest.approx((3_000_000, 3.0))
 
 
 def unsent_bytes(response: httpx.Response) -> int:

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import httpx
 
-from coordinator.store.database import DATABASE_FILE
+from benchmarks.harness.stores import spoil
+from coordinator.store import sqlite
 from coordinator.tuning.room import Room
+from protocol import wire
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
 from protocol.messages import Metrics
 from tests.support.http_server import Handler, serving
-from tests.support.stores import spoil
+from tests.support.states import zeros_of_state_0
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
@@ -30,7 +32,8 @@ def event_kinds(run: Toy) -> list[str]:
 
 def test_uploads_that_break_off_in_the_middle_are_sent_again() -> None:
     """Over a real socket: the other end hangs up after a part of the body, twice, and then takes it."""
-    frames = [bytes([i]) * (1 << 20) for i in range(8)]
+    header, zeros = zeros_of_state_0(2 << 20)
+    frames = [bytes([i]) * len(frame) for i, frame in enumerate(zeros)]
     arrived: list[tuple[bytes, str]] = []
     attempts: list[int] = []
 
@@ -47,8 +50,8 @@ def test_uploads_that_break_off_in_the_middle_are_sent_again() -> None:
 
     with serving(HangsUp) as url, open_http(url) as http:
         client = Client(http, "r", "t", sleep=lambda _: None)
-        client._upload("m", "/x", frames)
-    body = b"".join(frames)
+        client.seed("m", header, frames)
+    body = b"".join([wire.pack_header(header), *frames])
     assert arrived == [(body, content_digest(digest(body)))]
     assert attempts == [len(body)] * 3
 
@@ -71,9 +74,9 @@ def test_a_full_disk_is_waited_for_however_long_it_takes() -> None:
 
     http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://c")
     client = Client(http, "r", "t", sleep=sleep, clock=lambda: now)
-    client._upload("m", "/x", [b"work"])
+    client.seed("m", *zeros_of_state_0(100))
     assert now == 36_000
-    assert set(bodies) == {b"work"}
+    assert len(set(bodies)) == 1
 
 
 class SpoilsTheOther(Client):
@@ -136,9 +139,9 @@ def test_the_run_goes_back_to_a_backup(tmp_path: Path) -> None:
         worker = threading.Thread(target=train)
         worker.start()
         assert at.wait(60)
-    for path in data.glob(f"{DATABASE_FILE}*"):
+    for path in data.glob(f"{sqlite.FILE}*"):
         path.unlink()
-    for path in backup.glob(f"{DATABASE_FILE}*"):
+    for path in backup.glob(f"{sqlite.FILE}*"):
         shutil.copy(path, data)
     with coordinator_thread(data, port) as run.coordinator:
         assert run.info().round == 1

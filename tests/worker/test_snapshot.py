@@ -16,7 +16,6 @@ from worker.state.outer_state import OuterState
 from worker.state.snapshot import Snapshot
 from worker.state.state_dir import SNAPSHOT, STATE, MemberTokens, StateDir
 from worker.state.work import Carry, Contribution, Late, RoundStart, Work
-from worker.tuning.memory import HostMemory
 
 
 def make_state() -> OuterState:
@@ -150,7 +149,7 @@ def test_a_copy_does_not_follow_the_training() -> None:
     optimizer = torch.optim.AdamW([parameter])
     parameter.grad = torch.ones(5)
     optimizer.step()
-    taken = snapshot.copied(optimizer.state_dict(), HostMemory())
+    taken = snapshot.copied(optimizer.state_dict())
     before = taken["state"][0]["exp_avg"].clone()
     optimizer.step()
     assert torch.equal(taken["state"][0]["exp_avg"], before)

@@ -1,5 +1,7 @@
 """What travels on into the next contribution, by what became of the last one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,11 +22,11 @@ def test_late_work_is_what_the_mean_lacks_of_it() -> None:
 
 def test_what_is_carried_is_told_by_fragment() -> None:
     late = Late(torch.tensor([2.0]), 0.5, [3])
-    carry = Carry(units=[[0, 1]]).merged(0, late=late, unsent=None, ahead=torch.tensor([10.0]))
-    carry = carry.merged(1, late=None, unsent=torch.tensor([3.0]), ahead=None)
+    carry = Carry(units=[[0, 1]], late={0: late}).with_ahead(0, torch.tensor([10.0]))
+    carry = carry.lacking(replace(contribution(torch.tensor([5.0])), fragment=1), torch.tensor([3.0]))
     deltas = [carry.delta(p) for p in range(3)]
     assert [None if each is None else each.tolist() for each in deltas] == [[11.0], [3.0], None]
-    carry = carry.merged(0, late=None, unsent=None, ahead=None)
+    carry = carry.lacking(contribution(torch.tensor([5.0])), None)
     assert (carry.delta(0), carry.units) == (None, [[0, 1]])
 
 

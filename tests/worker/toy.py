@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.messages import RunDetail, Scope, WorkerInfo
-from tests.support.coordinator import InThread, coordinator_thread
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker.diloco import DiLoCo
 from worker.link.client import Client, open_http
@@ -21,6 +21,7 @@ from worker.link.client import Client, open_http
 __all__ = ["Killed", "Toy", "coordinator_thread", "make_model", "spec"]
 
 STEPS = 4
+LR = 0.01
 
 
 def spec(
@@ -139,17 +140,19 @@ class Toy:
         client_class: Callable[..., Client] = Client,
         state_dir: Path | None = None,
         on_step: Callable[[DiLoCo], None] = lambda diloco: None,
-        lr: float = 0.01,
+        lr: Callable[[DiLoCo], float] = lambda diloco: LR,
         model: Callable[[], nn.Module] = make_model,
     ) -> DiLoCo:
         """Train until the run is over or `on_step` raises; the DiLoCo as it is then."""
         module = model()
-        optimizer = torch.optim.AdamW(module.parameters(), lr=lr)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=LR)
         with open_http(self.coordinator.url) as http:
             client = client_class(http, "toy", self.token)
             detail = client.run_detail()
             with DiLoCo(module, optimizer, client=client, run=detail, name=name, state_dir=state_dir) as diloco:
                 for unit in diloco.units():
+                    for group in optimizer.param_groups:
+                        group["lr"] = lr(diloco)
                     step(diloco, module, optimizer, unit)
                     on_step(diloco)
         return diloco

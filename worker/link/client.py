@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import Any, Self, TypeVar
+from dataclasses import replace
+from typing import Self
 
 import httpx
 from blake3 import blake3
@@ -18,22 +19,17 @@ from pydantic import BaseModel
 
 from protocol import messages, wire
 from protocol.answers import Reply, raise_for_problem, read_message
-from protocol.digest import Buffer, content_digest
+from protocol.digest import Buffer
 from protocol.errors import Transient, UnexpectedAnswer, WireError
 from worker.accounts.stages import Stages
 from worker.accounts.traffic import Traffic
-from worker.link.grace import Signal
 from worker.link.line import Line, watch
-from worker.link.retry import Retry
-from worker.link.transfer import PART_BYTES, Download, Part, memory, stream
-from worker.tuning.entropy import Entropy
-
-T = TypeVar("T")
+from worker.link.retry import Retry, Signal
+from worker.link.transfer import PART_BYTES, Channel, Download, Part, Upload, memory
 
 # Shorter than the 30 s that the coordinator allows, so that a worker that is asked to stop is gone soon.
 LONG_POLL_S = 5
 TIMEOUT = httpx.Timeout(connect=10.0, read=60.0, write=60.0, pool=None)  # of silence, not of a transfer
-LEAVING_TIMEOUT = httpx.Timeout(2.0, pool=None)  # once asked to stop
 LEAVE_ATTEMPTS = 3
 MAX_LISTED = 1000  # items of a listing in one answer
 
@@ -61,14 +57,11 @@ class Client:
         self.run = run
         self.stop = stop or threading.Event()
         self.clock = clock
-        self._until: Signal = self.stop
-        self._silence_s: float | None = None
+        self.line = Line(clock)
         self.traffic = Traffic()
         self.stages = Stages(clock)
-        self._http = http
         self._token = token
-        self._line = Line()
-        self.entropy = Entropy(clock)
+        self._channel = Channel(http, self.line, self.traffic, self.stages, stop=self.stop, until=self.stop)
         self._retry = Retry(self.stop, sleep=sleep, rng=rng, clock=clock)
         self._path = f"/v1/runs/{run}"
 
@@ -76,8 +69,8 @@ class Client:
         """Return the same client, except that `signal` ends its waiting instead of `stop`, and that it asks again after
         `silence_s` without an answer (None: as late as any other client)."""
         other = copy.copy(self)
-        other._silence_s = silence_s
-        other._until, other._retry = signal, self._retry.until(signal)
+        other._channel = replace(self._channel, until=signal, silence_s=silence_s)
+        other._retry = self._retry.until(signal)
         return other
 
     def pause(self, seconds: float) -> None:
@@ -146,16 +139,15 @@ class Client:
         """Upload one contribution; it is durable when this returns. `on_line` is called when the upload has the line:
         a thread that asks for the line after that is next."""
         path = f"{self._path}/rounds/{header.round}/fragments/{header.fragment}/contributions/{header.worker}"
-        self._upload(member_token, path, [wire.pack_header(header), *frames], on_line)
+        buffers = [wire.pack_header(header), *frames]
+        self._retry(Upload(self._channel, path, self._headers(member_token), buffers, on_line).attempt)
 
     def delta(self, round_number: int, p: int, limit_bytes: int, member_token: str | None = None) -> wire.Payload:
         """Fetch the delta of one fragment. Raises Problem `not-published` if it is not there within LONG_POLL_S (ask
         again), and `contribution-lost` if the round lacks the contribution of the member who asks."""
         path = f"{self._path}/rounds/{round_number}/fragments/{p}/delta"
         headers = self._headers(member_token) | _long_poll()
-        download = Download(self._http, path, headers, limit_bytes, self.traffic, self.stages, self._until)
-        data = self._retry(download.attempt)
-        return _payload(path, data)
+        return _payload(path, self._retry(Download(self._channel, path, headers, limit_bytes).attempt))
 
     def newest_rounds(self, before: int, count: int) -> list[messages.RoundInfo]:
         """Return at most `count` (up to 1000) of the rounds before `before`, newest first."""
@@ -167,7 +159,8 @@ class Client:
     def seed(self, member_token: str, header: wire.StateHeader, frames: Sequence[Buffer]) -> None:
         """Upload one fragment of state 0."""
         path = f"{self._path}/checkpoints/0/fragments/{header.fragment}"
-        self._upload(member_token, path, [wire.pack_header(header), *frames])
+        buffers = [wire.pack_header(header), *frames]
+        self._retry(Upload(self._channel, path, self._headers(member_token), buffers).attempt)
 
     def checkpoint(self, state_round: int | None = None) -> messages.CheckpointDetail:
         """Return the description of checkpoint `state_round` (None: the latest)."""
@@ -185,9 +178,8 @@ class Client:
         data = memory(fragment.bytes)
 
         def fetch() -> None:
-            options = (self._http, path, self._headers(), data)
             starts = range(0, len(data), PART_BYTES)
-            parts = [Part(*options, start, self.traffic, self.stages, self._until) for start in starts]
+            parts = [Part(self._channel, path, self._headers(), data, start) for start in starts]
             for _ in pool.map(lambda part: self._retry(part.attempt), parts):
                 pass
             if blake3(data).hexdigest() != fragment.digest:
@@ -206,7 +198,8 @@ class Client:
         all_headers = self._headers(token) | (headers or {})
         if content is not None:
             all_headers["Content-Type"] = "application/json"
-        response = self._http.request(method, path, content=content, headers=all_headers, timeout=self._timeout())
+        timeout = self._channel.timeout()
+        response = self._channel.http.request(method, path, content=content, headers=all_headers, timeout=timeout)
         raise_for_problem(response)
         return response
 
@@ -228,33 +221,8 @@ class Client:
 
         return self._retry(attempt)
 
-    def _upload(
-        self, token: str, path: str, buffers: Sequence[Buffer], on_line: Callable[[], object] = lambda: None
-    ) -> None:
-        total_bytes, hasher = 0, blake3()
-        for buffer in buffers:
-            total_bytes += len(buffer)
-            hasher.update(buffer)
-        headers = self._headers(token) | {
-            "Content-Type": wire.MEDIA_TYPE,
-            "Content-Length": str(total_bytes),
-            "Content-Digest": content_digest(hasher.digest()),
-        }
-
-        def attempt() -> None:
-            with self._line.taken(self.entropy.sent(stream(buffers, self.traffic, self._until))) as body:
-                on_line()
-                raise_for_problem(self._http.put(path, content=body, headers=headers, timeout=self._timeout()))
-
-        self._retry(attempt)
-
     def _headers(self, token: str | None = None) -> dict[str, str]:
         return {"Authorization": f"Bearer {token or self._token}"}
-
-    def _timeout(self) -> Any:
-        if self.stop.is_set():
-            return LEAVING_TIMEOUT
-        return httpx.USE_CLIENT_DEFAULT if self._silence_s is None else httpx.Timeout(self._silence_s, pool=None)
 
 
 def _payload(path: str, data: Buffer) -> wire.Payload:

@@ -6,21 +6,12 @@ Containers have 10 s from SIGTERM to SIGKILL, and an inner step, leaving and the
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 HAND_IN_S = 5.0
 
 
-class Signal(Protocol):
-    """A signal that ends a wait: a `threading.Event`, or a `Grace`."""
-
-    def is_set(self) -> bool: ...
-
-    def wait(self, timeout: float) -> bool: ...
-
-
 class Grace:
-    """A signal that is set HAND_IN_S after `stop` was first seen set, or after `begin`. Thread-safe."""
+    """A `Signal` (retry.py) that is set HAND_IN_S after `stop` was first seen set, or after `begin`. Thread-safe."""
 
     def __init__(self, stop: threading.Event, clock: Callable[[], float]) -> None:
         self._stop, self._clock = stop, clock

@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """The thread that renews the lease, from `with` to its end. `run_ended` is set once the coordinator says `stop`;
-    `failure` is what ended it early."""
+    """The thread that renews the lease, from `with` to its end. `run_ended` is set whenever the coordinator says
+    `stop`; `failure` is what ended it early."""
 
     def __init__(self, membership: Membership, lease_s: float, metrics: Callable[[], Metrics]) -> None:
         self._done, self._wake = threading.Event(), threading.Event()

@@ -11,14 +11,13 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import httpx
 from tenacity import RetryCallState, Retrying, retry_if_exception
 
 from protocol.errors import Problem, Remedy, Transient
 from worker.errors import Stopped
-from worker.link.grace import Signal
 
 T = TypeVar("T")
 
@@ -28,6 +27,14 @@ RETRY_AFTER_CAP_S = 300.0
 LOG_EVERY_S = 60.0
 
 log = logging.getLogger(__name__)
+
+
+class Signal(Protocol):
+    """A signal that ends a wait: a `threading.Event`, or a `Grace`."""
+
+    def is_set(self) -> bool: ...
+
+    def wait(self, timeout: float) -> bool: ...
 
 
 class Outage:
@@ -118,9 +125,8 @@ class Retry:
         if asked is not None:
             return min(asked, RETRY_AFTER_CAP_S)
         ceiling = min(BACKOFF_CAP_S, BACKOFF_FIRST_S * 2 ** min(state.attempt_number - 1, 16))
-        return self._rng.uniform(
-            0, ceiling
-        )  # full jitter: workers that lost the same coordinator do not return in step
+        # Full jitter: workers that lost the same coordinator do not return in step.
+        return self._rng.uniform(0, ceiling)
 
     def _log(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
@@ -139,8 +145,6 @@ def is_transient(error: BaseException) -> bool:
 
 def describe(error: BaseException) -> str:
     """Return the fault in words; httpx's timeouts have no text of their own."""
-    return (
-        f"the coordinator cannot be reached: {type(error).__name__}: {error}"
-        if isinstance(error, httpx.TransportError)
-        else str(error)
-    )
+    if isinstance(error, httpx.TransportError):
+        return f"the coordinator cannot be reached: {type(error).__name__}: {error}"
+    return str(error)

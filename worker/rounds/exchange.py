@@ -23,6 +23,7 @@ from worker.link.membership import Membership
 from worker.state.outer_state import OuterState
 from worker.state.units import UnitRanges, count, in_order
 from worker.state.work import Contribution, Superseded
+from worker.tuning.entropy import Entropy
 from worker.tuning.side_stream import SideStream
 
 # One body goes over the line at a time (line.py); meanwhile the next fragment is encoded and the last one acknowledged.
@@ -44,24 +45,18 @@ class Abandoned(Exception):
 
 
 class Exchange:
-    """The exchange of one worker with one run. `device` is where fragments are encoded; `run_ended`, once set, ends the
-    waiting for deltas. Once the worker is asked to stop, uploads have the grace, and no delta is waited for."""
+    """The exchange of one worker with one run. `device` is where fragments are encoded. Once the worker is asked to
+    stop, uploads have the grace, and no delta is waited for."""
 
-    def __init__(
-        self,
-        membership: Membership,
-        spec: RunSpec,
-        state: OuterState,
-        device: torch.device,
-        run_ended: threading.Event,
-    ) -> None:
+    def __init__(self, membership: Membership, spec: RunSpec, state: OuterState, device: torch.device) -> None:
         self.membership, self.client = membership, membership.client
         self.spec, self.state = spec, state
-        self._device, self._run_ended = device, run_ended
+        self._device = device
         self._side_stream = SideStream(device)
         self._grace = Grace(self.client.stop, self.client.clock)
         self._uploader = self.client.until(self._grace)
         self._encoding = threading.Lock()
+        self._entropy = Entropy(self.client.line.rate, self.client.clock)
 
     def contribute(self, contribution: Contribution, on_line: Callable[[], object] = lambda: None) -> Outcome:
         """Upload `contribution`; return what became of it. `on_line` is called once the line is its own.
@@ -106,6 +101,8 @@ class Exchange:
             except Problem as problem:
                 if problem.slug in ("gone", "round-not-open"):  # the latter where the run went back to a backup
                     raise Resync(problem.detail) from problem
+                if problem.slug == "run-ended":  # it was stopped: all deltas of a finished run are there
+                    raise RunEnded(problem.detail) from problem
                 if problem.slug == "contribution-lost":
                     log.warning("%s: sending it again", problem.detail)
                     outcome = self.contribute(contribution)
@@ -113,10 +110,6 @@ class Exchange:
                     raise
             if failed.is_set():
                 raise Abandoned
-            if self._run_ended.is_set():
-                raise RunEnded(
-                    f"the run ended before the delta of round {contribution.round}, fragment {p} was published"
-                )
             self.client.pause(_PAUSE_S)
 
     def unsent(self, contribution: Contribution) -> Tensor | None:
@@ -154,7 +147,7 @@ class Exchange:
     def _encode(self, delta: Tensor) -> list[Buffer]:
         sync = self.spec.sync
         with self._encoding, self.client.stages(Stage.ENCODE), self._side_stream.beside():
-            return self.client.entropy.pack(delta.to(self._device), sync.upload_codec, wanted=sync.zstd)
+            return self._entropy.pack(delta.to(self._device), sync.upload_codec, wanted=sync.zstd)
 
     def _header(self, contribution: Contribution, frame_bytes: list[int]) -> wire.ContributionHeader:
         late = contribution.late

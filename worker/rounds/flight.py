@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 import torch
-from torch import Tensor
 
 from protocol.errors import OuterstepError
 from protocol.messages import Stage
@@ -22,12 +21,9 @@ from worker.codecs import unpack_payload
 from worker.errors import Stopped
 from worker.rounds.exchange import UPLOADS, Abandoned, Exchange, Outcome
 from worker.state.units import count
-from worker.state.work import Contribution, Missed, Superseded
+from worker.state.work import Contribution, Left, Missed, Superseded
 
 _DOWNLOADS = 4
-
-# What of a fragment is not in the round's delta.
-Left = Missed | Superseded | Tensor | None
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from worker.rounds.flight import Flight
 from worker.rounds.schedule import schedule
 from worker.rounds.training import Training
 from worker.state.units import UnitRanges, count, units_left
-from worker.state.work import Carry, Contribution, Missed, Work
+from worker.state.work import Carry, Contribution, Work
 
 log = logging.getLogger(__name__)
 
@@ -201,22 +201,18 @@ class Round:
 
     def _merge(self, p: int) -> None:
         self._progress.phase("sync")
-        left, local = self._flight.land(p), self._local.pop(p, None)
-        contribution = self._flight.contributions.pop(p)
-        late = contribution.missed(left) if isinstance(left, Missed) else None
-        unsent = left if isinstance(left, Tensor) else None
-        self.carry = self.carry.merged(p, late=late, unsent=unsent, ahead=None)
-        self.carry = self.carry.merged(p, late=late, unsent=unsent, ahead=self._ahead(p, local))
+        left = self._flight.land(p)
+        carry = self.carry.lacking(self._flight.contributions.pop(p), left)
+        self.carry = carry.with_ahead(p, self._ahead(p, self._local.pop(p, None), carry.delta(p)))
         self._fragments.rebase(p, self._state.theta[p], self.carry.delta(p))
         self._merged.add(p)
 
-    def _ahead(self, p: int, local: Tensor | None) -> Tensor | None:
-        """Return what is kept, float32[n] in host memory, of the progress of fragment p that neither its new mean nor
-        `carry` has. `local`: the parameters as they were sent, if training went on since."""
-        alpha = self._sync.alpha
+    def _ahead(self, p: int, local: Tensor | None, carried: Tensor | None) -> Tensor | None:
+        """Return what is kept, float32[n] in host memory, of the progress of fragment p that neither its new mean has
+        nor `carried`. `local`: the parameters as they were sent, if training went on since."""
+        alpha, start = self._sync.alpha, self._state.theta[p]
         if alpha == "carry":
             return None if local is None else self._fragments.progress_since(p, local)
-        carried, start = self.carry.delta(p), self._state.theta[p]
         if carried is not None:  # it is in the local parameters as well, and must not count twice
             start = start - carried
         now = self._fragments.in_host_memory(self._fragments.gather(p))

@@ -80,15 +80,12 @@ class Rounds:
         asked = self._resume()
         while (round_ := self._begin(self._prepared(asked))) is not None:  # θ_local = θ_global − carry
             try:
-                while True:
+                round_.send_due()  # eager updates: what the round before has trained
+                while not round_.ended:
+                    round_.ended = yield  # θ_local takes an inner step
+                    self._note_inner_step(round_)
                     round_.send_due()  # Δ = θ_global − θ_local: to the coordinator, which averages
                     self._reclaiming(round_, round_.merge_due)  # θ_global steps by the mean; θ_local = θ_global − carry
-                    if round_.ended:
-                        break
-                    round_.ended = yield  # one inner step
-                    self._check_wanted()
-                    if round_.ended:
-                        self._end_inner_steps(round_)
                 self._end(round_)
             except (Resync, WorkLost, RunEnded, Unwanted) as error:
                 self._drop(round_, error)
@@ -137,10 +134,13 @@ class Rounds:
         log.info("state %d: held-out loss %.4f", state_round, report.loss)
         self._exchange.membership.act(lambda token: self._exchange.client.report_evaluation(token, state_round, report))
 
-    def _end_inner_steps(self, round_: Round) -> None:
-        round_.note_speed()
-        if self._sync.inner_steps == "auto":
-            self._heartbeat.beat_now()  # the next round's H depends on how fast this one went
+    def _note_inner_step(self, round_: Round) -> None:
+        """Note that an inner step is done. Raises Unwanted where the round's work is not wanted any more."""
+        self._check_wanted()
+        if round_.ended:
+            round_.note_speed()
+            if self._sync.inner_steps == "auto":
+                self._heartbeat.beat_now()  # the next round's H depends on how fast this one went
 
     def _end(self, round_: Round) -> None:
         """All fragments are merged: carry on what no mean has, and save it where the round's work is not saved."""
@@ -260,7 +260,7 @@ class Rounds:
         def optimizer() -> dict[str, Any]:
             taken: dict[str, Any] = self._training.optimizer.state_dict()
             # It stands still while work is written; where a round starts, the training goes on meanwhile.
-            return copied(taken, self._fragments.memory) if isinstance(work, RoundStart) else taken
+            return copied(taken) if isinstance(work, RoundStart) else taken
 
         warmup_left = self._training.steps.warmup_left or 0
         return self._saver.save(work, partial=partial, optimizer=optimizer, warmup_left=warmup_left)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from protocol.fragments import Layout, TensorSpec
 from worker.errors import ModelError
-from worker.tuning.memory import HostMemory
 from worker.tuning.side_stream import SideStream
+
+_WHOLE = "and each worker needs the whole model in one process, as it was built (torch.compile and DDP are fine)"
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -61,25 +62,33 @@ def _without(within: set[str], name: str) -> str:
 
 def tensor_specs(model: nn.Module) -> list[TensorSpec]:
     """What the coordinator is told about the model. Raises ModelError for parameters that cannot be averaged here."""
+    if any(_is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel") for module in model.modules()):
+        raise ModelError(f"the model is sharded by FullyShardedDataParallel, {_WHOLE}: leave it out")
     parameters = trainable_parameters(model)
     if not parameters:
         raise ModelError("the model has no trainable parameters")
     for name, parameter in parameters.items():
         if _is_a(parameter, "torch.distributed.tensor", "DTensor"):
             raise ModelError(
-                f"parameter {name} is sharded (a DTensor), and each worker needs the whole model in one process: leave "
-                "out fully_shard or parallelize_module; torch.compile is fine"
+                f"parameter {name} is sharded (a DTensor), {_WHOLE}: leave out fully_shard or parallelize_module"
             )
+        if getattr(parameter, "_is_flat_param", False):
+            raise ModelError(f"parameter {name} is flattened (a FlatParameter), {_WHOLE}: leave out FSDP")
         if not parameter.is_floating_point():
             raise ModelError(f"parameter {name} is {parameter.dtype}; only floating-point parameters can be averaged")
     return [TensorSpec(name=name, shape=list(parameter.shape)) for name, parameter in parameters.items()]
 
 
+def host_copy(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy of `tensor` as it is now, in host memory; page-locked where it comes from a GPU, which
+    copies into that by itself, several times as fast."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return copy.copy_(tensor.detach())
+
+
 class Fragments(Protocol):
     """The parameters of a model, fragment by fragment, in the run's layout. Vectors are float32[n], n the fragment's
     elements; θ is the global one, `carry` the progress that no mean has, as a part of the next pseudo-gradient."""
-
-    memory: HostMemory  # that results are in
 
     def __len__(self) -> int: ...
 
@@ -123,7 +132,6 @@ class DenseFragments:
         self._parameters = list(trainable_parameters(model).values())
         self._slices = layout.fragments
         self.device = self._parameters[0].device
-        self.memory = HostMemory(pinned=self.device.type == "cuda")
         self._side_stream = SideStream(self.device)
 
     def __len__(self) -> int:
@@ -132,7 +140,7 @@ class DenseFragments:
     @torch.no_grad()
     def gather(self, p: int) -> Tensor:
         parts = [parameter.reshape(-1)[stretch].float() for parameter, stretch, _ in self._stretches(p)]
-        return torch.cat(parts, out=self._empty(sum(len(part) for part in parts)))
+        return torch.cat(parts)
 
     @torch.no_grad()
     def norm(self) -> float:
@@ -149,7 +157,7 @@ class DenseFragments:
         self, p: int, theta: Tensor, carry: Tensor | None = None, local: Tensor | None = None, after: Any = None
     ) -> Tensor:
         with self._side_stream.beside(self.mark() if after is None else after):
-            delta = self._empty(len(theta))
+            delta = torch.empty(len(theta), dtype=torch.float32, device=self.device)
             for parameter, stretch, part in self._stretches(p):
                 start = self._start(parameter, theta, carry, part)
                 reached = parameter.reshape(-1)[stretch].float() if local is None else local[part]
@@ -165,24 +173,13 @@ class DenseFragments:
     @torch.no_grad()
     def rebase(self, p: int, theta: Tensor, carry: Tensor | None) -> None:
         for parameter, stretch, part in self._stretches(p):
-            if carry is None:
-                self._write(parameter, stretch, theta[part])
-            elif parameter.dtype == theta.dtype and parameter.is_contiguous() and self.device.type == "cpu":
-                torch.sub(theta[part], carry[part], out=parameter.detach().view(-1)[stretch])
-            else:
-                self._write(parameter, stretch, self._start(parameter, theta, carry, part))
+            self._write(parameter, stretch, self._start(parameter, theta, carry, part))
 
     def in_host_memory(self, vector: Tensor) -> Tensor:
-        return vector if vector.device.type == "cpu" else self.memory.copy(vector)
+        return vector if vector.device.type == "cpu" else host_copy(vector)
 
     def mark(self) -> Any:
         return self._side_stream.mark()
-
-    def _empty(self, n: int) -> Tensor:
-        """Return a float32[n] with anything in it, on the model's device."""
-        if self.device.type == "cpu":
-            return self.memory.empty((n,))
-        return torch.empty(n, dtype=torch.float32, device=self.device)
 
     @staticmethod
     def _write(parameter: nn.Parameter, stretch: slice, values: Tensor) -> None:

@@ -25,10 +25,10 @@ from protocol.digest import DIGEST_BYTES, Buffer, digest
 from protocol.direct import Writer
 from protocol.fragments import Layout
 from protocol.messages import RunDetail
+from worker.state.fragments import host_copy
 from worker.state.outer_state import OuterState
 from worker.state.state_dir import SNAPSHOT, STATE, StateDir
 from worker.state.work import Carry, Contribution, Late, RoundStart, Work
-from worker.tuning.memory import HostMemory
 
 _VERSION = 6
 _PIECE_BYTES = 1 << 18  # that stay in the cache while they are hashed and copied
@@ -186,14 +186,14 @@ def _say_damaged(path: Path, error: BaseException) -> None:
     log.warning("%s is damaged (%s): ignored; recovering from the coordinator", path, reason)
 
 
-def copied(value: Any, memory: HostMemory) -> Any:
+def copied(value: Any) -> Any:
     """Return the same dictionaries, lists and tuples, with copies of the tensors in host memory."""
     if isinstance(value, Tensor):
-        return memory.copy(value)
+        return host_copy(value)
     if isinstance(value, dict):
-        return {key: copied(each, memory) for key, each in value.items()}
+        return {key: copied(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(copied(each, memory) for each in value)
+        return type(value)(copied(each) for each in value)
     return value
 
 

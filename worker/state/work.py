@@ -24,6 +24,10 @@ class Superseded:
     What of these the mean has is not known here, so nothing of this round's work goes into the next one."""
 
 
+# What a round's mean lacks of a contribution: all of it, nobody knows what, what the codec left out of it, or nothing.
+Left = Missed | Superseded | Tensor | None
+
+
 @dataclass(frozen=True)
 class Late:
     """Late work on one fragment: what the means of `rounds` together lack of it, float32[n], in host memory.
@@ -78,14 +82,21 @@ class Carry:
         """Return True if all late work is of earlier rounds: not so where the run went back to a backup since."""
         return all(late.rounds[-1] < round_number for late in self.late.values())
 
-    def merged(self, p: int, *, late: Late | None, unsent: Tensor | None, ahead: Tensor | None) -> "Carry":
-        """Return the same, but for what is carried of fragment p."""
+    def lacking(self, contribution: "Contribution", left: Left) -> "Carry":
+        """Return the same, except that of the contribution's fragment is carried what the mean lacks of it, `left`."""
+        p = contribution.fragment
+        late = contribution.missed(left) if isinstance(left, Missed) else None
+        unsent = left if isinstance(left, Tensor) else None
         return replace(
             self,
             late=_with(self.late, p, late),
             unsent=_with(self.unsent, p, unsent),
-            ahead=_with(self.ahead, p, ahead),
+            ahead=_with(self.ahead, p, None),
         )
+
+    def with_ahead(self, p: int, ahead: Tensor | None) -> "Carry":
+        """Return the same with `ahead` of fragment p."""
+        return replace(self, ahead=_with(self.ahead, p, ahead))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coordinator.api.head import wants_head_only
-from coordinator.api.problems import problem_response
+from coordinator.http.head import wants_head_only
+from coordinator.http.problems import problem_response
 from coordinator.store.blobs import Blobs, Reader
 from protocol.digest import Buffer
 from protocol.errors import Problem

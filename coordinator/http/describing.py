@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from coordinator.api.waiting import MAX_WAIT_S
+from coordinator.http.waiting import MAX_WAIT_S
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
 from protocol.wire import MEDIA_TYPE
 

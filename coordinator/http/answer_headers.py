@@ -7,7 +7,7 @@ from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.api.problems import fault_response
+from coordinator.http.problems import fault_response
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ADDED = "answer_headers"  # among the request's state

@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator.runs import accounting
+from coordinator.members import accounting
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.open_round import OpenFragment, OpenRound
 from coordinator.runs.opening import status
@@ -277,7 +277,7 @@ def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
             query = query.where(CheckpointRow.round == round_)
         row = session.scalars(query).one_or_none()
         if row is None or run.model is None:
-            raise no_checkpoint(run, session, round_)
+            raise _no_checkpoint(run, session, round_)
         fragments = session.scalars(
             select(CheckpointFragmentRow)
             .where(CheckpointFragmentRow.run_id == run.id, CheckpointFragmentRow.round == row.round)
@@ -290,7 +290,16 @@ def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
         )
 
 
-def no_checkpoint(run: LiveRun, session: Session, round_: int | None) -> Problem:
+def checkpoint_digest(run: LiveRun, round_: int, fragment: int) -> bytes:
+    """Return the digest of a fragment of the checkpoint of `round_`. Problem `gone` or `not-found` if there is none."""
+    with run.world.database.read() as session:
+        row = session.get(CheckpointFragmentRow, (run.id, round_, fragment))
+        if row is None:
+            raise _no_checkpoint(run, session, round_)
+        return row.digest
+
+
+def _no_checkpoint(run: LiveRun, session: Session, round_: int | None) -> Problem:
     """Return the Problem that there is no checkpoint of `round_` (None: none at all): `gone` if the retention rule has
     deleted those of so early states, otherwise `not-found`."""
     oldest = session.scalar(select(func.min(CheckpointRow.round)).where(CheckpointRow.run_id == run.id))

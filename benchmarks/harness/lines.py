@@ -52,7 +52,7 @@ class Line:
 
 
 def why_not(*further: str) -> str | None:
-    """Why there are no slow lines on this machine, or not the `further` commands; None where all is there."""
+    """Return why there are no slow lines on this machine, or not the `further` commands; None where all is there."""
     if os.geteuid() != 0:
         return "not root"
     missing = [tool for tool in ("ip", "tc", "nft", *further) if shutil.which(tool) is None]

@@ -8,17 +8,18 @@ from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import Message
 
-from coordinator.api.problems import refusal
+from coordinator.http.problems import refusal
 from protocol.errors import Problem
 
-MAX_MESSAGE_BYTES = 16 << 10
+MESSAGE_BYTES = 16 << 10
 
 _ATTRIBUTE = "max_body_bytes"  # of an endpoint
+_WITH_A_BODY = {"PATCH", "POST", "PUT"}
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 def takes_up_to(max_bytes: int | None) -> Callable[[Endpoint], Endpoint]:
-    """Declare an endpoint's limit on the body if it is not the 16 KiB of a message.
+    """Declare an endpoint's limit on the body.
 
     None: the endpoint receives a payload, whose limit depends on the fragment (`uploads.py`).
     """
@@ -31,11 +32,18 @@ def takes_up_to(max_bytes: int | None) -> Callable[[Endpoint], Endpoint]:
 
 
 class LimitedRoute(APIRoute):
-    """A route that takes no larger body than its endpoint declares. Authentication comes first."""
+    """A route that takes no larger body than its endpoint declares. Authentication comes first.
+
+    TypeError where the endpoint takes a body and declares nothing. The body of others may be as large as a message;
+    nobody looks at it.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        limit: int | None = getattr(self.endpoint, _ATTRIBUTE, MAX_MESSAGE_BYTES)
+        takes_body = self.body_field is not None or _WITH_A_BODY & set(self.methods or ())
+        if takes_body and not hasattr(self.endpoint, _ATTRIBUTE):
+            raise TypeError(f"{self.path}: declare by takes_up_to how large a body it takes")
+        limit: int | None = getattr(self.endpoint, _ATTRIBUTE, MESSAGE_BYTES)
         if limit is None:
             return handle
 

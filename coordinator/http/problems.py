@@ -22,7 +22,7 @@ MAX_DISCARDED_BYTES = 64 << 20  # more than a fragment's upload, which a worker 
 logger = logging.getLogger(__name__)
 
 
-def install(app: FastAPI) -> None:
+def answer_problems(app: FastAPI) -> None:
     """Let every exception that a handler raises on purpose be answered; `fault_response` answers the others."""
 
     @app.exception_handler(Problem)

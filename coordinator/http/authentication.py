@@ -4,7 +4,7 @@ from fastapi.security.utils import get_authorization_scheme_param
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from coordinator.api.problems import refuse
+from coordinator.http.problems import refuse
 from protocol.errors import Problem
 
 

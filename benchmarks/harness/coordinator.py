@@ -1,5 +1,6 @@
-"""A real coordinator for tests: uvicorn on a free port, SQLite and files in a directory; in a thread or in a process."""
+"""A real coordinator: uvicorn on a free port, SQLite and files in a directory; in a thread or in a process."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -13,12 +14,12 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.harness import stores
 from coordinator.runs.live_run import LiveRun
 from coordinator.server import Server, make_server
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from protocol.messages import Scope, TokenRequest
-from tests.support import stores
 
 
 @dataclass
@@ -64,6 +65,7 @@ class InThread(Running):
 
     coordinator: Coordinator
     server: Server
+    loop: asyncio.AbstractEventLoop  # that it serves on
 
     def live(self, run: str) -> LiveRun:
         return self.coordinator.run(run)
@@ -83,17 +85,19 @@ def coordinator_thread(
     data_dir: Path, port: int = 0, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[InThread]:
     server, listening = make_server(Settings(data_dir=data_dir, port=port), clock=clock, store=stores.store)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    runner = asyncio.Runner(loop_factory=server.config.get_loop_factory())
+    thread = threading.Thread(target=runner.run, args=(server.serve(sockets=[listening]),))
     thread.start()
     try:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         # The socket is bound: this waits until it serves.
         httpx.get(f"{url}/readyz", timeout=30, verify=False).raise_for_status()
         token = (data_dir / "admin.token").read_text().strip()
-        yield InThread(url, token, data_dir, server.coordinator, server)
+        yield InThread(url, token, data_dir, server.coordinator, server, runner.get_loop())
     finally:
         server.should_exit = True
         thread.join()
+        runner.close()
 
 
 class CoordinatorProcess:

@@ -1,4 +1,5 @@
-"""What the handlers share: the coordinator, the identity behind the request, the run in the path, paging."""
+"""Who may call a route, as the types of its parameters: Admin, Joiner, ReadableRun, MemberRun, AnyMember,
+MemberOrAdmin; Caller is anybody with a token. And what else routes share: the coordinator, the path, paging."""
 
 from typing import Annotated
 
@@ -58,6 +59,20 @@ async def reader(run: PathName, caller: Caller, service: Service) -> LiveRun:
     return service.run(run)
 
 
+async def any_member(run: PathName, caller: Caller) -> str:
+    """Return the name of the worker that calls; Problem `forbidden` unless it is a member of the run of the path."""
+    if caller.run != run or caller.worker is None:
+        raise Problem("forbidden", f"only a member of the run {run} may do this, with its member token")
+    return caller.worker
+
+
+async def member_or_admin(run: PathName, worker: PathName, caller: Caller) -> Identity:
+    """Return the caller; Problem `forbidden` unless it is the worker of the path or an admin."""
+    if not caller.is_member(run, worker) and not caller.allows(Scope.ADMIN):
+        raise Problem("forbidden", f"only the member {worker} itself or an admin may do this")
+    return caller
+
+
 async def member(run: PathName, worker: PathName, caller: Caller, service: Service) -> LiveRun:
     """Return the run of the path, for the worker of the path alone."""
     if not caller.is_member(run, worker):
@@ -69,6 +84,8 @@ Admin = Annotated[Identity, Depends(admin)]
 Joiner = Annotated[Identity, Depends(joiner)]
 ReadableRun = Annotated[LiveRun, Depends(reader)]
 MemberRun = Annotated[LiveRun, Depends(member)]
+AnyMember = Annotated[str, Depends(any_member)]
+MemberOrAdmin = Annotated[Identity, Depends(member_or_admin)]
 
 
 def layout_with(run: LiveRun, fragment: int) -> Layout:

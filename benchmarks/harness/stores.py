@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.harness.memory_blobs import MemoryBlobs
 from coordinator.runs.live_run import LiveRun
 from coordinator.store.blobs import Blobs, Kind, Reader, round_of
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
 from protocol.digest import Buffer
-from tests.support.memory_blobs import MemoryBlobs
 
 in_memory = False  # set by `--blobs=memory`
 _by_directory: dict[Path, MemoryBlobs] = {}  # so that a coordinator that starts again on its directory finds them

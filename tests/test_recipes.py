@@ -1,4 +1,5 @@
-"""A codec is one file on each side and one line; everything else derives from it."""
+"""Recipes of CONTRIBUTING.md, followed in a copy: a codec is one file on each side and one line, a rule of aggregation one
+function, one line and one value of the spec; everything else derives from them."""
 
 import ast
 import os
@@ -12,7 +13,7 @@ import pytest
 from protocol.codecs import CODECS
 
 ROOT = Path(__file__).parents[1]
-SIDES = ("protocol", "worker", "coordinator", "outerstep", "docs", "migrations")
+SIDES = ("protocol", "worker", "coordinator", "outerstep", "migrations", "docs")
 
 REFERENCE = '''
 """fp32, but with the other end first."""
@@ -58,7 +59,7 @@ def decode(data: Tensor, n: int) -> Tensor:
     return fp32.decode(data.view(-1, 4).flip(1).reshape(-1), n)
 """
 
-USE = """
+USE_OF_THE_CODEC = """
 import numpy as np
 import torch
 
@@ -101,23 +102,71 @@ assert "big-endian" in write_commands.page(), "outerstep demo --codec"
 """
 
 
+MEDIAN = '''
+def median(weighted: Sequence[tuple[Payload, np.float32]], index: int) -> F32:
+    """Return the median of each value, whatever the weights."""
+    rows = np.empty((len(weighted), weighted[0][0].chunks[index]), np.float32)
+    for row, (payload, _) in zip(rows, weighted, strict=True):
+        payload.codec.decode(payload.chunk(index), row)
+    return np.median(rows, axis=0).astype(np.float32)
+
+
+AGGREGATORS: dict[str, Aggregator] = {"mean": mean, "median": median}
+'''
+
+USE_OF_THE_RULE = """
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from docs import write_settings
+from benchmarks.harness.coordinator import coordinator_thread
+from benchmarks.harness.member import Member, spec_toml
+from protocol.wire import Payload
+
+LINES = 'aggregation = "median"\\nupload_codec = "fp32"\\ndownload_codec = "fp32"'
+VALUES = {"a": 0.25, "b": -1.0, "c": 2.0}
+with tempfile.TemporaryDirectory() as folder, coordinator_thread(Path(folder)) as running:
+    running.create_run(spec_toml("r", rounds=1, min_workers=3, sync=LINES))
+    members = [Member(running.client(), "r", name) for name in VALUES]
+    for member in members:
+        member.join(running.admin_token)
+    assert members[0].assignment(None).action == "seed"
+    members[0].seed()
+    for member in members:
+        for theta in member.theta:
+            theta[:] = 0.5
+        member.assignment(0)
+    for member in members:
+        assignment = member.assignment(0, wait_s=30)
+        for fragment, theta in enumerate(member.theta):
+            values = np.full(len(theta), VALUES[member.name], np.float32)
+            member.contribute(assignment, fragment, values).raise_for_status()
+    delta = np.empty(len(members[0].theta[0]), np.float32)
+    Payload.from_bytes(members[0].delta(0, 0).content).decode(delta)
+    assert (delta == 0.25).all(), delta
+assert "`mean`, `median`" in write_settings.page()
+"""
+
+
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    for side in SIDES:
+    for side in (*SIDES, "benchmarks"):
         shutil.copytree(ROOT / side, tmp_path / side, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
 
-def test_one_file_on_each_side_and_one_line(copy: Path) -> None:
-    (copy / "protocol" / "codecs" / "big_endian.py").write_text(REFERENCE)
-    (copy / "worker" / "codecs" / "big_endian.py").write_text(IN_TORCH)
-    table = copy / "protocol" / "codecs" / "__init__.py"
-    last = '    "sparse",\n'
-    text = table.read_text()
-    assert text.count(last) == 1
-    table.write_text(text.replace(last, f'{last}    "big_endian",\n'))
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def run(copy: Path, code: str) -> None:
+    """Run the code with the packages of the copy."""
     done = subprocess.run(
-        [sys.executable, "-c", USE],
+        [sys.executable, "-c", code],
         cwd=copy,
         env=os.environ | {"PYTHONPATH": str(copy)},
         capture_output=True,
@@ -125,6 +174,21 @@ def test_one_file_on_each_side_and_one_line(copy: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_one_file_on_each_side_and_one_line(copy: Path) -> None:
+    (copy / "protocol" / "codecs" / "big_endian.py").write_text(REFERENCE)
+    (copy / "worker" / "codecs" / "big_endian.py").write_text(IN_TORCH)
+    table = copy / "protocol" / "codecs" / "__init__.py"
+    edit(table, '    "sparse",\n', '    "sparse",\n    "big_endian",\n')
+    run(copy, USE_OF_THE_CODEC)
+
+
+def test_a_function_a_line_and_a_value_of_the_spec(copy: Path) -> None:
+    """A run that asks for the rule gets it."""
+    edit(copy / "coordinator/sync/aggregating.py", 'AGGREGATORS: dict[str, Aggregator] = {"mean": mean}\n', MEDIAN)
+    edit(copy / "protocol/spec.py", 'aggregation: Literal["mean"]', 'aggregation: Literal["mean", "median"]')
+    run(copy, USE_OF_THE_RULE)
 
 
 def test_a_codec_is_named_beside_the_codecs_only() -> None:

@@ -9,7 +9,7 @@ from urllib.request import parse_http_list
 import anyio.to_thread
 from fastapi import Request
 
-from coordinator.api.answer_headers import add_answer_header
+from coordinator.http.answer_headers import add_answer_header
 from coordinator.runs.bell import Bell
 
 MAX_WAIT_S = 60.0

@@ -5,7 +5,7 @@ from functools import partial
 
 from sqlalchemy import select
 
-from coordinator.runs import accounting
+from coordinator.members import accounting
 from coordinator.runs.live_run import Change, LiveRun, Model
 from coordinator.runs.opening import status
 from coordinator.runs.units import return_units
@@ -25,7 +25,11 @@ from protocol.messages import (
     WorkerState,
 )
 
-DIRECTIVES = {RunState.STOPPED: Directive.STOP, RunState.DRAINING: Directive.DRAIN}
+DIRECTIVES = {
+    RunState.STOPPED: Directive.STOP,
+    RunState.FINISHED: Directive.STOP,
+    RunState.DRAINING: Directive.DRAIN,
+}
 
 
 def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:

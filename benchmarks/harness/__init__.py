@@ -1,0 +1,1 @@
+"""What tests, benchmarks and docs set up around the product: a coordinator, a worker without a model, slow lines."""

@@ -1,0 +1,75 @@
+"""What is SQLite's own: where its file may be, its pragmas, how transactions begin, how a full disk is told.
+
+WAL mode, every commit fsynced. A write begins IMMEDIATE, so it waits for others before it has done anything.
+"""
+
+import errno
+import os
+import sqlite3
+from pathlib import Path
+from typing import IO, Any
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from coordinator.store.locking import hold
+
+FILE = "outerstep.db"  # in the data directory, unless a URL says otherwise
+BUSY_S = 60  # so long a transaction waits for one of another connection
+
+_SLASHES = "three slashes before a relative path and four before an absolute one: sqlite:////var/lib/outerstep.db"
+
+
+def url_in(data_dir: Path) -> URL:
+    """Return the URL of the database in `data_dir`."""
+    return URL.create("sqlite", database=str(data_dir / FILE))
+
+
+def check(url: URL) -> None:
+    """Raise ValueError unless `url` names a file."""
+    if url.drivername not in ("sqlite", "sqlite+pysqlite"):
+        raise ValueError(f"SQLite's driver is Python's own, not {url.get_driver_name()}: write sqlite:///")
+    if url.host is not None or url.username is not None:
+        raise ValueError(f"SQLite has {_SLASHES}")
+    if url.query:
+        raise ValueError(f"the coordinator takes no options of SQLite's, here {', '.join(sorted(url.query))}")
+    if url.database in (None, "", ":memory:") or str(url.database).startswith("file:"):
+        raise ValueError(f"a restart would lose a database in memory; name a file, with {_SLASHES}")
+
+
+def lock(url: URL) -> IO[str]:
+    """Lock the database, until the file that is returned is closed. Raises OuterstepError if another process has it,
+    and OSError.
+
+    SQLite's own locks let several processes write in turn. A coordinator holds in memory what it wrote, so it must be
+    alone. The data directory's lock does not see to that: two of them may name one database.
+    """
+    path = Path(str(url.database)).resolve()
+    if not path.parent.is_dir():  # not made: where a disk is not mounted, an empty database would take its place
+        raise FileNotFoundError(errno.ENOENT, "there is no directory for the database", os.fspath(path.parent))
+    refusal = f"the database {path} is in use by another coordinator; stop it, or give each its own"
+    return hold(path.with_name(f"{path.name}.lock"), refusal)
+
+
+def engines(url: URL) -> tuple[Engine, Engine]:
+    """Return an engine for reading and one for writing, which share their connections."""
+    engine = create_engine(url, connect_args={"timeout": BUSY_S})
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: Any, _: ConnectionPoolEntry) -> None:
+        connection.isolation_level = None  # transactions begin where `begin` below says, not where sqlite3 guesses
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        connection.exec_driver_sql(connection.get_execution_options().get("begin", "BEGIN"))
+
+    return engine, engine.execution_options(begin="BEGIN IMMEDIATE")
+
+
+def disk_is_full(error: DBAPIError) -> bool:
+    """Return True if `error` says that the database found the disk full."""
+    return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL

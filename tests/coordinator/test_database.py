@@ -1,0 +1,111 @@
+"""The database's URL: where it may be, what is refused and with which words, and who may use it at the same time."""
+
+from pathlib import Path
+
+import pytest
+from sqlalchemy import make_url
+
+from benchmarks.harness.coordinator import coordinator_thread
+from coordinator.server import make_server
+from coordinator.settings import Settings
+from coordinator.store.database import Database, url_of
+from protocol.errors import OuterstepError
+from tests.coordinator.crew import crew, play_round
+
+VARIABLE = "OUTERSTEP_COORDINATOR_DATABASE_URL"
+
+
+def test_without_a_url_it_is_in_the_data_directory_whatever_that_is_called(tmp_path: Path) -> None:
+    """A '?' in the path once was the end of it."""
+    for name in ("data", "what? 100 %", "a#b"):
+        (tmp_path / name).mkdir()
+        Database(url_of(None, tmp_path / name)).close()
+        assert (tmp_path / name / "outerstep.db").is_file()
+
+
+def test_three_slashes_are_relative_and_four_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Database(url_of("sqlite:///relative.db", tmp_path / "data")).close()
+    Database(url_of(f"sqlite:///{tmp_path}/absolute.db", tmp_path / "data")).close()
+    assert {path.name for path in tmp_path.iterdir() if path.suffix == ".db"} == {"relative.db", "absolute.db"}
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("outerstep.db", "this is no URL, as for example sqlite:////"),
+        ("", "this is no URL"),
+        ("postgresql://me:secret@host/runs", "no backend for postgresql: use one of sqlite, or leave the setting away"),
+        ("mysql+pymysql://host/runs", "no backend for mysql"),
+        ("sqlite+aiosqlite:////data/run.db", "Python's own, not aiosqlite"),
+        ("sqlite://data/run.db", "three slashes before a relative path and four before an absolute one"),
+        ("sqlite://", "a restart would lose a database in memory"),
+        ("sqlite:///", "a restart would lose"),
+        ("sqlite:///:memory:", "a restart would lose"),
+        ("sqlite:///file:run?mode=memory&uri=true", "takes no options of SQLite's, here mode, uri"),
+        ("sqlite:///file::memory:", "a restart would lose"),
+    ],
+)
+def test_what_is_refused(url: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=why) as refused:
+        url_of(url, tmp_path)
+    assert "secret" not in str(refused.value)
+    with pytest.raises(ValueError, match=why):
+        make_server(Settings(data_dir=tmp_path / "data", database_url=url, port=0))
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_run_lives_in_a_database_elsewhere_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv(VARIABLE, f"sqlite:///{tmp_path}/elsewhere/run.db")
+    with coordinator_thread(tmp_path / "data") as running:
+        members = crew(running, "r", ["a", "b"], rounds=2, min_workers=2)
+        play_round(members, 0)
+        running.await_state("r", 1)
+        port = int(running.url.rpartition(":")[2])
+    with coordinator_thread(tmp_path / "data", port) as running:
+        play_round(members, 1)
+        running.await_state("r", 2)
+        assert running.live("r").final_digest is not None
+    assert not list((tmp_path / "data").glob("outerstep.db*"))
+
+
+def test_two_coordinators_cannot_share_a_database_by_two_data_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would believe its own memory of the runs. A link to the file is the same file."""
+    (tmp_path / "link.db").symlink_to(tmp_path / "run.db")
+    monkeypatch.setenv(VARIABLE, f"sqlite:///{tmp_path}/run.db")
+    with coordinator_thread(tmp_path / "a"):
+        for name in ("run.db", "link.db"):
+            url = f"sqlite:///{tmp_path}/{name}"
+            with pytest.raises(OuterstepError, match="run.db is in use by another coordinator"):
+                make_server(Settings(data_dir=tmp_path / "b", database_url=url, port=0))
+        with pytest.raises(OuterstepError, match="in use"):
+            Database(url_of(f"sqlite:///{tmp_path}/run.db", tmp_path / "b"))
+    Database(url_of(f"sqlite:///{tmp_path}/run.db", tmp_path / "b")).close()
+
+
+def test_a_database_that_the_data_directory_has_is_not_forgotten_by_mistake(tmp_path: Path) -> None:
+    """The coordinator would begin anew, with no runs, beside all their files."""
+    data = tmp_path / "data"
+    data.mkdir()
+    Database(url_of(None, data)).close()
+    with pytest.raises(ValueError, match="the data directory has a database already"):
+        url_of(f"sqlite:///{tmp_path}/other.db", data)
+    same = f"sqlite:///{data}/../data/outerstep.db"
+    assert url_of(same, data) == make_url(same)
+    (data / "outerstep.db").rename(tmp_path / "other.db")
+    Database(url_of(f"sqlite:///{tmp_path}/other.db", data)).close()
+
+
+def test_what_is_no_database_is_told_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.db"
+    path.write_text("not a database, but somebody's notes\n" * 100)
+    with pytest.raises(OuterstepError, match=r"notes\.db cannot be opened: file is not a database"):
+        Database(url_of(f"sqlite:///{path}", tmp_path))
+    assert path.read_text().startswith("not a database")
+    with pytest.raises(FileNotFoundError, match="no directory for the database.*missing"):
+        Database(url_of(f"sqlite:///{tmp_path}/missing/run.db", tmp_path))
+    path.unlink()
+    Database(url_of(f"sqlite:///{path}", tmp_path)).close()  # whoever was refused holds no lock

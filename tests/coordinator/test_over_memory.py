@@ -1,0 +1,37 @@
+"""The coordinator's own tests, over a store of blobs that is not a directory."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Those that store, read, spoil, lose or delete blobs, or start again on them.
+ABOUT_BLOBS = [
+    "round",
+    "deltas",
+    "transfers",
+    "spoilt_files",
+    "restart",
+    "backup",
+    "retention",
+    "bodies",
+    "seeding",
+    "faults",
+    "late",
+    "weights",
+]
+
+
+@pytest.mark.system
+@pytest.mark.timeout(600)
+def test_the_coordinators_tests_pass_over_blobs_in_memory() -> None:
+    here = Path(__file__).parent
+    files = [str(here / f"test_{each}.py") for each in ABOUT_BLOBS]
+    command = [sys.executable, "-m", "pytest", "-q", "--blobs=memory", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, cwd=here.parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    passed = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
+    assert passed is not None
+    assert int(passed[1]) > 100
