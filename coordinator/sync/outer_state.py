@@ -15,6 +15,7 @@ from sqlalchemy import select
 from coordinator.runs.bell import EVENTS
 from coordinator.runs.live_run import Change, LiveRun
 from coordinator.runs.outer import State
+from coordinator.store.database import disk_is_full
 from coordinator.store.files import FileReader
 from coordinator.store.payloads import StoredPayload
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow, OuterStateRow
@@ -123,6 +124,8 @@ def restore(run: LiveRun) -> None:
                 _go_back_to_checkpoint(run, fragment)
             catch_up(run, fragment)
     except (OuterstepError, OSError) as error:  # the other runs are served, and this one says what it needs
+        if disk_is_full(error):
+            raise  # that is no damage: the next start finds room, or says so again
         logger.exception("%s: the outer state cannot be restored", run.name)
         outer.damage = str(error)
         return
