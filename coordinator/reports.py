@@ -56,6 +56,12 @@ def run_detail(run: LiveRun) -> RunDetail:
     return RunDetail(**_run_fields(run), spec=run.spec, disk_bytes=_disk_bytes(run))
 
 
+def spec_toml(run: LiveRun) -> str:
+    """Return the run's spec as it was given."""
+    with run.world.database.read() as session:
+        return session.get_one(RunRow, run.id).spec_toml
+
+
 def _disk_bytes(run: LiveRun) -> DiskBytes:
     def stored(prefix: str) -> int:
         return sum(size for _, size in run.blobs.list(prefix))

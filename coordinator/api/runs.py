@@ -10,7 +10,6 @@ from coordinator.http.access import Admin, Caller, Limit, ReadableRun, Service
 from coordinator.http.describing import OF_A_CHANGE, OF_A_RUN, Answers, refusing
 from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
 from coordinator.runs import epochs, steering
-from coordinator.store.tables import RunRow
 from protocol.errors import Problem
 from protocol.messages import EpochInfo, Page, RunChange, RunDetail, RunInfo, RunState
 from protocol.spec import MAX_SPEC_BYTES
@@ -61,8 +60,7 @@ def get_run(run: ReadableRun) -> RunDetail:
 @router.get("/{run}/spec", response_class=Response, responses=_SPEC | refusing(*OF_A_RUN))
 def get_spec(run: ReadableRun) -> Response:
     """The spec, byte for byte as it was given."""
-    with run.world.database.read() as session:
-        return Response(session.get_one(RunRow, run.id).spec_toml, media_type="application/toml")
+    return Response(reports.spec_toml(run), media_type="application/toml")
 
 
 @router.get("/{run}/units", responses=refusing(*OF_A_RUN))
