@@ -12,7 +12,7 @@ from pathlib import Path
 
 from protocol.errors import OuterstepError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]  # where our packages lie
 READY = re.compile(r"^outerstep coordinator ready at (\S+)$", re.MULTILINE)
 READY_WITHIN_S = 60.0
 STOP_WITHIN_S = 10.0
@@ -48,7 +48,7 @@ class Processes:
         """Start the command `outerstep` with `arguments`. `environment` is added to this process's, without what that
         says to other coordinators: a database is not to be shared with the demo.
 
-        Nothing in the working directory can hide a package of ours, unless that is where this package itself lies.
+        Nothing in the working directory can hide a package of ours: it is not looked into, unless they lie there.
         """
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("OUTERSTEP_COORDINATOR_")}
         log = self.logs / f"{name}.log"

@@ -52,6 +52,7 @@ class Channel:
     silence_s: float | None = None
 
     def timeout(self) -> Any:
+        """Return the timeouts of the next request, as httpx takes them."""
         if self.stop.is_set():
             return LEAVING_TIMEOUT
         return httpx.USE_CLIENT_DEFAULT if self.silence_s is None else httpx.Timeout(self.silence_s, pool=None)

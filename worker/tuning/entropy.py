@@ -39,12 +39,11 @@ class Rate:
 
 
 class Entropy:
-    """The choice whether one worker's uploads are coded. `line`: how fast they are sent. `clock` gives seconds.
-    Fragments are packed one at a time."""
+    """The choice whether one worker's uploads are coded: `line` is how fast they are sent, `coder` how fast coding
+    saves bytes. `clock` gives seconds. Fragments are packed one at a time."""
 
     def __init__(self, line: Rate, clock: Callable[[], float]) -> None:
-        self.line, self.coder = line, Rate()  # of the coder: the bytes that it saves
-        self._clock = clock
+        self.line, self.coder, self._clock = line, Rate(), clock
         self._uncoded = 0  # fragments since one was coded
         self._logged: bool | None = None
 
@@ -72,6 +71,7 @@ class Entropy:
         return frames
 
     def _is_next_coded(self) -> bool:
+        """Return True if the next fragment is to be coded; log the choice if it is another one than before."""
         pays = self.pays()
         if pays != self._logged and self.line.sums[0] and self.coder.sums[1]:
             self._logged = pays
