@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator.members import membership
 from coordinator.runs.bell import Bell
 from coordinator.runs.live_run import Change, LiveRun, World
 from coordinator.settings import Settings
@@ -25,6 +24,7 @@ from coordinator.sync import retention
 from coordinator.tuning.room import Room
 from coordinator.upkeep import restoring, verifying
 from coordinator.upkeep.full_disk import Storage
+from coordinator.workers import membership
 from protocol.digest import digest
 from protocol.errors import Problem, SpecError
 from protocol.messages import NewToken, RunState, TokenRequest

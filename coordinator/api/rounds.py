@@ -32,10 +32,10 @@ from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
 from coordinator.http.receiving import Upload, received
 from coordinator.http.sending import blob, blob_in_memory
 from coordinator.http.waiting import poll, preferred_wait_s
-from coordinator.members import evaluating
 from coordinator.runs.bell import delta_of
 from coordinator.runs.live_run import LiveRun
 from coordinator.sync import contributing, delta_status
+from coordinator.workers import evaluating
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import ContributionReply, EvaluationReport, Page, RoundDetail, RoundInfo
