@@ -9,8 +9,8 @@ from coordinator.runs import steering
 from coordinator.workers import membership
 from protocol.errors import Problem
 from protocol.messages import JoinRequest, RunState, WorkerChange
-from tests.simulation.ledger import Violation, demand
 from tests.simulation.network import Weather
+from tests.simulation.violation import Violation, demand
 from tests.simulation.worker_node import Toy, WorkerNode
 from worker.state.fragments import tensor_specs
 

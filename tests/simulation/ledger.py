@@ -17,32 +17,21 @@ from typing import Any
 
 import httpx
 import numpy as np
-import torch
 from blake3 import blake3
 
 from coordinator.runs.live_run import LiveRun
 from coordinator.store import sqlite
 from coordinator.store.blobs import RunNames, round_of
 from protocol.codecs import CODECS
-from protocol.codecs.ternary import BLOCK, LEVEL  # the one codec with error feedback that is simulated
 from protocol.spec import OuterSpec
 from protocol.wire import Payload
 from tests.simulation.coordinator_node import Answer, CoordinatorNode
+from tests.simulation.error_feedback import ErrorFeedback
+from tests.simulation.violation import demand
 from tests.simulation.worker_node import ELEMENTS, WorkerNode
-from worker.diloco import DiLoCo
-from worker.state.work import Carry
 
 NAMES = RunNames("sim")
 Key = tuple[int, int]  # round, fragment
-
-
-class Violation(AssertionError):
-    """An invariant does not hold."""
-
-
-def demand(holds: bool, invariant: str, message: str) -> None:
-    if not holds:
-        raise Violation(f"{invariant}: {message}")
 
 
 @dataclass
@@ -52,16 +41,6 @@ class Kept:
     digest: bytes
     tokens: int
     payload: Payload
-
-
-@dataclass
-class Unsent:
-    """What the codec left out of an accepted contribution to `round`: by unit that it names, what of the unit's work the
-    process that sent it is to carry on. With overlap there are two possible values: carried work may be late or not."""
-
-    process: DiLoCo
-    round: int
-    work: dict[int, tuple[float, float]]
 
 
 @dataclass
@@ -81,9 +60,7 @@ class Ledger:
     digests: dict[Key, bytes] = field(default_factory=dict)
     tokens: dict[str, tuple[str, int]] = field(default_factory=dict)
     counts: dict[int, np.ndarray] = field(default_factory=dict)  # fragment -> how often each unit was contributed
-    parts: dict[int, np.ndarray] = field(default_factory=dict)  # the same, as sums of what was sent: error feedback
-    blurred: set[int] = field(default_factory=set)  # fragments that late work was carried into
-    unsent: dict[tuple[str, int], Unsent] = field(default_factory=dict)  # by worker and fragment: error feedback
+    error_feedback: ErrorFeedback = field(default_factory=ErrorFeedback)
     free: set[int] = field(default_factory=set)  # the units in the pool
     round: int = 0
     units: int = 0
@@ -201,12 +178,15 @@ class Ledger:
             own[row["start"] : row["stop"]] = True
         named = [unit for start, stop in header.units for unit in range(start, stop)]
         if CODECS[header.codec].error_feedback:
-            self._check_sent(where, header, sent, {unit: 1.0 if own[unit] else share for unit in named})
+            of_earlier = {share, 1.0} if self.streams else {share}
+            whole = {unit: {1.0} if own[unit] else of_earlier for unit in named}
+            self.error_feedback.check_sent(where, self.workers[header.worker], header, sent, whole)
         if self.streams:  # what was trained while the late work was on its way is carried as well, and whole
             own |= np.abs(values - 1) < 0.3
         values = np.where(own, values, values / share)
         if CODECS[header.codec].error_feedback:
-            self._count_parts(where, fragment, values, named, header.carried)
+            self.error_feedback.count(where, fragment, values, late=bool(header.carried))
+            self.counts.setdefault(fragment, np.zeros(ELEMENTS, int))[named] = 1
             return
         counts = np.rint(values).astype(int)
         demand(bool(np.all(np.abs(values - counts) < 0.3)), "I6", f"{where}: these are no whole units")
@@ -217,57 +197,6 @@ class Ledger:
         demand(bool(np.all(counts >= 0)), "I6", f"{where}: work was taken back")
         missing = [unit for unit in named if counts[unit] != 1]
         demand(not missing, "I6", f"{where}: it names units {missing}, whose work is not in it")
-
-    def _check_sent(self, where: str, header: Any, sent: np.ndarray, whole: dict[int, float]) -> None:
-        """With error feedback, a unit's work is in the bytes, unless it is too little for the codec: as the carried
-        share of a late unit may be, beside units that are whole. What is not in them, the worker is to carry on.
-
-        `sent`: the decoded values. `whole`: how much of each named unit's work the worker contributes.
-        """
-        levels = np.abs(sent).reshape(-1, BLOCK).max(axis=1).repeat(BLOCK)
-        missing = [unit for unit, work in whole.items() if sent[unit] <= 0 and work * LEVEL >= levels[unit]]
-        demand(not missing, "I6", f"{where}: it names units {missing}, whose work is not in it")
-        worker = self.workers[header.worker]
-        rounds = worker.rounds()
-        if worker.diloco is not None and rounds.training and rounds.assignment.round == header.round:
-            of_late = {unit: 1.0 if self.streams else work for unit, work in whole.items()}
-            rest = {unit: (work - sent[unit], of_late[unit] - sent[unit]) for unit, work in whole.items()}
-            self.unsent[header.worker, header.fragment] = Unsent(worker.diloco, header.round, rest)
-
-    def _check_carried(self, worker: WorkerNode, round_: int, carry: Carry) -> None:
-        """As a worker begins to train in `round_`: what was left out of its last contribution, it carries on, if it has
-        not dropped all that it had trained. (Only then does it carry no weight.)"""
-        for name, fragment in list(self.unsent):
-            left = self.unsent[name, fragment]
-            if name != worker.name or left.round >= round_:
-                continue
-            del self.unsent[name, fragment]
-            if left.process is not worker.diloco or not carry.weight:
-                continue
-            carried = carry.unsent.get(fragment, torch.zeros(ELEMENTS))
-            lost = [unit for unit, work in left.work.items() if min(abs(float(carried[unit]) - w) for w in work) > 0.01]
-            demand(
-                not lost,
-                "I6",
-                f"{name} contributed only a part of the work of units {lost} to round {left.round}, fragment {fragment}, "
-                "and does not carry the rest of it",
-            )
-
-    def _count_parts(self, where: str, fragment: int, values: np.ndarray, named: list[int], carried: list[int]) -> None:
-        """The same with error feedback, by which a unit's work comes in parts. Where no late work has blurred that, no
-        sum of parts is far from 0 or 1: it is off by half of what was sent last, at most.
-        """
-        if carried:
-            self.blurred.add(fragment)
-        total = self.parts.setdefault(fragment, np.zeros(ELEMENTS))
-        total += values
-        far = np.flatnonzero((total < -0.6) | (total > 1.6))
-        demand(
-            fragment in self.blurred or not len(far),
-            "I6",
-            f"{where}: of units {far.tolist()} {total[far]} times the work is contributed",
-        )
-        self.counts.setdefault(fragment, np.zeros(ELEMENTS, int))[named] = 1
 
     def _check_fragments(self) -> None:
         rows = self._all("SELECT * FROM fragments WHERE round >= ? ORDER BY round, fragment", max(0, self.round - 1))
@@ -370,7 +299,7 @@ class Ledger:
             return
         assignment, carry = rounds.assignment, rounds.carry
         self._seen[f"{worker.name}'s assignment"] = assignment
-        self._check_carried(worker, assignment.round, carry)
+        self.error_feedback.check_carried(worker, assignment.round, carry)
         query = "SELECT start, stop FROM unit_ranges WHERE worker = ? AND state = 'assigned' AND round <= ?"
         held = {u for row in self._all(query, worker.name, assignment.round) for u in range(row["start"], row["stop"])}
         has = {unit for start, stop in [*assignment.units, *carry.units] for unit in range(start, stop)}

@@ -232,7 +232,7 @@ MUTANTS = [
     Mutant("drops the rebase of late work", ("I6",), 2, _no_rebase),
     Mutant("carries all of late work, as if the mean had none of it", ("I6",), 16, _carries_what_the_mean_has),
     Mutant("drops what was trained while a fragment travelled", ("I6",), 3, _drops_what_was_trained_meanwhile),
-    Mutant("drops what the codec leaves out", ("I6",), 1, _drops_what_the_codec_leaves_out),
+    Mutant("drops what the codec leaves out", ("I6",), 0, _drops_what_the_codec_leaves_out),
     Mutant("forgets units that no fragment has named", ("I6",), 3, _forgets_units),
     Mutant("returns no units of the dead", ("I6",), 0, _no_units_returned),
     Mutant("returns no units of rounds that were missed", ("I6",), 10, _forgotten_units_kept),

@@ -20,10 +20,11 @@ from coordinator.store.database import Database
 from protocol.spec import parse_spec
 from tests.simulation.coordinator_node import CoordinatorNode, crash_at_commits
 from tests.simulation.faults import Faults
-from tests.simulation.ledger import Ledger, Violation, demand
+from tests.simulation.ledger import Ledger
 from tests.simulation.network import Line, Weather
 from tests.simulation.patched import simulated
 from tests.simulation.scheduler import Group, Scheduler
+from tests.simulation.violation import Violation, demand
 from tests.simulation.worker_node import WorkerNode
 
 CALM_ROUNDS = 4

@@ -16,6 +16,8 @@ from tests.worker import toy
 from tests.worker.toy import MortalClient, Toy, coordinator_thread
 from worker.diloco import DiLoCo
 from worker.link.client import Client
+from worker.rounds.exchange import Exchange, Outcome
+from worker.state.work import Contribution
 
 FRAGMENTS = 3
 AT_ONCE = "grace_factor = 0\ngrace_min_s = 0"
@@ -126,6 +128,51 @@ def test_late_many_rounds_in_a_row_and_nothing_is_forgotten(tmp_path: Path) -> N
     assert len({tuple(map(tuple, each)) for each in (header.units for header in headers.values())}) == 4, (
         "the units went with the fragments in time"
     )
+
+
+def test_late_work_that_is_too_little_for_the_codec_is_sent_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a worker's round 0 is late, and small beside its round 1, so of round 1's contribution, which names the
+    units of both, ternary sends what is large. What it leaves out is no less consumed: the next contribution has it."""
+    late, arrived, everybody = {(0, p) for p in range(FRAGMENTS)}, Arrivals(), threading.Barrier(3)
+    clients: list[LateClient] = []
+    whole: dict[tuple[int, int], F32] = {}
+    contribute = Exchange.contribute
+
+    def late_client(*arguments: Any) -> LateClient:
+        clients.append(LateClient(*arguments, late=late, arrived=arrived, dies=lambda what, number: False))
+        return clients[0]
+
+    def noted(self: Exchange, contribution: Contribution, *rest: Any) -> Outcome:
+        if self.membership.worker == "c":
+            whole[contribution.round, contribution.fragment] = contribution.delta.numpy().copy()
+        return contribute(self, contribution, *rest)
+
+    def meet(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (0, 1):
+            everybody.wait(60)
+
+    monkeypatch.setattr(Exchange, "contribute", noted)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        text = toy.spec(rounds=3, upload="ternary", download="fp32", momentum=0.0, members=AT_ONCE)
+        run = Toy(coordinator, text, tmp_path)
+        patient: dict[str, Any] = {
+            "client_class": partial(PatientClient, late=late, arrived=arrived),
+            "on_step": meet,
+            "lr": lambda diloco: 0.0,
+        }
+        little_then_much = {"on_step": meet, "lr": lambda diloco: [toy.LR / 10, toy.LR, 0.0][diloco.round]}
+        options = {"a": patient, "b": patient, "c": {"client_class": late_client, **little_then_much}}
+        run.workers(["a", "b", "c"], **options)
+    sent, headers = clients[0].sent, clients[0].headers
+    for p in range(FRAGMENTS):
+        assert headers[1, p].carried == [0]
+        assert headers[1, p].units[:1] == headers[0, p].units
+        first = values(headers[1, p], sent[1, p])
+        left_out = first == 0
+        assert np.abs(whole[0, p][left_out]).max() > 0, "all late work was sent at once, so nothing is proved"
+        np.testing.assert_allclose(whole[2, p], whole[1, p] - first, atol=1e-6)
 
 
 def test_late_work_survives_a_crash(tmp_path: Path) -> None:
