@@ -5,7 +5,6 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator.members import accounting
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.open_round import OpenFragment, OpenRound
 from coordinator.runs.opening import status
@@ -22,6 +21,7 @@ from coordinator.store.tables import (
     WorkerRow,
 )
 from coordinator.sync import checkpointing, retention
+from coordinator.workers import accounting
 from protocol.errors import Problem
 from protocol.messages import (
     Account,
@@ -69,7 +69,7 @@ def _disk_bytes(run: LiveRun) -> DiskBytes:
     names = run.names
     return DiskBytes(
         **{kind: stored(names.kind(kind)) for kind in KINDS},
-        state=run.states.bytes(),
+        state=run.outer.files.bytes(),
         set_aside=stored(names.set_aside),
     )
 

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator.members import membership
 from coordinator.runs.bell import Bell
 from coordinator.runs.live_run import Change, LiveRun, World
 from coordinator.settings import Settings
@@ -25,6 +24,7 @@ from coordinator.sync import retention
 from coordinator.tuning.room import Room
 from coordinator.upkeep import restoring, verifying
 from coordinator.upkeep.full_disk import Storage
+from coordinator.workers import membership
 from protocol.digest import digest
 from protocol.errors import Problem, SpecError
 from protocol.messages import NewToken, RunState, TokenRequest
@@ -56,6 +56,8 @@ class Coordinator:
             logger.info("made an admin token: %s", admin_token)
         self._jobs = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="publish")
         self._verifying = ThreadPoolExecutor(1, thread_name_prefix="verify")
+        self._verify_at: dict[int, float] = {}
+        self._closing = threading.Event()
         self.storage = Storage(self.data, clock)
         self._world = World(
             database=self.database,
@@ -65,6 +67,7 @@ class Coordinator:
             ring=self.bell.ring,
             storage_full=self.storage.note_full,
             room=self.room,
+            closing=self._closing,
             settle=settle,
             clock=clock,
             now=now,
@@ -80,8 +83,7 @@ class Coordinator:
 
     def close(self) -> None:
         """End the work on other threads and close database and directory. The next start resumes the work."""
-        for run in self.runs():
-            run.closing = True
+        self._closing.set()
         for threads in (self._jobs, self._verifying):
             threads.shutdown(wait=True, cancel_futures=True)
         self.database.close()
@@ -94,7 +96,7 @@ class Coordinator:
             try:
                 membership.expire(run)
                 run.settle()
-                verifying.start_when_due(run, self._verifying.submit)
+                verifying.start_when_due(run, self._verify_at, self._verifying.submit)
                 retention.trim_events(run)
                 self.storage.tick(run)
             except Exception as error:  # a fault of one run must not stop the others; the next tick tries again

@@ -12,4 +12,4 @@ def settle(settling: Settling) -> None:
     """Close the fragments that are due, open the next round, pause a drained run; then publish what is closed."""
     while closing.close_due(settling) or opening.open_next(settling) or steering.pause_if_drained(settling):
         pass
-    publishing.start_due(settling.run)
+    publishing.start_due(settling)

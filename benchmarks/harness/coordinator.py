@@ -73,10 +73,11 @@ class InThread(Running):
     def await_state(self, run: str, round_: int) -> None:
         """Return when the coordinator itself has stepped to state `round_`, checkpoint included."""
         live = self.live(run)
-        with live.stepped:
-            stepped = live.stepped.wait_for(lambda: all(at == round_ for at, _ in live.outer), timeout=30)
-        if not stepped:
-            raise TimeoutError(f"the coordinator did not reach state {round_}: {live.outer}")
+        with live.lock:
+            in_time = [live.outer.await_round(p, round_, timeout_s=30) for p in range(len(live.outer.states))]
+            reached = all(in_time) and all(each.round == round_ for each in live.outer.states)
+        if not reached:
+            raise TimeoutError(f"the coordinator did not reach state {round_}: {live.outer.states}")
 
 
 @contextmanager

@@ -32,10 +32,10 @@ from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
 from coordinator.http.receiving import Upload, received
 from coordinator.http.sending import blob, blob_in_memory
 from coordinator.http.waiting import poll, preferred_wait_s
-from coordinator.members import evaluating
 from coordinator.runs.bell import delta_of
 from coordinator.runs.live_run import LiveRun
 from coordinator.sync import contributing, delta_status
+from coordinator.workers import evaluating
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import ContributionReply, EvaluationReport, Page, RoundDetail, RoundInfo
@@ -130,7 +130,7 @@ async def get_delta(
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
     # Only those of the last round: an older delta may still be in memory though the retention rule has deleted it.
-    recent = run.world.room.delta(found) if (number, fragment) in run.deltas else None
+    recent = run.world.room.delta(found) if (number, fragment) in run.outer.deltas else None
     answer = None if recent is None else blob_in_memory(http, recent, found)
     if answer is None:
         name = run.names.delta(number, fragment, found)

@@ -9,8 +9,8 @@ from coordinator.http.access import Admin, Joiner, Limit, MemberOrAdmin, MemberR
 from coordinator.http.describing import ASKS_TO_WAIT, OF_A_CHANGE, OF_A_RUN, WAITED, refusing
 from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
 from coordinator.http.waiting import poll, preferred_wait_s
-from coordinator.members import accounting, assigning, membership
 from coordinator.runs.bell import ASSIGNMENTS
+from coordinator.workers import accounting, assigning, membership
 from protocol.messages import (
     Action,
     Assignment,

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from sqlalchemy.orm import Session
 from coordinator.runs.bell import EVENTS
 from coordinator.runs.members import Members
 from coordinator.runs.open_round import OpenRound
+from coordinator.runs.outer import OuterState
 from coordinator.store.blobs import Blobs, RunNames
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database
@@ -30,7 +31,7 @@ from coordinator.store.tables import EventRow, RunRow, WorkerRow
 from coordinator.tuning.room import Room
 from protocol.digest import model_digest
 from protocol.fragments import Layout
-from protocol.messages import DataSummary, FragmentState, RoundReport, RunState
+from protocol.messages import DataSummary, RoundReport, RunState
 from protocol.spec import RunSpec, parse_spec
 from protocol.wire import ContributionHeader
 
@@ -48,6 +49,7 @@ class World:
     ring: Callable[[str, str | None], None]  # run, topic (None: all): wake the long polls that wait for it
     storage_full: Callable[[], None]  # to be called when a write found the disk full
     room: Room  # for payloads in memory
+    closing: threading.Event  # the coordinator stops: long work on other threads ends early
     settle: Callable[["Settling"], None]  # bring a run to its fixpoint
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
@@ -76,20 +78,6 @@ class QueuedReport:
     booked: bool = False
 
 
-@dataclass
-class Jobs:
-    """The jobs that publish a run's fragments on other threads.
-
-    running    fragments whose job is at work
-    retry_at   by fragment, after a fault such as a full disk: when the next job may begin
-    faults     by fragment: why the last job failed, so that an event says it only once
-    """
-
-    running: set[int] = field(default_factory=set)
-    retry_at: dict[int, float] = field(default_factory=dict)
-    faults: dict[int, str] = field(default_factory=dict)
-
-
 class Model(BaseModel, frozen=True, from_attributes=True):
     """What is trained, as the first worker has fixed it. `data`: its training set; None if the run has none."""
 
@@ -110,7 +98,6 @@ class LiveRun:
         self.spec: RunSpec = parse_spec(row.spec_toml)
         self.world = world
         self.blobs, self.names = world.blobs, RunNames(row.name)
-        self.states = world.data.states(row.name)
         self.lock = threading.RLock()
 
         self._state = RunState(row.state)
@@ -122,16 +109,9 @@ class LiveRun:
         self._restored = False
 
         self.members = Members(self.spec.members.lease_s)
-        self.stepped = threading.Condition(self.lock)  # notified when a fragment of the outer state was stepped
-        self.outer: list[tuple[int, bytes]] = []  # per fragment: round and digest of the coordinator's own state
-        self.deltas: dict[tuple[int, int], bytes] = {}  # (round, fragment) -> digest, of the last rounds published
+        self.outer = OuterState(world.data.states(row.name), self.lock)
         self.reports: deque[QueuedReport] = deque()  # not booked yet
         self.arrivals: deque[Arrival] = deque()  # contributions to be committed, by whoever gets the lock next
-        self.jobs = Jobs()
-        self.lost_deltas: set[tuple[int, int]] = set()  # (round, fragment) of deltas that cannot be made again
-        self.damage: str | None = None  # why the run cannot go on until its files are restored
-        self.verify_at: float | None = world.clock()  # when to verify the files next; None meanwhile
-        self.closing = False  # the coordinator stops; long work on other threads ends early
         self.events_recorded = 0  # since the last trimming
 
     # --- the one way to change it ---------------------------------------------------------------------------------
@@ -211,13 +191,7 @@ class LiveRun:
     @property
     def seeded(self) -> bool:
         """True once state 0 is complete."""
-        return bool(self.outer)
-
-    def published_rounds(self, fragment: int) -> int:
-        """Return how many deltas of `fragment` are published, and so the number of the state that they lead to."""
-        with self.lock:
-            published = self.open is not None and self.open.fragments[fragment].state is FragmentState.PUBLISHED
-            return self.round + published
+        return bool(self.outer.states)
 
     @property
     def ended(self) -> bool:
@@ -228,9 +202,9 @@ class LiveRun:
     def final_digest(self) -> bytes | None:
         """The finished run's model digest; None until the coordinator has taken the last outer step itself."""
         last = self.spec.sync.rounds
-        if self.state is not RunState.FINISHED or any(round_ != last for round_, _ in self.outer):
+        if self.state is not RunState.FINISHED or any(each.round != last for each in self.outer.states):
             return None
-        return model_digest(digest for _, digest in self.outer)
+        return model_digest(each.digest for each in self.outer.states)
 
 
 @dataclass(frozen=True)
@@ -269,28 +243,25 @@ class Change:
     def set_state(self, state: RunState) -> None:
         """Set the run's state."""
         self.row.state = state
-        self._then_set("_state", state)
+        self.then(partial(setattr, self.run, "_state", state))
 
     def set_model(self, model: Model) -> None:
         """Fix what is trained."""
         dumped = model.model_dump()
         self.row.layout, self.row.data = dumped["layout"], dumped["data"]
-        self._then_set("_model", model)
+        self.then(partial(setattr, self.run, "_model", model))
 
     def begin_round(self, opening: OpenRound) -> None:
         """Open the round whose rows were added."""
-        self._then_set("_open", opening)
+        self.then(partial(setattr, self.run, "_open", opening))
         self.then(self.run.members.begin_round)
 
     def end_round(self, opening: OpenRound) -> None:
         """End the open round: the run is at the next state."""
         self.row.round = opening.number + 1
-        self._then_set("_open", None)
+        self.then(partial(setattr, self.run, "_open", None))
         self.then(partial(self.run.members.end_round, opening.assigned))
-        self._then_set("_round", opening.number + 1)
-
-    def _then_set(self, field: str, value: object) -> None:
-        self.then(partial(setattr, self.run, field, value))
+        self.then(partial(setattr, self.run, "_round", opening.number + 1))
 
     def record(self, kind: str, message: str, **data: Any) -> None:
         """Record an event, in the same transaction as the rows, and wake those who follow the events."""

@@ -10,7 +10,7 @@ from protocol.spec import MembersSpec
 
 @dataclass(frozen=True)
 class AcceptedContribution:
-    """An accepted contribution: its weight, and the digest that names its file."""
+    """An accepted contribution: its weight, and the digest that names its blob."""
 
     tokens: int
     digest: bytes

@@ -30,8 +30,8 @@ def why_not_open(run: LiveRun) -> str | None:
     """Return why the next round does not open; None if it can."""
     if run.state is not RunState.RUNNING:
         return f"the run is {run.state}"
-    if run.damage is not None:
-        return run.damage
+    if run.outer.damage is not None:
+        return run.outer.damage
     if run.model is None:
         return "waiting for the first worker"
     if not run.seeded:
@@ -49,7 +49,7 @@ def open_next(settling: Settling) -> bool:
     if run.open is not None or why_not_open(run) is not None:
         return False
     workers = sorted(run.members.candidates())
-    fragments = range(len(run.outer))
+    fragments = range(len(run.outer.states))
     opening = OpenRound(run.round, run.world.clock(), set(workers), [OpenFragment() for _ in fragments])
     with settling.change() as change:
         session = change.session

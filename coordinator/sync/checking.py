@@ -1,11 +1,12 @@
 """The checks of a contribution. Each refuses it with a Problem that says what is wrong."""
 
 from collections import Counter
+from functools import partial
 
 from sqlalchemy import func, select
 
-from coordinator.members import diverging
 from coordinator.runs.live_run import LiveRun
+from coordinator.runs.open_round import OpenRound
 from coordinator.runs.opening import status
 from coordinator.runs.units import count_by_round
 from coordinator.store.payloads import StoredPayload
@@ -45,15 +46,72 @@ def check_header(
         )
 
 
-def check_weight(run: LiveRun, header: ContributionHeader) -> None:
+def admit(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
+    """Return True if the contribution may be accepted, False if it is already; Problem if it is refused. May wait."""
+    with run.lock:
+        if open_for(run, header, digest) is None:
+            return False
+        if not run.outer.await_round(header.fragment, header.round, STEP_WAIT_S):
+            detail = f"the coordinator is still stepping fragment {header.fragment}"
+            raise Problem("not-ready", detail, retry_after_s=1)
+        opening = open_for(run, header, digest)  # others had the lock meanwhile
+        if opening is None:
+            return False
+        _check_base(run, opening, header)
+        _check_weight(run, opening, header)
+        return True
+
+
+def open_for(run: LiveRun, header: ContributionHeader, digest: bytes) -> OpenRound | None:
+    """Return the open round that is to take the contribution; None if it has. Problem if it is refused."""
+    worker, round_, fragment = header.worker, header.round, header.fragment
+    with run.lock:
+        known, opening = accepted_digest(run, worker, round_, fragment), run.open
+        if known is not None:
+            if known != digest:
+                raise conflict(worker, round_, fragment, known, _units_of(run, worker, round_, fragment, known))
+            return None
+        closed = round_ < run.round
+        if opening is not None and round_ == run.round:
+            closed = opening.fragments[fragment].state is not FragmentState.COLLECTING
+        if closed:
+            detail = f"round {round_} closed for fragment {fragment} without {worker}; carry the work into round "
+            share = _share(run, round_, fragment)
+            raise Problem("round-closed", f"{detail}{run.round}", round=run.round, share=share)
+        if run.ended:
+            raise Problem("run-ended", f"the run {run.name} is {run.state}")
+        if opening is None or round_ != run.round:
+            raise Problem("round-not-open", f"round {round_} is not open: {status(run)}")
+        return opening
+
+
+def _check_base(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> None:
+    """Refuse it unless it was computed against the run's outer state; count that once per worker and round, however
+    many fragments differ."""
+    worker, round_, fragment = header.worker, header.round, header.fragment
+    base = run.outer.states[fragment].digest
+    if header.base == base:
+        return
+    if worker not in opening.diverged:
+        with run.change() as change:
+            change.row.divergences += 1
+            change.worker_row(worker).divergences += 1
+            message = f"{worker} holds another state {round_} of fragment {fragment} than the run; it resyncs"
+            change.record("diverged", message, worker=worker, round=round_, fragment=fragment)
+            change.then(partial(opening.diverged.add, worker))
+    detail = f"computed against the state {header.base.hex()} of fragment {fragment}; state {round_} is {base.hex()}"
+    raise Problem("stale-base", detail, round=round_)
+
+
+def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> None:
     """Refuse it unless its weight is one round's work: the units of its own round or, if all of it is carried, at most
-    as many as it names of the last carried round. Under the run's lock.
+    as many as it names of the last carried round.
 
     Where fragments are sent in the middle of a round, each has been trained on a whole round's units since it was last
     sent, of this round and the one before; but the contribution names only those that no earlier one has named.
     """
     weight, units = header.tokens // run.spec.unit_tokens, sum(stop - start for start, stop in header.units)
-    by_round, inner_steps = _named(run, header)
+    by_round, inner_steps = _named(run, opening, header)
     if by_round.total() < units:
         raise Problem(
             "units-not-held", f"of the work units {header.units[:3]}… {header.worker} holds only {by_round.total()}"
@@ -73,10 +131,10 @@ def check_weight(run: LiveRun, header: ContributionHeader) -> None:
         )
 
 
-def _named(run: LiveRun, header: ContributionHeader) -> tuple[Counter[int], int]:
+def _named(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> tuple[Counter[int], int]:
     """Count the units that the contribution names and that its worker may name, by the round that they were assigned
-    for; and return with them the inner steps of its worker's own assignment. Under the run's lock."""
-    assignment = None if run.open is None else run.open.assignments.get(header.worker)
+    for; and return with them the inner steps of its worker's own assignment."""
+    assignment = opening.assignments.get(header.worker)
     # Most name just the units that were assigned to them: no query is needed.
     if assignment is not None and [list(each) for each in assignment.units] == header.units:
         return Counter({header.round: sum(stop - start for start, stop in header.units)}), assignment.inner_steps
@@ -84,31 +142,6 @@ def _named(run: LiveRun, header: ContributionHeader) -> tuple[Counter[int], int]
         row = session.get(AssignmentRow, (run.id, header.round, header.worker))
         by_round = count_by_round(session, run.id, header.worker, header.round, header.units)
     return by_round, 0 if row is None else row.inner_steps
-
-
-def is_new(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
-    """Return True if the contribution is not accepted yet; Problem if the round refuses it. Under the run's lock."""
-    worker, round_, fragment = header.worker, header.round, header.fragment
-    known = accepted_digest(run, worker, round_, fragment)
-    if known is not None:
-        if known != digest:
-            raise conflict(worker, round_, fragment, known, _units_of(run, worker, round_, fragment, known))
-        return False
-    closed = round_ < run.round
-    if run.open is not None and round_ == run.round:
-        closed = run.open.fragments[fragment].state is not FragmentState.COLLECTING
-    if closed:
-        raise Problem(
-            "round-closed",
-            f"round {round_} closed for fragment {fragment} without {worker}; carry the work into round {run.round}",
-            round=run.round,
-            share=_share(run, round_, fragment),
-        )
-    if run.ended:
-        raise Problem("run-ended", f"the run {run.name} is {run.state}")
-    if run.open is None or round_ != run.round:
-        raise Problem("round-not-open", f"round {round_} is not open: {status(run)}")
-    return True
 
 
 def conflict(worker: str, round_: int, fragment: int, known: bytes, units: list[list[int]] | None) -> Problem:
@@ -130,10 +163,11 @@ def _units_of(run: LiveRun, worker: str, round_: int, fragment: int, digest: byt
 
 
 def accepted_digest(run: LiveRun, worker: str, round_: int, fragment: int) -> bytes | None:
-    """Return the digest of the accepted contribution; None if there is none. Under the run's lock."""
-    if run.open is not None and round_ == run.round:
-        contributed = run.open.fragments[fragment].contributed.get(worker)
-        return None if contributed is None else contributed.digest
+    """Return the digest of the accepted contribution; None if there is none."""
+    with run.lock:
+        if run.open is not None and round_ == run.round:
+            contributed = run.open.fragments[fragment].contributed.get(worker)
+            return None if contributed is None else contributed.digest
     with run.world.database.read() as session:
         row = session.get(ContributionRow, (run.id, round_, fragment, worker))
     return None if row is None else row.digest
@@ -164,22 +198,3 @@ def _share(run: LiveRun, round_: int, fragment: int) -> float:
     if row is None or not row.contributors or not assigned:
         return 1.0
     return min(1.0, len(row.contributors) / assigned)
-
-
-def await_step(run: LiveRun, round_: int, fragment: int) -> None:
-    """Wait until the coordinator has stepped to the state `round_`. Under the run's lock, released while waiting."""
-    if not run.stepped.wait_for(lambda: run.outer[fragment][0] >= round_, timeout=STEP_WAIT_S):
-        raise Problem("not-ready", f"the coordinator is still stepping fragment {fragment}", retry_after_s=1)
-
-
-def check_base(run: LiveRun, header: ContributionHeader) -> None:
-    """Refuse it unless it was computed against the run's outer state. Under the run's lock."""
-    base = run.outer[header.fragment][1]
-    if header.base != base:
-        diverging.record(run, header.worker, header.round, header.fragment)
-        raise Problem(
-            "stale-base",
-            f"computed against the state {header.base.hex()} of fragment {header.fragment}; state {header.round} is "
-            f"{base.hex()}",
-            round=header.round,
-        )

@@ -25,28 +25,24 @@ def is_due(run: LiveRun, round_: int) -> bool:
     return round_ % run.spec.checkpoints.every_rounds == 0 or round_ == run.spec.sync.rounds
 
 
-def is_at_rest(run: LiveRun) -> bool:
-    """Return True if no round will change the state before the operator lets one. Under the run's lock."""
-    return run.state is RunState.STOPPED or (run.state in RESTING and run.open is None)
-
-
 def is_due_at_rest(run: LiveRun, fragment: int) -> bool:
-    """Return True if the run has come to rest at the state of `fragment`, and no checkpoint has that yet. Under the
-    run's lock."""
-    round_, _ = run.outer[fragment]
-    if not is_at_rest(run) or round_ != run.round:
-        return False
-    with run.world.database.read() as session:
-        return session.get(CheckpointFragmentRow, (run.id, round_, fragment)) is None
+    """Return True if the run rests at the state of `fragment`, which no round will change before the operator lets one,
+    and no checkpoint has it yet."""
+    with run.lock:
+        at_rest = run.state is RunState.STOPPED or (run.state in RESTING and run.open is None)
+        if not at_rest or run.outer.states[fragment].round != run.round:
+            return False
+        with run.world.database.read() as session:
+            return session.get(CheckpointFragmentRow, (run.id, run.round, fragment)) is None
 
 
 def checkpoint_at_rest(run: LiveRun, fragment: int) -> None:
     """Checkpoint the state of `fragment` at which the run has come to rest, if `is_due_at_rest`."""
     with run.lock:
-        round_, state_digest = run.outer[fragment]
+        round_, state_digest = run.outer.states[fragment]
         if not is_due_at_rest(run, fragment):
             return
-    write_fragment(run, round_, fragment, run.states.path(fragment, round_), state_digest)
+    write_fragment(run, round_, fragment, run.outer.files.path(fragment, round_), state_digest)
     with run.lock:
         with run.change() as change:
             completed = record_if_complete(change, round_)
@@ -78,7 +74,7 @@ def record_if_complete(change: Change, round_: int) -> bool:
         .where(CheckpointFragmentRow.run_id == run.id, CheckpointFragmentRow.round == round_)
         .order_by(CheckpointFragmentRow.fragment)
     ).all()
-    if len(rows) < len(run.outer) or session.get(CheckpointRow, (run.id, round_)) is not None:
+    if len(rows) < len(run.outer.states) or session.get(CheckpointRow, (run.id, round_)) is not None:
         return False
     digest = model_digest(row.state_digest for row in rows)
     session.add(CheckpointRow(run_id=run.id, round=round_, created_at=run.world.now(), state_digest=digest))

@@ -58,46 +58,39 @@ def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int
 
 def _accept(run: LiveRun, header: ContributionHeader, body: Body) -> bool:
     """Make the contribution durable and commit it; return False if it was accepted before."""
-    with run.lock:  # refuse before it costs an fsync
-        if not checking.is_new(run, header, body.digest):
-            return False
-        checking.await_step(run, header.round, header.fragment)
-        if not checking.is_new(run, header, body.digest):  # others had the lock meanwhile
-            return False
-        checking.check_base(run, header)
-        checking.check_weight(run, header)
+    if not checking.admit(run, header, body.digest):  # before it costs an fsync
+        return False
     name = run.names.contribution(header.round, header.fragment, header.worker, body.digest)
     run.blobs.put(name, body.source)  # without the lock, for the disk takes its time
     arrival = Arrival(header, name, body.digest, body.size, body.content)
     run.arrivals.append(arrival)
-    with run.lock:
-        if not arrival.processed:
-            _commit_arrivals(run)
+    _commit(run, arrival)
     if arrival.error is not None:
         raise arrival.error
     return arrival.created
 
 
-def _commit_arrivals(run: LiveRun) -> None:
-    """Commit all arrivals in one transaction, and so with one fsync: whoever gets the lock does it for all who wait for
-    it. Refusing one does not affect the others. Under the run's lock."""
-    arrivals: list[Arrival] = []
-    while run.arrivals:
-        arrivals.append(run.arrivals.popleft())
-    try:
-        due = [arrival for arrival in arrivals if _is_due(run, arrival)]
-        if due and run.open is not None:
-            with run.change() as change:
-                _accept_all(change, run.open, due)
-    except BaseException as error:
-        for arrival in arrivals:
-            if not arrival.created:
-                arrival.error = arrival.error or error
-        raise
-    finally:
-        for arrival in arrivals:
-            _delete_if_refused(run, arrival)
-            arrival.processed = True
+def _commit(run: LiveRun, own: Arrival) -> None:
+    """Commit the arrival, unless somebody has done it for all who waited for the lock; otherwise do that, with one
+    transaction and so with one fsync. Refusing one does not affect the others."""
+    with run.lock:
+        arrivals: list[Arrival] = []
+        while run.arrivals and not own.processed:
+            arrivals.append(run.arrivals.popleft())
+        try:
+            due = [arrival for arrival in arrivals if _is_due(run, arrival)]
+            if due and run.open is not None:
+                with run.change() as change:
+                    _accept_all(change, run.open, due)
+        except BaseException as error:
+            for arrival in arrivals:
+                if not arrival.created:
+                    arrival.error = arrival.error or error
+            raise
+        finally:
+            for arrival in arrivals:
+                _delete_if_refused(run, arrival)
+                arrival.processed = True
 
 
 def _accept_all(change: Change, opening: OpenRound, due: Sequence[Arrival]) -> None:
@@ -142,7 +135,7 @@ def _is_first(arrival: Arrival, accepted: Sequence[Arrival]) -> bool:
 def _is_due(run: LiveRun, arrival: Arrival) -> bool:
     """Return True if it is to be committed. It is checked again, because the round may have closed meanwhile."""
     try:
-        if not checking.is_new(run, arrival.header, arrival.digest):
+        if checking.open_for(run, arrival.header, arrival.digest) is None:
             return False
         if run.blobs.stat(arrival.name) is None:
             raise Problem("not-ready", "the same contribution came twice at once; send it again", retry_after_s=1)

@@ -13,7 +13,7 @@ from protocol.messages import FragmentState
 def from_memory(run: LiveRun, number: int, fragment: int, member: str | None) -> tuple[bool, bytes | str] | None:
     """Return what `under_lock` would, from memory alone; None if memory does not tell. It does for a delta that was
     just published, and for a member that has contributed to one of the open round."""
-    recent = run.deltas.get((number, fragment))
+    recent = run.outer.deltas.get((number, fragment))
     if recent is not None:
         return True, recent
     opening = run.open
@@ -32,20 +32,21 @@ def under_lock(run: LiveRun, number: int, fragment: int, member: str | None) -> 
     has lost it, or the database was restored from a backup.
     """
     with run.lock:
-        if number >= run.published_rounds(fragment):
+        opening = run.open
+        each = None if opening is None or opening.number != number else opening.fragments[fragment]
+        if number >= run.round and (each is None or each.state is not FragmentState.PUBLISHED):
             if run.ended:
                 raise Problem("run-ended", f"the run {run.name} is {run.state} and never published round {number}")
             if member is not None and number > run.round:
                 raise Problem("round-not-open", f"the run is at round {run.round}; recover its state", round=run.round)
-            if run.open is None or number != run.open.number:
+            if each is None:
                 return False, f"round {number} is not open: {status(run)}"
-            collecting = run.open.fragments[fragment].state is FragmentState.COLLECTING
-            if member is not None and collecting and member not in run.open.fragments[fragment].contributed:
+            if member is not None and each.state is FragmentState.COLLECTING and member not in each.contributed:
                 raise Problem(
                     "contribution-lost",
                     f"there is no contribution of {member} to round {number}, fragment {fragment}; send it again",
                 )
-            return False, f"round {number}, fragment {fragment}: {run.open.fragments[fragment].reason}"
+            return False, f"round {number}, fragment {fragment}: {each.reason}"
         with run.world.database.read() as session:
             row = session.get(FragmentRow, (run.id, number, fragment))
         if row is None:

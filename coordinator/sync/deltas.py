@@ -114,7 +114,7 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
             )
         ).all()
     with run.lock:
-        if not retention.keeps_delta(run, round_) or (round_, fragment) in run.lost_deltas:
+        if not retention.keeps_delta(run, round_) or (round_, fragment) in run.outer.lost:
             return False  # deleted by the retention rule meanwhile, or recorded before
     contributed = {
         each.worker: AcceptedContribution(each.tokens, each.digest)
@@ -126,7 +126,7 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
     )
     if not mended:
         run.blobs.delete(name)
-        run.lost_deltas.add((round_, fragment))
+        run.outer.lost.add((round_, fragment))
     where = f"the delta of round {round_}, fragment {fragment}"
     with run.change() as change:
         if mended:

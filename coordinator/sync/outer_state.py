@@ -14,6 +14,8 @@ from sqlalchemy import select
 
 from coordinator.runs.bell import EVENTS
 from coordinator.runs.live_run import Change, LiveRun
+from coordinator.runs.outer import State
+from coordinator.store.database import disk_is_full
 from coordinator.store.files import FileReader
 from coordinator.store.payloads import StoredPayload
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow, OuterStateRow
@@ -32,8 +34,7 @@ def catch_up(run: LiveRun, fragment: int) -> None:
     A step waits for the end of its round, because until then workers wait for its other fragments to be aggregated.
     Raises OuterstepError if the disk has lost what a step needs.
     """
-    while run.outer[fragment][0] < run.round:
-        before = run.outer[fragment][0]
+    while (before := run.outer.states[fragment].round) < run.round:
         if _recent_delta(run, before, fragment) is None and not mend_delta(run, before, fragment):
             _go_back_to_checkpoint(run, fragment, after=before)
             continue
@@ -42,10 +43,10 @@ def catch_up(run: LiveRun, fragment: int) -> None:
 
 def _step(run: LiveRun, fragment: int) -> None:
     """Take one outer step, by the delta of the state's round."""
-    before = run.outer[fragment][0]
+    before = run.outer.states[fragment].round
     after = before + 1
-    target = run.states.path(fragment, after)
-    with StateReader(FileReader(run.states.path(fragment, before))) as state:
+    target = run.outer.files.path(fragment, after)
+    with StateReader(FileReader(run.outer.files.path(fragment, before))) as state:
         digest = step(run, state, before, fragment, target)
     checkpointed = checkpointing.is_due(run, after)
     if checkpointed:
@@ -55,15 +56,10 @@ def _step(run: LiveRun, fragment: int) -> None:
             row = change.session.get_one(OuterStateRow, (run.id, fragment))
             row.round, row.state_digest = after, digest
             completed = checkpointed and checkpointing.record_if_complete(change, after)
-            change.then(partial(_set, run, fragment, (after, digest)))
+            change.then(partial(run.outer.set, fragment, State(after, digest)))
             change.wake(EVENTS)
         if completed:
             retention.clean(run)
-
-
-def _set(run: LiveRun, fragment: int, state: tuple[int, bytes]) -> None:
-    run.outer[fragment] = state
-    run.stepped.notify_all()
 
 
 def step(run: LiveRun, state: StateReader, before: int, fragment: int, target: Path) -> bytes:
@@ -75,7 +71,7 @@ def step(run: LiveRun, state: StateReader, before: int, fragment: int, target: P
 
 def _recent_delta(run: LiveRun, round_: int, fragment: int) -> memoryview | None:
     """Return the published delta if it is still in memory, else None."""
-    digest = run.deltas.get((round_, fragment))
+    digest = run.outer.deltas.get((round_, fragment))
     return None if digest is None else run.world.room.delta(digest)
 
 
@@ -98,13 +94,13 @@ def set_state_0(change: Change, digests: list[bytes]) -> None:
     run = change.run
     for fragment, digest in enumerate(digests):
         change.session.add(OuterStateRow(run_id=run.id, fragment=fragment, round=0, state_digest=digest))
-    change.then(lambda: run.outer.extend((0, digest) for digest in digests))
+    change.then(partial(run.outer.begin, [State(0, digest) for digest in digests]))
 
 
 def fetch_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
     """Make one fragment of a checkpoint the local file of the outer state."""
     name = run.names.checkpoint(row.round, row.fragment, row.digest)
-    run.blobs.fetch(name, run.states.path(row.fragment, row.round))
+    run.blobs.fetch(name, run.outer.files.path(row.fragment, row.round))
 
 
 def restore(run: LiveRun) -> None:
@@ -120,17 +116,20 @@ def restore(run: LiveRun) -> None:
         ).all()
     if not seeded:
         return
-    run.outer = [(row.round, row.state_digest) for row in rows]
+    outer = run.outer
+    outer.begin([State(row.round, row.state_digest) for row in rows])
     try:
-        for fragment, (round_, digest) in enumerate(run.outer):
-            if not has_state_digest(run.states.path(fragment, round_), digest):
+        for fragment, (round_, digest) in enumerate(outer.states):
+            if not has_state_digest(outer.files.path(fragment, round_), digest):
                 _go_back_to_checkpoint(run, fragment)
             catch_up(run, fragment)
     except (OuterstepError, OSError) as error:  # the other runs are served, and this one says what it needs
+        if disk_is_full(error):
+            raise  # that is no damage: the next start finds room, or says so again
         logger.exception("%s: the outer state cannot be restored", run.name)
-        run.damage = str(error)
+        outer.damage = str(error)
         return
-    run.states.remove_all_but({run.states.path(fragment, round_) for fragment, (round_, _) in enumerate(run.outer)})
+    outer.files.remove_all_but({outer.files.path(fragment, each.round) for fragment, each in enumerate(outer.states)})
 
 
 def _go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None:
@@ -163,7 +162,7 @@ def _go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None
         change.record("rederived", f"fragment {fragment} of the outer state is derived again from checkpoint {round_}")
         row = change.session.get_one(OuterStateRow, (run.id, fragment))
         row.round, row.state_digest = round_, checkpoint.state_digest
-        change.then(partial(_set, run, fragment, (round_, checkpoint.state_digest)))
+        change.then(partial(run.outer.set, fragment, State(round_, checkpoint.state_digest)))
 
 
 def has_state_digest(path: Path, state_digest: bytes) -> bool:

@@ -5,12 +5,14 @@ so after any fault it is simply done again.
 """
 
 import logging
+import math
 from functools import partial
 
 from coordinator.runs.bell import delta_of
 from coordinator.runs.epochs import check_epochs
-from coordinator.runs.live_run import LiveRun
+from coordinator.runs.live_run import LiveRun, Settling
 from coordinator.runs.open_round import OpenRound
+from coordinator.runs.outer import Job
 from coordinator.runs.rounds import advance
 from coordinator.runs.units import merge_adjacent
 from coordinator.store.database import disk_is_full
@@ -26,22 +28,20 @@ logger = logging.getLogger(__name__)
 RETRY_S = 5.0
 
 
-def start_due(run: LiveRun) -> None:
-    """Begin a job for each fragment that has work and no job yet; after a fault, only RETRY_S later. Under the run's
-    lock."""
-    if run.damage is not None:
+def start_due(settling: Settling) -> None:
+    """Begin the job of each fragment that has work, unless it is at work; after a fault, only RETRY_S later."""
+    run, now = settling.run, settling.run.world.clock()
+    if run.outer.damage is not None:
         return
-    jobs, now = run.jobs, run.world.clock()
-    for index in range(len(run.outer)):
-        rests = now < jobs.retry_at.get(index, now)
-        if index not in jobs.running and not rests and _is_due(run, index):
-            jobs.running.add(index)
-            run.world.submit(_job, run, index)
+    for index, job in enumerate(run.outer.jobs):
+        if not job.running and now >= job.retry_at and _is_due(run, index):
+            job.running = True
+            run.world.submit(_work, run, index, job)
 
 
 def _is_due(run: LiveRun, index: int) -> bool:
     """Return True if fragment `index` is to be aggregated, stepped or checkpointed."""
-    behind = run.outer[index][0] != run.round
+    behind = run.outer.states[index].round != run.round
     return behind or _aggregating(run, index) is not None or checkpointing.is_due_at_rest(run, index)
 
 
@@ -51,7 +51,7 @@ def _aggregating(run: LiveRun, index: int) -> OpenRound | None:
     return run.open if aggregating and run.state is not RunState.STOPPED else None
 
 
-def _job(run: LiveRun, index: int) -> None:
+def _work(run: LiveRun, index: int, job: Job) -> None:
     """Step, checkpoint and publish fragment `index` until nothing is left to do."""
     try:
         while True:
@@ -60,33 +60,32 @@ def _job(run: LiveRun, index: int) -> None:
             with run.lock:
                 opening = _aggregating(run, index)
                 if opening is None and not _is_due(run, index):
-                    run.jobs.faults.pop(index, None)
-                    run.jobs.retry_at.pop(index, None)
-                    run.jobs.running.discard(index)  # under the same lock as the check: no later work is missed
+                    # Under the same lock as the check: no later work is missed.
+                    job.running, job.retry_at, job.fault = False, -math.inf, None
                     return
             if opening is not None:
                 _publish(run, opening, index)
     except Exception as error:  # nobody awaits the job: the log and the events say it
         with run.lock:
-            run.jobs.running.discard(index)
-            run.jobs.retry_at[index] = run.world.clock() + RETRY_S
+            job.running, job.retry_at = False, run.world.clock() + RETRY_S
             if disk_is_full(error):
                 run.world.storage_full()
                 return
             logger.exception("%s: fragment %d could not be published", run.name, index)
-            if run.jobs.faults.get(index) == str(error):
+            if job.fault == str(error):
                 return
             with run.change() as change:
                 message = f"fragment {index} could not be published: {error}; trying again every {RETRY_S:.0f} s"
                 change.record("fault", message, fragment=index)
-                change.then(partial(run.jobs.faults.update, {index: str(error)}))
+                change.then(partial(setattr, job, "fault", str(error)))
 
 
 def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     """Aggregate fragment `index` into a durable delta and publish it; or collect again what the disk has lost of it."""
     fragment = opening.fragments[index]
     with run.lock:
-        contributed, contents, base = dict(fragment.contributed), dict(fragment.contents), run.outer[index][1]
+        contributed, contents = dict(fragment.contributed), dict(fragment.contents)
+        base = run.outer.states[index].digest
     try:
         delta = make_delta(run, opening.number, index, contributed, contents, base)
     except ContributionsLost as lost:
@@ -126,9 +125,7 @@ def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, diges
 
         def apply() -> None:
             fragment.state = published
-            run.deltas[round_, index] = digest
-            if last:
-                run.deltas = {key: each for key, each in run.deltas.items() if key[0] >= round_}
+            run.outer.add_delta(round_, index, digest, last=last)
 
         change.then(apply)
         change.wake(None if finished else delta_of(index))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.runs.live_run import LiveRun
+from coordinator.runs.live_run import Change, LiveRun
 from coordinator.store.payloads import Body
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow
 from coordinator.sync import checkpointing, outer_state
@@ -38,8 +38,12 @@ def accept_state(
             state_digest = write_state(canonical, run.name, 0, fragment, elements, _halves(payload, elements))
             with run.lock:
                 row, created = _accept(run, worker, fragment, canonical, state_digest)
-                if not run.seeded:
-                    _complete(run, layout)
+                rows = [] if run.seeded else _uploaded(run)
+                if len(rows) == len(layout.fragments):
+                    for each in rows:
+                        outer_state.fetch_checkpoint(run, each)
+                    with run.change() as change:
+                        _begin(change, layout, [each.state_digest for each in rows])
         finally:
             canonical.unlink(missing_ok=True)
     return checkpointing.describe(row, layout), created
@@ -57,22 +61,19 @@ def _accept(
     return checkpointing.write_fragment(run, 0, fragment, canonical, state_digest), True
 
 
-def _complete(run: LiveRun, layout: Layout) -> None:
-    """Begin the run with state 0 if all of its fragments are there. Under the run's lock."""
+def _uploaded(run: LiveRun) -> list[CheckpointFragmentRow]:
     with run.world.database.read() as session:
-        rows = session.query(CheckpointFragmentRow).filter_by(run_id=run.id, round=0).order_by("fragment").all()
-    if len(rows) < len(layout.fragments):
-        return
-    for row in rows:
-        outer_state.fetch_checkpoint(run, row)
-    digests = [row.state_digest for row in rows]
-    with run.change() as change:
-        digest, now = model_digest(digests), run.world.now()
-        change.session.add(CheckpointRow(run_id=run.id, round=0, created_at=now, state_digest=digest))
-        message = f"state 0 is there: {layout.total_elements} parameters in {len(rows)} fragments"
-        change.record("seeded", message)
-        outer_state.set_state_0(change, digests)
-        change.wake()
+        return session.query(CheckpointFragmentRow).filter_by(run_id=run.id, round=0).order_by("fragment").all()
+
+
+def _begin(change: Change, layout: Layout, digests: list[bytes]) -> None:
+    """Begin the run with state 0, all of whose fragments were uploaded and are in place."""
+    digest, now = model_digest(digests), change.run.world.now()
+    change.session.add(CheckpointRow(run_id=change.run.id, round=0, created_at=now, state_digest=digest))
+    message = f"state 0 is there: {layout.total_elements} parameters in {len(digests)} fragments"
+    change.record("seeded", message)
+    outer_state.set_state_0(change, digests)
+    change.wake()
 
 
 def _halves(payload: Payload, elements: int) -> Iterator[tuple[F32, F32]]:

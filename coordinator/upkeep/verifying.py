@@ -5,6 +5,7 @@ otherwise it is deleted, and an event says so. Contributions are verified when t
 """
 
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,15 +27,16 @@ logger = logging.getLogger(__name__)
 VERIFY_S = 3600.0
 
 
-def start_when_due(run: LiveRun, submit: Callable[..., object]) -> None:
-    """Start `verify` if it is due, by `submit` on another thread than those that publish."""
+def start_when_due(run: LiveRun, due: dict[int, float], submit: Callable[..., object]) -> None:
+    """Start `verify` if it is due, by `submit` on another thread than those that publish. `due`: by run, when it is."""
     with run.lock:
-        if run.verify_at is not None and run.world.clock() >= run.verify_at:
-            run.verify_at = None
-            submit(_verify, run)
+        now = run.world.clock()
+        if now >= due.get(run.id, now):
+            due[run.id] = math.inf
+            submit(_verify, run, due)
 
 
-def _verify(run: LiveRun) -> None:
+def _verify(run: LiveRun, due: dict[int, float]) -> None:
     try:
         verify(run)
     except Exception as error:  # nobody awaits it: the log says it
@@ -43,7 +45,7 @@ def _verify(run: LiveRun) -> None:
         else:
             logger.exception("%s: the files could not be verified", run.name)
     finally:
-        run.verify_at = run.world.clock() + VERIFY_S
+        due[run.id] = run.world.clock() + VERIFY_S
 
 
 def verify(run: LiveRun) -> None:
@@ -60,12 +62,12 @@ def verify(run: LiveRun) -> None:
             .order_by(CheckpointFragmentRow.round, CheckpointFragmentRow.fragment)
         ).all()
     for round_, fragment in deltas:
-        if run.closing:
+        if run.world.closing.is_set():
             return
         if retention.keeps_delta(run, round_):
             mend_delta(run, round_, fragment)
     for row in saved:
-        if run.closing:
+        if run.world.closing.is_set():
             return
         if not checkpointing.is_intact(run, row):
             _mend_checkpoint(run, row)
@@ -96,9 +98,10 @@ def _mend_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
 def _make_again(run: LiveRun, row: CheckpointFragmentRow) -> bool:
     """Make the fragment again: from the outer state if it is of the same round, else from an older checkpoint and the
     deltas after it. Return True if that was possible."""
-    current = run.states.path(row.fragment, row.round)
+    current = run.outer.files.path(row.fragment, row.round)
     with run.lock:  # or it might be stepped over meanwhile
-        if run.outer[row.fragment] == (row.round, row.state_digest) and has_state_digest(current, row.state_digest):
+        state = run.outer.states[row.fragment]
+        if state == (row.round, row.state_digest) and has_state_digest(current, row.state_digest):
             _replace(run, row, current)
             return True
     with run.world.database.read() as session:

@@ -47,7 +47,7 @@ def test_files_and_rows_stay_bounded_over_two_hundred_rounds(shared: InThread, r
         if round_ % 10 == 9:
             shared.await_state(run, round_ + 1)
             most_files = max(
-                most_files, len(list(live.blobs.list(f"runs/{run}/"))) + len(list(live.states.folder.iterdir()))
+                most_files, len(list(live.blobs.list(f"runs/{run}/"))) + len(list(live.outer.files.folder.iterdir()))
             )
             most = {table: max(count, most.get(table, 0)) for table, count in rows(shared, run).items()}
     shared.await_state(run, ROUNDS)

@@ -15,8 +15,8 @@ from anyio.to_thread import current_default_thread_limiter
 
 from benchmarks.harness.coordinator import CoordinatorProcess, InThread, SettableClock
 from benchmarks.harness.stores import read, the
-from coordinator.members import assigning
 from coordinator.runs.bell import ASSIGNMENTS, EVENTS, RELEASED_AT_ONCE, Bell, delta_of
+from coordinator.workers import assigning
 from protocol.messages import Action, Assignment
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, info, problem
 from tests.support.waiting import wait_until

@@ -159,7 +159,8 @@ def test_a_checkpoint_that_could_not_be_completed_is_completed_later(tmp_path: P
 
             def has_given_up() -> bool:  # of two fragments that are stepped at once both fail
                 with live.lock:
-                    return bool(live.jobs.retry_at) and not live.jobs.running
+                    jobs = live.outer.jobs
+                    return any(job.retry_at > 0 for job in jobs) and not any(job.running for job in jobs)
 
             wait_until(has_given_up)
             assert events(running, "r", "fault")
@@ -211,6 +212,6 @@ def test_a_run_that_was_stopped_stays_so_though_its_last_delta_could_be_made_aft
         blocked.unblock()
         clock.advance(5)
         running.coordinator.tick()
-        wait_until(lambda: not running.live("r").jobs.running)
+        wait_until(lambda: not any(job.running for job in running.live("r").outer.jobs))
         assert info(running, "r")["state"] == "stopped"
         problem(member.delta(0, 0), "run-ended")

@@ -48,7 +48,7 @@ def one_round(running: InThread, run: str, clock: SettableClock, transport: Pati
         member.take_part(0)
 
         def stepped() -> bool:
-            if running.live(run).jobs.retry_at:
+            if any(job.retry_at > 0 for job in running.live(run).outer.jobs):
                 clock.advance(6)
             running.coordinator.tick()
             return running.live(run).final_digest is not None
@@ -56,7 +56,7 @@ def one_round(running: InThread, run: str, clock: SettableClock, transport: Pati
         wait_until(stepped)
         member.step(0)
         running.await_state(run, 1)
-        wait_until(lambda: not running.live(run).jobs.running)
+        wait_until(lambda: not any(job.running for job in running.live(run).outer.jobs))
         digest = info(running, run)["state_digest"]
         assert digest == member_digest(member)
     return str(digest)

@@ -8,9 +8,9 @@ from sqlalchemy import select
 
 from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
 from benchmarks.harness.member import DATA, TENSORS, Member, spec_toml
-from coordinator.members import membership
 from coordinator.runs.live_run import LiveRun
 from coordinator.store.tables import UnitRangeRow, WorkerRow
+from coordinator.workers import membership
 from protocol.errors import Problem
 from protocol.fragments import TensorSpec
 from protocol.messages import DataSummary, JoinRequest, LeaveRequest, Metrics

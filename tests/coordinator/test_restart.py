@@ -4,6 +4,7 @@ The state in which a crash would have left the directory is made by hand, betwee
 last transaction was finished.
 """
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from coordinator.store.tables import (
     FragmentRow,
     OuterStateRow,
 )
+from coordinator.sync import outer_state
 from protocol.errors import OuterstepError
 from tests.coordinator.crew import (
     crew,
@@ -158,7 +160,7 @@ def test_the_outer_state_is_derived_again_from_checkpoint_and_deltas(
         assert [event["message"] for event in events(running, "r", "rederived")] == [
             "fragment 1 of the outer state is derived again from checkpoint 0"
         ]
-        assert running.live("r").outer == [(2, member.base(0)), (2, member.base(1))]
+        assert running.live("r").outer.states == [(2, member.base(0)), (2, member.base(1))]
         for round_ in (2, 3):
             play_round([member], round_)
         running.await_state("r", 4)
@@ -182,9 +184,28 @@ def test_a_step_that_a_crash_interrupted_is_taken_at_the_start(lives: Lives) -> 
     lives.states.path(1, 1).unlink()
     with lives.life() as running:
         assert the(running.live("r"), "checkpoints", 1, 1) == checkpoint
-        assert running.live("r").outer == [(1, member.base(0)), (1, member.base(1))]
+        assert running.live("r").outer.states == [(1, member.base(0)), (1, member.base(1))]
         assert info(running, "r", "/checkpoints/latest")["round"] == 1
         assert info(running, "r")["state_digest"] == info(running, "r", "/checkpoints/1")["state_digest"]
+
+
+def test_a_start_on_a_full_disk_is_refused_and_is_no_damage(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by simulation seed 80111: the run waited for ever for files that nobody had to restore."""
+
+    def no_room(*_: object) -> bytes:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with lives.life() as running:
+        (member,) = crew(running, "r", ["w"])
+        play_round([member], 0)
+        running.await_state("r", 1)
+        (running.data_dir / "runs" / "r" / "state" / "0.1").unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(outer_state, "write_state", no_room)
+            with pytest.raises(OSError, match="no room"):
+                outer_state.restore(running.live("r"))
+        outer_state.restore(running.live("r"))
+        play_round([member], 1)
 
 
 def test_uploads_that_were_never_acknowledged_are_swept_and_acknowledged_ones_stay(lives: Lives) -> None:
@@ -227,12 +248,12 @@ def test_a_data_directory_of_an_older_version_goes_on(lives: Lives, tmp_path: Pa
     today = [names(live, kind) for kind in KINDS]
     for name in (*names(live, "deltas"), *names(live, "checkpoints")):
         move(live.blobs, name, name.rpartition(".")[0], tmp_path / "scratch")
-    live.states.path(0, 3).unlink()
+    live.outer.files.path(0, 3).unlink()
     with lives.life() as running:
         live = running.live("r")
         assert [names(live, kind) for kind in KINDS] == today
         assert [event["kind"] for event in info(running, "r", "/events?limit=1000")["items"]].count("mended") == 0
-        assert live.outer == [(3, member.base(0)), (3, member.base(1))]
+        assert live.outer.states == [(3, member.base(0)), (3, member.base(1))]
         for round_ in range(3, 6):
             play_round([member], round_)
         running.await_state("r", 6)

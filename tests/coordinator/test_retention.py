@@ -67,5 +67,5 @@ def test_the_coordinator_keeps_two_state_files_per_fragment_and_no_scratch(share
     for round_ in range(3):
         play_round([member], round_)
     shared.await_state(run, 3)
-    assert sorted(path.name for path in shared.live(run).states.folder.iterdir()) == ["0.0", "0.1", "1.0", "1.1"]
+    assert sorted(path.name for path in shared.live(run).outer.files.folder.iterdir()) == ["0.0", "0.1", "1.0", "1.1"]
     assert [path.name for path in (shared.data_dir / "incoming").iterdir()] == []

@@ -171,7 +171,7 @@ def test_a_spoilt_checkpoint_that_cannot_be_made_again_is_dropped_unless_it_is_t
     live = shared.live(run)
     only = the(live, "checkpoints", 0, 0)
     spoil(live.blobs, only)
-    live.states.path(0, 0).unlink()
+    live.outer.files.path(0, 0).unlink()
     verify(live)
     assert "no worker can join" in events(shared, run, "corrupt")[0]["message"]
     assert live.blobs.stat(only) is not None
@@ -186,7 +186,7 @@ def test_the_state_is_derived_from_the_newest_sound_checkpoint_after_a_start(tmp
         running.await_state("r", 3)
         live = running.live("r")
     spoil(live.blobs, the(live, "checkpoints", 2, 0))
-    shutil.rmtree(live.states.folder)
+    shutil.rmtree(live.outer.files.folder)
     with coordinator_thread(tmp_path / "data") as running:
         messages = [event["message"] for event in events(running, "r", "rederived")]
         assert ["checkpoint 0" in messages[0], "checkpoint 2" in messages[1]] == [True, True]
@@ -212,7 +212,7 @@ def test_a_run_whose_files_are_all_lost_says_so_and_does_not_disturb_the_others(
         lost = running.live("lost")
     for name in names(lost, "checkpoints"):
         lost.blobs.delete(name)
-    shutil.rmtree(lost.states.folder)
+    shutil.rmtree(lost.outer.files.folder)
     with coordinator_thread(tmp_path / "data") as running:
         assert "restore the data directory" in info(running, "lost")["reason"]
         assert "waits for workers" in info(running, "sound")["reason"]

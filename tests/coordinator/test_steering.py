@@ -172,7 +172,7 @@ def test_a_run_that_is_stopped_while_its_last_step_ends_keeps_a_checkpoint_all_t
 
     def keep_and_stop(live: LiveRun, fragment: int) -> None:
         keep(live, fragment)
-        if live.name == run and live.outer[fragment][0] == 1 and live.state is RunState.RUNNING:
+        if live.name == run and live.outer.states[fragment].round == 1 and live.state is RunState.RUNNING:
             change_state(live, RunState.STOPPED)
 
     monkeypatch.setattr(checkpointing, "checkpoint_at_rest", keep_and_stop)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from coordinator.members import membership
 from coordinator.runs import steering
+from coordinator.workers import membership
 from protocol.errors import Problem
 from protocol.messages import JoinRequest, RunState, WorkerChange
 from tests.simulation.network import Weather

@@ -272,7 +272,7 @@ class Ledger:
         self.units, self.free = at, free
 
     def _check_coordinator(self, run: LiveRun) -> None:
-        for fragment, (round_, digest) in enumerate(run.outer):
+        for fragment, (round_, digest) in enumerate(run.outer.states):
             where = f"the coordinator's state {round_} of fragment {fragment}"
             demand(self.digests.get((round_, fragment)) == digest, "I3", f"{where} is not the run's")
 
@@ -383,7 +383,7 @@ def _view(run: LiveRun) -> dict[str, Any]:
         "assigned": set() if opening is None else set(opening.assigned),
         "contributed": [] if opening is None else [dict(each.contributed) for each in opening.fragments],
         "fragments": [] if opening is None else [each.state for each in opening.fragments],
-        "outer": list(run.outer),
+        "outer": list(run.outer.states),
     }
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from coordinator.members import assigning, membership
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.members import Members
 from coordinator.runs.open_round import OpenRound
@@ -22,6 +21,7 @@ from coordinator.store import files
 from coordinator.store.blobs import Kind
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.sync import contributing, deltas, outer_state, publishing
+from coordinator.workers import assigning, membership
 from protocol.digest import Buffer
 from protocol.messages import FragmentState, Metrics
 from worker.rounds import round as round_
@@ -103,7 +103,7 @@ def _arrival_order() -> list[Replacement]:
 def _other_contributors_after_a_restart() -> list[Replacement]:
     real = LiveRun.restored
 
-    def forget_one(self: LiveRun, opening: OpenRound | None) -> None:
+    def forget_one(self: LiveRun, opening: OpenRound | None = None) -> None:
         for fragment in opening.fragments if opening else []:
             if fragment.state is FragmentState.AGGREGATING and len(fragment.contributed) > 1:
                 fragment.contributed.pop(min(fragment.contributed))

@@ -28,8 +28,8 @@ def assign(
             return Assignment(action=Action.FINISH, reason="the run was stopped", round=run.round)
         if steering.must_leave(run, worker):
             return Assignment(action=Action.FINISH, reason="the run is draining", round=run.round)
-        if run.damage is not None:
-            return Assignment(action=Action.WAIT, reason=run.damage, round=run.round)
+        if run.outer.damage is not None:
+            return Assignment(action=Action.WAIT, reason=run.outer.damage, round=run.round)
         if not run.seeded:
             if _is_seeder(run, worker):
                 return Assignment(action=Action.SEED, reason="nobody has state 0 yet", round=0)
@@ -65,7 +65,9 @@ def assign_from_memory(
     Takes no lock: what it reads was true together at the moment at which it found the round open.
     """
     opening = run.open
-    if opening is None or opening.number != state_round or run.state is not RunState.RUNNING or run.damage is not None:
+    if opening is None or opening.number != state_round:
+        return None
+    if run.state is not RunState.RUNNING or run.outer.damage is not None:
         return None
     assignment = opening.assignments.get(worker)
     if assignment is None or worker not in run.members or not opening.agrees_on_earlier_units(worker, carried):

@@ -5,12 +5,12 @@ from functools import partial
 
 from sqlalchemy import select
 
-from coordinator.members import accounting
 from coordinator.runs.live_run import Change, LiveRun, Model
 from coordinator.runs.opening import status
 from coordinator.runs.units import return_units
 from coordinator.store.tables import WorkerRow
 from coordinator.store.tokens import new_secret, secret_hash
+from coordinator.workers import accounting
 from protocol.errors import LayoutError, Problem
 from protocol.fragments import first_difference, plan_fragments
 from protocol.messages import (
