@@ -59,10 +59,10 @@ class ErrorFeedback:
 
     def check_carried(self, worker: WorkerNode, round_: int, carry: Carry) -> None:
         """As a worker begins to train in `round_`: what was left out of its last contribution, it carries; unless it
-        has dropped all that it had trained, for then its `carry` has no weight."""
+        has dropped all that it had trained, for then its `carry` has no weight. (It may begin the same round anew.)"""
         for name, fragment in list(self.left_out):
             left = self.left_out[name, fragment]
-            if name != worker.name or left.round >= round_:
+            if name != worker.name or (left.round >= round_ and carry.weight):
                 continue
             del self.left_out[name, fragment]
             if left.process is not worker.diloco or not carry.weight:
