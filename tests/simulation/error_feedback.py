@@ -52,10 +52,10 @@ class ErrorFeedback:
         levels = np.abs(sent).reshape(-1, BLOCK).max(axis=1).repeat(BLOCK)
         missing = [unit for unit, shares in whole.items() if sent[unit] <= 0 and min(shares) * LEVEL >= levels[unit]]
         demand(not missing, "I6", f"{where}: it names units {missing}, whose work is not in it")
-        rounds = worker.rounds()
-        if worker.diloco is not None and rounds.training and rounds.assignment.round == header.round:
+        process, rounds = worker.diloco, worker.rounds()
+        if process is not None and rounds is not None and rounds.training and rounds.assignment.round == header.round:
             rest = {unit: {share - float(sent[unit]) for share in shares} for unit, shares in whole.items()}
-            self.left_out[worker.name, header.fragment] = LeftOut(worker.diloco, header.round, rest)
+            self.left_out[worker.name, header.fragment] = LeftOut(process, header.round, rest)
 
     def check_carried(self, worker: WorkerNode, round_: int, carry: Carry) -> None:
         """As a worker begins to train in `round_`: what was left out of its last contribution, it carries; unless it
