@@ -1,8 +1,9 @@
 # make demo    train a small model with 4 workers and a coordinator, all on this machine
 # make test    the tests of every part and 20 seeds of the simulation, in about 4 minutes on two cores: while you work
-# make check   format, lint, types and all tests, in about a quarter of an hour: what must hold before a change is merged.
-#              Also whole systems (marked `system`): kills at every crash point, a soak, installations, the demo, planted
-#              bugs, 300 seeds of the simulation. `.ci/run` runs it in a clean clone, as continuous integration does
+# make check   format, lint, types and all tests: what must hold before a change is merged. Beside `make test` also whole
+#              systems (marked `system`): kills at every crash point, a soak, installations, the demo, planted bugs, 300
+#              seeds of the simulation. `make --jobs=2 check` runs the two side by side, in about a quarter of an hour;
+#              `.ci/run` does that in a clean clone, as continuous integration does
 # make simulate    SEEDS=100000 simulated runs under faults, on all CPUs, with the invariants checked after every step
 # make soak    a coordinator and 6 workers under kills, slow lines and flipped bits, for MINUTES=15; as root, or without slow lines
 # make clean   remove what these made
@@ -14,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check all-tests lint types simulate soak clean
+.PHONY: demo test check systems lint types simulate soak clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -23,10 +24,10 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m "not system"
 
-check: lint types all-tests
+check: systems test types lint
 
-all-tests: $(VENV)/installed-dev
-	$(BIN)/python -m pytest
+systems: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m system
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check

@@ -64,5 +64,11 @@ def test_it_fails_where_make_does(repository: Path) -> None:
     assert lines[-1] == closing
 
 
+def test_of_two_runs_of_pytest_the_one_that_failed_is_last(repository: Path) -> None:
+    failed, passed = CLOSING.format("1 failed, 3 passed"), CLOSING.format("9 passed")
+    _, lines = ran(repository, f"echo '{failed}'; echo '{passed}'; exit 2")
+    assert lines[-2:] == [passed, failed]
+
+
 def test_it_fails_where_there_are_no_tests(repository: Path) -> None:
     assert ran(repository, "echo 'make: no rule'; exit 2")[0] == 2
