@@ -17,7 +17,7 @@ from coordinator.tuning.room import Room
 from protocol.digest import parse_content_digest
 from protocol.errors import Problem
 
-PIECE_BYTES = 1 << 17  # of a body that goes into a file: so much is in memory at once
+PIECE_BYTES = 1 << 18  # of a body that goes into a file: so much is in memory at once
 POLL_S = 0.01  # between two attempts to get memory
 
 

@@ -20,7 +20,7 @@ from protocol.digest import Buffer
 from protocol.errors import Problem
 from protocol.wire import MEDIA_TYPE
 
-PIECE_BYTES = 1 << 17  # so much of an answer is in memory at once
+PIECE_BYTES = 1 << 18  # so much of an answer is in memory at once
 
 
 class _Blob(Response):
