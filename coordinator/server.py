@@ -16,6 +16,7 @@ from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.blobs import Store
 from coordinator.store.directory_blobs import DirectoryBlobs
+from coordinator.tuning.heap import keep_freed_memory
 from protocol.compiled import COMPILED, KERNELS
 
 GRACE_S = 10
@@ -116,4 +117,5 @@ def serve(settings: Settings) -> None:
         # uvicorn raises the signal again when it is done; being asked to stop and having stopped is no failure.
         signal.signal(number, lambda *_: None)
     shorten_pauses()
+    keep_freed_memory()
     server.run(sockets=[listening])

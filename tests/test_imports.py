@@ -55,7 +55,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "http": {"store", "tuning", "runs", "service"},
         "api": {"runs", "workers", "sync", "reports", "http"},
         "app": {"service", "http", "api"},
-        "server": {"settings", "store", "service", "app"},
+        "server": {"settings", "store", "tuning", "service", "app"},
     },
     "worker": {
         "errors": set(),
