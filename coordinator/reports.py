@@ -112,6 +112,8 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
 def _reason(run: LiveRun) -> str:
     if run.ended:
         return f"the run is {run.state} after {run.round} of {run.spec.sync.rounds} rounds"
+    if run.outer.damage is not None:
+        return run.outer.damage
     if run.open is None:
         return status(run)
     return f"round {run.round}: {_least_advanced(run, run.open)[1]}"

@@ -1,1 +1,1 @@
-"""What outlives the process: files and how they become durable, the database and its tables, tokens."""
+"""What outlives the process: the store of blobs, the data directory, the database and its tables, tokens."""

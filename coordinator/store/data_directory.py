@@ -7,6 +7,7 @@ runs/{run}/state/{p}.{0 or 1}  the current outer state; derived from checkpoints
 
 import itertools
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,8 +55,12 @@ class StateFiles:
 
     def bytes(self) -> int:
         """Return the bytes of all of them, but for those that a checkpoint shares."""
-        found = [path.stat() for path in self.folder.iterdir()]
-        return sum(each.st_size for each in found if each.st_nlink == 1)
+        total = 0
+        for path in self.folder.iterdir():
+            with suppress(FileNotFoundError):  # replaced meanwhile
+                found = path.stat()
+                total += found.st_size if found.st_nlink == 1 else 0
+        return total
 
     def remove_all_but(self, current: set[Path]) -> None:
         for path in self.folder.iterdir():

@@ -28,6 +28,9 @@ class Backend(Protocol):
     def check(self, url: URL) -> None:
         """Raise ValueError unless a coordinator can have its database at `url`."""
 
+    def exists(self, url: URL) -> bool:
+        """Return True if there is a database at `url`."""
+
     def lock(self, url: URL) -> AbstractContextManager[object]:
         """Lock the database, until the end of what is returned. Raises OuterstepError if another process has it, and
         OSError."""
@@ -44,9 +47,18 @@ BACKENDS: dict[str, Backend] = {"sqlite": sqlite}
 
 def url_of(text: str | None, data_dir: Path) -> URL:
     """Return the URL that `text` is; None: of the database in `data_dir`. Raises ValueError if it cannot be used."""
+    url = sqlite.url_in(data_dir) if text is None else _elsewhere(text, data_dir)
+    if any((data_dir / "runs").glob("*")) and not BACKENDS[url.get_backend_name()].exists(url):
+        raise ValueError(
+            f"{data_dir} has the files of runs, and there is no database at {url!r}: give the URL that the coordinator "
+            "had before, restore the database from a backup, or begin with an empty data directory"
+        )
+    return url
+
+
+def _elsewhere(text: str, data_dir: Path) -> URL:
+    """Return the URL that `text` is. Raises ValueError if it is none, or if `data_dir` has another database."""
     inside = sqlite.url_in(data_dir)
-    if text is None:
-        return inside
     try:
         url = make_url(text)
     except ArgumentError as error:

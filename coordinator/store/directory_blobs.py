@@ -55,7 +55,7 @@ class DirectoryBlobs:
             self._durable_folders.discard(path.parent)
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        for folder, _, names in os.walk(self.root / prefix):
+        for folder, _, names in os.walk(self.root / prefix, onerror=_raise_unless_missing):
             for name in names:
                 path = Path(folder, name)
                 with suppress(FileNotFoundError):  # deleted meanwhile
@@ -74,6 +74,11 @@ class DirectoryBlobs:
             folder.mkdir(exist_ok=True)
             fsync(folder.parent)
             self._durable_folders.add(folder)
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 @contextmanager

@@ -9,14 +9,14 @@ class FileReader:
     """A local file that is open to be read, as a `Reader`."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDONLY)
-        self.size = os.fstat(self._file).st_size
+        self._file = path.open("rb", buffering=0)  # an object, which is closed with the answer that nobody came for
+        self.size = os.fstat(self._file.fileno()).st_size
 
     def read_into(self, memory: memoryview, at: int) -> int:
-        return os.preadv(self._file, [memory], at)
+        return os.preadv(self._file.fileno(), [memory], at)
 
     def close(self) -> None:
-        os.close(self._file)
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -38,6 +38,11 @@ def check(url: URL) -> None:
         raise ValueError(f"a restart would lose a database in memory; name a file, with {_SLASHES}")
 
 
+def exists(url: URL) -> bool:
+    """Return True if there is a database at `url`."""
+    return Path(str(url.database)).exists()
+
+
 def lock(url: URL) -> IO[str]:
     """Lock the database, until the file that is returned is closed. Raises OuterstepError if another process has it,
     and OSError.

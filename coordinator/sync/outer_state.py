@@ -77,14 +77,15 @@ def _recent_delta(run: LiveRun, round_: int, fragment: int) -> memoryview | None
 
 @contextmanager
 def _delta(run: LiveRun, round_: int, fragment: int) -> Iterator[Payload]:
-    """Open the published delta, from memory if it is still there."""
+    """Open the published delta, from memory if it is still there. Raises FileNotFoundError."""
     content = _recent_delta(run, round_, fragment)
     if content is not None:
         yield Payload.from_bytes(content)
     else:
         with run.world.database.read() as session:
-            row = session.get_one(FragmentRow, (run.id, round_, fragment))
-        assert row.delta_digest is not None
+            row = session.get(FragmentRow, (run.id, round_, fragment))
+        if row is None or row.delta_digest is None:
+            raise FileNotFoundError(f"the database has no delta of round {round_}, fragment {fragment}")
         with StoredPayload(run.blobs.open(run.names.delta(round_, fragment, row.delta_digest))) as delta:
             yield delta
 

@@ -1,1 +1,1 @@
-"""What only makes the coordinator faster: memory that is shared and reused, and a short cut for request bodies."""
+"""What only makes the coordinator faster: payloads in memory, and freed memory that is kept."""

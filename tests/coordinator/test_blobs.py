@@ -1,6 +1,8 @@
 """What a store of blobs promises, of each store that there is; and what only a directory has to take care of."""
 
 import errno
+import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -180,6 +182,39 @@ def test_whoever_finds_a_blob_that_another_is_just_putting_waits_for_no_luck(
     monkeypatch.setattr(directory_blobs, "fsync", durable.append)
     assert not blobs.put(NAME, b"bytes")
     assert (data.root / NAME).parent in durable
+
+
+def test_what_cannot_be_listed_is_told(data: DataDirectory) -> None:
+    """Not taken for an empty store: the start sweeps by that list, and the retention rule deletes by it."""
+    (data.root / "runs" / "r").mkdir(parents=True)
+    (data.root / "runs" / "r" / "deltas").write_bytes(b"no folder")
+    blobs = DirectoryBlobs(data)
+    with pytest.raises(NotADirectoryError):
+        list(blobs.list(NAMES.kind("deltas")))
+    assert list(blobs.list(NAMES.kind("checkpoints"))) == []
+
+
+def test_a_state_that_is_replaced_while_the_bytes_are_counted_counts_for_nothing(data: DataDirectory) -> None:
+    states = data.states("r")
+    states.path(0, 0).write_bytes(b"state")
+    states.path(0, 1).symlink_to("gone")
+    assert states.bytes() == 5
+
+
+def test_a_reader_that_nobody_closes_is_closed_with_its_last_reference(data: DataDirectory) -> None:
+    """An answer that was made, and not sent as its client was gone, does not cost a descriptor for ever."""
+    path = data.root / "file"
+    path.write_bytes(b"bytes")
+    reader = FileReader(path)
+
+    def opened() -> bool:
+        links = Path("/proc/self/fd").iterdir()
+        return str(path) in {os.readlink(link) for link in links if link.is_symlink()}
+
+    assert opened()
+    del reader
+    gc.collect()
+    assert not opened()
 
 
 def test_a_file_is_read_by_the_interface_of_a_blob(tmp_path: Path) -> None:

@@ -99,6 +99,22 @@ def test_a_database_that_the_data_directory_has_is_not_forgotten_by_mistake(tmp_
     Database(url_of(f"sqlite:///{tmp_path}/other.db", data)).close()
 
 
+def test_a_url_that_is_forgotten_is_told_before_an_empty_database_takes_the_place_of_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, url = tmp_path / "data", f"sqlite:///{tmp_path}/run.db"
+    monkeypatch.setenv(VARIABLE, url)
+    with coordinator_thread(data) as running:
+        crew(running, "r", ["a"])
+    monkeypatch.delenv(VARIABLE)
+    before = {path: path.stat().st_mtime_ns for path in data.rglob("*")}
+    for text, name in ((None, "outerstep"), (f"sqlite:///{tmp_path}/another.db", "another")):
+        with pytest.raises(ValueError, match=rf"has the files of runs, and there is no database at .*{name}\.db"):
+            make_server(Settings(data_dir=data, database_url=text, port=0))
+    assert {path: path.stat().st_mtime_ns for path in data.rglob("*")} == before
+    assert url_of(url, data) == make_url(url)
+
+
 def test_what_is_no_database_is_told_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.db"
     path.write_text("not a database, but somebody's notes\n" * 100)

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import delete
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from benchmarks.harness.member import Member
 from benchmarks.harness.stores import names, read, spoil, the
-from coordinator.store.tables import UnitRangeRow
+from coordinator.store.tables import FragmentRow, UnitRangeRow
 from coordinator.sync.deltas import mend_delta
 from coordinator.tuning.room import Room
 from coordinator.upkeep.verifying import verify
@@ -203,6 +204,22 @@ def renewed(running: InThread, member: Member) -> Member:
     other.joined, other.spec = member.joined, member.spec
     other.theta, other.momentum = member.theta, member.momentum
     return other
+
+
+def test_a_run_whose_database_has_lost_a_delta_says_so_and_does_not_disturb_the_others(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "data") as running:
+        (a,) = crew(running, "lost", ["a"], rounds=5, checkpoints="every_rounds = 100")
+        crew(running, "sound", ["a"])
+        for round_ in range(2):
+            play_round([a], round_)
+        running.await_state("lost", 2)
+        lost = running.live("lost")
+        with running.coordinator.database.write() as session:
+            session.execute(delete(FragmentRow).where(FragmentRow.run_id == lost.id, FragmentRow.round == 0))
+    shutil.rmtree(lost.outer.files.folder)
+    with coordinator_thread(tmp_path / "data") as running:
+        assert "no delta of round 0, fragment 0" in info(running, "lost")["reason"]
+        assert "waits for workers" in info(running, "sound")["reason"]
 
 
 def test_a_run_whose_files_are_all_lost_says_so_and_does_not_disturb_the_others(tmp_path: Path) -> None:
