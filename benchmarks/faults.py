@@ -41,12 +41,15 @@ from protocol.fragments import plan_fragments
 from protocol.spec import RunSpec, SyncSpec, parse_spec
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
 from worker.codecs import pack_fragment, unpack_payload
-from worker.data import TextData
-from worker.models import build_model
+from worker.data.text import TextData
+from worker.inner.evaluation import evaluate
+from worker.inner.loss import mean_loss
+from worker.inner.optimizers import build_inner_optimizer
+from worker.inner.schedules import learning_rate, set_learning_rate
+from worker.models.building import build_model
 from worker.state.fragments import DenseFragments, tensor_specs
 from worker.state.outer_state import OuterState
 from worker.state.work import Carry, Contribution, Missed
-from worker.train import build_inner_optimizer, evaluate, learning_rate, mean_loss, set_learning_rate
 
 WORKERS = 8
 CPU = torch.device("cpu")

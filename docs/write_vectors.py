@@ -32,7 +32,7 @@ from protocol.digest import content_digest, digest, model_digest
 from protocol.fragments import TensorSpec, plan_fragments
 from protocol.outer_step import in_numpy
 from protocol.spec import DataSpec, InnerSpec, ModelSpec, RunSpec, SyncSpec
-from worker.data import TextData
+from worker.data.text import TextData
 
 DIRECTORY = Path(__file__).parent / "vectors"
 Document = list[dict[str, Any]]

@@ -70,8 +70,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "rounds": {"errors", "accounts", "codecs", "tuning", "state", "link"},
         "diloco": {"accounts", "state", "link", "rounds"},
         "export": {"errors", "codecs", "models", "state", "link"},
-        "train": {"data", "models", "diloco"},
-        "agent": {"errors", "settings", "data", "models", "link", "diloco", "train"},
+        "inner": {"data", "models"},
+        "train": {"data", "inner", "diloco"},
+        "agent": {"errors", "settings", "data", "models", "inner", "link", "diloco", "train"},
     },
 }
 

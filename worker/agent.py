@@ -18,13 +18,15 @@ from protocol.compiled import KERNELS
 from protocol.errors import CodecError, OuterstepError, Problem, Remedy
 from protocol.exit_codes import Exit
 from protocol.messages import RunDetail, RunState
-from worker.data import TextData
+from worker.data.text import TextData
 from worker.diloco import DiLoCo
 from worker.errors import DataError, ModelError, StateDirBusy, Stopped
+from worker.inner.evaluation import evaluate
+from worker.inner.optimizers import build_inner_optimizer
 from worker.link.client import Client, open_http
-from worker.models import build_model
+from worker.models.building import build_model
 from worker.settings import WorkerSettings
-from worker.train import build_inner_optimizer, evaluate, train
+from worker.train import train
 
 # From the first signal to the end, whatever hangs: less than the 10 s after which containers are killed.
 LEAVE_WITHIN_S = 9.0

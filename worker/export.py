@@ -14,7 +14,8 @@ from protocol.messages import RunState
 from worker.codecs import unpack_payload
 from worker.errors import ModelError
 from worker.link.client import Client
-from worker.models import BYTES, build_model, logits_of
+from worker.models.building import build_model, logits_of
+from worker.models.presets import BYTES
 from worker.state.fragments import DenseFragments, tensor_specs
 
 _HOST = torch.device("cpu")

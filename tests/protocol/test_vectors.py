@@ -22,7 +22,7 @@ from protocol.outer_step import in_numpy, outer_step, outer_step_by
 from protocol.spec import DataSpec, InnerSpec, ModelSpec, RunSpec, SyncSpec
 from protocol.wire import ContributionHeader, Payload, pack_frames, pack_header
 from worker.codecs import IN_TORCH, TORCH_CODECS, TorchCodec, unpack_payload
-from worker.data import TextData
+from worker.data.text import TextData
 
 F32 = npt.NDArray[np.float32]
 DOCS = Path(__file__).parents[2] / "docs"

@@ -12,8 +12,8 @@ import torch
 from blake3 import blake3
 
 from protocol.spec import RunSpec
-from worker.data import TextData
-from worker.models import build_model
+from worker.data.text import TextData
+from worker.models.building import build_model
 
 
 @dataclass

@@ -169,8 +169,8 @@ def test_another_training_set_is_refused(coordinator: InThread, text: Path, tmp_
     with open_http(coordinator.url) as http:
         # A first worker fixes the training set, and leaves.
         from protocol.messages import JoinRequest, LeaveRequest
-        from worker.data import TextData
-        from worker.models import build_model
+        from worker.data.text import TextData
+        from worker.models.building import build_model
         from worker.state.fragments import tensor_specs
 
         client = Client(http, "text", coordinator.token(Scope.WORKER))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from protocol.spec import RunSpec, parse_spec
-from worker.data import TextData
+from worker.data.text import TextData
 from worker.errors import DataError
 
 

@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 from protocol.spec import RunSpec, parse_spec
 from worker.errors import ModelError
 from worker.export import sample
-from worker.models import PRESETS, build_model, logits_of
+from worker.models.building import build_model, logits_of
+from worker.models.presets import PRESETS
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,11 @@ from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
 from protocol.spec import RunSpec, parse_spec
-from worker.data import TextData
-from worker.train import evaluate, learning_rate, mean_loss, round_seed
+from worker.data.text import TextData
+from worker.inner.evaluation import evaluate
+from worker.inner.loss import mean_loss
+from worker.inner.schedules import learning_rate
+from worker.train import round_seed
 
 CPU = torch.device("cpu")
 

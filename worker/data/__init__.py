@@ -1,0 +1,1 @@
+"""What is trained on: sources of text, tokens in sequences, sequences in numbered work units."""

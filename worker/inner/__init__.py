@@ -1,0 +1,1 @@
+"""One inner step: loss, gradient, inner optimizer and its schedule; and the held-out loss."""

@@ -1,0 +1,1 @@
+"""What is trained: models as the run spec describes them."""
