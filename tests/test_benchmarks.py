@@ -18,7 +18,7 @@ from benchmarks import wan
 from benchmarks.control_plane import measure
 from benchmarks.floor import core_seconds
 from benchmarks.harness import lines
-from benchmarks.harness.coordinator import CoordinatorProcess
+from benchmarks.harness.coordinator import coordinator_process
 from benchmarks.line import SlowLine
 from protocol.wire import CHUNK_ELEMENTS
 
@@ -128,13 +128,9 @@ def test_the_end_of_a_relay_ends_its_connections() -> None:
 
 
 @pytest.mark.system
-def test_a_small_crowd_goes_through_its_rounds(tmp_path: Path) -> None:
-    coordinator = CoordinatorProcess(tmp_path / "data")
-    running = coordinator.start()
-    try:
+def test_a_small_crowd_goes_through_its_rounds() -> None:
+    with coordinator_process() as running:
         report = asyncio.run(measure(running, workers=8, round_s=0.5))
-    finally:
-        coordinator.stop()
     kinds = report["kinds"]
     assert report["missed_leases"] == 0
     assert kinds["contribute"]["count"] == 2 * 8
