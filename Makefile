@@ -6,6 +6,8 @@
 #              `.ci/run` does that in a clean clone, as continuous integration does
 # make simulate    SEEDS=100000 simulated runs under faults, on all CPUs, with the invariants checked after every step
 # make soak    a coordinator and 6 workers under kills, slow lines and flipped bits, for MINUTES=15; as root, or without slow lines
+# make gpu     what needs a GPU, in parts that are not run again once they have passed; it fetches nothing. GPU_WHEELS=DIR has
+#              wheels of packages that the Python lacks; that is the one of $(VENV) if it is there, else PYTHON
 # make clean   remove what these made
 #
 # PYTHON=python3.12 chooses the interpreter; it must be 3.11 or newer.
@@ -15,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check systems lint types simulate soak clean
+.PHONY: demo test check systems lint types simulate soak gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -43,6 +45,9 @@ simulate: $(VENV)/installed-dev
 MINUTES ?= 15
 soak: $(VENV)/installed-dev
 	$(BIN)/python -m tests.soak --minutes $(MINUTES)
+
+gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu $(if $(GPU_WHEELS),--wheels "$(GPU_WHEELS)")
 
 clean:
 	rm -rf $(VENV) build *.egg-info protocol/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

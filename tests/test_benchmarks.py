@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import wan
+from benchmarks import gpu, wan
 from benchmarks.control_plane import measure
 from benchmarks.floor import core_seconds
 from benchmarks.harness import lines
@@ -41,6 +42,12 @@ def test_the_floor_of_a_sync_has_core_seconds_for_every_part() -> None:
     parts = core_seconds(2 * CHUNK_ELEMENTS + 5, 3)
     assert set(parts) == {"encode", "average", "outer step", "digests", "sockets", "disk"}
     assert all(seconds > 0 for seconds in parts.values())
+
+
+def test_what_a_sync_costs_a_gpu_is_measured() -> None:
+    found = gpu.measure("int8", 2 * CHUNK_ELEMENTS + 5, torch.device("cpu"))
+    assert [each.operation for each in found] == ["quantise", "to the host", "outer step", "to the GPU"]
+    assert all(each.seconds > 0 and each.share > 0 for each in found)
 
 
 @pytest.mark.system

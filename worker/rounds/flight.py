@@ -23,7 +23,7 @@ from worker.rounds.exchange import UPLOADS, Abandoned, Exchange, Outcome
 from worker.state.units import count
 from worker.state.work import Contribution, Left, Missed, Superseded
 
-_DOWNLOADS = 4
+DOWNLOADS = 4
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Flight:
     ) -> None:
         self._exchange, self.round, self.saved, self._arrived = exchange, round_number, saved, arrived
         self._uploads = ThreadPoolExecutor(UPLOADS, "upload")
-        self._downloads = ThreadPoolExecutor(_DOWNLOADS, "download")
+        self._downloads = ThreadPoolExecutor(DOWNLOADS, "download")
         self._sent: dict[int, Future[Future[Left]]] = {}
         self._turn = threading.Event()  # of the fragment that is sent next
         self._turn.set()

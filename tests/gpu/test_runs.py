@@ -1,0 +1,100 @@
+"""Whole runs with workers on a GPU, and with workers on GPU and CPU in one run: all hold the same state in the end."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.harness.coordinator import InThread, coordinator_thread
+from protocol.exit_codes import Exit
+from protocol.messages import RunDetail, Scope, WorkerInfo
+from tests.support.waiting import wait_until
+from worker.agent import run_worker
+from worker.settings import WorkerSettings
+
+SPEC = """
+name = "text"
+[model]
+preset = "tiny"
+[data]
+source = "{source}"
+sequence_length = 64
+[inner]
+batch_size = 8
+learning_rate = 8e-3
+warmup_steps = 10
+[outer]
+learning_rate = 1.0
+momentum = 0.4
+[sync]
+rounds = {rounds}
+inner_steps = 12
+fragment_elements = 50_000
+upload_codec = "{upload}"
+{sync}
+[members]
+min_workers = {workers}
+grace_min_s = 60
+[evaluation]
+max_tokens = 4096
+"""
+
+CLASSIC, STREAMING = "", 'overlap = 4\noffsets = "spread"'
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    source = tmp_path / "text"
+    source.mkdir()
+    for index in range(8):
+        (source / f"{index}.txt").write_text(f"chapter {index}: all work and no play makes jack a dull boy. " * 200)
+    return source
+
+
+def play(running: InThread, tmp_path: Path, devices: list[str]) -> None:
+    """Let a worker on each of `devices` train until the run is over."""
+
+    def work(number: int, device: str, codes: list[Exit]) -> None:
+        settings = WorkerSettings(
+            url=running.url,
+            run="text",
+            token=token,
+            name=f"w{number}",
+            state_dir=tmp_path / f"w{number}",
+            device=device,
+            threads=1,
+        )
+        codes.append(run_worker(settings))
+
+    token, codes = running.token(Scope.WORKER), list[Exit]()
+    crew = [threading.Thread(target=work, args=(n, device, codes)) for n, device in enumerate(devices)]
+    for worker in crew:
+        worker.start()
+    for worker in crew:
+        worker.join()
+    assert codes == [Exit.DONE] * len(devices)
+
+
+@pytest.mark.parametrize(
+    ("upload", "sync", "mixed"),
+    [("int8", CLASSIC, False), ("int8", CLASSIC, True), ("int4", STREAMING, True), ("ternary", STREAMING, False)],
+    ids=["int8", "int8, mixed", "int4, overlap, mixed", "ternary, overlap"],
+)
+def test_all_replicas_end_with_the_same_bits_and_have_learned(
+    upload: str, sync: str, mixed: bool, text: Path, tmp_path: Path, device: torch.device
+) -> None:
+    devices = [str(device), "cpu"] if mixed else [str(device)] * 2
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(SPEC.format(source=text, rounds=6, upload=upload, sync=sync, workers=2))
+        play(running, tmp_path, devices)
+        with running.client() as http:
+            wait_until(lambda: http.get("/v1/runs/text").json()["state_digest"] is not None)
+            run = RunDetail.model_validate(http.get("/v1/runs/text").json())
+            workers = [WorkerInfo.model_validate(each) for each in http.get("/v1/runs/text/workers").json()["items"]]
+            rounds = http.get("/v1/runs/text/rounds").json()["items"]
+    assert {worker.state_digest for worker in workers} == {run.state_digest}
+    assert run.divergences == 0
+    assert [str(worker.host["device"]).split(":")[0] for worker in workers] == devices
+    assert run.held_out_loss is not None
+    assert run.held_out_loss < rounds[-1]["held_out_loss"] - 0.5
