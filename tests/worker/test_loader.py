@@ -55,7 +55,7 @@ def loader_threads() -> list[threading.Thread]:
 def test_the_next_batches_are_made_while_the_loop_has_one_and_no_more() -> None:
     make, course = Maker(), Course(list(range(20)))
     seen = []
-    for batch in batches(course, make, CPU):
+    for _, batch in batches(course, make, CPU):
         wait_until(lambda: make.made[-1] == min(course.given[-1] + AHEAD, 19))
         assert make.made == list(range(make.made[-1] + 1))
         seen.append(batch[0, 0].item())
@@ -66,7 +66,7 @@ def test_a_fault_is_raised_at_its_unit_and_those_before_are_trained_on() -> None
     make, course = Maker(broken=5), Course(list(range(20)))
     loop = batches(course, make, CPU)
     for unit in range(5):
-        assert next(loop)[0, 0].item() == unit
+        assert next(loop)[1][0, 0].item() == unit
         wait_until(lambda: make.made[-1] == course.given[-1] + AHEAD)
     assert 5 in make.made
     with pytest.raises(DataError, match="unit 5 is broken"):
@@ -78,7 +78,7 @@ def test_a_broken_batch_that_is_not_wanted_any_more_hurts_nobody() -> None:
     """The round was dropped, and the next one is of other units."""
     make, course = Maker(broken=2), Course([0, 1, 2, 3])
     seen = []
-    for batch in batches(course, make, CPU):
+    for _, batch in batches(course, make, CPU):
         seen.append(batch[0, 0].item())
         if seen == [0]:
             wait_until(lambda: 2 in make.made)
@@ -89,7 +89,7 @@ def test_a_broken_batch_that_is_not_wanted_any_more_hurts_nobody() -> None:
 def test_what_the_look_ahead_did_not_name_is_made_when_it_is_needed() -> None:
     course = Course([4, 9, 2])
     course.upcoming = lambda: iter(())  # type: ignore[method-assign]
-    assert [batch[0, 0].item() for batch in batches(course, Maker(), CPU)] == [4, 9, 2]
+    assert [(unit, batch[0, 0].item()) for unit, batch in batches(course, Maker(), CPU)] == [(4, 4), (9, 9), (2, 2)]
 
 
 @pytest.mark.parametrize("end", ["the end", "break", "an exception"])
@@ -169,7 +169,7 @@ def test_every_batch_arrives_whole_however_far_the_device_is_behind(device: str)
     busy = torch.ones(512, 512, device=device) / 512
     sums = []
     make = lambda unit: torch.full((1 << 16,), unit)  # noqa: E731
-    for batch in batches(course, make, torch.device(device)):
+    for _, batch in batches(course, make, torch.device(device)):
         for _ in range(10):
             busy = busy @ busy
         sums.append(batch.sum() + busy[0, 0].long() * 0)

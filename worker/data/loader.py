@@ -28,8 +28,8 @@ class Numbers(Protocol):
     def upcoming(self) -> Iterator[int]: ...
 
 
-def batches(numbers: Numbers, make: Callable[[int], Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Yield `make(unit)` on `device` for each of `numbers.units()`.
+def batches(numbers: Numbers, make: Callable[[int], Tensor], device: torch.device) -> Iterator[tuple[int, Tensor]]:
+    """Yield each of `numbers.units()` with its batch, `make(unit)`, on `device`.
 
     `make` is called on another thread, one call at a time. What it raises for a unit is raised here in the place of
     that unit's batch. When the iterator ends or is closed nothing more is begun.
@@ -50,7 +50,7 @@ def batches(numbers: Numbers, make: Callable[[int], Tensor], device: torch.devic
                 made.pop(unwanted).cancel()
             for each in coming:
                 begin(each)
-            yield copy.here(made.pop(unit).result())
+            yield unit, copy.here(made.pop(unit).result())
     finally:
         # Without waiting: what is being made may itself wait, for a file that is on its way.
         thread.shutdown(wait=False, cancel_futures=True)
