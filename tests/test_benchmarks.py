@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, wan
+from benchmarks import gpu, loop, wan
 from benchmarks.control_plane import measure
 from benchmarks.floor import core_seconds
 from benchmarks.harness import lines
@@ -73,6 +73,47 @@ def test_a_sync_over_slow_lines_is_measured() -> None:
         assert sync["sync_s"] > 0.9 * 8 * sync["payload_bytes_up"] / 10e6
     assert [training["overlap_s"] > 0 for training in report["training"]] == [False, True]
     assert all(0 < training["share_in_steps"] < 1 for training in report["training"])
+
+
+def test_the_loop_of_a_worker_is_compared_with_a_bare_one() -> None:
+    command = [sys.executable, "-m", "benchmarks.loop", "--quick", "--json"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    (tiny,) = report["results"]
+    assert (tiny["size"], tiny["parameters"], tiny["tokens_per_step"]) == ("tiny", 139_584, 512)
+    assert tiny["segments"] == loop.ROUNDS * loop.QUICK["tiny"].segments
+    assert tiny["worker_tokens_per_second"] > 0 < tiny["bare_tokens_per_second"]
+    low, high = tiny["quartiles"]
+    assert 0 < low <= tiny["ratio"] <= high
+    assert "tokens/s" in done.stdout
+
+
+class Taken:
+    """A clock for turns of which nothing takes time but what the test says."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def pass_by(self, seconds: float) -> float:
+        self.seconds += seconds
+        return seconds
+
+
+def test_turns_leave_out_the_sync_and_compare_with_the_bare_segments_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, bare_s = Taken(), iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    monkeypatch.setattr(time, "perf_counter", clock)
+    turns = loop.Turns(loop.Size("", 1, 1, segment=2, segments=2), lambda: clock.pass_by(next(bare_s)))
+    for _ in range(2):
+        for inner_step in range(6):
+            clock.pass_by(100 if inner_step in (0, 5) else 10)  # the first and the last have parts of the sync
+            turns()
+    assert turns.worker_s == [20, 20, 20, 20]
+    assert turns.bare_s == [(1, 2), (2, 3), (4, 5), (5, 6)]
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,17 @@ class DiLoCo:
             else:
                 rounds.advance(ended=True)  # fewer than H steps: some were skipped
 
+    def upcoming(self) -> Iterator[int]:
+        """Yield the numbers of the units that follow the one in hand, in order, as far as they are known: for a loader
+        that makes batches ahead of need.
+
+        They are those that are left of this round, and the next round's once its assignment is there, which with
+        `sync.overlap` is before this round ends. They are no promise: a round that is dropped, or a worker that is
+        asked to stop, leaves them to others. Call it from the thread of the training loop, as often as is useful.
+        """
+        ranges = [] if self.finished else self.joined.rounds.units_to_come
+        return chain.from_iterable(range(start, stop) for start, stop in ranges)
+
     def report_loss(self, loss: Tensor) -> None:
         """Report one inner step's mean loss (a scalar, nats per token) before `optimizer.step()`, without waiting for
         the device.

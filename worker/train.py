@@ -4,6 +4,7 @@ import torch
 from blake3 import blake3
 from torch import nn
 
+from worker.data.loader import batches
 from worker.data.text import TextData
 from worker.diloco import DiLoCo
 from worker.inner.loss import mean_loss
@@ -17,11 +18,11 @@ def train(
     spec = diloco.spec
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.train()
-    for unit in diloco.units():
+    for _, batch in batches(diloco, data.unit, device):
         if diloco.inner_step == 0:
             torch.manual_seed(round_seed(spec.seed, diloco.name, diloco.round))  # a resumed round repeats bit for bit
         set_learning_rate(optimizer, learning_rate(spec, diloco.global_step) * diloco.warmup_scale)
-        loss = mean_loss(model, data.unit(unit).to(device))
+        loss = mean_loss(model, batch)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, spec.inner.clip_norm)
         diloco.report_loss(loss)

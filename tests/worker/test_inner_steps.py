@@ -133,3 +133,37 @@ def test_no_warmup_where_none_is_wanted() -> None:
     steps = InnerSteps(spec(warmup=0))
     begin(steps, round_number=5)
     assert steps.warmup_scale == 1
+
+
+def test_units_to_come_are_those_behind_the_one_in_hand() -> None:
+    steps = InnerSteps(spec())
+    assert steps.units_to_come == []
+    begin(steps)
+    seen = [steps.units_to_come]
+    for unit in range(6):
+        steps.begin_unit()
+        seen.append(steps.units_to_come)
+        if unit != 2:  # its step is skipped
+            steps.step()
+        steps.end_unit()
+    assert seen == [
+        [[10, 12], [20, 24]],
+        [[11, 12], [20, 24]],
+        [[20, 24]],
+        [[21, 24]],
+        [[22, 24]],
+        [[23, 24]],
+        [],
+    ]
+
+
+def test_units_to_come_are_as_many_as_there_are_steps() -> None:
+    """An assignment may have more units than this worker takes inner steps."""
+    steps = InnerSteps(spec())
+    units = [[0, 10]]
+    steps.begin(Assignment(action=Action.TRAIN, reason="", round=0, inner_steps=3, units=units))
+    steps.begin_unit()
+    assert steps.units_to_come == [[1, 3]]
+    steps.step()  # a loop that takes no more units here
+    steps.step()
+    assert steps.units_to_come == [[2, 3]]

@@ -100,10 +100,12 @@ def test_the_phases_of_a_round_add_up_to_its_time(clock: Clock) -> None:
     progress.phase("wait")
     clock.now += 2
     progress.begin_round(7)
+    assert (progress.metrics().round, progress.metrics().inner_step) == (7, 0)
     for step in range(4):
         clock.now += 3
         progress.report_loss(torch.tensor(float(step)))
         progress.step(step + 1)
+        assert progress.metrics().inner_step == step + 1
     assert progress.end_inner_steps(4, 40) == 1.5
     clock.now += 4
     progress.phase("sync")

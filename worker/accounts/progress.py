@@ -28,6 +28,7 @@ class Progress:
         self._phase = Stage.JOIN
         stages.move(None, self._phase)
         self._shown = Metrics(phase="join")
+        self._inner_step: int | None = None
         self._losses: Tensor | None = None
         self._reports = 0
         self._started = clock()
@@ -45,10 +46,12 @@ class Progress:
     def begin_round(self, round_number: int) -> None:
         self._losses, self._reports = None, 0
         self._round, self._started = round_number, self._clock()
-        self.phase("train", round=round_number, inner_step=0)
+        self._inner_step = 0
+        self.phase("train", round=round_number)
 
     def step(self, inner_step: int) -> None:
-        self.phase("train", inner_step=inner_step)
+        """Note that this many inner steps of the round are done; they are many, so it costs next to nothing."""
+        self._inner_step = inner_step
 
     def report_loss(self, loss: Tensor) -> None:
         """Add one step's mean loss, nats per token. Stays on its device: no step waits for it."""
@@ -97,5 +100,9 @@ class Progress:
 
     def metrics(self) -> Metrics:
         with self._lock:
-            bytes_moved = {"upload_bytes": self._traffic.upload_bytes, "download_bytes": self._traffic.download_bytes}
-            return self._shown.model_copy(update=bytes_moved)
+            now = {
+                "inner_step": self._inner_step,
+                "upload_bytes": self._traffic.upload_bytes,
+                "download_bytes": self._traffic.download_bytes,
+            }
+            return self._shown.model_copy(update=now)

@@ -8,7 +8,7 @@ contribution; all others go back to the pool.
 
 from protocol.messages import Assignment
 from protocol.spec import RunSpec
-from worker.state.units import UnitRanges, first_units
+from worker.state.units import UnitRanges, first_units, units_left
 
 
 class InnerSteps:
@@ -47,6 +47,12 @@ class InnerSteps:
     def units_used(self) -> UnitRanges:
         """The units that were used: the first ones of the assignment."""
         return first_units(self._units, self._units_used)
+
+    @property
+    def units_to_come(self) -> UnitRanges:
+        """The units of the assignment that are neither used nor in hand: one for each inner step that is left."""
+        due = first_units(self._units, self._own)
+        return units_left(due, max(self._units_begun, self._units_used))
 
     @property
     def global_step(self) -> int:

@@ -261,6 +261,11 @@ class Round:
         """True if anything was sent."""
         return self._flight.under_way
 
+    @property
+    def arrival(self) -> Future[Any] | None:
+        """What `ask_ahead` returns; None before it was called."""
+        return self._flight.arrival
+
     def abandon(self) -> None:
         """Give up what is under way."""
         self._flight.abandon()

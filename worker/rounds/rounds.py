@@ -59,6 +59,18 @@ class Rounds:
         """True if the inner steps of a round are being done."""
         return self._round is not None
 
+    @property
+    def units_to_come(self) -> UnitRanges:
+        """The units to train on after the one in hand, as far as they are known: this round's, and the next one's as
+        soon as its assignment came ahead."""
+        if self._round is None:
+            return []
+        ahead = self._round.arrival
+        if ahead is None or not ahead.done() or ahead.exception() is not None:
+            return self._training.steps.units_to_come
+        _, asked = ahead.result()
+        return self._training.steps.units_to_come + first_units(asked.units, asked.inner_steps)
+
     def begin(self) -> None:
         """Go on from the snapshot if there is one, and begin the first round."""
         self._advance(lambda: next(self._running))

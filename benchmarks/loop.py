@@ -1,0 +1,245 @@
+"""What the worker's loop costs beside the training: tokens per second of `outerstep worker` between syncs against a
+bare torch loop of the same model, data and batch.
+
+    python -m benchmarks.loop [--quick] [--json] [--threads 1] [--only NAME …]
+
+Both run in one process and take turns: after every few inner steps of the worker, which has joined a real coordinator
+and trains as ever, a hook on its optimizer runs as many steps of the bare loop. So whatever else the machine does meets
+both alike. Each segment of the worker is compared with the bare ones before and after it; the result is the median of
+these ratios, and beside it their quartiles. The first and the last inner step of a round are not counted: they have
+parts of the sync.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from benchmarks.harness.coordinator import CoordinatorProcess
+from protocol.exit_codes import Exit
+from protocol.messages import Scope
+from protocol.spec import RunSpec, parse_spec
+from worker.agent import run_worker
+from worker.data.text import TextData
+from worker.models.building import build_model
+from worker.settings import WorkerSettings
+
+ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and its batch; `segment` is the inner steps of a turn, `segments` the worker's turns in a round."""
+
+    model: str
+    batch_size: int
+    sequence_length: int
+    segment: int
+    segments: int
+
+    @property
+    def inner_steps(self) -> int:
+        return 1 + self.segment * self.segments + 1
+
+    @property
+    def segment_tokens(self) -> int:
+        return self.segment * self.batch_size * self.sequence_length
+
+
+SMALL = (
+    'config = { model_type = "llama", vocab_size = 256, hidden_size = 256, intermediate_size = 768, '
+    "num_hidden_layers = 4, num_attention_heads = 4 }"
+)
+SIZES = {
+    "tiny": Size('preset = "tiny"', 8, 64, segment=25, segments=60),
+    "small": Size(SMALL, 8, 128, segment=4, segments=40),
+}
+QUICK = {"tiny": Size('preset = "tiny"', 8, 64, segment=5, segments=4)}
+
+SPEC = """
+name = "loop"
+[model]
+{size.model}
+[data]
+source = "python-stdlib"
+sequence_length = {size.sequence_length}
+[inner]
+batch_size = {size.batch_size}
+learning_rate = 1e-3
+[sync]
+rounds = {rounds}
+inner_steps = {size.inner_steps}
+[evaluation]
+max_tokens = 1024
+"""
+
+
+@dataclass
+class Turns:
+    """Takes turns: the seconds of the worker's segments, and of the bare loop's before and after each. Called after
+    every optimizer step of the process."""
+
+    size: Size
+    bare: Callable[[], float]
+    worker_s: list[float] = field(default_factory=list)
+    bare_s: list[tuple[float, float]] = field(default_factory=list)
+    _steps: int = 0
+    _busy: bool = False
+    _began: float = 0.0
+    _bare_before: float = 0.0
+
+    def __call__(self, *_: Any) -> None:
+        if self._busy:
+            return  # the bare loop's own step
+        now = time.perf_counter()
+        done = self._steps % self.size.inner_steps
+        self._steps += 1
+        if done % self.size.segment or done == self.size.inner_steps - 1:
+            return
+        self._busy = True
+        bare_s = self.bare()
+        self._busy = False
+        if done:
+            self.worker_s.append(now - self._began)
+            self.bare_s.append((self._bare_before, bare_s))
+        self._bare_before = bare_s
+        self._began = time.perf_counter()
+
+
+def bare_loop(spec: RunSpec, segment: int) -> Callable[[], float]:
+    """Return what trains on for `segment` steps, as a plain loop does, and returns the seconds that they took."""
+    model, data = build_model(spec, torch.device("cpu")), TextData(spec)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=spec.inner.learning_rate, fused=True)
+    model.train()
+    unit = 0
+
+    def train() -> float:
+        nonlocal unit
+        began = time.perf_counter()
+        for _ in range(segment):
+            batch = data.unit(unit)
+            logits = model(batch[:, :-1]).logits
+            loss = functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, spec.inner.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            unit += 1
+        return time.perf_counter() - began
+
+    return train
+
+
+@dataclass(frozen=True)
+class Result:
+    size: str
+    parameters: int
+    tokens_per_step: int
+    segments: int
+    worker_tokens_per_second: float
+    bare_tokens_per_second: float
+    ratio: float
+    quartiles: tuple[float, float]
+
+
+def measure(name: str, size: Size, threads: int) -> Result:
+    """Train a run of its own to its end, in turns with the bare loop."""
+    text = SPEC.format(size=size, rounds=ROUNDS)
+    spec = parse_spec(text)
+    torch.set_num_threads(threads)
+    turns = Turns(size, bare_loop(spec, size.segment))
+    with tempfile.TemporaryDirectory(prefix="outerstep-loop-") as folder:
+        coordinator = CoordinatorProcess(Path(folder) / "coordinator")
+        running = coordinator.start()
+        try:
+            running.create_run(text)
+            settings = WorkerSettings(
+                url=running.url,
+                run="loop",
+                token=running.token(Scope.WORKER),
+                name="worker",
+                state_dir=Path(folder) / "worker",
+                device="cpu",
+                threads=threads,
+            )
+            hook = register_optimizer_step_post_hook(turns)
+            try:
+                code = run_worker(settings)
+            finally:
+                hook.remove()
+        finally:
+            coordinator.stop()
+    if code is not Exit.DONE or len(turns.worker_s) != ROUNDS * size.segments:
+        raise RuntimeError(f"the worker ended with {code!r} after {len(turns.worker_s)} segments")
+    ratios = [statistics.mean(bare) / worker for worker, bare in zip(turns.worker_s, turns.bare_s, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    bare_s = statistics.median(statistics.mean(both) for both in turns.bare_s)
+    return Result(
+        name,
+        sum(parameter.numel() for parameter in build_model(spec, torch.device("cpu")).parameters()),
+        spec.unit_tokens,
+        len(ratios),
+        round(size.segment_tokens / statistics.median(turns.worker_s), 1),
+        round(size.segment_tokens / bare_s, 1),
+        round(middle, 4),
+        (round(low, 4), round(high, 4)),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.loop", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a few steps, which say nothing about speed")
+    parser.add_argument("--json", action="store_true", help="print one JSON line after the table")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch, for both")
+    parser.add_argument("--only", nargs="+", choices=SIZES, help="these sizes", metavar="NAME")
+    arguments = parser.parse_args()
+    sizes = QUICK if arguments.quick else {name: SIZES[name] for name in arguments.only or SIZES}
+    results = [measure(name, size, arguments.threads) for name, size in sizes.items()]
+    load = [round(each, 2) for each in os.getloadavg()]
+    _print(results, arguments.threads, load)
+    if arguments.json:
+        machine = {"cpus": os.cpu_count(), "threads": arguments.threads, "load": load}
+        machine |= {"python": platform.python_version(), "torch": torch.__version__}
+        print(json.dumps({"benchmark": "loop", **machine, "results": [asdict(result) for result in results]}))
+    return 0
+
+
+def _print(results: list[Result], threads: int, load: list[float]) -> None:
+    table = Table(
+        *("model", "parameters", "tokens a step", "worker tokens/s", "bare tokens/s", "ratio", "quartiles", "segments"),
+        title=f"The worker's loop between syncs, {threads} thread(s); load {', '.join(map(str, load))} at the end",
+    )
+    for result in results:
+        table.add_row(
+            result.size,
+            f"{result.parameters:,}",
+            str(result.tokens_per_step),
+            f"{result.worker_tokens_per_second:,.0f}",
+            f"{result.bare_tokens_per_second:,.0f}",
+            f"{result.ratio:.2%}",
+            f"{result.quartiles[0]:.2%} … {result.quartiles[1]:.2%}",
+            str(result.segments),
+        )
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

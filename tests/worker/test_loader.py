@@ -1,0 +1,176 @@
+"""Batches are made ahead of need, as many as there is room for, and the loop sees nothing of it."""
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.waiting import wait_until
+from tests.worker.test_side_stream import DEVICES, Recorder
+from worker.data.loader import AHEAD, Copier, batches
+from worker.errors import DataError
+
+CPU = torch.device("cpu")
+
+
+class Course:
+    """The units that a loop is given, one after the other; what is known to come can be changed on the way."""
+
+    def __init__(self, units: list[int]) -> None:
+        self.given: list[int] = []
+        self.coming = units
+
+    def units(self) -> Iterator[int]:
+        while self.coming:
+            unit, *self.coming = self.coming
+            self.given.append(unit)
+            yield unit
+
+    def upcoming(self) -> Iterator[int]:
+        return iter(self.coming)
+
+
+class Maker:
+    """Makes batches and notes which."""
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.made: list[int] = []
+        self._broken = broken
+
+    def __call__(self, unit: int) -> Tensor:
+        self.made.append(unit)
+        if unit == self._broken:
+            raise DataError(f"unit {unit} is broken")
+        return torch.full((2, 3), unit)
+
+
+def loader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+
+def test_the_next_batches_are_made_while_the_loop_has_one_and_no_more() -> None:
+    make, course = Maker(), Course(list(range(20)))
+    seen = []
+    for _, batch in batches(course, make, CPU):
+        wait_until(lambda: make.made[-1] == min(course.given[-1] + AHEAD, 19))
+        assert make.made == list(range(make.made[-1] + 1))
+        seen.append(batch[0, 0].item())
+    assert seen == list(range(20))
+
+
+def test_a_fault_is_raised_at_its_unit_and_those_before_are_trained_on() -> None:
+    make, course = Maker(broken=5), Course(list(range(20)))
+    loop = batches(course, make, CPU)
+    for unit in range(5):
+        assert next(loop)[1][0, 0].item() == unit
+        wait_until(lambda: make.made[-1] == course.given[-1] + AHEAD)
+    assert 5 in make.made
+    with pytest.raises(DataError, match="unit 5 is broken"):
+        next(loop)
+    assert course.given[-1] == 5
+
+
+def test_a_broken_batch_that_is_not_wanted_any_more_hurts_nobody() -> None:
+    """The round was dropped, and the next one is of other units."""
+    make, course = Maker(broken=2), Course([0, 1, 2, 3])
+    seen = []
+    for _, batch in batches(course, make, CPU):
+        seen.append(batch[0, 0].item())
+        if seen == [0]:
+            wait_until(lambda: 2 in make.made)
+            course.coming = [7, 8, 1]
+    assert seen == [0, 7, 8, 1]
+
+
+def test_what_the_look_ahead_did_not_name_is_made_when_it_is_needed() -> None:
+    course = Course([4, 9, 2])
+    course.upcoming = lambda: iter(())  # type: ignore[method-assign]
+    assert [(unit, batch[0, 0].item()) for unit, batch in batches(course, Maker(), CPU)] == [(4, 4), (9, 9), (2, 2)]
+
+
+@pytest.mark.parametrize("end", ["the end", "break", "an exception"])
+def test_the_thread_ends_with_the_loop(end: str) -> None:
+    course, make = Course(list(range(100))), Maker()
+    loop = batches(course, make, CPU)
+    try:
+        for _ in loop:
+            assert loader_threads()
+            if end == "break":
+                break
+            if end == "an exception":
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    del loop
+    wait_until(lambda: not loader_threads())
+    assert len(make.made) <= len(course.given) + AHEAD
+
+
+def test_a_loop_that_ends_does_not_wait_for_a_batch_that_is_not_to_be_had() -> None:
+    """A shard that never comes, of a unit that nobody needs any more."""
+    given_up, course = threading.Event(), Course([0, 1])
+
+    def make(unit: int) -> Tensor:
+        if unit:
+            assert given_up.wait(30)
+        return torch.zeros(1)
+
+    for _ in batches(course, make, CPU):
+        break
+    given_up.set()  # only now: the loop is over already
+    wait_until(lambda: not loader_threads())
+
+
+class PinnedOnly:
+    """What is asked of a batch on its way to CUDA, noted."""
+
+    def __init__(self, streams: Recorder) -> None:
+        self._streams = streams
+
+    def pin_memory(self) -> "PinnedOnly":
+        self._streams.calls.append(("pinned",))
+        return self
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "PinnedOnly":
+        assert non_blocking
+        self._streams.kernel()
+        return self
+
+    def record_stream(self, stream: str) -> None:
+        self._streams.calls.append(("kept for", stream))
+
+
+def test_to_cuda_it_is_copied_beside_the_training_and_kept_until_the_training_has_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = Recorder()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: streams.in_torch)
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(current_stream=streams.in_torch.current_stream))
+    copier, batch = Copier(torch.device("cuda:1")), PinnedOnly(streams)
+    ready: Any = copier.ahead(batch)  # type: ignore[arg-type]
+    copier.here(ready)
+    assert streams.calls == [
+        ("pinned",),
+        ("kernel", "side of cuda:1"),
+        ("record", "side of cuda:1"),
+        ("synchronize",),
+        ("kept for", "training"),
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_batch_arrives_whole_however_far_the_device_is_behind(device: str) -> None:
+    """On a GPU the host runs ahead: batches are freed here while kernels that read them are still to come."""
+    course = Course(list(range(50)))
+    busy = torch.ones(512, 512, device=device) / 512
+    sums = []
+    make = lambda unit: torch.full((1 << 16,), unit)  # noqa: E731
+    for _, batch in batches(course, make, torch.device(device)):
+        for _ in range(10):
+            busy = busy @ busy
+        sums.append(batch.sum() + busy[0, 0].long() * 0)
+    assert [int(each) >> 16 for each in sums] == list(range(50))
