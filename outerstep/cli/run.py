@@ -14,7 +14,7 @@ from outerstep.cli.faults import UsageError, import_extra
 from outerstep.cli.printing import Format, FormatOption, console, print_json, time_text
 from outerstep.display import display_for, round_table, table, worker_table
 from outerstep.follow import FIRST_ROUNDS, follow
-from outerstep.units import UNKNOWN, bytes_text, count_text, loss_text
+from outerstep.units import UNKNOWN, bytes_text, count_text, held_out_text
 from protocol.errors import SpecError
 from protocol.messages import SUCCESSIVE, Account, RunChange, RunDetail, RunInfo, WorkerChange
 from protocol.spec import RunSpec, parse_spec
@@ -82,7 +82,7 @@ def list_runs(
             f"{run.round}/{run.rounds}",
             str(run.live_workers),
             count_text(run.tokens),
-            loss_text(run.held_out_loss),
+            held_out_text(run.held_out_loss, run.held_out_bits_per_byte),
             run.reason,
         )
         for run in runs
@@ -130,6 +130,7 @@ def units(
     token_file: TokenFileOption = None,
 ) -> None:
     """Show how far each epoch of the training set is: its work units that were trained on, are assigned, or are free.
+    With private data, of each worker's own set.
 
     \b
     Example:
@@ -140,9 +141,11 @@ def units(
     if output is Format.JSON:
         print_json(epochs)
         return
-    columns = [">epoch", ">units", ">trained on", ">assigned", ">free", "assigned to"]
+    private = ["worker"] if any(each.worker for each in epochs) else []
+    columns = [*private, ">epoch", ">units", ">trained on", ">assigned", ">free", "assigned to"]
     rows = [
         (
+            *([each.worker or UNKNOWN] if private else []),
             str(each.epoch),
             count_text(each.units),
             count_text(each.consumed),
@@ -350,6 +353,7 @@ def _facts(run: RunDetail) -> object:
         ("state", f"{run.state}: {run.reason}"),
         ("round", f"{run.round} of {run.rounds}, {_inner_steps(spec)} inner steps each"),
         ("model", f"{model}, {count_text(run.elements)} parameters in {run.fragments or UNKNOWN} fragments"),
+        *([("data", "private: each worker's own")] if spec.data.private else []),
         ("codec", f"{spec.sync.upload_codec} up, {spec.sync.download_codec} down"),
         *([("overlap", _overlap(spec))] if spec.sync.streams else []),
         ("workers", f"{run.live_workers} live, at least {spec.members.min_workers} needed"),
@@ -359,7 +363,7 @@ def _facts(run: RunDetail) -> object:
         ("workers' time", _shares(run.account)),
         ("on disk", bytes_text(sum(run.disk_bytes.model_dump().values()))),
         ("divergences", str(run.divergences)),
-        ("held-out loss", loss_text(run.held_out_loss)),
+        ("held-out loss", held_out_text(run.held_out_loss, run.held_out_bits_per_byte)),
         ("created", time_text(run.created_at)),
         ("spec digest", run.spec_digest),
         ("state digest", run.state_digest or UNKNOWN),
