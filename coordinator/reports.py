@@ -101,6 +101,7 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
             "live_workers": len(run.members),
             "fragments": None if run.model is None else len(run.model.layout.fragments),
             "elements": None if run.model is None else run.model.layout.total_elements,
+            "frozen": None if run.model is None else run.model.frozen,
             **stored,
             "state_digest": None if final is None else final.hex(),
         }

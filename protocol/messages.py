@@ -96,6 +96,14 @@ class RoundReport(_Request):
 # --- runs ---------------------------------------------------------------------------------------------------------
 
 
+class FrozenSummary(_Request):
+    """The identity of the parameters that a worker does not train: a digest of their names, shapes and values, and how
+    many elements they have."""
+
+    digest: HexDigest
+    elements: Annotated[int, Field(gt=0, lt=1 << 60)]
+
+
 class RunState(StrEnum):
     SEEDING = "seeding"  # state 0 is not there yet
     RUNNING = "running"
@@ -115,7 +123,8 @@ class RunInfo(_Reply):
     created_at: float
     live_workers: int
     fragments: int | None  # null until the first worker has sent the model's shape
-    elements: int | None
+    elements: int | None  # that are trained
+    frozen: FrozenSummary | None = None  # of the first worker; null where nothing is frozen, or it did not say
     tokens: int  # trained on, in accepted contributions
     upload_bytes: int  # accepted contributions
     account: Account = Field(default_factory=Account)  # over all workers
@@ -163,12 +172,15 @@ class JoinRequest(_Request):
     `previous` is the member token of an earlier lease under this name: it proves that this is the same worker,
     restarted, so that it need not wait for that lease to expire.
 
+    `frozen` is left out where every parameter is trained, as it is unknown to older coordinators.
+
     `member_token` is the worker's proposal for the new lease, a random secret: a join whose answer was lost can then be
     repeated, like any PUT. Without it the coordinator chooses one.
     """
 
     tensors: Annotated[list[TensorSpec], Field(max_length=1_000_000)]
     data: DataSummary | None = None
+    frozen: Annotated[FrozenSummary | None, Field(exclude_if=lambda frozen: frozen is None)] = None
     previous: Annotated[str, Field(max_length=128)] | None = None
     member_token: Annotated[str, Field(pattern=r"^ost_[A-Za-z0-9_-]{43}$")] | None = None
     host: dict[str, str | int | float] = Field(default_factory=dict, max_length=32)

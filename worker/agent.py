@@ -21,10 +21,12 @@ from protocol.messages import RunDetail, RunState
 from worker.data.text import TextData
 from worker.diloco import DiLoCo
 from worker.errors import DataError, ModelError, StateDirBusy, Stopped
+from worker.initial import initial_parameters
 from worker.inner.evaluation import evaluate
 from worker.inner.optimizers import build_inner_optimizer
 from worker.link.client import Client, open_http
 from worker.models.building import build_model
+from worker.models.presets import BYTES
 from worker.settings import WorkerSettings
 from worker.train import train
 
@@ -100,7 +102,7 @@ def _train(settings: WorkerSettings, client: Client, run: RunDetail, device: tor
             f"the run {run.name} has data.source = 'custom': its workers are scripts of their own, with DiLoCo"
         )
     data = TextData(spec.with_source(settings.data))
-    model = build_model(spec, device)
+    model = build_model(spec, device, vocabulary=BYTES)
     optimizer = build_inner_optimizer(model, spec.inner)
     measure = partial(evaluate, model, data, spec.evaluation.max_tokens, device) if len(data.held_out) else None
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -114,6 +116,7 @@ def _train(settings: WorkerSettings, client: Client, run: RunDetail, device: tor
         state_dir=settings.directory,
         data=data.summary,
         evaluate=measure,
+        initial=initial_parameters(model, spec.model, client),
         host=host_facts(device),
     )
     with diloco:

@@ -39,6 +39,7 @@ from worker.rounds.inner_steps import InnerSteps
 from worker.rounds.rounds import Rounds
 from worker.rounds.training import Training
 from worker.state.fragments import DenseFragments, tensor_specs
+from worker.state.frozen import frozen_summary
 from worker.state.outer_state import OuterState
 from worker.state.saver import Saver
 from worker.state.snapshot import identity
@@ -68,6 +69,7 @@ class DiLoCo:
     data        the training set, compared between workers; None if the script does not say. Of private data the length
                 alone leaves this machine
     evaluate    measures the held-out loss of the model as it is; called when the coordinator asks this worker to
+    initial     puts state 0 into the model, called if this worker is to seed the run; None: the model holds it
     host        what the coordinator shows about this machine
     clock       monotonic seconds
 
@@ -86,6 +88,7 @@ class DiLoCo:
         state_dir: Path | None = None,
         data: DataSummary | None = None,
         evaluate: Callable[[], EvaluationReport] | None = None,
+        initial: Callable[[], None] | None = None,
         host: dict[str, str | int | float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,11 +99,11 @@ class DiLoCo:
         self._run = run
         self._optimizer = inner_optimizer
         self._files = StateDir(state_dir) if state_dir is not None else None
-        self._evaluate = evaluate
+        self._evaluate, self._initial = evaluate, initial
         self._progress = Progress(client.traffic, client.stages, clock)
         if data is not None and run.spec.data.private:
             data = data.model_copy(update={"digest": None})
-        request = JoinRequest(tensors=tensor_specs(model), data=data, host=host or {})
+        request = JoinRequest(tensors=tensor_specs(model), data=data, frozen=frozen_summary(model), host=host or {})
         self._membership = Membership(client, name, request, self._files)
         self._steps = InnerSteps(run.spec)
         self._resources = ExitStack()
@@ -236,7 +239,7 @@ class DiLoCo:
         # Metal does not promise IEEE division, which the codecs' bytes depend on; CUDA and CPUs do.
         encoder = fragments.device if on_cuda else torch.device("cpu")
         exchange = Exchange(membership, spec, state, encoder)
-        training = Training(fragments, self._optimizer, self._steps, self._progress, self._evaluate)
+        training = Training(fragments, self._optimizer, self._steps, self._progress, self._evaluate, self._initial)
         owner = identity(self._run, reply.layout, self.name)
         saver = resources.enter_context(Saver(self._files, owner, state, client.stages))
         rounds = Rounds(exchange, training, saver, heartbeat)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from protocol.spec import RunSpec, parse_spec
 from worker.errors import ModelError
@@ -42,14 +42,33 @@ def test_the_seed_makes_the_model_and_leaves_the_generator_alone() -> None:
     assert not torch.equal(weights[0], weights[2])
 
 
-@pytest.mark.parametrize(("preset", "millions"), [("llama-150m", (150, 220)), ("llama-1b", (1000, 1200))])
-def test_large_presets_have_their_size(preset: str, millions: tuple[int, int]) -> None:
-    from transformers import AutoModelForCausalLM
-
+@pytest.mark.parametrize(
+    ("preset", "layers", "total"),
+    [("llama-150m", 149_447_680, 214_983_680), ("llama-1b", 968_976_384, 1_100_048_384)],
+)
+def test_the_presets_have_the_sizes_of_opendiloco(preset: str, layers: int, total: int) -> None:
+    """Its 150 M are those of the layers, without embedding and head; its 1.1 B are all of them."""
+    shape = PRESETS[preset]
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**PRESETS[preset]))
-    count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    assert millions[0] <= count <= millions[1]
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**shape))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == total
+    assert count - 2 * shape["vocab_size"] * shape["hidden_size"] == layers
+
+
+def test_a_preset_with_the_vocabulary_of_a_tokenizer() -> None:
+    model = build_model(spec('[model]\npreset = "tiny"\nvocab_size = 300'), CPU, vocabulary=300)
+    assert logits_of(model, torch.tensor([[299]])).shape == (1, 1, 300)
+    assert model.config.vocab_size == 300  # type: ignore[union-attr]
+
+
+def test_rows_that_no_token_uses_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    wide = '[model]\npreset = "tiny"\nvocab_size = {}'
+    build_model(spec(wide.format(1000)), CPU, vocabulary=256)
+    assert "744 of the 1000 rows of the embedding are of no token of the data; model.vocab_size = 256" in caplog.text
+    caplog.clear()
+    build_model(spec(wide.format(300)), CPU, vocabulary=256)
+    assert not caplog.text, "many models are padded a little"
 
 
 def test_any_configuration_of_transformers() -> None:
@@ -63,7 +82,7 @@ def test_any_configuration_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ('[model.config]\nmodel_type = "gpt2"\nvocab_size = 100', "vocab_size = 100: text is read as bytes"),
+        ('[model.config]\nmodel_type = "gpt2"\nvocab_size = 100', "vocab_size = 100, but the data's tokenizer has 256"),
         ('[model.config]\nmodel_type = "no-such-model"', "transformers refuses model.config"),
         ('[model]\nfactory = "no_such_module:make"', "No module named 'no_such_module'"),
         ('[model]\nfactory = "json:make"', "has no attribute 'make'"),
@@ -72,7 +91,7 @@ def test_any_configuration_of_transformers() -> None:
 )
 def test_models_that_cannot_be_built(model: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        build_model(spec(model), CPU)
+        build_model(spec(model), CPU, vocabulary=256)
 
 
 def test_a_function_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
