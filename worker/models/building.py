@@ -4,10 +4,7 @@ Every worker builds the same model from the run spec: its shape must be the same
 workers the same initial parameters.
 """
 
-import importlib
-import sys
 import threading
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from protocol.spec import ModelSpec, RunSpec
 from worker.errors import ModelError
 from worker.models.presets import BYTES, PRESETS
+from worker.user_code import imported
 
 _SEEDING = threading.Lock()
 
@@ -66,22 +64,7 @@ def _config(spec: RunSpec) -> PreTrainedConfig:
 
 def _factory_model(spec: ModelSpec) -> nn.Module:
     assert spec.factory is not None
-    module_name, _, function_name = spec.factory.partition(":")
-    directory = str(Path.cwd())
-    if directory not in sys.path:
-        sys.path.append(directory)  # last: nothing there may hide an installed package, one of ours above all
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, AttributeError) as error:
-        raise ModelError(
-            f"model.factory = {spec.factory!r}: {error} (looked in the installed packages, then in {directory})"
-        ) from error
-    factory = getattr(module, function_name, None)
-    if factory is None:
-        raise ModelError(
-            f"model.factory = {spec.factory!r}: {module!r} has no attribute {function_name!r}; installed packages come "
-            f"before {directory}: if yours is there, give it another name"
-        )
+    factory = imported("model.factory", spec.factory)
     model = factory()
     if not isinstance(model, nn.Module):
         raise ModelError(f"model.factory = {spec.factory!r} returned {type(model).__name__}, not a torch.nn.Module")
