@@ -22,7 +22,8 @@ from worker.data.text import TextData
 from worker.diloco import DiLoCo
 from worker.errors import DataError, ModelError, StateDirBusy, Stopped
 from worker.inner.evaluation import evaluate
-from worker.inner.optimizers import build_inner_optimizer
+from worker.inner.optimizers import build_inner_optimizers
+from worker.inner.schedules import Schedule
 from worker.link.client import Client, open_http
 from worker.models.building import build_model
 from worker.settings import WorkerSettings
@@ -101,13 +102,14 @@ def _train(settings: WorkerSettings, client: Client, run: RunDetail, device: tor
         )
     data = TextData(spec)
     model = build_model(spec, device)
-    optimizer = build_inner_optimizer(model, spec.inner)
+    optimizers = build_inner_optimizers(model, spec.inner)
+    schedule = Schedule(spec, optimizers)
     measure = partial(evaluate, model, data, spec.evaluation.max_tokens, device) if len(data.held_out) else None
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info("run %s as %s: %d parameters on %s; kernels %s", run.name, settings.name, parameters, device, KERNELS)
     diloco = DiLoCo(
         model,
-        optimizer,
+        optimizers,
         client=client,
         run=run,
         name=settings.name,
@@ -117,7 +119,7 @@ def _train(settings: WorkerSettings, client: Client, run: RunDetail, device: tor
         host=host_facts(device),
     )
     with diloco:
-        train(diloco, model, optimizer, data, device)
+        train(diloco, model, optimizers, schedule, data, device)
 
 
 def host_facts(device: torch.device) -> dict[str, str | int | float]:

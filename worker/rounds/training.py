@@ -1,6 +1,6 @@
-"""The training loop's side of the rounds: the model, its inner optimizer, and how far they are."""
+"""The training loop's side of the rounds: the model, its inner optimizers, and how far they are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ class Training:
     """What one worker trains. `evaluate` measures the held-out loss of the model as it is; None where none is."""
 
     fragments: Fragments
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]
     steps: InnerSteps
     progress: Progress
     evaluate: Callable[[], EvaluationReport] | None
