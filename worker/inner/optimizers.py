@@ -5,7 +5,6 @@ which they step, with the peak learning rate in every group.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from itertools import chain
 
 import torch
@@ -35,8 +34,7 @@ def muon(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
             f'inner.optimizer = "muon" needs torch 2.9 or newer, and this is {torch.__version__}: '
             "pip install --upgrade torch"
         )
-    ends = {id(parameter) for parameter in _embeddings_and_head(model)}
-    hidden = [each for each in _trainable(model) if each.ndim == 2 and id(each) not in ends]
+    hidden = hidden_matrices(model)
     if not hidden:
         raise ModelError(
             f'inner.optimizer = "muon": {type(model).__name__} has no trainable matrix between its embeddings and its '
@@ -114,13 +112,14 @@ def _trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _embeddings_and_head(model: nn.Module) -> Iterable[nn.Parameter]:
-    """Yield the parameters of all embeddings and of the head: transformers' output embeddings, or else the last Linear
-    in the order of the modules."""
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trainable matrices but those of embeddings and of the head: what transformers calls the output
+    embeddings, or else the last Linear in the order of the modules."""
     modules = list(model.modules())
     find = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else None
     if head is None:
         head = next((each for each in reversed(modules) if isinstance(each, nn.Linear)), None)
     ends = [each for each in modules if isinstance(each, nn.Embedding)] + ([head] if head is not None else [])
-    return chain.from_iterable(each.parameters() for each in ends)
+    excluded = {id(parameter) for each in ends for parameter in each.parameters()}
+    return [each for each in _trainable(model) if each.ndim == 2 and id(each) not in excluded]
