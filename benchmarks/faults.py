@@ -42,10 +42,11 @@ from protocol.spec import RunSpec, SyncSpec, parse_spec
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
 from worker.codecs import pack_fragment, unpack_payload
 from worker.data.text import TextData
+from worker.inner.clipping import clip_gradients
 from worker.inner.evaluation import evaluate
 from worker.inner.loss import mean_loss
-from worker.inner.optimizers import build_inner_optimizer
-from worker.inner.schedules import learning_rate, set_learning_rate
+from worker.inner.optimizers import build_inner_optimizers
+from worker.inner.schedules import Schedule
 from worker.models.building import build_model
 from worker.state.fragments import DenseFragments, tensor_specs
 from worker.state.outer_state import OuterState
@@ -171,7 +172,8 @@ class Replica:
     def __init__(self, spec: RunSpec, data: TextData) -> None:
         self.spec, self.data = spec, data
         self.model = build_model(spec, CPU)
-        self.optimizer = build_inner_optimizer(self.model, spec.inner)
+        self.optimizers = build_inner_optimizers(self.model, spec.inner)
+        self.schedule = Schedule(spec, self.optimizers)
         self.parameters = list(self.model.parameters())
         self.layout = plan_fragments(tensor_specs(self.model), spec.sync.fragment_elements)
         self.fragments = DenseFragments(self.model, self.layout)
@@ -188,12 +190,13 @@ class Replica:
         self.model.train()
         losses = []
         for index, unit in enumerate(units):
-            set_learning_rate(self.optimizer, learning_rate(self.spec, int(first_step + index * steps_per_unit)))
+            self.schedule.set(int(first_step + index * steps_per_unit))
             loss = mean_loss(self.model, self.data.unit(unit))
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.spec.inner.clip_norm)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            clip_gradients(self.parameters, self.spec.inner)
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.model.zero_grad()
             losses.append(loss.detach())
         return float(torch.stack(losses).mean())
 
@@ -273,17 +276,18 @@ def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState
 
 @dataclass(frozen=True)
 class Start:
-    """The start of every scenario: the model that one worker alone has trained, and its inner optimizer."""
+    """The start of every scenario: the model that one worker alone has trained, and its inner optimizers."""
 
     parameters: list[Tensor]
-    inner_optimizer: dict[str, Any]
+    inner_optimizers: list[dict[str, Any]]
 
 
 def train_alone(spec: RunSpec, size: Size, data: TextData) -> Start:
     replica = Replica(spec, data)
     steps = size.solo_rounds * size.inner_steps
     replica.train(range(steps), 0)
-    return Start([p.detach().clone() for p in replica.parameters], deepcopy(replica.optimizer.state_dict()))
+    states = deepcopy([optimizer.state_dict() for optimizer in replica.optimizers])
+    return Start([p.detach().clone() for p in replica.parameters], states)
 
 
 @dataclass(frozen=True)
@@ -302,7 +306,8 @@ def run(scenario: Scenario, spec: RunSpec, size: Size, data: TextData, start: St
     began = time.perf_counter()
     replicas = [Replica(spec, data) for _ in range(WORKERS)]
     for replica in replicas:
-        replica.optimizer.load_state_dict(deepcopy(start.inner_optimizer))
+        for optimizer, saved in zip(replica.optimizers, start.inner_optimizers, strict=True):
+            optimizer.load_state_dict(deepcopy(saved))
         with torch.no_grad():
             for parameter, value in zip(replica.parameters, start.parameters, strict=True):
                 parameter.copy_(value)

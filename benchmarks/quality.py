@@ -1,4 +1,4 @@
-"""The quality that codecs and overlap cost: the demo's run, with other settings of `sync`.
+"""The quality that codecs and overlap cost, or inner optimizers bring: the demo's run, with other settings.
 
     python -m benchmarks.quality [--quick] [--json] [--only NAME …] [--seeds 1] [--rounds 24]
 
@@ -30,7 +30,7 @@ from outerstep.display import display_for
 WORKERS = 4
 QUICK = ("int8", "eager")
 
-# name -> keys of [sync]; what is not said is int8 both ways, classic
+# name -> keys of [sync], or with their section; what is not said is int8 both ways, classic, AdamW with a cosine
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {"upload_codec": "fp32", "download_codec": "fp32"},
     "int8": {},
@@ -45,6 +45,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "spread, overlap 5, strided": {"offsets": "spread", "overlap": 5, "fragment_layers": "strided"},
     "eager": {"overlap": "eager"},
     "eager, ternary up, int4 down": {"overlap": "eager", "upload_codec": "ternary", "download_codec": "int4"},
+    "muon": {"inner.optimizer": "muon"},
+    "muon, twice the rate": {"inner.optimizer": "muon", "inner.muon_learning_rate": 16e-3},
+    "muon, int4": {"inner.optimizer": "muon", "upload_codec": "int4", "download_codec": "int4"},
+    "muon, ternary up, int4 down": {
+        "inner.optimizer": "muon",
+        "upload_codec": "ternary",
+        "download_codec": "int4",
+    },
+    "wsd": {"inner.schedule": "wsd"},
+    "linear": {"inner.schedule": "linear"},
 }
 
 
@@ -60,20 +70,23 @@ class Result:
 
 
 def spec_of(keys: dict[str, Any], *, rounds: int, seed: int) -> str:
-    """Return the demo's spec with these keys of [sync]."""
-    lines = []
-    section = ""
+    """Return the demo's spec with these keys."""
+    sections: dict[str, dict[str, Any]] = {"[sync]": {}, "[inner]": {}}
+    for name, value in keys.items():
+        where, _, key = name.rpartition(".")
+        sections[f"[{where or 'sync'}]"][key] = value
+    lines, own = [], dict[str, Any]()
     for line in demo_spec(workers=WORKERS, rounds=rounds, codec="int8").splitlines():
-        section = line if line.startswith("[") else section
-        key = line.partition(" = ")[0]
+        own = sections.get(line, {}) if line.startswith("[") else own
         if line == "seed = 0":
             line = f"seed = {seed}"
-        if section != "[sync]" or key not in keys:
+        if line.partition(" = ")[0] not in own:
             lines.append(line)
-        if line == "[sync]":
-            lines += [f"{each} = {json.dumps(value)}" for each, value in keys.items()]
+        if line in sections:
+            lines += [f"{each} = {json.dumps(value)}" for each, value in own.items()]
     text = "\n".join(lines)
-    assert keys.items() <= tomllib.loads(text)["sync"].items()
+    document = tomllib.loads(text)
+    assert all(own.items() <= document[section.strip("[]")].items() for section, own in sections.items())
     return text
 
 

@@ -21,6 +21,14 @@ PositiveInt = Annotated[int, Field(gt=0, lt=1 << 40)]
 UNITS_PER_WORKER = 1 << 40
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
+# Inner optimizer -> those keys of [inner] that it takes and not all of them do. There is a function of each name in
+# worker/inner/optimizers.py.
+OPTIMIZERS: dict[str, set[str]] = {
+    "adamw": {"beta1", "beta2"},
+    "muon": {"beta1", "beta2", "momentum", "muon_learning_rate"},
+    "sgd": {"momentum"},
+}
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
@@ -112,14 +120,42 @@ class DataSpec(_Section):
 
 
 class InnerSpec(_Section):
-    """The inner optimizer: AdamW with warmup and cosine decay, keyed to global inner steps."""
+    """The inner optimizer and its learning rates, keyed to global inner steps."""
 
     batch_size: PositiveInt = Field(8, description="sequences per inner step; one batch is one work unit")
+    optimizer: str = Field(
+        "adamw",
+        pattern=rf"^({'|'.join(OPTIMIZERS)}|[\w.]+:\w+)$",
+        description=(
+            'the inner optimizer; "muon" is Muon for the hidden matrices and AdamW for all else (MuLoCo); or your own '
+            "module:function, called on the worker with the model and these settings, which returns one "
+            "torch.optim.Optimizer or a list, each group with its peak learning rate"
+        ),
+    )
     learning_rate: float = Field(4e-4, gt=0, description="peak learning rate")
+    muon_learning_rate: float | None = Field(
+        None,
+        gt=0,
+        description=(
+            "Muon's own peak learning rate; none: learning_rate, for Muon's steps are scaled to be as long as AdamW's"
+        ),
+    )
     beta1: Fraction = Field(0.9, description="AdamW's beta 1")
     beta2: Fraction = Field(0.95, description="AdamW's beta 2")
-    weight_decay: float = Field(0.1, ge=0, description="AdamW's weight decay")
-    clip_norm: float = Field(1.0, gt=0, description="gradients are clipped to this global L2 norm")
+    momentum: Fraction = Field(0.9, description="momentum of SGD and Muon")
+    weight_decay: float = Field(0.1, ge=0, description="weight decay: AdamW's and Muon's, decoupled, or SGD's, L2")
+    clip_norm: Annotated[float, Field(gt=0)] | Literal["none"] = Field(
+        1.0, description='gradients are clipped to this global L2 norm; "none": they are not'
+    )
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = Field(
+        "cosine",
+        description=(
+            "the learning rate from the warmup's end to the run's: half a cosine, straight down, or constant; "
+            '"wsd" (warmup, stable, decay) is constant and straight down at the end'
+        ),
+    )
+    decay_fraction: float = Field(0.2, gt=0, le=1, description='with "wsd": share of all inner steps that decay')
+    final_fraction: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a fraction of the peak")
     warmup_steps: int = Field(
         100,
         ge=0,
@@ -134,7 +170,20 @@ class InnerSpec(_Section):
         le=1_000_000,
         description="inner steps of linear warmup, on top, of a worker that joins later: its optimizer starts cold",
     )
-    final_fraction: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a fraction of the peak")
+
+    def without_effect(self) -> list[str]:
+        """Return a sentence for each key that was given and that nothing would read."""
+        of_some = set().union(*OPTIMIZERS.values())
+        idle = dict.fromkeys(of_some - OPTIMIZERS.get(self.optimizer, of_some), f'optimizer = "{self.optimizer}"')
+        if self.schedule != "wsd":
+            idle["decay_fraction"] = f'schedule = "{self.schedule}"'
+        if self.schedule == "constant":
+            idle["final_fraction"] = 'schedule = "constant"'
+        return [
+            f"inner.{key} = {getattr(self, key)} does nothing with {chosen}: leave it out"
+            for key, chosen in sorted(idle.items())
+            if key in self.model_fields_set
+        ]
 
 
 class OuterSpec(_Section):
@@ -363,9 +412,12 @@ def parse_spec(text: str) -> RunSpec:
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"the spec is not valid TOML: {error}") from error
     try:
-        return RunSpec.model_validate(document)
+        spec = RunSpec.model_validate(document)
     except ValidationError as error:
         raise SpecError("; ".join(explain(fault) for fault in error.errors())) from error
+    if faults := spec.inner.without_effect():
+        raise SpecError("; ".join(faults))
+    return spec
 
 
 def explain(fault: Any) -> str:

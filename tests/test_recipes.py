@@ -1,5 +1,6 @@
-"""Recipes of CONTRIBUTING.md, followed in a copy: a codec is one file on each side and one line, a rule of aggregation one
-function, one line and one value of the spec; everything else derives from them."""
+"""Recipes of CONTRIBUTING.md, followed in a copy: a codec is one file on each side and one line, an inner optimizer one
+function and one line, a rule of aggregation and a schedule one function, one line and one value of the spec; everything
+else derives from them."""
 
 import ast
 import os
@@ -150,6 +151,55 @@ assert "`mean`, `median`" in write_settings.page()
 """
 
 
+ADAGRAD = """
+
+def adagrad(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
+    return [torch.optim.Adagrad(_trainable(model), lr=inner.learning_rate, weight_decay=inner.weight_decay)]
+
+
+_BY_NAME ="""
+
+SQUARE = """
+def _square(step: int, steps: int, decay: int) -> float:
+    return (1 - step / steps) ** 2
+
+
+def _constant("""
+
+USE_OF_THE_OPTIMIZER = """
+import pytest
+import torch
+
+from docs import write_settings
+from protocol.errors import SpecError
+from protocol.spec import parse_spec
+from worker.inner.optimizers import build_inner_optimizers
+from worker.inner.schedules import Schedule
+
+TEXT = '''
+name = "r"
+model.preset = "tiny"
+sync.rounds = 1
+sync.inner_steps = 200
+[inner]
+optimizer = "adagrad"
+schedule = "square"
+final_fraction = 0.0
+learning_rate = 0.5
+'''
+spec = parse_spec(TEXT)
+optimizers = build_inner_optimizers(torch.nn.Linear(2, 2), spec.inner)
+assert [type(each).__name__ for each in optimizers] == ["Adagrad"]
+Schedule(spec, optimizers).set(150)
+assert optimizers[0].param_groups[0]["lr"] == 0.5 / 4
+with pytest.raises(SpecError, match='beta1 = 0.5 does nothing with optimizer = "adagrad"'):
+    parse_spec(TEXT + "beta1 = 0.5")
+page = write_settings.page()
+assert "adagrad" in page
+assert "`square`" in page
+"""
+
+
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     for side in (*SIDES, "benchmarks"):
@@ -189,6 +239,21 @@ def test_a_function_a_line_and_a_value_of_the_spec(copy: Path) -> None:
     edit(copy / "coordinator/sync/aggregating.py", 'AGGREGATORS: dict[str, Aggregator] = {"mean": mean}\n', MEDIAN)
     edit(copy / "protocol/spec.py", 'aggregation: Literal["mean"]', 'aggregation: Literal["mean", "median"]')
     run(copy, USE_OF_THE_RULE)
+
+
+def test_a_function_and_a_line_are_an_inner_optimizer(copy: Path) -> None:
+    """And a schedule, with a value of the spec."""
+    edit(copy / "worker/inner/optimizers.py", "\n\n_BY_NAME =", ADAGRAD)
+    edit(
+        copy / "protocol/spec.py",
+        "OPTIMIZERS: dict[str, set[str]] = {\n",
+        'OPTIMIZERS: dict[str, set[str]] = {\n    "adagrad": set(),\n',
+    )
+    schedules = copy / "worker/inner/schedules.py"
+    edit(schedules, "\ndef _constant(", SQUARE)
+    edit(schedules, '    "constant": _constant,\n', '    "constant": _constant,\n    "square": _square,\n')
+    edit(copy / "protocol/spec.py", '"linear", "constant"]', '"linear", "constant", "square"]')
+    run(copy, USE_OF_THE_OPTIMIZER)
 
 
 def test_a_codec_is_named_beside_the_codecs_only() -> None:

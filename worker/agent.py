@@ -23,7 +23,8 @@ from worker.diloco import DiLoCo
 from worker.errors import DataError, ModelError, StateDirBusy, Stopped
 from worker.initial import initial_parameters
 from worker.inner.evaluation import evaluate
-from worker.inner.optimizers import build_inner_optimizer
+from worker.inner.optimizers import build_inner_optimizers
+from worker.inner.schedules import Schedule
 from worker.link.client import Client, open_http
 from worker.models.building import build_model
 from worker.models.presets import BYTES
@@ -103,13 +104,14 @@ def _train(settings: WorkerSettings, client: Client, run: RunDetail, device: tor
         )
     data = TextData(spec.with_source(settings.data))
     model = build_model(spec, device, vocabulary=BYTES)
-    optimizer = build_inner_optimizer(model, spec.inner)
+    optimizers = build_inner_optimizers(model, spec.inner)
+    schedule = Schedule(spec, optimizers)
     measure = partial(evaluate, model, data, spec.evaluation.max_tokens, device) if len(data.held_out) else None
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info("run %s as %s: %d parameters on %s; kernels %s", run.name, settings.name, parameters, device, KERNELS)
     diloco = DiLoCo(
         model,
-        optimizer,
+        optimizers,
         client=client,
         run=run,
         name=settings.name,
@@ -120,7 +122,7 @@ def _train(settings: WorkerSettings, client: Client, run: RunDetail, device: tor
         host=host_facts(device),
     )
     with diloco:
-        train(diloco, model, optimizer, data, device)
+        train(diloco, model, optimizers, schedule, data, device)
 
 
 def host_facts(device: torch.device) -> dict[str, str | int | float]:

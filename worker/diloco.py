@@ -10,12 +10,13 @@
 
 The inner steps are counted by a hook on the optimizer, so that a step which a GradScaler skips does not count (its unit
 is spent all the same: inner_steps.py); after the H-th one the hook does the sync, and `step()` returns with the next
-round's parameters in the model. Source of the algorithm: DiLoCo (arXiv 2311.08105), algorithm 1.
+round's parameters in the model. Where several optimizers step one after the other for one inner step, the last one's
+step ends it. Source of the algorithm: DiLoCo (arXiv 2311.08105), algorithm 1.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -64,6 +65,7 @@ class DiLoCo:
     `model` holds the initial parameters (they seed the run if this worker is its first) on the device that it trains
     on; afterwards its parameters belong to the run. `client.stop`, once set, ends everything within a few seconds.
     Leaving in the middle of a round, stopped or not, hands in the inner steps that were done, if a few seconds suffice.
+    `inner_optimizer` is one optimizer, or several in the order in which they step.
 
     state_dir   where the snapshot is kept that lets a killed process go on; None: a restart begins like a new worker
     data        the training set, compared between workers; None if the script does not say. Of private data the length
@@ -74,13 +76,14 @@ class DiLoCo:
     clock       monotonic seconds
 
     Raises protocol.errors.Problem if the coordinator refuses, StateDirBusy, ModelError, CodecError (the
-    pseudo-gradient is not finite) and OSError (of the state directory); also from within `optimizer.step()`.
+    pseudo-gradient is not finite) and OSError (of the state directory); also from within `optimizer.step()`, and from
+    there RuntimeError, if the optimizers step in another order than they were given in.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        inner_optimizer: torch.optim.Optimizer,
+        inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         client: Client,
         run: RunDetail,
@@ -97,7 +100,9 @@ class DiLoCo:
         self.model = model
         self.client = client
         self._run = run
-        self._optimizer = inner_optimizer
+        self._optimizers = list(inner_optimizer) if isinstance(inner_optimizer, Sequence) else [inner_optimizer]
+        if not self._optimizers:
+            raise ValueError("inner_optimizer is an empty sequence: DiLoCo needs one optimizer at least")
         self._files = StateDir(state_dir) if state_dir is not None else None
         self._evaluate, self._initial = evaluate, initial
         self._progress = Progress(client.traffic, client.stages, clock)
@@ -113,7 +118,7 @@ class DiLoCo:
     def connect(
         cls,
         model: nn.Module,
-        inner_optimizer: torch.optim.Optimizer,
+        inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         url: str,
         run: str,
@@ -224,7 +229,10 @@ class DiLoCo:
                 resources.enter_context(self._files)
             self._joined = joined = self._join(resources)
             joined.rounds.begin()
-            resources.callback(self._optimizer.register_step_post_hook(self._after_inner_step).remove)
+            *others, last = self._optimizers
+            for each in others:
+                resources.callback(each.register_step_pre_hook(self._before_the_last).remove)
+            resources.callback(last.register_step_post_hook(self._after_inner_step).remove)
             self._resources = resources.pop_all()
         return self
 
@@ -239,15 +247,23 @@ class DiLoCo:
         # Metal does not promise IEEE division, which the codecs' bytes depend on; CUDA and CPUs do.
         encoder = fragments.device if on_cuda else torch.device("cpu")
         exchange = Exchange(membership, spec, state, encoder)
-        training = Training(fragments, self._optimizer, self._steps, self._progress, self._evaluate, self._initial)
+        training = Training(fragments, self._optimizers, self._steps, self._progress, self._evaluate, self._initial)
         owner = identity(self._run, reply.layout, self.name)
         saver = resources.enter_context(Saver(self._files, owner, state, client.stages))
         rounds = Rounds(exchange, training, saver, heartbeat)
         resources.callback(rounds.close)
         return Joined(state, heartbeat, rounds)
 
+    def _before_the_last(self, *_: Any) -> None:
+        """Refuse a step that is late, as the hook of all optimizers but the last: the sync would come before it."""
+        if self._steps.unit_stepped:
+            raise RuntimeError(
+                "an inner optimizer steps after the last one of the sequence that DiLoCo was given, which ends the "
+                "inner step: let them step in that order, each once per unit"
+            )
+
     def _after_inner_step(self, *_: Any) -> None:
-        """Count one inner step, as the optimizer's hook."""
+        """Count one inner step, as the hook of the last optimizer."""
         rounds, heartbeat = self.joined.rounds, self.joined.heartbeat
         if rounds.finished:
             return

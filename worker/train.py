@@ -1,4 +1,6 @@
-"""The training loop of `outerstep worker`: H inner AdamW steps per round; DiLoCo does the rest (arXiv 2311.08105)."""
+"""The training loop of `outerstep worker`: H inner steps per round; DiLoCo does the rest (arXiv 2311.08105)."""
+
+from collections.abc import Sequence
 
 import torch
 from blake3 import blake3
@@ -7,27 +9,35 @@ from torch import nn
 from worker.data.loader import batches
 from worker.data.text import TextData
 from worker.diloco import DiLoCo
+from worker.inner.clipping import clip_gradients
 from worker.inner.loss import mean_loss
-from worker.inner.schedules import learning_rate, set_learning_rate
+from worker.inner.schedules import Schedule
 
 
 def train(
-    diloco: DiLoCo, model: nn.Module, optimizer: torch.optim.Optimizer, data: TextData, device: torch.device
+    diloco: DiLoCo,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedule: Schedule,
+    data: TextData,
+    device: torch.device,
 ) -> None:
-    """Train until the run is over or this worker is asked to stop."""
+    """Train until the run is over or this worker is asked to stop. `schedule` is of the same `optimizers`."""
     spec = diloco.spec
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.train()
     for _, batch in batches(diloco, data.unit, device):
         if diloco.inner_step == 0:
             torch.manual_seed(round_seed(spec.seed, diloco.name, diloco.round))  # a resumed round repeats bit for bit
-        set_learning_rate(optimizer, learning_rate(spec, diloco.global_step) * diloco.warmup_scale)
+        schedule.set(diloco.global_step, diloco.warmup_scale)
         loss = mean_loss(model, batch)
         loss.backward()
-        nn.utils.clip_grad_norm_(parameters, spec.inner.clip_norm)
+        clip_gradients(parameters, spec.inner)
         diloco.report_loss(loss)
-        optimizer.step()  # after the last one of a round: sync, and the next round's parameters
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()  # the last one, after the last step of a round: sync, and the next round's parameters
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
 
 def round_seed(seed: int, worker: str, round_number: int) -> int:

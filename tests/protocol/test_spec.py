@@ -4,7 +4,7 @@ import pytest
 
 from protocol.codecs import CODECS
 from protocol.errors import SpecError
-from protocol.spec import MAX_SPEC_BYTES, UNITS_PER_WORKER, RunSpec, parse_spec
+from protocol.spec import MAX_SPEC_BYTES, OPTIMIZERS, UNITS_PER_WORKER, RunSpec, parse_spec
 
 LEAST = """
 name = "demo"
@@ -116,6 +116,27 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     "an infinite rate": (LEAST + "[inner]\nlearning_rate = inf\n", ["inner.learning_rate = inf", "finite"]),
+    "an unknown optimizer": (
+        LEAST + '[inner]\noptimizer = "adam"\n',
+        ["inner.optimizer = 'adam'", *OPTIMIZERS, r"[\w.]+:\w+"],
+    ),
+    "AdamW's setting with SGD": (
+        LEAST + '[inner]\noptimizer = "sgd"\nbeta1 = 0.9\n',
+        ['inner.beta1 = 0.9 does nothing with optimizer = "sgd": leave it out'],
+    ),
+    "Muon's settings with AdamW": (
+        LEAST + "[inner]\nmuon_learning_rate = 0.01\nmomentum = 0.5\n",
+        ['inner.momentum = 0.5 does nothing with optimizer = "adamw"', "inner.muon_learning_rate = 0.01 does nothing"],
+    ),
+    "a decay of the cosine": (
+        LEAST + "[inner]\ndecay_fraction = 0.2\n",
+        ['inner.decay_fraction = 0.2 does nothing with schedule = "cosine": leave it out'],
+    ),
+    "an end of what is constant": (
+        LEAST + '[inner]\nschedule = "constant"\nfinal_fraction = 0.1\n',
+        ['inner.final_fraction = 0.1 does nothing with schedule = "constant": leave it out'],
+    ),
+    "a norm of nothing": (LEAST + "[inner]\nclip_norm = 0.0\n", ["inner.clip_norm", "greater than 0", "'none'"]),
     "grace upside down": (
         LEAST + "[members]\ngrace_min_s = 9.0\ngrace_max_s = 1.0\n",
         ["members", "grace_min_s = 9.0 is larger than grace_max_s = 1.0"],
@@ -145,3 +166,16 @@ def test_errors_name_key_value_and_what_is_allowed(case: str) -> None:
 def test_sparse_without_momentum() -> None:
     spec = parse_spec(edited("rounds = 4", 'rounds = 4\nupload_codec = "sparse"') + "\n[outer]\nmomentum = 0.0\n")
     assert spec.sync.upload_codec == "sparse"
+
+
+def test_your_own_optimizer_may_read_any_setting() -> None:
+    keys = ["beta1 = 0.8", "momentum = 0.7", "muon_learning_rate = 0.1"]
+    text = LEAST + '[inner]\noptimizer = "my_module:my_function"\nclip_norm = "none"\n' + "\n".join(keys)
+    inner = parse_spec(text).inner
+    assert (inner.beta1, inner.momentum, inner.muon_learning_rate, inner.clip_norm) == (0.8, 0.7, 0.1, "none")
+
+
+def test_a_spec_of_sgd_survives_json() -> None:
+    """Which names all keys, also those that do nothing: only who writes them himself is told."""
+    spec = parse_spec(LEAST + '[inner]\noptimizer = "sgd"\nmomentum = 0.5\n')
+    assert RunSpec.model_validate_json(spec.model_dump_json()) == spec

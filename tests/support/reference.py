@@ -156,5 +156,6 @@ def _inner_step(
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     optimizer.zero_grad()
     loss.backward()
+    assert inner.clip_norm != "none"
     torch.nn.utils.clip_grad_norm_(model.parameters(), inner.clip_norm)
     optimizer.step()

@@ -106,6 +106,28 @@ def test_a_run_of_text_and_its_export(coordinator: InThread, text: Path, tmp_pat
     assert run_worker(settings(coordinator, tmp_path)) == Exit.DONE, "a finished run has nothing to do"
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        'optimizer = "muon"\nschedule = "wsd"\nclip_norm = "none"\n',
+        'optimizer = "sgd"\nschedule = "constant"\n',
+        'optimizer = "tests.worker.test_inner_optimizers:sgd_for_each"\nschedule = "linear"\n',
+    ],
+)
+def test_a_run_with_another_optimizer(coordinator: InThread, text: Path, tmp_path: Path, keys: str) -> None:
+    coordinator.create_run(RUN.format(source=text, rounds=4).replace("[inner]\n", f"[inner]\n{keys}"))
+    assert run_worker(settings(coordinator, tmp_path)) == Exit.DONE
+    with coordinator.client() as http:
+        wait_until(lambda: http.get("/v1/runs/text").json()["state_digest"] is not None)
+        run = RunDetail.model_validate(http.get("/v1/runs/text").json())
+        worker = WorkerInfo.model_validate(http.get("/v1/runs/text/workers/a").json())
+        first = http.get("/v1/runs/text/rounds").json()["items"][-1]
+    assert (run.state, run.state_digest) == ("finished", worker.state_digest)
+    assert run.tokens == 4 * 3 * run.spec.unit_tokens
+    assert run.held_out_loss is not None
+    assert run.held_out_loss < first["held_out_loss"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_cleanly(coordinator: InThread, text: Path, tmp_path: Path, number: signal.Signals) -> None:
     """In the middle of a run: the units go back, the exit code says done, and the handlers are what they were."""

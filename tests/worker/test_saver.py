@@ -36,7 +36,7 @@ def saver_of(path: Path, state: OuterState) -> Iterator[Saver]:
 
 
 def save(saver: Saver, number: int) -> None:
-    written = saver.save(work_of(number), partial=False, optimizer=dict, warmup_left=0)
+    written = saver.save(work_of(number), partial=False, optimizers=list, warmup_left=0)
     assert written is not None
     written.result()
 
@@ -113,12 +113,12 @@ def test_work_is_not_saved_without_its_state(tmp_path: Path, monkeypatch: pytest
 
 
 def test_without_a_directory_nothing_is_saved() -> None:
-    def optimizer() -> dict[str, object]:
-        raise AssertionError("its state is a copy, and nobody needs it")
+    def optimizers() -> list[dict[str, object]]:
+        raise AssertionError("their state is a copy, and nobody needs it")
 
     state = empty_state()
     with Saver(None, "me", state, Stages(lambda: 0.0)) as saver:
         to_round(state, 0)
         saver.save_state()
-        assert saver.save(work_of(0), partial=False, optimizer=optimizer, warmup_left=0) is None
+        assert saver.save(work_of(0), partial=False, optimizers=optimizers, warmup_left=0) is None
         assert saver.load() is None

@@ -38,7 +38,7 @@ def take(state: OuterState) -> Snapshot:
             Contribution(7, 1, [[3, 9]], 4, 6, 0.25, 0.2, partly_late, late),
         ]
     )
-    return Snapshot(work, False, optimizer.state_dict(), 3, 0, state.digests)
+    return Snapshot(work, False, [optimizer.state_dict()], 3, 0, state.digests)
 
 
 def save(files: StateDir, owner: str, state: OuterState, taken: Snapshot | None = None) -> None:
@@ -77,8 +77,9 @@ def test_round_trip(files: StateDir) -> None:
     assert expected is not None
     assert torch.equal(late.lacking, expected.lacking)
     assert (late.share, late.rounds) == (0.5, [5, 6])
-    moment = loaded.inner_optimizer["state"][0]["exp_avg"]
-    assert torch.equal(moment, taken.inner_optimizer["state"][0]["exp_avg"])
+    assert len(loaded.inner_optimizers) == 1
+    moment = loaded.inner_optimizers[0]["state"][0]["exp_avg"]
+    assert torch.equal(moment, taken.inner_optimizers[0]["state"][0]["exp_avg"])
     assert (fresh.round, fresh.digest()) == (7, state.digest())
 
 
@@ -104,7 +105,7 @@ def test_round_trip_while_fragments_travel(files: StateDir) -> None:
 
 
 def test_a_snapshot_of_an_older_process_is_read(files: StateDir) -> None:
-    """Those that torch wrote as zip files, with work as one document of all fragments."""
+    """Those that torch wrote as zip files, with work as one document of all fragments, and one inner optimizer."""
     n = LAYOUT.elements
     deltas, theta, momentum = ([torch.randn(each) for each in n] for _ in range(3))
     state = empty_state()
@@ -130,6 +131,7 @@ def test_a_snapshot_of_an_older_process_is_read(files: StateDir) -> None:
     assert second.late is not None
     assert second.late.rounds == [5, 6]
     assert (second.units, second.weight, second.inner_steps, second.loss) == ([[3, 9]], 4, 6, 0.25)
+    assert loaded.inner_optimizers == [{"state": {}}]
 
 
 def test_writing_leaves_the_options_of_torch_alone(files: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ def spec(
     checkpoints: str = "",
     sync: str = "",
     steps: int = STEPS,
+    inner: str = "",
 ) -> str:
     return f"""
 name = "toy"
@@ -42,6 +43,8 @@ name = "toy"
 factory = "tests.worker.toy:make_model"
 [data]
 source = "custom"
+[inner]
+{inner}
 [outer]
 momentum = {momentum}
 [sync]

@@ -1,14 +1,104 @@
-"""The inner optimizer."""
+"""The inner optimizers: one function for each name in `protocol.spec.OPTIMIZERS`, or the user's own.
+
+Each takes the model and the spec's [inner] and returns the optimizers that make up one inner step, in the order in
+which they step, with the peak learning rate in every group.
+"""
+
+from collections import Counter
+from itertools import chain
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from protocol.spec import InnerSpec
+from protocol.spec import OPTIMIZERS, InnerSpec
+from worker.errors import ModelError
+from worker.user_code import imported
 
 
-def build_inner_optimizer(model: nn.Module, inner: InnerSpec) -> torch.optim.AdamW:
-    """Return AdamW on the trainable parameters; fused, which torch offers for CPU, CUDA and MPS."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def adamw(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
+    """AdamW for every trainable parameter."""
+    return [_adamw(_trainable(model), inner)]
+
+
+def muon(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
+    """Muon for the hidden matrices, AdamW for the embeddings, the head, norms and biases: MuLoCo (arXiv 2505.23725).
+
+    As there, its momentum is not Nesterov's. Its steps are scaled to the length of AdamW's (arXiv 2502.16982, equation
+    4), so that both can share a learning rate and a weight decay. MuLoCo scales by √(rows / columns) instead: a rate of
+    ρ there is 5 · ρ / √d here for matrices of d × d, so its 0.044 for a width of 1024 is 0.007. Raises ModelError where
+    torch has no Muon, and for a model without hidden matrices.
+    """
+    if not hasattr(torch.optim, "Muon"):
+        raise ModelError(
+            f'inner.optimizer = "muon" needs torch 2.9 or newer, and this is {torch.__version__}: '
+            "pip install --upgrade torch"
+        )
+    hidden = hidden_matrices(model)
+    if not hidden:
+        raise ModelError(
+            f'inner.optimizer = "muon": {type(model).__name__} has no trainable matrix between its embeddings and its '
+            'head; "adamw" is for such models'
+        )
+    chosen = {id(parameter) for parameter in hidden}
+    rest = [each for each in _trainable(model) if id(each) not in chosen]
+    optimizer = torch.optim.Muon(
+        hidden,
+        lr=inner.learning_rate if inner.muon_learning_rate is None else inner.muon_learning_rate,
+        weight_decay=inner.weight_decay,
+        momentum=inner.momentum,
+        nesterov=False,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return [optimizer, _adamw(rest, inner)] if rest else [optimizer]
+
+
+def sgd(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
+    """SGD with momentum for every trainable parameter."""
+    return [
+        torch.optim.SGD(
+            _trainable(model),
+            lr=inner.learning_rate,
+            momentum=inner.momentum,
+            weight_decay=inner.weight_decay,
+            fused=True,
+        )
+    ]
+
+
+_BY_NAME = {name: globals()[name] for name in OPTIMIZERS}
+
+
+def build_inner_optimizers(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
+    """Return the optimizers that train `model`. Raises ModelError if the run's cannot be had or do not fit it."""
+    if inner.optimizer in _BY_NAME:
+        built: list[Optimizer] = _BY_NAME[inner.optimizer](model, inner)
+        return built
+    returned = imported("inner.optimizer", inner.optimizer)(model, inner)
+    own = list(returned) if isinstance(returned, list | tuple) else [returned]
+    where = f"inner.optimizer = {inner.optimizer!r}"
+    for each in own:
+        if not isinstance(each, Optimizer):
+            raise ModelError(f"{where} returned {type(each).__name__}, not a torch.optim.Optimizer or a list of them")
+    _check_each_once(model, own, where)
+    return own
+
+
+def _check_each_once(model: nn.Module, optimizers: list[Optimizer], where: str) -> None:
+    """Raise ModelError unless every trainable parameter is in one group of one optimizer: left out, it would silently
+    stay as it is."""
+    groups = chain.from_iterable(each.param_groups for each in optimizers)
+    given = Counter(id(parameter) for group in groups for parameter in group["params"])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and given[id(parameter)] != 1:
+            raise ModelError(
+                f"{where}: the trainable parameter {name} is in {given[id(parameter)]} groups of its optimizers, not "
+                "in one; what is not to be trained needs requires_grad_(False) in the model"
+            )
+
+
+def _adamw(parameters: list[nn.Parameter], inner: InnerSpec) -> Optimizer:
+    """Fused, which torch offers for CPU, CUDA and MPS."""
     return torch.optim.AdamW(
         parameters,
         lr=inner.learning_rate,
@@ -16,3 +106,20 @@ def build_inner_optimizer(model: nn.Module, inner: InnerSpec) -> torch.optim.Ada
         weight_decay=inner.weight_decay,
         fused=True,
     )
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trainable matrices but those of embeddings and of the head: what transformers calls the output
+    embeddings, or else the last Linear in the order of the modules."""
+    modules = list(model.modules())
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    if head is None:
+        head = next((each for each in reversed(modules) if isinstance(each, nn.Linear)), None)
+    ends = [each for each in modules if isinstance(each, nn.Embedding)] + ([head] if head is not None else [])
+    excluded = {id(parameter) for each in ends for parameter in each.parameters()}
+    return [each for each in _trainable(model) if each.ndim == 2 and id(each) not in excluded]

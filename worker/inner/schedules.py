@@ -1,24 +1,64 @@
-"""The learning rate, keyed to global inner steps."""
+"""The learning rate, keyed to global inner steps: a linear warmup, then the schedule of the run."""
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 
 from protocol.spec import RunSpec
 
 
-def learning_rate(spec: RunSpec, global_step: int) -> float:
-    """Return the learning rate: linear warmup, then cosine decay to `final_fraction` of the peak at the run's last
-    inner step."""
+def _cosine(step: int, steps: int, decay: int) -> float:
+    return (1 + math.cos(math.pi * step / steps)) / 2
+
+
+def _wsd(step: int, steps: int, decay: int) -> float:
+    return min((steps - step) / min(decay, steps), 1.0)
+
+
+def _linear(step: int, steps: int, decay: int) -> float:
+    return (steps - step) / steps
+
+
+def _constant(step: int, steps: int, decay: int) -> float:
+    return 1.0
+
+
+# inner.schedule -> the height, 1 at the warmup's end and 0 at the run's (constant: 1), at `step` of the `steps` after
+# the warmup, the last `decay` of which decay. WSD's straight decay of a fifth: Hägele et al. (arXiv 2405.18392).
+SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
+    "cosine": _cosine,
+    "wsd": _wsd,
+    "linear": _linear,
+    "constant": _constant,
+}
+
+
+def learning_rate(spec: RunSpec, global_step: int, peak: float) -> float:
+    """Return the learning rate of a group whose peak rate is `peak`: linear warmup, then the run's schedule, down to
+    `final_fraction` of the peak at the run's last inner step."""
     inner = spec.inner
     if global_step < inner.warmup_steps:
-        return inner.learning_rate * (global_step + 1) / inner.warmup_steps
-    decay_steps = max(spec.total_inner_steps - inner.warmup_steps, 1)
-    step = min(global_step - inner.warmup_steps, decay_steps)
-    cosine = (1 + math.cos(math.pi * step / decay_steps)) / 2
-    return inner.learning_rate * (inner.final_fraction + (1 - inner.final_fraction) * cosine)
+        return peak * (global_step + 1) / inner.warmup_steps
+    steps = max(spec.total_inner_steps - inner.warmup_steps, 1)
+    step = min(global_step - inner.warmup_steps, steps)
+    decay = max(round(inner.decay_fraction * spec.total_inner_steps), 1)
+    height = SCHEDULES[inner.schedule](step, steps, decay)
+    return peak * (inner.final_fraction + (1 - inner.final_fraction) * height)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = value
+class Schedule:
+    """Sets the learning rates of the inner optimizers: each group's own peak rate, scaled by the run's schedule.
+
+    The peaks are the rates that the groups have when this is made; a snapshot that is loaded later brings others.
+    """
+
+    def __init__(self, spec: RunSpec, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._spec, self._optimizers = spec, optimizers
+        self._peaks = [[float(group["lr"]) for group in each.param_groups] for each in optimizers]
+
+    def set(self, global_step: int, scale: float = 1.0) -> None:
+        """Set the rates of inner step `global_step`, times `scale`."""
+        for optimizer, peaks in zip(self._optimizers, self._peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = learning_rate(self._spec, global_step, peak) * scale

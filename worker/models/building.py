@@ -5,11 +5,8 @@ the same initial parameters; but those of a trained model are loaded by the work
 asked to, unless there is more to it than what travels.
 """
 
-import importlib
 import logging
-import sys
 import threading
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +17,7 @@ from worker.errors import ModelError
 from worker.models.adapters import with_adapters
 from worker.models.presets import PRESETS
 from worker.models.pretrained import Pretrained
+from worker.user_code import imported
 
 _SEEDING = threading.Lock()
 
@@ -137,22 +135,7 @@ def _config(spec: RunSpec) -> PreTrainedConfig:
 
 def _factory_model(spec: ModelSpec) -> nn.Module:
     assert spec.factory is not None
-    module_name, _, function_name = spec.factory.partition(":")
-    directory = str(Path.cwd())
-    if directory not in sys.path:
-        sys.path.append(directory)  # last: nothing there may hide an installed package, one of ours above all
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, AttributeError) as error:
-        raise ModelError(
-            f"model.factory = {spec.factory!r}: {error} (looked in the installed packages, then in {directory})"
-        ) from error
-    factory = getattr(module, function_name, None)
-    if factory is None:
-        raise ModelError(
-            f"model.factory = {spec.factory!r}: {module!r} has no attribute {function_name!r}; installed packages come "
-            f"before {directory}: if yours is there, give it another name"
-        )
+    factory = imported("model.factory", spec.factory)
     model = factory()
     if not isinstance(model, nn.Module):
         raise ModelError(f"model.factory = {spec.factory!r} returned {type(model).__name__}, not a torch.nn.Module")

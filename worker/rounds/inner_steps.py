@@ -17,6 +17,7 @@ class InnerSteps:
     def __init__(self, spec: RunSpec) -> None:
         self._scheduled, self._warmup_steps = spec.sync.schedule_steps, spec.inner.joiner_warmup_steps
         self.done = 0
+        self.unit_stepped = False  # the unit in hand; always False where the loop takes no units
         self._round = self._own = self._units_begun = self._units_used = 0
         self._units: UnitRanges = []
         self.warmup_left: int | None = None  # until a joiner's inner optimizer is warm; None: not one step yet
@@ -31,6 +32,7 @@ class InnerSteps:
     def begin_unit(self) -> None:
         """Note that the loop was given the next unit. A loop that takes no units here uses one per inner step."""
         self._units_begun += 1
+        self.unit_stepped = False
 
     def end_unit(self) -> None:
         """Note that the loop is through with the unit, whether or not its step was skipped."""
@@ -39,6 +41,7 @@ class InnerSteps:
     def step(self) -> None:
         """Note that one inner step is done."""
         self.done += 1
+        self.unit_stepped = self._units_begun > 0
         self._units_used = max(self._units_begun, self.done)
         if self.warmup_left:
             self.warmup_left -= 1

@@ -269,13 +269,13 @@ class Rounds:
     def _save(self, work: Work | RoundStart, *, partial: bool = False) -> Future[None] | None:
         """Begin to write the snapshot; `partial`: the worker leaves in the middle of the round."""
 
-        def optimizer() -> dict[str, Any]:
-            taken: dict[str, Any] = self._training.optimizer.state_dict()
-            # It stands still while work is written; where a round starts, the training goes on meanwhile.
-            return copied(taken) if isinstance(work, RoundStart) else taken
+        def optimizers() -> list[dict[str, Any]]:
+            taken = [each.state_dict() for each in self._training.optimizers]
+            # They stand still while work is written; where a round starts, the training goes on meanwhile.
+            return [copied(each) for each in taken] if isinstance(work, RoundStart) else taken
 
         warmup_left = self._training.steps.warmup_left or 0
-        return self._saver.save(work, partial=partial, optimizer=optimizer, warmup_left=warmup_left)
+        return self._saver.save(work, partial=partial, optimizers=optimizers, warmup_left=warmup_left)
 
     def _resume(self) -> Assignment:
         """Go on from the last process's snapshot, if there is one; return the first assignment."""
@@ -285,11 +285,15 @@ class Rounds:
                 self._state.set(p, self._fragments.gather(p), None)
             return self._ask()
         self._assignments.untouched, self._training.steps.warmup_left = False, found.warmup_left
+        optimizers, saved = self._training.optimizers, found.inner_optimizers
         try:
-            self._training.optimizer.load_state_dict(found.inner_optimizer)
+            if len(optimizers) != len(saved):
+                raise ValueError(f"there are {len(optimizers)} of them, and {len(saved)} in the snapshot")
+            for optimizer, state in zip(optimizers, saved, strict=True):
+                optimizer.load_state_dict(state)
         except ValueError as error:
             raise ModelError(
-                f"the inner optimizer is not the one of the snapshot in this state_dir: {error}"
+                f"the inner optimizers are not those of the snapshot in this state_dir: {error}"
             ) from error
         log.info("resuming with the work of round %d", found.work.round)
         if isinstance(found.work, Work):

@@ -1,6 +1,6 @@
-"""The training loop's side of the rounds: the model, its inner optimizer, and how far they are."""
+"""The training loop's side of the rounds: the model, its inner optimizers, and how far they are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ class Training:
     `initial` puts state 0 into the model; None where it holds that."""
 
     fragments: Fragments
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]
     steps: InnerSteps
     progress: Progress
     evaluate: Callable[[], EvaluationReport] | None

@@ -70,10 +70,15 @@ class Saver:
         return digests
 
     def save(
-        self, work: Work | RoundStart, *, partial: bool, optimizer: Callable[[], dict[str, Any]], warmup_left: int
+        self,
+        work: Work | RoundStart,
+        *,
+        partial: bool,
+        optimizers: Callable[[], list[dict[str, Any]]],
+        warmup_left: int,
     ) -> Future[None] | None:
-        """Begin to write `work`, done on the outer state that was written last or is there now, and the inner optimizer
-        after it, which is asked for only where there is a directory.
+        """Begin to write `work`, done on the outer state that was written last or is there now, and the inner
+        optimizers' states after it, which are asked for only where there is a directory.
 
         Nothing of what is given may change before the future is done; it raises OSError.
         """
@@ -82,7 +87,7 @@ class Saver:
             return None
         assert self._written[0] == work.round, "what is trained on is written as the training begins"
         self._work_slot = self._state_slot
-        taken = bound(Snapshot, work, partial, optimizer(), warmup_left, self._work_slot)
+        taken = bound(Snapshot, work, partial, optimizers(), warmup_left, self._work_slot)
         write = self._stages.timed(Stage.SNAPSHOT, self._write)
         return self._thread.submit(write, self._files, self._digests, taken)
 

@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The work done on state `work.round` of the run, and the inner optimizer after it. Or, where training goes on
-    while fragments travel, what that round starts from, and the inner optimizer before it.
+    """The work done on state `work.round` of the run, and the states of the inner optimizers after it. Or, where
+    training goes on while fragments travel, what that round starts from, and theirs before it.
 
     `digests` are the outer state's, which is in a file of its own, number `slot`. `partial`: the worker left in the
     middle of the round. `warmup_left`: inner steps until a joiner is warm.
@@ -50,7 +50,7 @@ class Snapshot:
 
     work: Work | RoundStart
     partial: bool
-    inner_optimizer: dict[str, Any]
+    inner_optimizers: list[dict[str, Any]]
     warmup_left: int
     slot: int
     digests: list[bytes]
@@ -82,7 +82,7 @@ def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
         "identity": owner,
         **_written(snapshot.work),
         "partial": snapshot.partial,
-        "inner_optimizer": snapshot.inner_optimizer,
+        "inner_optimizers": snapshot.inner_optimizers,
         "warmup_left": snapshot.warmup_left,
         "slot": snapshot.slot,
         "digests": snapshot.digests,
@@ -130,7 +130,10 @@ def load(files: StateDir, owner: str, state: OuterState) -> Snapshot | None:
         snapshot = Snapshot(
             work=_read_work(document),
             partial=document["partial"],
-            inner_optimizer=document["inner_optimizer"],
+            # Older processes wrote the state of one.
+            inner_optimizers=(
+                document["inner_optimizers"] if "inner_optimizers" in document else [document["inner_optimizer"]]
+            ),
             warmup_left=document["warmup_left"],
             slot=document["slot"],
             digests=document["digests"],

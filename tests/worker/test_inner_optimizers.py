@@ -1,0 +1,343 @@
+"""The inner optimizers: which parameter goes where, a function of the user's own, several for one inner step, and a resume
+that is exact for each of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from protocol.spec import InnerSpec, parse_spec
+from tests.worker import toy
+from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
+from worker.diloco import DiLoCo
+from worker.errors import ModelError
+from worker.inner.clipping import clip_gradients
+from worker.inner.optimizers import build_inner_optimizers
+from worker.inner.schedules import Schedule
+from worker.link.client import open_http
+from worker.models.building import build_model
+
+CPU = torch.device("cpu")
+OWN = f"{__name__}:sgd_for_each"
+EVERY = pytest.mark.parametrize("name", ["adamw", "muon", "sgd", OWN])
+
+
+def inner(name: str, **settings: Any) -> InnerSpec:
+    return InnerSpec(optimizer=name, **settings)
+
+
+def sgd_for_each(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
+    """One optimizer for each parameter, the first of them faster."""
+    rates = [inner.learning_rate * (10 if index == 0 else 1) for index, _ in enumerate(model.parameters())]
+    return [
+        torch.optim.SGD([each], lr=rate, momentum=inner.momentum)
+        for each, rate in zip(model.parameters(), rates, strict=True)
+    ]
+
+
+# --- which parameter goes where -----------------------------------------------------------------------------------
+
+
+def names_of(model: nn.Module, optimizer: Optimizer) -> set[str]:
+    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in given}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_muon_has_the_hidden_matrices_and_adamw_all_else(tied: bool) -> None:
+    spec = parse_spec(f"""
+name = "r"
+[model.config]
+model_type = "llama"
+vocab_size = 300
+hidden_size = 16
+intermediate_size = 24
+num_hidden_layers = 2
+num_attention_heads = 2
+attention_bias = true
+tie_word_embeddings = {str(tied).lower()}
+[inner]
+optimizer = "muon"
+learning_rate = 0.01
+[sync]
+rounds = 1
+""")
+    model = build_model(spec, CPU)
+    muon, adamw = build_inner_optimizers(model, spec.inner)
+    assert isinstance(muon, torch.optim.Muon)
+    assert isinstance(adamw, torch.optim.AdamW)
+    blocks = [f"model.layers.{layer}." for layer in range(2)]
+    projections = [f"self_attn.{each}_proj" for each in "qkvo"] + [
+        f"mlp.{each}_proj" for each in ("gate", "up", "down")
+    ]
+    assert names_of(model, muon) == {block + each + ".weight" for block in blocks for each in projections}
+    rest = names_of(model, adamw)
+    assert rest == {name for name, _ in model.named_parameters()} - names_of(model, muon)
+    assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"} < rest
+    assert ("lm_head.weight" in rest) != tied
+    assert [group["lr"] for each in (muon, adamw) for group in each.param_groups] == [0.01, 0.01]
+
+
+def test_a_model_of_your_own_has_its_last_linear_for_a_head() -> None:
+    model = toy.make_model()
+    muon, adamw = build_inner_optimizers(model, inner("muon", muon_learning_rate=0.5, learning_rate=0.25))
+    assert names_of(model, muon) == {"0.weight"}
+    assert names_of(model, adamw) == {"0.bias", "2.weight"}
+    assert (muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]) == (0.5, 0.25)
+
+
+def test_muon_and_adamw_take_steps_of_one_length() -> None:
+    """So that they can share a learning rate: the root mean square is about 0.2 times the rate."""
+    model = nn.Sequential(nn.Linear(64, 192, bias=False), nn.Linear(192, 64, bias=False), nn.Linear(64, 64, bias=False))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    muon, _ = build_inner_optimizers(model, inner("muon", learning_rate=0.01, weight_decay=0.0))
+    muon.step()
+    for old, parameter in list(zip(before, model.parameters(), strict=True))[:2]:
+        assert float((parameter.detach() - old).square().mean().sqrt()) == pytest.approx(0.01 * 0.2, rel=0.25)
+
+
+def test_frozen_parameters_are_in_no_optimizer() -> None:
+    for name in ("adamw", "muon", "sgd"):
+        model = toy.make_model()
+        model[0].bias.requires_grad_(False)  # type: ignore[index]
+        optimizers = build_inner_optimizers(model, inner(name))
+        assert set().union(*(names_of(model, each) for each in optimizers)) == {"0.weight", "2.weight"}
+
+
+def test_only_hidden_matrices_are_muon_s_alone() -> None:
+    model = toy.make_model()
+    model[0].bias.requires_grad_(False)  # type: ignore[index]
+    model[2].weight.requires_grad_(False)  # type: ignore[index]
+    (muon,) = build_inner_optimizers(model, inner("muon"))
+    assert names_of(model, muon) == {"0.weight"}
+
+
+def test_a_model_without_hidden_matrices_has_nothing_for_muon() -> None:
+    with pytest.raises(ModelError, match='inner.optimizer = "muon": Linear has no trainable matrix between'):
+        build_inner_optimizers(nn.Linear(3, 4), inner("muon"))
+
+
+def test_an_old_torch_has_no_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ModelError, match=r"needs torch 2.9 or newer, and this is .*: pip install --upgrade torch"):
+        build_inner_optimizers(toy.make_model(), inner("muon"))
+
+
+# --- a function of the user's own ---------------------------------------------------------------------------------
+
+
+def nothing(model: nn.Module, inner: InnerSpec) -> None: ...
+
+
+def without_the_head(model: nn.Module, inner: InnerSpec) -> Optimizer:
+    return torch.optim.SGD(list(model.parameters())[:-1], lr=1.0)
+
+
+def twice(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
+    return [torch.optim.SGD(model.parameters(), lr=1.0), torch.optim.SGD(model.parameters(), lr=1.0)]
+
+
+def alone(model: nn.Module, inner: InnerSpec) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=inner.learning_rate)
+
+
+def test_it_gets_the_model_and_the_settings() -> None:
+    model = toy.make_model()
+    optimizers = build_inner_optimizers(model, inner(OWN, learning_rate=0.5))
+    assert [each.param_groups[0]["lr"] for each in optimizers] == [5.0, 0.5, 0.5]
+    (one,) = build_inner_optimizers(model, inner(f"{__name__}:alone", learning_rate=0.5))
+    assert names_of(model, one) == {"0.weight", "0.bias", "2.weight"}
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("nothing", "returned NoneType, not a torch.optim.Optimizer or a list of them"),
+        ("without_the_head", r"the trainable parameter 2.weight is in 0 groups .* needs requires_grad_\(False\)"),
+        ("twice", "the trainable parameter 0.weight is in 2 groups of its optimizers, not in one"),
+        ("missing", "has no attribute 'missing'"),
+    ],
+)
+def test_what_it_may_not_return(function: str, told: str) -> None:
+    with pytest.raises(ModelError, match=f"inner.optimizer = '{__name__}:{function}'.*{told}"):
+        build_inner_optimizers(toy.make_model(), inner(f"{__name__}:{function}"))
+
+
+def test_a_module_that_is_not_there() -> None:
+    with pytest.raises(ModelError, match="inner.optimizer = 'no_such_module:f': No module named 'no_such_module'"):
+        build_inner_optimizers(toy.make_model(), inner("no_such_module:f"))
+
+
+# --- one inner step -----------------------------------------------------------------------------------------------
+
+
+class Reads(TorchDispatchMode):
+    """Collects what reads a tensor's value: on a GPU the host would wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if "_local_scalar_dense" in str(function) or "is_nonzero" in str(function):
+            self.found.append(str(function))
+        return function(*arguments, **(options or {}))
+
+
+@EVERY
+def test_clipping_and_stepping_wait_for_no_device(name: str) -> None:
+    model = toy.make_model()
+    optimizers = build_inner_optimizers(model, inner(name))
+    with Reads() as reads:
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            clip_gradients(list(model.parameters()), inner(name))
+            for optimizer in optimizers:
+                optimizer.step()
+    assert reads.found == []
+    with reads:
+        float(torch.ones(()))
+    assert reads.found, "or nothing would be seen"
+
+
+@pytest.mark.parametrize(("clip_norm", "after"), [(1.0, 1.0), (100.0, 8.0), ("none", 8.0)])
+def test_gradients_are_clipped_to_the_norm_or_not_at_all(clip_norm: float | str, after: float) -> None:
+    parameter = nn.Parameter(torch.zeros(64))
+    parameter.grad = torch.ones(64)
+    clip_gradients([parameter], inner("sgd", clip_norm=clip_norm))
+    assert float(parameter.grad.norm()) == pytest.approx(after, rel=1e-5)
+
+
+# --- several for one inner step -----------------------------------------------------------------------------------
+
+
+def step(diloco: DiLoCo, optimizers: list[Optimizer], unit: int) -> None:
+    x, y = toy.batch(unit)
+    loss = nn.functional.mse_loss(diloco.model(x), y)
+    loss.backward()
+    diloco.report_loss(loss)
+    for optimizer in optimizers:
+        optimizer.step()
+    diloco.model.zero_grad()
+
+
+def trained(
+    tmp_path: Path, name: str, sync: str, loop: Callable[[DiLoCo, list[Optimizer]], None]
+) -> tuple[Toy, DiLoCo]:
+    """A toy run of three rounds by one worker, whose loop is this."""
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(sync=sync, inner=f'optimizer = "{name}"'), tmp_path)
+        model = toy.make_model()
+        optimizers = build_inner_optimizers(model, run.info().spec.inner)
+        with DiLoCo.connect(model, optimizers, url=coordinator.url, run="toy", token=run.token, name="a") as diloco:
+            loop(diloco, optimizers)
+        assert run.final().state_digest == run.told("a").state_digest
+    return run, diloco
+
+
+SKIPPED = {"none": (), "the first optimizer's": (0,), "the last one's": (1,), "both": (0, 1)}
+
+
+@pytest.mark.parametrize("skipped", SKIPPED)
+def test_two_optimizers_are_one_inner_step(tmp_path: Path, skipped: str) -> None:
+    """The last one's step ends it. A GradScaler skips each of them for itself: the unit is spent, and the inner step counts
+    unless it is the last one that is skipped."""
+    seen = []
+
+    def loop(diloco: DiLoCo, optimizers: list[Optimizer]) -> None:
+        assert len(optimizers) == 2
+        for unit in diloco.units():
+            seen.append((diloco.global_step, unit))
+            left_out = SKIPPED[skipped] if unit == 5 else ()
+            step(diloco, [each for index, each in enumerate(optimizers) if index not in left_out], unit)
+
+    trained(tmp_path, "muon", "", loop)
+    counted = 1 not in SKIPPED[skipped]
+    assert [unit for _, unit in seen] == list(range(3 * toy.STEPS))
+    assert [at for at, _ in seen] == [0, 1, 2, 3, 4, 5, *((6, 7) if counted else (5, 6)), 8, 9, 10, 11]
+
+
+def test_the_wrong_order_is_told_in_the_first_inner_step(tmp_path: Path) -> None:
+    """The sync would come between the two, and the second would step on the next round's parameters."""
+
+    def loop(diloco: DiLoCo, optimizers: list[Optimizer]) -> None:
+        for unit in diloco.units():
+            assert unit == 0
+            step(diloco, optimizers[::-1], unit)
+
+    with pytest.raises(RuntimeError, match="steps after the last one of the sequence that DiLoCo was given"):
+        trained(tmp_path, "muon", "", loop)
+
+
+def test_a_loop_without_units_may_have_several_as_well(tmp_path: Path) -> None:
+    def loop(diloco: DiLoCo, optimizers: list[Optimizer]) -> None:
+        for unit in range(3 * toy.STEPS):
+            assert not diloco.finished
+            step(diloco, optimizers, unit)
+        assert diloco.finished
+
+    trained(tmp_path, OWN, "", loop)
+
+
+def test_an_empty_sequence_is_refused(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        with pytest.raises(ValueError, match="one optimizer at least"):
+            DiLoCo.connect(toy.make_model(), [], url=coordinator.url, run="toy", token=run.token, name="a")
+
+
+# --- resuming -----------------------------------------------------------------------------------------------------
+
+
+def work(run: Toy, state_dir: Path, dies_at: int | None = None) -> None:
+    """As `outerstep worker` does it, but killed after so many inner steps."""
+    model, spec = toy.make_model(), run.info().spec
+    optimizers = build_inner_optimizers(model, spec.inner)
+    rates, steps = Schedule(spec, optimizers), 0
+    with open_http(run.coordinator.url) as http:
+        client = MortalClient(http, "toy", run.token, dies=lambda what, number: False)
+        with DiLoCo(model, optimizers, client=client, run=client.run_detail(), name="a", state_dir=state_dir) as diloco:
+            for unit in diloco.units():
+                rates.set(diloco.global_step, diloco.warmup_scale)
+                step(diloco, optimizers, unit)
+                steps += 1
+                if steps == dies_at:
+                    client.die()
+
+
+@pytest.mark.parametrize("sync", ["", 'overlap = "eager"'], ids=["classic", "eager"])
+@EVERY
+def test_a_resume_is_exact(tmp_path: Path, name: str, sync: str) -> None:
+    """Killed in the middle of the second round and again, the run ends in the same bits, whatever state the optimizers
+    have."""
+    digests = []
+    for dies_at in ([], [toy.STEPS + 2, 1]):
+        directory = tmp_path / str(len(dies_at))
+        with coordinator_thread(directory / "coordinator") as coordinator:
+            text = toy.spec(sync=sync, inner=f'optimizer = "{name}"\nlearning_rate = 0.02\nwarmup_steps = 3')
+            run = Toy(coordinator, text, directory)
+            for death in dies_at:
+                with pytest.raises(Killed):
+                    work(run, directory / "a", death)
+            work(run, directory / "a")
+            digests.append(run.final().state_digest)
+    assert digests[0] == digests[1]
+
+
+def test_a_snapshot_of_other_optimizers_is_told(tmp_path: Path) -> None:
+    """A script that was changed between two starts."""
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(inner='optimizer = "muon"'), tmp_path)
+        with pytest.raises(Killed):
+            work(run, tmp_path / "a", toy.STEPS + 1)
+        with pytest.raises(ModelError, match="not those of the .* 1 of them, and 2 in"):
+            run.worker("a", state_dir=tmp_path / "a")
