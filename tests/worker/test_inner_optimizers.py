@@ -314,11 +314,11 @@ def work(run: Toy, state_dir: Path, dies_at: int | None = None) -> None:
                     client.die()
 
 
-@pytest.mark.parametrize("sync", ["", 'overlap = "eager"'], ids=["classic", "eager"])
+@pytest.mark.parametrize("sync", ["", "overlap = 1"], ids=["classic", "overlap"])
 @EVERY
 def test_a_resume_is_exact(tmp_path: Path, name: str, sync: str) -> None:
-    """Killed in the middle of the second round and again, the run ends in the same bits, whatever state the optimizers
-    have."""
+    """Killed in the middle of the second round, before anything of it is sent, and again, the run ends in the same bits,
+    whatever state the optimizers have."""
     digests = []
     for dies_at in ([], [toy.STEPS + 2, 1]):
         directory = tmp_path / str(len(dies_at))
