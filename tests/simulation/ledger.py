@@ -11,6 +11,7 @@ I7  only the newest member token of a live lease is good for anything
 
 import json
 import sqlite3
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ class Ledger:
     error_feedback: ErrorFeedback = field(default_factory=ErrorFeedback)
     free: dict[int, set[int]] = field(default_factory=dict)  # by pool: the units in it
     units: dict[int, int] = field(default_factory=dict)  # by pool: how many were ever assigned
+    passed_over: set[int] = field(default_factory=set)  # units in a pool while new ones of it were assigned
     round: int = 0
     checks: int = 0
     _last_row: int = 0
@@ -107,6 +109,21 @@ class Ledger:
     def _row(self, key: tuple[int, int, str]) -> sqlite3.Row | None:
         rows = self._all("SELECT digest FROM contributions WHERE round = ? AND fragment = ? AND worker = ?", *key)
         return rows[0] if rows else None
+
+    # --- after every commit: between two steps a unit may leave the pool and return -------------------------------
+
+    def committed(self) -> None:
+        rows = self._all("SELECT start, stop, state FROM unit_ranges")
+        units, free = defaultdict[int, int](int), defaultdict[int, set[int]](set)
+        for row in rows:
+            pool = row["start"] // UNITS_PER_WORKER if self.private else 0
+            units[pool] += row["stop"] - row["start"]
+            if row["state"] == "free":
+                free[pool].update(range(row["start"], row["stop"]))
+        for pool in units:
+            if units[pool] > self.units.get(pool, 0):
+                self.passed_over |= free[pool] & self.free.get(pool, set())
+        self.units, self.free = units, free
 
     # --- after every step -----------------------------------------------------------------------------------------
 
@@ -268,11 +285,12 @@ class Ledger:
             first = pool["place"] * UNITS_PER_WORKER
             ranges = [row for row in rows if first <= row["start"] < first + UNITS_PER_WORKER]
             self._check_pool(first, first + pool["next_unit"], ranges, live)
+        demand(not self.passed_over, "I6", f"new units were assigned, and {sorted(self.passed_over)} lay in the pool")
         told = self._all("SELECT message FROM events WHERE kind = 'epoch-broken'")
         demand(not told, "I6", told[0]["message"] if told else "")
 
     def _check_pool(self, first: int, next_unit: int, rows: list[sqlite3.Row], live: set[str]) -> None:
-        at, free = first, set[int]()
+        at = first
         for row in rows:
             where = f"units [{row['start']}, {row['stop']})"
             demand(row["start"] == at, "I6", f"{where} do not follow unit {at}: a unit is there twice, or nowhere")
@@ -281,8 +299,6 @@ class Ledger:
             at = row["stop"]
             if row["state"] == "assigned":
                 demand(row["worker"] in live, "I6", f"{where} are held by {row['worker']}, which is gone")
-            if row["state"] == "free":
-                free.update(range(row["start"], row["stop"]))
             if row["state"] == "consumed":
                 taken = slice(row["start"] - first, row["stop"] - first)
                 used = np.stack([counts[taken] for (pool, _), counts in self.counts.items() if pool == first])
@@ -290,9 +306,6 @@ class Ledger:
         demand(at == next_unit, "I6", f"the units up to {next_unit} were assigned, those from {at} on are nowhere")
         units = at - first
         demand(units <= ELEMENTS, "setup", f"the simulation can tell {ELEMENTS} units apart, {units} were assigned")
-        passed_over = sorted(free & self.free.get(first, set())) if units > self.units.get(first, 0) else []
-        demand(not passed_over, "I6", f"new units were assigned, and {passed_over} lay in the pool")
-        self.units[first], self.free[first] = units, free
 
     def _check_coordinator(self, run: LiveRun) -> None:
         for fragment, (round_, digest) in enumerate(run.outer.states):
