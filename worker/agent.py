@@ -25,7 +25,7 @@ from worker.initial import initial_parameters
 from worker.inner.evaluation import evaluate
 from worker.inner.optimizers import build_inner_optimizer
 from worker.link.client import Client, open_http
-from worker.models.building import build_model
+from worker.models.building import build_model, check_vocabulary
 from worker.models.presets import BYTES
 from worker.settings import WorkerSettings
 from worker.train import train
@@ -102,7 +102,8 @@ def _train(settings: WorkerSettings, client: Client, run: RunDetail, device: tor
             f"the run {run.name} has data.source = 'custom': its workers are scripts of their own, with DiLoCo"
         )
     data = TextData(spec)
-    model = build_model(spec, device, vocabulary=BYTES)
+    model = build_model(spec, device)
+    check_vocabulary(model, BYTES)
     optimizer = build_inner_optimizer(model, spec.inner)
     measure = partial(evaluate, model, data, spec.evaluation.max_tokens, device) if len(data.held_out) else None
     parameters = sum(parameter.numel() for parameter in model.parameters())
