@@ -102,7 +102,7 @@ def _train(settings: WorkerSettings, client: Client, run: RunDetail, device: tor
     data = TextData(spec)
     model = build_model(spec, device)
     optimizer = build_inner_optimizer(model, spec.inner)
-    measure = partial(evaluate, model, data, spec.evaluation.max_tokens, device) if len(data.held_out) else None
+    measure = partial(evaluate, model, data, spec.evaluation.max_tokens, device) if data.held_out_tokens else None
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info("run %s as %s: %d parameters on %s; kernels %s", run.name, settings.name, parameters, device, KERNELS)
     diloco = DiLoCo(
