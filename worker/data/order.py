@@ -16,11 +16,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+
+from worker.data.ids import Integers
 
 WINDOW_SHARDS = 8
-
-Integers = npt.NDArray[np.int64]
 
 
 class Places(NamedTuple):

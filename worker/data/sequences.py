@@ -8,18 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from protocol.messages import DataSummary
 from protocol.spec import RunSpec
-from worker.data.order import Integers, Order, Places
+from worker.data.ids import BYTES, Integers, Tokens
+from worker.data.order import Order, Places
 from worker.errors import DataError
-
-BYTES = 256  # token ids of text that is read as bytes
-
-Tokens = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 
 class Shards(Protocol):
@@ -62,6 +58,8 @@ class Sequences:
         digest: str,
         vocabulary: int,
         bytes_per_token: float | None,
+        tokenizer: str | None = None,
+        tokenizer_digest: str | None = None,
     ) -> None:
         self._length, self._batch = spec.data.sequence_length, spec.inner.batch_size
         self._training, self._held_out = training, held_out
@@ -77,7 +75,9 @@ class Sequences:
                 f"{self._batch} sequences of {self._length} {unit} and one more: "
                 f"{self._batch * self._length + 1}; give more text or a smaller batch_size or sequence_length"
             )
-        self.summary = DataSummary(digest=digest, units=self.units_per_epoch)
+        self.summary = DataSummary(
+            digest=digest, units=self.units_per_epoch, tokenizer=tokenizer, tokenizer_digest=tokenizer_digest
+        )
 
     def unit(self, number: int) -> Tensor:
         """Return work unit `number`, int64[batch_size, sequence_length + 1]."""
