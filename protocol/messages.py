@@ -8,7 +8,14 @@ import math
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, computed_field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    computed_field,
+    model_serializer,
+)
 
 from protocol.fragments import Layout, TensorSpec
 from protocol.spec import RunSpec
@@ -160,11 +167,22 @@ class RunChange(_Request):
 class DataSummary(_Request):
     """The identity of a worker's training set: a digest of its content, and its length in work units.
 
+    `tokenizer` and its digest are of the tokenizer that made its ids; null for bytes, or where nobody knows. It may
+    have another name on each worker.
+
+
     With `data.private` the digest is null: it would tell whether a worker has a text that somebody else knows.
     """
 
-    digest: HexDigest | None
+    digest: HexDigest | None = None
     units: Annotated[int, Field(gt=0, lt=1 << 60)]
+    tokenizer: Annotated[str, Field(max_length=1024)] | None = None
+    tokenizer_digest: HexDigest | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is null: what is told of bytes is what it was before there were tokenizers."""
+        return {key: value for key, value in serialize(self).items() if value is not None}
 
 
 class JoinRequest(_Request):

@@ -211,7 +211,7 @@ class DiLoCo:
         asked to stop, leaves them to others. Call it from the thread of the training loop, as often as is useful.
         """
         ranges = [] if self.finished else self.joined.rounds.units_to_come
-        return chain.from_iterable(range(start, stop) for start, stop in ranges)
+        return map(self.spec.number_in_set, chain.from_iterable(range(start, stop) for start, stop in ranges))
 
     def report_loss(self, loss: Tensor) -> None:
         """Report one inner step's mean loss (a scalar, nats per token) before `optimizer.step()`, without waiting for

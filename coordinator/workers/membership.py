@@ -25,6 +25,7 @@ from protocol.messages import (
     WorkerChange,
     WorkerState,
 )
+from protocol.spec import DataSpec
 
 DIRECTIVES = {
     RunState.STOPPED: Directive.STOP,
@@ -114,7 +115,6 @@ def _model(change: Change, request: JoinRequest) -> Model:
             f"data.digest is {request.data.digest}: with data.private = {str(private).lower()} a worker tells "
             f"{'the length of its training set alone' if private else 'the digest of its training set'}",
         )
-    data = None if private else request.data
     if model is None:
         try:
             sync = run.spec.sync
@@ -126,7 +126,7 @@ def _model(change: Change, request: JoinRequest) -> Model:
             )
         except LayoutError as error:
             raise Problem("model-mismatch", str(error)) from error
-        model = Model(layout=layout, data=data, frozen=request.frozen)
+        model = Model(layout=layout, data=request.data, frozen=request.frozen)
         change.set_model(model)
         return model
     if difference := first_difference(model.layout.tensors, request.tensors):
@@ -137,17 +137,39 @@ def _model(change: Change, request: JoinRequest) -> Model:
             f"this worker's frozen parameters ({request.frozen or 'none'}) are not those of the run {run.name} "
             f"({model.frozen}); load the same weights everywhere, of the same directory or revision",
         )
-    if data != model.data:
-        raise Problem(
-            "data-mismatch",
-            f"this worker's training set ({_data(data)}) is not the run's ({_data(model.data)}); "
-            f"make data.source = {run.spec.data.source!r} hold the same files everywhere",
-        )
+    if difference := _data_difference(request.data, model.data, run.spec.data):
+        raise Problem("data-mismatch", difference)
     return model
 
 
-def _data(data: object) -> str:
-    return "none" if data is None else str(data)
+def _data_difference(worker: DataSummary | None, run: DataSummary | None, spec: DataSpec) -> str | None:
+    """Say in what a worker's training set differs from the run's; None if it does not. The tokenizer's name may, and
+    with private data all but the tokenizer: the same ids mean the same text everywhere."""
+    if worker is not None and run is not None and worker.tokenizer_digest != run.tokenizer_digest:
+        return (
+            f"this worker's training set was made by the tokenizer {_tokenizer(worker)}, the run's by "
+            f"{_tokenizer(run)}; give this worker the run's"
+        )
+    if spec.private or _identity(worker) == _identity(run):
+        return None
+    return (
+        f"this worker's training set ({_data(worker)}) is not the run's ({_data(run)}); "
+        f"make data.source = {spec.source!r} hold the same files everywhere"
+    )
+
+
+def _identity(data: DataSummary | None) -> object:
+    return data and (data.digest, data.units)
+
+
+def _tokenizer(data: DataSummary) -> str:
+    if data.tokenizer_digest is None:
+        return data.tokenizer or "bytes"
+    return f"{data.tokenizer} (BLAKE3 {data.tokenizer_digest})"
+
+
+def _data(data: DataSummary | None) -> str:
+    return "none" if data is None else f"digest={data.digest} units={data.units}"
 
 
 def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:

@@ -1,5 +1,6 @@
 """Models from presets, configurations and functions; export and sampling."""
 
+import logging
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from protocol.spec import RunSpec, parse_spec
 from worker.errors import ModelError
 from worker.export import sample
-from worker.models.building import build_model, logits_of
+from worker.models.building import build_model, check_vocabulary, logits_of
 from worker.models.presets import PRESETS
 
 CPU = torch.device("cpu")
@@ -57,18 +58,9 @@ def test_the_presets_have_the_sizes_of_opendiloco(preset: str, layers: int, tota
 
 
 def test_a_preset_with_the_vocabulary_of_a_tokenizer() -> None:
-    model = build_model(spec('[model]\npreset = "tiny"\nvocab_size = 300'), CPU, vocabulary=300)
+    model = build_model(spec('[model]\npreset = "tiny"\nvocab_size = 300'), CPU)
     assert logits_of(model, torch.tensor([[299]])).shape == (1, 1, 300)
     assert model.config.vocab_size == 300  # type: ignore[union-attr]
-
-
-def test_rows_that_no_token_uses_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    wide = '[model]\npreset = "tiny"\nvocab_size = {}'
-    build_model(spec(wide.format(1000)), CPU, vocabulary=256)
-    assert "744 of the 1000 rows of the embedding are of no token of the data; model.vocab_size = 256" in caplog.text
-    caplog.clear()
-    build_model(spec(wide.format(300)), CPU, vocabulary=256)
-    assert not caplog.text, "many models are padded a little"
 
 
 def test_any_configuration_of_transformers() -> None:
@@ -82,7 +74,7 @@ def test_any_configuration_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ('[model.config]\nmodel_type = "gpt2"\nvocab_size = 100', "vocab_size = 100, but the data's tokenizer has 256"),
+        ('[model.config]\nmodel_type = "clip_vision_model"', "model.config has no vocab_size"),
         ('[model.config]\nmodel_type = "no-such-model"', "transformers refuses model.config"),
         ('[model]\nfactory = "no_such_module:make"', "No module named 'no_such_module'"),
         ('[model]\nfactory = "json:make"', "has no attribute 'make'"),
@@ -91,7 +83,27 @@ def test_any_configuration_of_transformers() -> None:
 )
 def test_models_that_cannot_be_built(model: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        build_model(spec(model), CPU, vocabulary=256)
+        build_model(spec(model), CPU)
+
+
+def gpt2(vocabulary: int) -> nn.Module:
+    shape = f"vocab_size = {vocabulary}\nn_embd = 16\nn_layer = 1\nn_head = 2\nn_positions = 64"
+    return build_model(spec(f'[model.config]\nmodel_type = "gpt2"\n{shape}'), CPU)
+
+
+def test_ids_that_exceed_the_models_vocabulary(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(
+        ModelError, match="vocab_size = 100 is too small: .* ids up to 255; give model.config .* 256 or"
+    ):
+        check_vocabulary(gpt2(100), 256)
+    models = gpt2(256), gpt2(32_000)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        for model in models:
+            check_vocabulary(model, 256)
+    (told,) = caplog.messages
+    assert "the tokenizer has 256: 31,744 rows are never trained" in told
+    check_vocabulary(nn.Linear(1, 1), 10**6)  # nobody knows
 
 
 def test_a_function_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,13 +198,6 @@ def test_a_revision_is_of_the_hub(tmp_path: Path) -> None:
         build_model(spec(str(tmp_path), 'revision = "v1"'), CPU)
 
 
-def test_token_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
-    save_trained(tmp_path)
-    assert build_model(spec(str(tmp_path)), CPU, vocabulary=256)
-    with pytest.raises(ModelError, match="the model's vocabulary = 256, but the data's tokenizer has 32000 token ids"):
-        build_model(spec(str(tmp_path)), CPU, vocabulary=32_000)
-
-
 def test_their_absence_is_told_with_the_line_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_trained(tmp_path)
     monkeypatch.setitem(sys.modules, "peft", None)

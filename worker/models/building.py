@@ -24,16 +24,13 @@ _SEEDING = threading.Lock()
 log = logging.getLogger(__name__)
 
 
-def build_model(spec: RunSpec, device: torch.device, *, vocabulary: int = 0) -> nn.Module:
+def build_model(spec: RunSpec, device: torch.device) -> nn.Module:
     """Return the run's model in float32 on `device`, with its initial parameters, unless `load_weights` brings them.
-
-    `vocabulary`: all token ids of the training set are below it. Raises ModelError if the model cannot be built, or has
-    a smaller vocabulary.
-    """
+    Raises ModelError if it cannot be built."""
     # The lock: torch's default generator belongs to the whole process.
     with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        model = _factory_model(spec.model) if spec.model.factory else _transformers_model(spec, device, vocabulary)
+        model = _factory_model(spec.model) if spec.model.factory else _transformers_model(spec, device)
     return model.to(device)
 
 
@@ -45,7 +42,14 @@ def has_initial_parameters(model: nn.Module, spec: ModelSpec) -> bool:
 def load_weights(model: nn.Module, spec: ModelSpec) -> None:
     """Give `model`, which `build_model` made of `model.pretrained`, the weights from there. Raises ModelError."""
     trained = _pretrained(spec)
-    model.load_state_dict(trained.model(trained.config(), _attention(torch.device("cpu"))).state_dict())
+    weights = trained.model(trained.config(), _attention(torch.device("cpu"))).state_dict()
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ModelError(
+            f"model.pretrained = {spec.pretrained!r} is not what it was when this worker started; name a commit as "
+            "model.revision, or leave the directory as it is"
+        ) from error
 
 
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -55,11 +59,33 @@ def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return logits
 
 
-def _transformers_model(spec: RunSpec, device: torch.device, vocabulary: int) -> nn.Module:
+def check_vocabulary(model: nn.Module, vocabulary: int) -> None:
+    """Raise ModelError if token ids, which are below `vocabulary`, exceed the model's; log what they leave unused.
+
+    Of a model from the user's own function nobody knows how many it has, unless it has a `config` as transformers'.
+    """
+    rows = getattr(getattr(model, "config", None), "vocab_size", None)
+    if not isinstance(rows, int):
+        return
+    if rows < vocabulary:
+        raise ModelError(
+            f"the model's vocab_size = {rows} is too small: the training set has token ids up to {vocabulary - 1}; "
+            f"give model.config a vocab_size of {vocabulary} or more (a preset: model.vocab_size), or use another "
+            "tokenizer"
+        )
+    if rows > vocabulary:
+        unused = f"{rows - vocabulary:,}"
+        log.info(
+            "of the model's %d token ids the tokenizer has %d: %s rows are never trained", rows, vocabulary, unused
+        )
+
+
+def _transformers_model(spec: RunSpec, device: torch.device) -> nn.Module:
     if spec.model.pretrained is not None:
-        return _pretrained_model(spec, device, vocabulary)
+        return _pretrained_model(spec, device)
     config = _config(spec)
-    _check_vocabulary(config, spec.model, vocabulary)
+    if getattr(config, "vocab_size", None) is None:
+        raise ModelError("model.config has no vocab_size: it is not the configuration of a causal language model")
     config.use_cache = False
     try:
         model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=_attention(device))
@@ -68,10 +94,9 @@ def _transformers_model(spec: RunSpec, device: torch.device, vocabulary: int) ->
     return model.float()
 
 
-def _pretrained_model(spec: RunSpec, device: torch.device, vocabulary: int) -> nn.Module:
+def _pretrained_model(spec: RunSpec, device: torch.device) -> nn.Module:
     trained = _pretrained(spec.model)
     config, generation_config = trained.config(), trained.generation_config()
-    _check_vocabulary(config, spec.model, vocabulary)
     config.use_cache = False
     attention = _attention(device)
     if spec.model.lora is not None:
@@ -105,26 +130,15 @@ def _attention(device: torch.device) -> str:
     return "eager" if device.type == "cpu" else "sdpa"
 
 
-def _check_vocabulary(config: PreTrainedConfig, spec: ModelSpec, needed: int) -> None:
-    """Raise ModelError if the model has fewer than `needed` token ids; tell it where it has many more."""
-    rows = getattr(config, "vocab_size", None)
-    key = "model.config.vocab_size" if spec.config is not None else "the model's vocabulary"
-    if rows is None or rows < needed:
-        raise ModelError(
-            f"{key} = {rows}, but the data's tokenizer has {needed} token ids; give another model or tokenizer"
-        )
-    if needed and rows > 2 * needed:
-        remedy = f"; model.vocab_size = {needed} saves them" if spec.preset is not None else ""
-        log.warning("%d of the %d rows of the embedding are of no token of the data%s", rows - needed, rows, remedy)
-
-
 def _config(spec: RunSpec) -> PreTrainedConfig:
     if spec.model.preset is not None:
-        shape = dict(PRESETS[spec.model.preset])
-        if spec.model.vocab_size is not None:
-            shape["vocab_size"] = spec.model.vocab_size
+        shape = PRESETS[spec.model.preset]
+        vocabulary = {"vocab_size": spec.model.vocab_size or shape["vocab_size"]}
         return LlamaConfig(
-            **shape, max_position_embeddings=spec.data.sequence_length, bos_token_id=None, eos_token_id=None
+            **shape | vocabulary,
+            max_position_embeddings=spec.data.sequence_length,
+            bos_token_id=None,
+            eos_token_id=None,
         )
     given = dict(spec.model.config or {})
     try:
