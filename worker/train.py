@@ -6,7 +6,7 @@ import torch
 from blake3 import blake3
 from torch import nn
 
-from worker.data.text import TextData
+from worker.data.training_set import TrainingSet
 from worker.diloco import DiLoCo
 from worker.inner.clipping import clip_gradients
 from worker.inner.loss import mean_loss
@@ -18,7 +18,7 @@ def train(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     schedule: Schedule,
-    data: TextData,
+    data: TrainingSet,
     device: torch.device,
 ) -> None:
     """Train until the run is over or this worker is asked to stop. `schedule` is of the same `optimizers`."""
