@@ -39,7 +39,7 @@ outerstep run create recipes/opendiloco-150m-h500.toml
 outerstep worker https://coordinator.example.org --run opendiloco-150m-h500
 ```
 
-A worker's first start fetches and tokenises what `data.source` names, once, into its cache: of C4's English part 305 GB.
+A worker's first start fetches and tokenises what `data.source` names, once, into its cache (C4 in English: 305 GB).
 Where the boxes are many, prepare the set on one of them instead (`outerstep data prepare`), and let `data.source` say
 where it then lies. What is the box's own, such as its precision, is the worker's: `outerstep worker --help`.
 
