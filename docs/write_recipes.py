@@ -1,0 +1,167 @@
+"""Writes recipes/README.md, what each recipe needs and costs: `python -m docs.write_recipes`, in the repository.
+
+The costs are those of `outerstep plan`; a test fails while the page is not what this writes.
+"""
+
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outerstep import plan
+from outerstep.plan import Setting, Workload
+from outerstep.units import UNKNOWN, bytes_text, count_text
+from protocol.spec import RunSpec, parse_spec
+from worker.inner.optimizers import hidden_matrices
+from worker.models.building import build_model
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+PAGE = FOLDER / "README.md"
+WIDTH = 120  # columns
+META = torch.device("meta")
+
+# The box and the line that the costs are for. An H100 SXM does 989 TFLOP/s in bf16 without sparsity (NVIDIA's data
+# sheet), of which training keeps less than a half.
+FLOPS, UTILISATION = 989e12, 0.45
+UP, DOWN, LATENCY_S = 110e6, 500e6, 0.04
+LINE = f"{DOWN / 1e6:.0f} Mbit/s down and {UP / 1e6:.0f} up"
+
+HEAD = f"""\
+# Recipes
+
+Runs to start from, each a `run.toml`:
+
+```sh
+outerstep run create recipes/opendiloco-150m-h500.toml
+outerstep worker https://coordinator.example.org --run opendiloco-150m-h500
+```
+
+A worker's first start fetches and tokenises what `data.source` names, once, into its cache (C4 in English: 305 GB).
+Where the boxes are many, prepare the set on one of them instead (`outerstep data prepare`), and let `data.source` say
+where it then lies. What is the box's own, such as its precision, is the worker's: `outerstep worker --help`.
+
+## What they need and cost
+
+Made by `docs/write_recipes.py`, by the arithmetic of `outerstep plan`, for workers that have one H100 each, of whose
+{FLOPS / 1e12:.0f} TFLOP/s in bf16 they use {UTILISATION:.0%}, and lines of {LINE}.
+Nothing here was run at this size by us; the tests run each recipe in miniature.
+
+- **tokens**: what all workers together train on; where that is more than the set has, in several epochs.
+- **GPU**: fp32 weights, gradients and the optimizer's state; activations of a micro-batch come on top.
+- **days**: of inner steps, and of all the syncs where training waits for them.
+- **a sync**: the bytes of one worker, up and down; its share of the time is what is left of **in inner steps**.
+- **against all-reduce**: how many times more a fp32 all-reduce after every step would move.
+
+"""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe and its costs."""
+
+    file: str
+    comment: str
+    spec: RunSpec
+    trained: int
+    parameters: int
+    gpu_bytes: int
+    step_s: float
+    setting: Setting
+
+
+def recipe(path: Path) -> Recipe:
+    """Return the recipe in a file, with what it costs."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    comment = " ".join(line.removeprefix("# ") for line in lines[: lines.index("")] if line.startswith("# "))
+    spec = parse_spec(text)
+    with META:
+        model = build_model(spec, META)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    step_s = spec.unit_tokens * flops_per_token(model, spec.data.sequence_length) / (FLOPS * UTILISATION)
+    workload = Workload(trained, UP, DOWN, step_s, spec.members.min_workers, LATENCY_S, spec.total_inner_steps)
+    sync = spec.sync
+    exchange = plan.exchange(
+        workload, sync.upload_codec, sync.download_codec, zstd=sync.zstd, fragment=sync.fragment_elements
+    )
+    setting = plan.setting(workload, exchange, sync.schedule_steps)
+    parameters = sum(each.numel() for each in model.parameters())
+    return Recipe(path.name, comment, spec, trained, parameters, gpu_bytes(model, spec), step_s, setting)
+
+
+def flops_per_token(model: nn.Module, length: int) -> float:
+    """Return the FLOPs per token of a forward and a backward pass (PaLM, arXiv 2204.02311, appendix B): six for each
+    weight of a matrix product, four for one that is frozen, and those of attention, of which a mask saves none."""
+    weights = [each.weight for each in model.modules() if isinstance(each, nn.Linear)]
+    products = sum(each.numel() * (6 if each.requires_grad else 4) for each in weights)
+    config: Any = model.config
+    return float(products + 12 * config.num_hidden_layers * config.hidden_size * length)
+
+
+def gpu_bytes(model: nn.Module, spec: RunSpec) -> int:
+    """Return the bytes of fp32 weights, gradients and the state of the optimizer."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    two_moments = {id(each) for each in trained} if spec.inner.optimizer in ("adamw", "muon") else set()
+    if spec.inner.optimizer == "muon":
+        two_moments -= {id(each) for each in hidden_matrices(model)}
+    states = sum(each.numel() * (3 if id(each) in two_moments else 2) for each in trained)
+    return 4 * (sum(each.numel() for each in model.parameters()) + states)
+
+
+def days(each: Recipe) -> float:
+    """Return the days of the whole run."""
+    waits = 1.0 if each.spec.sync.overlap and each.setting.overlap is not None else each.setting.utilisation
+    return each.spec.total_inner_steps * each.step_s / waits / 86_400
+
+
+def row(each: Recipe) -> str:
+    spec, exchange = each.spec, each.setting.exchange
+    tokens = spec.total_inner_steps * spec.unit_tokens * spec.members.min_workers
+    hidden = bool(spec.sync.overlap) and each.setting.overlap is not None
+    cells = [
+        f"[{each.file.removesuffix('.toml')}]({each.file})",
+        str(spec.members.min_workers),
+        f"{spec.sync.rounds:,} × {spec.sync.schedule_steps}",
+        count_text(tokens),
+        count_text(each.trained) + ("" if each.trained == each.parameters else f" of {count_text(each.parameters)}"),
+        bytes_text(each.gpu_bytes),
+        f"{each.step_s:.2f} s",
+        f"{days(each):.1f}",
+        f"{bytes_text(exchange.upload_bytes)}, {bytes_text(exchange.download_bytes)}",
+        "100 %, hidden" if hidden else f"{100 * each.setting.utilisation:.1f} %",
+        f"{count_text(each.setting.factor)} ×" if spec.members.min_workers > 1 else UNKNOWN,
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+COLUMNS = (
+    "recipe",
+    "workers",
+    "rounds × H",
+    "tokens",
+    "parameters",
+    "GPU",
+    "inner step",
+    "days",
+    "a sync",
+    "in inner steps",
+    "against all-reduce",
+)
+
+
+def page() -> str:
+    """The page, Markdown."""
+    found = [recipe(path) for path in sorted(FOLDER.glob("*.toml"))]
+    table = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}\n" + "".join(map(row, found))
+    said = "".join(
+        textwrap.fill(f"- **{each.file.removesuffix('.toml')}**: {each.comment}", WIDTH, subsequent_indent="  ") + "\n"
+        for each in found
+    )
+    return HEAD + table + "\n## What they are\n\n" + said
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,49 @@
+"""Runs in miniature: a spec as it is, section by section, with sizes that a CPU trains in seconds."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from tests.support.text import write_text
+from tests.support.tokenizers import write_tokenizer
+from worker.models.presets import PRESETS
+
+VOCABULARY = 300
+SMALL_MODEL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "data": {"sequence_length": 16, "holdout": 0.2},
+    "inner": {"batch_size": 2, "warmup_steps": 2},
+    "sync": {"rounds": 2, "inner_steps": 4, "overlap": 1, "fragment_elements": 2048},
+    "members": {"min_workers": 1},
+    "evaluation": {"max_tokens": 256},
+}
+
+
+def miniature(text: str, home: Path) -> str:
+    """Return the spec `text`, TOML, with its sizes cut; its text and tokenizer are made below `home`."""
+    document = tomllib.loads(text)
+    for section, sizes in SMALL.items():
+        own = document.setdefault(section, {})
+        own.update({key: value for key, value in sizes.items() if key in own or key != "overlap"})
+    model, data = document["model"], document["data"]
+    data["source"] = str(write_text(home / "text", seed=1, words=400))
+    data["tokenizer"] = str(write_tokenizer(home / "tokenizer"))
+    if "preset" in model:
+        model["config"] = {"model_type": "llama", **PRESETS[model.pop("preset")], **SMALL_MODEL}
+    return toml_of(document)
+
+
+def toml_of(table: dict[str, Any], path: tuple[str, ...] = ()) -> str:
+    """Return a document of tables, texts, numbers, booleans and lists of them as TOML."""
+    plain = [f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, dict)]
+    head = [f"[{'.'.join(path)}]"] if path else []
+    tables = [toml_of(value, (*path, key)) for key, value in table.items() if isinstance(value, dict)]
+    return "\n".join([*head, *plain, *tables])

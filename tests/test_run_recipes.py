@@ -1,0 +1,66 @@
+"""The recipes: each is a spec whose shape trains, in miniature, and the page of their costs is the one that is written."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.coordinator import coordinator_thread
+from docs import write_recipes
+from protocol.exit_codes import Exit
+from protocol.messages import RunDetail, Scope, WorkerInfo
+from protocol.spec import parse_spec
+from tests.support.miniature import SMALL, miniature
+from tests.support.waiting import wait_until
+from worker.agent import run_worker
+from worker.settings import WorkerSettings
+
+RECIPES = sorted(write_recipes.FOLDER.glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
+def test_a_recipe_trains_in_miniature(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker on a real coordinator, to the end."""
+    text = path.read_text(encoding="utf-8")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    small = miniature(text, tmp_path)
+    name = parse_spec(text).name
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        coordinator.create_run(small)
+        token = coordinator.token(Scope.WORKER)
+        settings = WorkerSettings(
+            url=coordinator.url, run=name, token=token, name="a", state_dir=tmp_path / "a", device="cpu", threads=1
+        )
+        assert run_worker(settings) == Exit.DONE
+        with coordinator.client() as http:
+            wait_until(lambda: http.get(f"/v1/runs/{name}").json()["state_digest"] is not None)
+            run = RunDetail.model_validate(http.get(f"/v1/runs/{name}").json())
+            worker = WorkerInfo.model_validate(http.get(f"/v1/runs/{name}/workers/a").json())
+    assert (run.state, run.state_digest) == ("finished", worker.state_digest)
+    assert run.tokens == run.spec.total_inner_steps * run.spec.unit_tokens
+    assert run.held_out_loss is not None
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
+def test_a_miniature_leaves_everything_but_the_sizes(path: Path, tmp_path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    whole, small = tomllib.loads(text), tomllib.loads(miniature(text, tmp_path))
+    for section, keys in whole.items():
+        if isinstance(keys, dict) and section != "model":
+            cut = {*SMALL.get(section, {}), "source", "tokenizer"}
+            assert {key: value for key, value in keys.items() if key not in cut}.items() <= small[section].items()
+            assert small[section].keys() <= keys.keys() | SMALL.get(section, {}).keys() | {"tokenizer"}
+    assert whole["name"] == small["name"] == path.stem
+
+
+def test_the_page_is_current() -> None:
+    page = write_recipes.PAGE.read_text(encoding="utf-8")
+    assert page == write_recipes.page(), "run: python -m docs.write_recipes"
+
+
+def test_the_published_ones_train_for_as_many_steps() -> None:
+    """88,000, as OpenDiLoCo's scripts have it."""
+    published = [path for path in RECIPES if path.stem.startswith("opendiloco")]
+    assert len(published) == 6
+    for path in published:
+        assert parse_spec(path.read_text(encoding="utf-8")).total_inner_steps == 88_000
