@@ -79,6 +79,15 @@ class TokenFiles:
         )
 
 
+def verify_file(shard: Shard, path: Path, itemsize: int) -> None:
+    """Raise DataError unless the shard, in this file, has the bytes that its digest is of."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            verify(shard, file, path, itemsize)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}; {AGAIN}") from error
+
+
 def verify(shard: Shard, file: IO[bytes], path: Path, itemsize: int) -> None:
     """Raise DataError unless the shard has the bytes that its digest is of."""
     hasher, left = blake3(), shard.tokens * itemsize
