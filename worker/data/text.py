@@ -9,7 +9,7 @@ batch_size to a unit.
 import glob
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +61,9 @@ class TextData:
             self._epoch, self._order = epoch, order.permutation(self._sequences)
         rows = self._order[index * self._batch : (index + 1) * self._batch]
         return self._rows(self.training, rows)
+
+    def expect(self, units: Sequence[int]) -> None:
+        """All of it is in memory."""
 
     def held_out_batches(self, max_tokens: int) -> Iterator[Tensor]:
         """Yield at most `max_tokens` held-out tokens in batches, int64[<= batch_size, sequence_length + 1].
