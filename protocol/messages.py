@@ -7,7 +7,7 @@ Times are seconds since 1970 (UTC) unless the name ends in `_s`, a duration in s
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from protocol.fragments import Layout, TensorSpec
 from protocol.spec import RunSpec
@@ -146,10 +146,21 @@ class RunChange(_Request):
 
 
 class DataSummary(_Request):
-    """The identity of a worker's training set: a digest of its content, and its length in work units."""
+    """The identity of a worker's training set: a digest of its content, and its length in work units.
+
+    `tokenizer` and its digest are of the tokenizer that made its ids; null for bytes, or where nobody knows. It may
+    have another name on each worker.
+    """
 
     digest: HexDigest
     units: Annotated[int, Field(gt=0, lt=1 << 60)]
+    tokenizer: Annotated[str, Field(max_length=1024)] | None = None
+    tokenizer_digest: HexDigest | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is null: what is told of bytes is what it was before there were tokenizers."""
+        return {key: value for key, value in serialize(self).items() if value is not None}
 
 
 class JoinRequest(_Request):

@@ -47,17 +47,35 @@ class ModelSpec(_Section):
 
 
 class DataSpec(_Section):
-    """The training set. Text is read as bytes: token ids 0 to 255."""
+    """The training set: text, or token ids. docs/data.md says what each source is."""
 
     source: str = Field(
         "python-stdlib",
         min_length=1,
         description=(
-            '"python-stdlib", a directory or glob of text files on the worker, or "custom" for a script\'s own data'
+            "on the worker, a directory or glob of text files, of .jsonl, .parquet or .bin files (ids of nanoGPT or "
+            'llm.c), or a token set by `outerstep data prepare`; or "hub:NAME[:CONFIG[:SPLIT]]", "python-stdlib", or '
+            '"custom" for a script\'s own data'
         ),
     )
+    tokenizer: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description=(
+            'what makes ids of text: "bytes", a directory with a tokenizer.json, or a repository of the Hugging Face '
+            "hub; default: bytes, or what a token set was made by"
+        ),
+    )
+    column: Annotated[str, Field(min_length=1)] = Field(
+        "text", description="the member of JSON lines, or the column of parquet files and of the hub, that has the text"
+    )
     sequence_length: PositiveInt = Field(256, description="tokens per sequence")
-    holdout: Fraction = Field(0.05, description="share of the files kept out of training, chosen by hash of their name")
+    holdout: Fraction = Field(
+        0.05,
+        description=(
+            "share kept out of training: of text files by hash of their name, of other documents by hash of their "
+            "text; of .bin files those called val are; a token set has its own"
+        ),
+    )
 
 
 class InnerSpec(_Section):

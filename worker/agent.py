@@ -18,13 +18,13 @@ from protocol.compiled import KERNELS
 from protocol.errors import CodecError, OuterstepError, Problem, Remedy
 from protocol.exit_codes import Exit
 from protocol.messages import RunDetail, RunState
-from worker.data.text import TextData
+from worker.data.opening import open_training_set
 from worker.diloco import DiLoCo
 from worker.errors import DataError, ModelError, StateDirBusy, Stopped
 from worker.inner.evaluation import evaluate
 from worker.inner.optimizers import build_inner_optimizer
 from worker.link.client import Client, open_http
-from worker.models.building import build_model
+from worker.models.building import build_model, check_vocabulary
 from worker.settings import WorkerSettings
 from worker.train import train
 
@@ -90,19 +90,22 @@ def _work(settings: WorkerSettings, device: torch.device, stop: threading.Event)
         if run.state in (RunState.FINISHED, RunState.STOPPED):
             log.info("the run %s is %s: nothing to do", run.name, run.state)
             return
-        _train(settings, client, run, device)
+        _train(settings, client, run, device, stop)
 
 
-def _train(settings: WorkerSettings, client: Client, run: RunDetail, device: torch.device) -> None:
+def _train(
+    settings: WorkerSettings, client: Client, run: RunDetail, device: torch.device, stop: threading.Event
+) -> None:
     spec = run.spec
     if spec.data.source == "custom":
         raise DataError(
             f"the run {run.name} has data.source = 'custom': its workers are scripts of their own, with DiLoCo"
         )
-    data = TextData(spec)
+    data = open_training_set(spec, stop=stop)
     model = build_model(spec, device)
+    check_vocabulary(model, data.vocabulary)
     optimizer = build_inner_optimizer(model, spec.inner)
-    measure = partial(evaluate, model, data, spec.evaluation.max_tokens, device) if len(data.held_out) else None
+    measure = partial(evaluate, model, data, spec.evaluation.max_tokens, device) if data.held_out_tokens else None
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info("run %s as %s: %d parameters on %s; kernels %s", run.name, settings.name, parameters, device, KERNELS)
     diloco = DiLoCo(

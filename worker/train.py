@@ -5,14 +5,14 @@ from blake3 import blake3
 from torch import nn
 
 from worker.data.loader import batches
-from worker.data.text import TextData
+from worker.data.training_set import TrainingSet
 from worker.diloco import DiLoCo
 from worker.inner.loss import mean_loss
 from worker.inner.schedules import learning_rate, set_learning_rate
 
 
 def train(
-    diloco: DiLoCo, model: nn.Module, optimizer: torch.optim.Optimizer, data: TextData, device: torch.device
+    diloco: DiLoCo, model: nn.Module, optimizer: torch.optim.Optimizer, data: TrainingSet, device: torch.device
 ) -> None:
     """Train until the run is over or this worker is asked to stop."""
     spec = diloco.spec

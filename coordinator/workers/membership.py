@@ -14,6 +14,7 @@ from coordinator.workers import accounting
 from protocol.errors import LayoutError, Problem
 from protocol.fragments import first_difference, plan_fragments
 from protocol.messages import (
+    DataSummary,
     Directive,
     JoinReply,
     JoinRequest,
@@ -98,17 +99,37 @@ def _model(change: Change, request: JoinRequest) -> Model:
         return model
     if difference := first_difference(model.layout.tensors, request.tensors):
         raise Problem("model-mismatch", f"this worker's model is not the model of the run {run.name}: {difference}")
-    if request.data != model.data:
-        raise Problem(
-            "data-mismatch",
-            f"this worker's training set ({_data(request.data)}) is not the run's ({_data(model.data)}); "
-            f"make data.source = {run.spec.data.source!r} hold the same files everywhere",
-        )
+    if difference := _data_difference(request.data, model.data, run.spec.data.source):
+        raise Problem("data-mismatch", difference)
     return model
 
 
-def _data(data: object) -> str:
-    return "none" if data is None else str(data)
+def _data_difference(worker: DataSummary | None, run: DataSummary | None, source: str) -> str | None:
+    """Say in what a worker's training set differs from the run's; None if it does not. The tokenizer's name may."""
+    if worker is not None and run is not None:
+        if worker.tokenizer_digest != run.tokenizer_digest:
+            return (
+                f"this worker's training set was made by the tokenizer {_tokenizer(worker)}, the run's by "
+                f"{_tokenizer(run)}; give this worker the run's"
+            )
+        if (worker.digest, worker.units) == (run.digest, run.units):
+            return None
+    elif worker is run:
+        return None
+    return (
+        f"this worker's training set ({_data(worker)}) is not the run's ({_data(run)}); "
+        f"make data.source = {source!r} hold the same files everywhere"
+    )
+
+
+def _tokenizer(data: DataSummary) -> str:
+    if data.tokenizer_digest is None:
+        return data.tokenizer or "bytes"
+    return f"{data.tokenizer} (BLAKE3 {data.tokenizer_digest})"
+
+
+def _data(data: DataSummary | None) -> str:
+    return "none" if data is None else f"digest={data.digest} units={data.units}"
 
 
 def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:

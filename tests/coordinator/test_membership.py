@@ -107,6 +107,26 @@ def test_another_training_set_is_refused_and_both_are_named(
     assert ("cdcd" in detail) == (data is not None)
 
 
+def test_another_tokenizer_is_refused_by_name_and_another_name_is_not(shared: InThread, run: str) -> None:
+    """The digest of the set differs as well; but it would not say why."""
+    shared.create_run(spec_toml(run))
+    first = DATA.model_copy(update={"tokenizer": "gpt2", "tokenizer_digest": "12" * 32})
+    Member(shared.client(), run, "w", data=first).join(shared.admin_token)
+    for name, update in (
+        ("v", {"digest": "cd" * 32, "tokenizer": "llama", "tokenizer_digest": "34" * 32}),
+        ("u", {"digest": "cd" * 32, "tokenizer": None, "tokenizer_digest": None}),
+    ):
+        joined = Member(shared.client(), run, name)
+        request = JoinRequest(tensors=TENSORS, data=first.model_copy(update=update))
+        detail = problem(joined.http.put(joined.path(), json=request.model_dump(mode="json")), "data-mismatch")[
+            "detail"
+        ]
+        assert f"the run's by gpt2 (BLAKE3 {'12' * 32})" in detail
+        assert f"by the tokenizer llama (BLAKE3 {'34' * 32})" in detail or (name == "u" and "tokenizer bytes" in detail)
+    renamed = first.model_copy(update={"tokenizer": "/models/gpt2"})
+    Member(shared.client(), run, "t", data=renamed).join(shared.admin_token)
+
+
 def test_a_model_that_cannot_be_cut_is_refused_and_does_not_fix_the_run(shared: InThread, run: str) -> None:
     shared.create_run(spec_toml(run))
     joined = Member(shared.client(), run, "v")

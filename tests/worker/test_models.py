@@ -1,5 +1,6 @@
 """Models from presets, configurations and functions; export and sampling."""
 
+import logging
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers import LlamaConfig
 from protocol.spec import RunSpec, parse_spec
 from worker.errors import ModelError
 from worker.export import sample
-from worker.models.building import build_model, logits_of
+from worker.models.building import build_model, check_vocabulary, logits_of
 from worker.models.presets import PRESETS
 
 CPU = torch.device("cpu")
@@ -63,7 +64,7 @@ def test_any_configuration_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ('[model.config]\nmodel_type = "gpt2"\nvocab_size = 100', "vocab_size = 100: text is read as bytes"),
+        ('[model.config]\nmodel_type = "clip_vision_model"', "model.config has no vocab_size"),
         ('[model.config]\nmodel_type = "no-such-model"', "transformers refuses model.config"),
         ('[model]\nfactory = "no_such_module:make"', "No module named 'no_such_module'"),
         ('[model]\nfactory = "json:make"', "has no attribute 'make'"),
@@ -73,6 +74,26 @@ def test_any_configuration_of_transformers() -> None:
 def test_models_that_cannot_be_built(model: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         build_model(spec(model), CPU)
+
+
+def gpt2(vocabulary: int) -> nn.Module:
+    shape = f"vocab_size = {vocabulary}\nn_embd = 16\nn_layer = 1\nn_head = 2\nn_positions = 64"
+    return build_model(spec(f'[model.config]\nmodel_type = "gpt2"\n{shape}'), CPU)
+
+
+def test_ids_that_exceed_the_models_vocabulary(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(
+        ModelError, match="vocab_size = 100 is too small: .* ids up to 255; give model.config .* 256 or"
+    ):
+        check_vocabulary(gpt2(100), 256)
+    models = gpt2(256), gpt2(32_000)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        for model in models:
+            check_vocabulary(model, 256)
+    (told,) = caplog.messages
+    assert "the tokenizer has 256: 31,744 rows are never trained" in told
+    check_vocabulary(nn.Linear(1, 1), 10**6)  # nobody knows
 
 
 def test_a_function_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

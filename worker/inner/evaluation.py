@@ -4,12 +4,12 @@ import torch
 from torch import nn
 
 from protocol.messages import EvaluationReport
-from worker.data.text import TextData
+from worker.data.training_set import TrainingSet
 from worker.inner.loss import mean_loss
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: TextData, max_tokens: int, device: torch.device) -> EvaluationReport:
+def evaluate(model: nn.Module, data: TrainingSet, max_tokens: int, device: torch.device) -> EvaluationReport:
     """Return the held-out loss, mean nats per token, over at most `max_tokens` held-out tokens."""
     was_training = model.training
     model.eval()

@@ -5,6 +5,7 @@ workers the same initial parameters.
 """
 
 import importlib
+import logging
 import sys
 import threading
 from pathlib import Path
@@ -15,7 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from protocol.spec import ModelSpec, RunSpec
 from worker.errors import ModelError
-from worker.models.presets import BYTES, PRESETS
+from worker.models.presets import PRESETS
+
+log = logging.getLogger(__name__)
 
 _SEEDING = threading.Lock()
 
@@ -36,11 +39,30 @@ def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return logits
 
 
+def check_vocabulary(model: nn.Module, vocabulary: int) -> None:
+    """Raise ModelError if token ids, which are below `vocabulary`, exceed the model's; log what they leave unused.
+
+    Of a model from the user's own function nobody knows how many it has, unless it has a `config` as transformers'.
+    """
+    rows = getattr(getattr(model, "config", None), "vocab_size", None)
+    if not isinstance(rows, int):
+        return
+    if rows < vocabulary:
+        raise ModelError(
+            f"the model's vocab_size = {rows} is too small: the training set has token ids up to {vocabulary - 1}; "
+            f"give model.config a vocab_size of {vocabulary} or more, or use another tokenizer"
+        )
+    if rows > vocabulary:
+        unused = f"{rows - vocabulary:,}"
+        log.info(
+            "of the model's %d token ids the tokenizer has %d: %s rows are never trained", rows, vocabulary, unused
+        )
+
+
 def _transformers_model(spec: RunSpec, device: torch.device) -> nn.Module:
     config = _config(spec)
-    vocabulary = getattr(config, "vocab_size", None)
-    if vocabulary is None or vocabulary < BYTES:
-        raise ModelError(f"model.config.vocab_size = {vocabulary}: text is read as bytes, which needs at least {BYTES}")
+    if getattr(config, "vocab_size", None) is None:
+        raise ModelError("model.config has no vocab_size: it is not the configuration of a causal language model")
     config.use_cache = False
     # On CPUs scaled_dot_product_attention costs twice the step time of plain matrix products.
     attention = "eager" if device.type == "cpu" else "sdpa"

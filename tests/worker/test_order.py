@@ -1,0 +1,110 @@
+"""The order of a set of many shards: a pure function of seed and number, in which a worker's units lie in few shards."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from worker.data.order import WINDOW_SHARDS, Order
+
+UNEVEN = [5, 0, 17, 8, 8, 1, 30, 2, 9, 11, 4, 0, 0, 6, 21, 3, 13, 7, 2, 40]
+
+
+def taken(order: Order, units: range) -> list[tuple[int, int]]:
+    """(shard, row) of every sequence of these units, in order."""
+    return [
+        (shard, row)
+        for unit in units
+        for shard, row in zip(*(part.tolist() for part in order.places(unit)), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8, 29])
+def test_an_epoch_has_every_sequence_but_its_last_ones_once(batch: int) -> None:
+    order = Order(UNEVEN, batch, seed=3)
+    everything = {(shard, row) for shard, rows in enumerate(UNEVEN) for row in range(rows)}
+    assert order.units_per_epoch == len(everything) // batch
+    left_out = []
+    for epoch in range(3):
+        units = range(epoch * order.units_per_epoch, (epoch + 1) * order.units_per_epoch)
+        rows = taken(order, units)
+        assert len(rows) == len(set(rows)) == len(everything) // batch * batch
+        assert set(rows) <= everything
+        left_out.append(everything - set(rows))
+    assert all(len(each) < batch for each in left_out)
+
+
+def test_one_shard_has_the_order_that_it_had_before_there_were_shards() -> None:
+    """Golden by its definition: the digests of all runs on text hang on it."""
+    order = Order([1000], 8, seed=7)
+    for epoch in range(2):
+        expected = np.random.RandomState([7, epoch]).permutation(1000)
+        rows = taken(order, range(epoch * 125, (epoch + 1) * 125))
+        assert rows == [(0, row) for row in expected.tolist()]
+
+
+def test_the_order_of_many_shards_never_changes() -> None:
+    """Golden: another order would be another run."""
+    order = Order(UNEVEN, 4, seed=11)
+    assert taken(order, range(1)) == [(6, 22), (19, 36), (17, 2), (19, 8)]
+    assert taken(order, range(30, 31)) == [(2, 7), (2, 0), (8, 6), (14, 11)]
+
+
+def test_units_are_the_same_whoever_asks_for_which_first() -> None:
+    forwards, backwards = Order(UNEVEN, 6, seed=1), Order(UNEVEN, 6, seed=1)
+    units = range(3 * forwards.units_per_epoch)
+    asked = {unit: taken(backwards, range(unit, unit + 1)) for unit in reversed(units)}
+    assert [row for unit in units for row in asked[unit]] == taken(forwards, units)
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    orders = [taken(Order(UNEVEN, 1, seed), range(first, first + 187)) for seed, first in ((0, 0), (0, 187), (1, 0))]
+    assert len({tuple(order) for order in orders}) == 3
+    assert len({tuple(sorted(order)) for order in orders}) == 1
+
+
+def test_consecutive_units_lie_in_a_window_of_shards_and_are_mixed_within_it() -> None:
+    """A worker whose units are 1/10 of an epoch of 80 shards needs 8 of them, or 16 where two windows meet."""
+    order = Order([1000] * 80, 10, seed=5)
+    for first in range(0, order.units_per_epoch, 250):
+        units = range(first, min(first + 250, order.units_per_epoch))
+        shards = {shard for shard, _ in taken(order, units)}
+        assert len(shards) <= 2 * WINDOW_SHARDS
+        assert shards <= {shard for unit in units for shard in order.shards(unit)}
+    in_one_unit = {shard for shard, _ in taken(order, range(10, 14))}
+    assert len(in_one_unit) == WINDOW_SHARDS
+
+
+def test_a_unit_may_begin_in_one_window_and_end_in_another() -> None:
+    order = Order([10] * 24, 32, seed=0)  # windows of 80 sequences: unit 2 has 16 of the first and 16 of the second
+    places = order.places(2)
+    assert len(set(order.shards(2))) == 2 * WINDOW_SHARDS
+    first, second = (set(order.shards(unit)) for unit in (0, 4))
+    assert set(places.shards[:16].tolist()) <= first
+    assert set(places.shards[16:].tolist()) <= second
+
+
+def test_threads_get_what_one_gets() -> None:
+    alone, shared = Order(UNEVEN, 2, seed=9), Order(UNEVEN, 2, seed=9)
+    expected = taken(alone, range(400))
+    got: dict[int, list[tuple[int, int]]] = {}
+
+    def ask(first: int) -> None:
+        got[first] = [row for unit in range(first, 400, 4) for row in taken(shared, range(unit, unit + 1))]
+
+    threads = [threading.Thread(target=ask, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for first in range(4):
+        assert got[first] == [row for unit in range(first, 400, 4) for row in expected[2 * unit : 2 * unit + 2]]
+
+
+def test_the_memory_is_that_of_windows_not_of_the_set() -> None:
+    """A set of 10^12 tokens in 20,000 shards: the order of one unit holds 20,000 numbers and a window's."""
+    order = Order([50_000] * 20_000, 512, seed=0)
+    order.places(order.units_per_epoch - 1)
+    assert order.units_per_epoch == 10**9 // 512
+    info = order._window.cache_info()  # noqa: SLF001 - what it keeps is what is promised
+    assert (info.currsize, info.maxsize) == (1, 2)

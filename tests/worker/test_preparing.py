@@ -1,0 +1,314 @@
+"""A token set is made: the same bytes whatever happens on the way, and what is said where it cannot be."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.text import write_text
+from tests.support.tokenizers import END, write_tokenizer
+from worker.data.index import Index, read_index
+from worker.data.preparing import HowFar, Recipe, prepare
+from worker.data.sources.source import find_source
+from worker.data.tokenizer import load_tokenizer
+from worker.errors import DataError, Stopped
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [f"the worker {number} sends the delta\nand waits {'for nobody ' * (number % 7)}" for number in range(200)]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    return str(write_tokenizer(tmp_path / "tokenizer"))
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    file = tmp_path / "docs.jsonl"
+    file.write_text("".join(json.dumps({"text": text, "id": number}) + "\n" for number, text in enumerate(TEXTS)))
+    return file
+
+
+def recipe(source: Path | str, tokenizer: str, *, holdout: float = 0.1, shard_tokens: int = 700) -> Recipe:
+    """Small tasks and shards, so that there are many of both."""
+    return Recipe([find_source(str(source), "text", holdout)], load_tokenizer(tokenizer), shard_tokens, task_bytes=2000)
+
+
+def ids(directory: Path, index: Index, *, held_out: bool = False) -> list[int]:
+    shards = index.held_out if held_out else index.training
+    return [each for shard in shards for each in np.fromfile(directory / shard.file, index.item).tolist()]
+
+
+def documents(tokens: list[int], tokenizer: str) -> list[str]:
+    from tokenizers import Tokenizer
+
+    fast = Tokenizer.from_file(str(Path(tokenizer, "tokenizer.json")))
+    text = fast.decode(tokens, skip_special_tokens=False)
+    assert not text or text.endswith(END)
+    return text.split(END)[:-1]
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_every_document_is_there_once_in_order_and_ended(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+    index = prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1)
+    training = documents(ids(tmp_path / "out", index), tokenizer)
+    held_out = documents(ids(tmp_path / "out", index, held_out=True), tokenizer)
+    assert sorted(training + held_out) == sorted(TEXTS)
+    assert training == [text for text in TEXTS if text in set(training)]
+    assert 5 <= len(held_out) <= 40
+    assert [shard.tokens for shard in index.training[:-1]] == [700] * (len(index.training) - 1)
+    assert sum(shard.documents or 0 for shard in index.training) == len(training)
+    assert sum(shard.bytes or 0 for shard in index.training) == sum(len(text.encode()) for text in training)
+    held_out_bytes, tokens = sum(len(text.encode()) for text in held_out), sum(each.tokens for each in index.held_out)
+    assert index.bytes_per_token == held_out_bytes / tokens
+
+
+def test_held_out_is_decided_by_the_text_alone(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+    """Not by its place or its tokens: what is there twice is on one side, and another order changes nothing."""
+    turned = tmp_path / "turned.jsonl"
+    turned.write_text("".join(reversed([*lines.read_text().splitlines(keepends=True)] * 2)))
+    found: list[set[str]] = []
+    for number, (source, by) in enumerate([(lines, tokenizer), (turned, tokenizer), (lines, "bytes")]):
+        out = tmp_path / f"out-{number}"
+        index = prepare(recipe(source, by), out, processes=1)
+        if by == "bytes":
+            assert index.end is None
+            text = bytes(ids(out, index, held_out=True)).decode()
+            assert all(each in text for each in found[0])
+            assert len(text) == sum(len(each) for each in found[0])
+        else:
+            found.append(set(documents(ids(out, index, held_out=True), by)))
+    assert found[0] == found[1]
+
+
+def test_processes_change_nothing(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+    prepare(recipe(lines, tokenizer), tmp_path / "alone", processes=1)
+    prepare(recipe(lines, tokenizer), tmp_path / "two", processes=2)
+    assert content(tmp_path / "alone") == content(tmp_path / "two")
+
+
+class Killed(Exception):
+    """What ends a process between two tasks."""
+
+
+def test_resumed_after_every_task_it_has_the_same_bytes(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+    prepare(recipe(lines, tokenizer), tmp_path / "undisturbed", processes=1)
+    out = tmp_path / "disturbed"
+    told: list[int] = []
+
+    def kill(how_far: HowFar) -> None:
+        told.append(how_far.done)
+        raise Killed
+
+    times = 0
+    while not (out / "index.json").exists():
+        try:
+            prepare(recipe(lines, tokenizer), out, processes=1, tell=kill)
+        except Killed:
+            times += 1
+            progress = json.loads((out / "progress.json").read_text())
+            for part, prefix in (("training", "train"), ("held_out", "held-out")):
+                with (out / f"{prefix}-{len(progress[part]['shards']):05}.bin").open("ab") as growing:
+                    growing.write(b"what a task had written before it was done")
+    assert times == len(told) == len(set(told)) > 5, "no task was done twice"
+    assert content(out) == content(tmp_path / "undisturbed")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.worker.test_preparing import recipe
+from worker.data.preparing import prepare
+
+def tell(how_far):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    lines, tokenizer, out, left = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), 3
+    prepare(recipe(lines, tokenizer), out, processes=2, tell=tell)
+"""
+
+
+def test_killed_it_leaves_nobody_behind_and_finished_shards_alone(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+    """By kill -9, with two processes; these waited for ever for tasks from one that was dead."""
+    (tmp_path / "killed.py").write_text(KILLED)
+    out = tmp_path / "out"
+    command = [sys.executable, str(tmp_path / "killed.py"), str(lines), tokenizer, str(out)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=120)  # its pipes are shut
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    finished = json.loads((out / "progress.json").read_text())["training"]["shards"]
+    before = {shard["file"]: (out / shard["file"]).stat().st_mtime_ns for shard in finished}
+    assert before
+    prepare(recipe(lines, tokenizer), out, processes=1)
+    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+    prepare(recipe(lines, tokenizer), tmp_path / "undisturbed", processes=1)
+    assert content(out) == content(tmp_path / "undisturbed")
+
+
+def test_the_same_again_does_nothing(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+    index = prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1)
+    told: list[HowFar] = []
+    assert prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1, tell=told.append) == index
+    assert told == []
+
+
+def test_text_files_are_held_out_like_bytes_and_long_ones_are_cut_between_lines(tokenizer: str, tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text", seed=1, files=8, words=900)
+    index = prepare(recipe(text, tokenizer), tmp_path / "out", processes=1)
+    training = documents(ids(tmp_path / "out", index), tokenizer)
+    held_out = documents(ids(tmp_path / "out", index, held_out=True), tokenizer)
+    files = [path.read_text() for path in sorted(text.iterdir())]
+    assert sorted(training + held_out) == sorted(files)
+    from worker.data.files import held_out_names
+
+    names = held_out_names([f"{number:02}.txt" for number in range(8)], 0.1)
+    assert held_out == [(text / name).read_text() for name in sorted(names)]
+
+
+def test_of_one_text_file_the_end_is_held_out(tokenizer: str, tmp_path: Path) -> None:
+    words = "".join(f"line {number} of the text\n" for number in range(1000))
+    (tmp_path / "one.txt").write_text(words)
+    index = prepare(recipe(tmp_path / "one.txt", tokenizer, holdout=0.25), tmp_path / "out", processes=1)
+    tokens = ids(tmp_path / "out", index), ids(tmp_path / "out", index, held_out=True)
+    (held_out,) = documents(tokens[1], tokenizer)
+    assert words.endswith(held_out)
+    assert len(held_out) == pytest.approx(len(words) / 4, abs=40)
+    assert documents(tokens[0] + tokens[1], tokenizer) == [words]
+    assert [shard.documents for shard in index.held_out] == [0] * len(index.held_out)
+
+
+def test_characters_are_never_cut(tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of 30 kB of characters of three bytes, in tasks of 2000 bytes and pieces of 1000."""
+    monkeypatch.setattr("worker.data.sources.pieces.PIECE_BYTES", 1000)
+    monkeypatch.setattr("worker.data.sources.text._LINE_BYTES", 500)
+    monkeypatch.setattr("worker.data.sources.pieces._STEP_BYTES", 100)
+    line = "a" + "字" * 10_000
+    (tmp_path / "one.txt").write_text(line)
+    index = prepare(recipe(tmp_path / "one.txt", tokenizer, holdout=0.0), tmp_path / "out", processes=1)
+    assert documents(ids(tmp_path / "out", index), tokenizer) == [line]
+
+
+def test_a_second_source_is_held_out_whole(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_text(json.dumps({"text": "held out"}) + "\n")
+    both = [find_source(str(lines), "text", 0.0), find_source(str(tmp_path / "test.jsonl"), "text", 1.0)]
+    index = prepare(Recipe(both, load_tokenizer(tokenizer)), tmp_path / "out", processes=1)
+    assert documents(ids(tmp_path / "out", index, held_out=True), tokenizer) == ["held out"]
+    assert documents(ids(tmp_path / "out", index), tokenizer) == TEXTS
+
+
+def test_stopped_it_goes_on_later(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+    stop = threading.Event()
+    with pytest.raises(Stopped):
+        prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1, tell=lambda _: stop.set(), stop=stop)
+    index = prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1, stop=threading.Event())
+    assert read_index(tmp_path / "out" / "index.json") == index
+
+
+def test_two_do_not_work_in_one_directory(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+    """The command says so; a worker waits for the other one, and then has the set."""
+    refused: list[str] = []
+
+    def tell(_: HowFar) -> None:
+        if not refused:
+            with pytest.raises(DataError, match="another process works in") as refusal:
+                prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1)
+            refused.append(str(refusal.value))
+            stop = threading.Event()
+            stop.set()
+            with pytest.raises(Stopped, match="another process prepared"):
+                prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1, stop=stop)
+
+    prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1, tell=tell)
+    assert refused
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "cut', r"docs.jsonl, line 201, is not JSON \(.*\); mend the line or remove it"),
+        ('{"content": "x", "id": 1}', r"line 201,: it has no 'text'; name the column .* 'content', 'id'"),
+        ('{"text": null}', "line 201,: its 'text' is NoneType, not text"),
+        ('["text"]', "line 201,: an object with a text in 'text' is wanted, this is list"),
+        ('{"text": "\\ud800"}', "line 201,: .*half a character"),
+    ],
+)
+def test_a_line_that_has_no_text(lines: Path, tokenizer: str, tmp_path: Path, line: str, message: str) -> None:
+    with lines.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(DataError, match=message):
+        prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1)
+
+
+def test_a_mended_line_is_gone_on_from(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+    """It is another source then, so the set begins anew; and says so."""
+    good = lines.read_text()
+    lines.write_text(good + "broken\n")
+    with pytest.raises(DataError, match="line 201"):
+        prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1)
+    lines.write_text(good)
+    with pytest.raises(DataError, match="the beginning of a set of other text, .* choose another directory, or delete"):
+        prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1)
+
+
+def test_text_that_is_not_utf_8(tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait\n")
+    with pytest.raises(DataError, match=r"latin.txt is not UTF-8 .* convert it, .*data.tokenizer = \"bytes\""):
+        prepare(recipe(tmp_path / "latin.txt", tokenizer), tmp_path / "out", processes=1)
+
+
+def test_files_of_several_kinds(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "mixed").mkdir()
+    for name in ("a.jsonl", "readme.md"):
+        (tmp_path / "mixed" / name).write_text("{}")
+    with pytest.raises(
+        DataError, match=r"several kinds: JSON lines \(a.jsonl\), text \(readme.md\); name those of one"
+    ):
+        recipe(tmp_path / "mixed", tokenizer)
+    (tmp_path / "packed.jsonl.gz").write_bytes(b"")
+    with pytest.raises(DataError, match="packed.jsonl.gz is not text but compressed files; unpack them first"):
+        recipe(tmp_path / "packed.jsonl.gz", tokenizer)
+
+
+def test_a_directory_that_has_something_else(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("")
+    with pytest.raises(DataError, match="out is not empty and no token set; choose another directory, or delete it"):
+        prepare(recipe(lines, tokenizer), out, processes=1)
+    prepare(recipe(lines, tokenizer), tmp_path / "set", processes=1)
+    with pytest.raises(DataError, match=r"has another token set, of .*docs.jsonl; choose another directory"):
+        prepare(recipe(lines, tokenizer, holdout=0.2), tmp_path / "set", processes=1)
+
+
+def test_no_text_at_all(tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n\n')
+    with pytest.raises(DataError, match="empty.jsonl has no text to train on"):
+        prepare(recipe(tmp_path / "empty.jsonl", tokenizer), tmp_path / "out", processes=1)
+
+
+def test_a_shard_that_was_deleted_meanwhile(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+    def kill(how_far: HowFar) -> None:
+        if how_far.tokens > 2000:
+            raise Killed
+
+    for which in (0, -1):
+        out = tmp_path / f"out{which}"
+        with pytest.raises(Killed):
+            prepare(recipe(lines, tokenizer), out, processes=1, tell=kill)
+        shard = sorted(out.glob("train-*.bin"))[which]
+        shard.unlink()
+        with pytest.raises(DataError, match=f"{shard.name} is missing"):
+            prepare(recipe(lines, tokenizer), out, processes=1)

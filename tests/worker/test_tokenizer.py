@@ -1,0 +1,112 @@
+"""Tokenizers: what is told of one, and what is said of one that cannot be used."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.tokenizers import END, write_tokenizer
+from worker.data.tokenizer import load_tokenizer
+from worker.errors import DataError
+
+
+def test_bytes_are_their_own_ids() -> None:
+    tokenizer = load_tokenizer("bytes")
+    assert (tokenizer.vocabulary, tokenizer.digest, tokenizer.end) == (256, None, None)
+    (ids,) = tokenizer.encoder()(["aé"])
+    assert ids.tolist() == list("aé".encode())
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path)))
+    assert tokenizer.end == 0
+    ids = tokenizer.encoder()(["the worker waits", ""])
+    assert len(ids[0]) < len("the worker waits")
+    assert ids[1].tolist() == []
+    assert max(ids[0]) < tokenizer.vocabulary <= 300
+
+
+def test_a_text_cannot_end_its_document(tmp_path: Path) -> None:
+    """Read as the special token, the name of it in a text would be the end of a document."""
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path)))
+    (ids,) = tokenizer.encoder()([f"a {END} b"])
+    assert tokenizer.end not in ids
+
+
+def test_the_digest_is_of_what_decides_the_ids(tmp_path: Path) -> None:
+    before = load_tokenizer(str(write_tokenizer(tmp_path / "a")))
+    file = tmp_path / "a" / "tokenizer.json"
+    document = json.loads(file.read_text())
+    document["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps(document, indent=7))
+    after = load_tokenizer(str(tmp_path / "a"))
+    assert after.digest == before.digest
+    assert len(after.encoder()(["never cut at two ids"])[0]) > 2
+    other = load_tokenizer(str(write_tokenizer(tmp_path / "b", "quite another text")))
+    assert other.digest != before.digest
+
+
+def test_the_end_may_be_named_as_transformers_names_it(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, end=None)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": END, "lstrip": False}}))
+    assert load_tokenizer(str(tmp_path)).end == 0
+
+
+def test_a_copy_is_the_same_tokenizer(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "a")))
+    tokenizer.save(tmp_path / "copy")
+    copy = load_tokenizer(str(tmp_path / "copy"))
+    assert (copy.digest, copy.end, copy.vocabulary) == (tokenizer.digest, tokenizer.end, tokenizer.vocabulary)
+
+
+def test_without_an_end_it_says_how_to_name_one(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, end=None)
+    with pytest.raises(DataError, match=r'tokenizer_config.json, as {"eos_token": "…"}; its special tokens are <'):
+        load_tokenizer(str(tmp_path))
+
+
+def test_an_end_that_is_no_token(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, end="</s>")
+    with pytest.raises(DataError, match="tokenizer_config.json names the eos_token '</s>', which .* does not have"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "has no tokenizer.json; write one there by"), ("{}", "is not a tokenizer that tokenizers can read")],
+)
+def test_a_directory_without_one(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_path_that_is_not_there() -> None:
+    with pytest.raises(DataError, match="'/no/where' is not a directory on this machine, nor the id of one on the hub"):
+        load_tokenizer("/no/where")
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise ConnectionError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    with pytest.raises(DataError, match=r"'some/one' cannot be had from the hub \(ConnectionError: .*name a directory"):
+        load_tokenizer("some/one")
+
+
+def test_a_repository_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files come into the hub's own cache; those of them that it lacks are not missed."""
+    from huggingface_hub.errors import EntryNotFoundError
+
+    directory = write_tokenizer(tmp_path)
+
+    def fetch(repository: str, name: str) -> str:
+        assert repository == "some/one"
+        if not (directory / name).exists():
+            raise EntryNotFoundError("404")
+        return str(directory / name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    assert load_tokenizer("some/one").digest == load_tokenizer(str(directory)).digest

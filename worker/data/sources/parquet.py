@@ -1,0 +1,90 @@
+"""Parquet files: a column of text, each row of which is a document. Needs pyarrow (pip's `outerstep[data]`)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from worker.data.files import Named
+from worker.data.sources.pieces import TASK_BYTES, Hold, Piece, document
+from worker.errors import DataError
+
+_BATCH_ROWS = 256
+
+
+@dataclass(frozen=True)
+class RowsTask:
+    """The rows [first, stop) of a row group; `size` is the share of its column's bytes that they are."""
+
+    path: Path
+    group: int
+    first: int
+    stop: int
+    size: int
+    column: str
+    hold: Hold
+    rows = 0
+
+    def pieces(self) -> Iterator[Piece]:
+        row = 0
+        with _pyarrow().ParquetFile(self.path) as file:
+            for batch in file.iter_batches(_BATCH_ROWS, row_groups=[self.group], columns=[self.column]):
+                if row + len(batch) > self.first:
+                    for number, text in enumerate(batch.column(0).to_pylist(), start=row):
+                        if self.first <= number < self.stop:
+                            yield from self._document(text, number)
+                row += len(batch)
+                if row >= self.stop:
+                    return
+
+    def _document(self, text: str | None, number: int) -> Iterator[Piece]:
+        if text is None:
+            raise DataError(
+                f"{self.path}, row {number} of row group {self.group}: its {self.column!r} is null, not text; name "
+                "another column, or remove the row"
+            )
+        yield from document(text, self.hold)
+
+
+def row_tasks(files: Named, column: str, hold: Hold, task_bytes: int = TASK_BYTES) -> Iterator[RowsTask]:
+    """Yield the documents of parquet files. Raises DataError for a file that has no such column of text."""
+    for _, path in files:
+        for group, (rows, size) in enumerate(_groups(path, column)):
+            count = max(min(-(-size // task_bytes), rows), 1)
+            for part in range(count):
+                first, stop = (rows * each // count for each in (part, part + 1))
+                if first < stop:
+                    yield RowsTask(path, group, first, stop, size // count, column, hold)
+
+
+def _groups(path: Path, column: str) -> list[tuple[int, int]]:
+    """Return rows and uncompressed bytes of the column for each row group of a file."""
+    from pyarrow import ArrowException, types
+
+    try:
+        with _pyarrow().ParquetFile(path) as file:
+            schema, metadata = file.schema_arrow, file.metadata
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a parquet file that can be read: {error}") from error
+    if column not in schema.names:
+        raise DataError(
+            f"{path} has no column {column!r}; name the one that has the text (data.column, --column): "
+            f"{', '.join(map(repr, schema.names))}"
+        )
+    kind = schema.field(column).type
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+        raise DataError(f"{path}: the column {column!r} is {kind}, not text; name another one (data.column, --column)")
+    place = [metadata.schema.column(j).path for j in range(metadata.num_columns)].index(column)
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    return [(group.num_rows, group.column(place).total_uncompressed_size) for group in groups]
+
+
+def _pyarrow() -> ModuleType:
+    try:
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise DataError(
+            "parquet files need pyarrow, which is not installed; run: pip install 'outerstep[data]'"
+        ) from error
+    return parquet

@@ -1,0 +1,99 @@
+"""Shards that are files: rows are read from where they are, by positioned reads, never mapped into memory.
+
+numpy's memory maps would do the same in fewer lines, but a file that is cut short, or a disk or network file system
+that fails, ends a process that has it mapped by SIGBUS, without a word; a read says what is wrong. And the pages of a
+map count as the process's memory until somebody needs them, so that nobody sees what it really takes.
+
+A shard is hashed when it is used first: in one pass, which also has it in the page cache before its sequences are read
+in random order.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from blake3 import blake3
+
+from worker.data.ids import Integers, Tokens
+from worker.data.index import AGAIN, Index, Shard
+from worker.errors import DataError
+
+OPEN_FILES = 64  # a window's and a few more
+_PIECE_BYTES = 1 << 20
+
+
+class TokenFiles:
+    """The training or held-out shards of a set. `path_of` says where the file of a shard is; it may fetch it first."""
+
+    def __init__(self, index: Index, shards: Sequence[Shard], path_of: Callable[[Shard], Path]) -> None:
+        self.tokens = [shard.tokens for shard in shards]
+        self._shards, self._path_of = shards, path_of
+        self._item, self._vocabulary = index.item, index.vocabulary
+        self._opening = threading.Lock()  # so that threads hash a shard once
+        self._verified: set[int] = set()
+        self._file = lru_cache(OPEN_FILES)(self._open)
+
+    def read(self, shards: Integers, starts: Integers, length: int) -> Tokens:
+        """Return the tokens at these places, as `Shards` says."""
+        out = np.empty((len(shards), length), self._item)
+        offsets = starts * self._item.itemsize
+        for row, shard, offset in zip(out, shards.tolist(), offsets.tolist(), strict=True):
+            file = self._open_file(shard)
+            begin = self._shards[shard].offset + offset
+            count = os.preadv(file.fileno(), [row.data], begin)
+            if count != row.nbytes:
+                raise DataError(
+                    f"{file.name} was cut short: {count} bytes are left of {row.nbytes} at {begin}; {AGAIN}"
+                )
+        if len(out) and int(out.max()) >= self._vocabulary:
+            self._tell_of_an_id(out, shards, starts)
+        return out
+
+    def _open_file(self, shard: int) -> IO[bytes]:
+        with self._opening:
+            return self._file(shard)
+
+    def _open(self, number: int) -> IO[bytes]:
+        """Return the open file of a shard, which is verified if it was not yet. It is closed with its last user."""
+        shard = self._shards[number]
+        path = self._path_of(shard)
+        try:
+            file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error}; {AGAIN}") from error
+        if number not in self._verified:
+            verify(shard, file, path, self._item.itemsize)
+            self._verified.add(number)
+        return file
+
+    def _tell_of_an_id(self, out: Tokens, shards: Integers, starts: Integers) -> None:
+        row, column = np.unravel_index(int(out.argmax()), out.shape)
+        shard = self._shards[int(shards[row])]
+        raise DataError(
+            f"{self._path_of(shard)} has the token id {out[row, column]} at token {starts[row] + column}, the "
+            f"vocabulary of the set is {self._vocabulary}: its index is wrong; prepare the set again"
+        )
+
+
+def verify(shard: Shard, file: IO[bytes], path: Path, itemsize: int) -> None:
+    """Raise DataError unless the shard has the bytes that its digest is of."""
+    hasher, left = blake3(), shard.tokens * itemsize
+    piece = memoryview(bytearray(min(_PIECE_BYTES, left)))
+    file.seek(shard.offset)
+    try:
+        while left and (count := file.readinto(piece[:left])):  # type: ignore[attr-defined]  # a raw file
+            hasher.update(piece[:count])
+            left -= count
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if left:
+        raise DataError(f"{path} is cut short: {left} bytes of the shard are missing; {AGAIN}")
+    if hasher.hexdigest() != shard.digest:
+        raise DataError(
+            f"{path} was altered: the digest of its {shard.tokens} tokens is {hasher.hexdigest()}, the index says "
+            f"{shard.digest}; {AGAIN}"
+        )

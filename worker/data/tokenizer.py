@@ -1,0 +1,153 @@
+"""Tokenizers: bytes, a directory with a tokenizer.json, or a repository of the Hugging Face hub that has one.
+
+Only `tokenizers` reads them: whatever transformers can load in its fast form has a tokenizer.json, and everything that
+decides which ids a text becomes is in it. So its digest, together with the end-of-document id, is what two workers have
+to agree on. A text's own "<|endoftext|>" is text: it is never read as the id of a special token.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from worker.data.ids import BYTES
+from worker.errors import DataError
+
+IN_BYTES = "bytes"
+FILE = "tokenizer.json"
+_END_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # where an eos_token may be named
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+Ids = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer, as it is told of and handed to other processes; `encoder` is what tokenises.
+
+    `digest`, `end` and `file` are None for bytes, which are put end to end. Ids are below `vocabulary`.
+    """
+
+    name: str
+    vocabulary: int
+    digest: str | None = None
+    end: int | None = None
+    file: Path | None = None
+
+    def encoder(self) -> Callable[[Sequence[str]], list[Ids]]:
+        """Return a function that makes ids of several texts at once, without special tokens."""
+        if self.file is None:
+            return lambda texts: [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+        fast = _fast(self.file.read_bytes(), self.file)
+
+        def encode(texts: Sequence[str]) -> list[Ids]:
+            found = fast.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.array(each.ids, np.uint32) for each in found]
+
+        return encode
+
+    def save(self, directory: Path) -> None:
+        """Copy what describes it into `directory`, which `load_tokenizer` then takes; nothing for bytes."""
+        if self.file is not None:
+            directory.mkdir(exist_ok=True)
+            for name in (FILE, *_END_FILES):
+                if (path := self.file.parent / name).is_file():
+                    shutil.copyfile(path, directory / name)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer called `name`. Raises DataError if it is not there or names no end of a document."""
+    if name == IN_BYTES:
+        return Tokenizer(IN_BYTES, BYTES)
+    directory = Path(name).expanduser()
+    if not directory.is_dir():
+        if directory.exists() or not _HUB_ID.fullmatch(name):
+            raise DataError(
+                f"data.tokenizer = {name!r} is not a directory on this machine, nor the id of one on the hub"
+            )
+        directory = _download(name)
+    file = directory / FILE
+    if not file.is_file():
+        raise DataError(
+            f"data.tokenizer = {name!r}: {directory} has no {FILE}; write one there by "
+            "transformers.AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        )
+    content = file.read_bytes()
+    fast = _fast(content, file)
+    vocabulary = max(fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    return Tokenizer(name, vocabulary, _digest(content), _end(directory, fast, name), file)
+
+
+def _fast(content: bytes, file: Path) -> Any:
+    from tokenizers import Tokenizer as Fast
+
+    try:
+        fast = Fast.from_str(content.decode())
+    except Exception as error:  # tokenizers raises Exception itself
+        raise DataError(f"{file} is not a tokenizer that tokenizers can read: {error}") from error
+    fast.no_truncation()
+    fast.no_padding()
+    fast.encode_special_tokens = True  # as text
+    return fast
+
+
+def _digest(content: bytes) -> str:
+    """Return the BLAKE3 of the file as canonical JSON, without how long texts were cut and padded when it was saved."""
+    document = json.loads(content)
+    kept = {key: value for key, value in document.items() if key not in ("truncation", "padding")}
+    return blake3(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _end(directory: Path, fast: Any, name: str) -> int:
+    """Return the id that ends a document: that of the eos_token."""
+    for file in (directory / each for each in _END_FILES):
+        token = _read_json(file).get("eos_token") if file.is_file() else None
+        if token is not None:
+            text = token["content"] if isinstance(token, dict) else str(token)
+            found = fast.token_to_id(text)
+            if found is None:
+                raise DataError(f"{file} names the eos_token {text!r}, which {directory / FILE} does not have")
+            return int(found)
+    special = [str(each) for each in fast.get_added_tokens_decoder().values() if each.special]
+    raise DataError(
+        f"data.tokenizer = {name!r} does not say which token ends a document; name it in "
+        f'{directory / _END_FILES[0]}, as {{"eos_token": "…"}}'
+        + (f"; its special tokens are {', '.join(special)}" if special else "")
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{file} is not JSON: {error}") from error
+    return document if isinstance(document, dict) else {}
+
+
+def _download(name: str) -> Path:
+    """Return the directory with the files of a repository on the hub; from its local cache where they are there."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        file = Path(hf_hub_download(name, FILE))
+        for each in _END_FILES:
+            try:
+                hf_hub_download(name, each)
+            except EntryNotFoundError:
+                continue  # one of them suffices, and `_end` says so if there is none
+    except Exception as error:  # of the hub, of the HTTP client that it has in this version, of the disk
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"data.tokenizer = {name!r} cannot be had from the hub ({type(error).__name__}: {reason}); name a "
+            f"directory with its {FILE} and {_END_FILES[0]}, or fetch it while the hub can be reached (a private one "
+            "needs HF_TOKEN)"
+        ) from error
+    return file.parent
