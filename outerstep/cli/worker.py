@@ -17,6 +17,8 @@ FLAGS = {
     "state_dir": "--state",
     "device": "--device",
     "threads": "--threads",
+    "data_cache": "--data-cache",
+    "data_cache_gb": "--data-cache-gb",
 }
 
 
@@ -41,6 +43,17 @@ def worker(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="CPU threads of torch. Default: torch's own choice.")
     ] = None,
+    data_cache: Annotated[
+        Path | None,
+        typer.Option(
+            "--data-cache",
+            help="Directory for shards of token sets behind a URL; workers may share it. "
+            "Default: ~/.cache/outerstep/shards.",
+        ),
+    ] = None,
+    data_cache_gb: Annotated[
+        float | None, typer.Option("--data-cache-gb", help="GB that the shards may take. Default: 20.")
+    ] = None,
 ) -> None:
     """Join a run as a worker and train until it ends.
 
@@ -61,5 +74,7 @@ def worker(
         "state_dir": state,
         "device": device,
         "threads": threads,
+        "data_cache": data_cache,
+        "data_cache_gb": data_cache_gb,
     }
     raise typer.Exit(agent.run_worker(validated(settings.WorkerSettings, given, FLAGS)))

@@ -11,11 +11,12 @@ Fault = Callable[[str], int | None]
 
 
 class FileServer:
-    """`files` by path. `asked` has the path and the range of every request."""
+    """`files` by path. `asked` has the path and the range of every request, `authorizations` their tokens."""
 
     def __init__(self, files: dict[str, bytes], *, ranges: bool = True) -> None:
         self.files, self.ranges = files, ranges
         self.asked: list[tuple[str, str | None]] = []
+        self.authorizations: list[str | None] = []
         self.fault: Fault = lambda path: None
         self.before: Callable[[str], None] = lambda path: None  # an answer begins
 
@@ -26,6 +27,7 @@ class FileServer:
     def answer(self, handler: Handler) -> None:
         path, wanted = handler.path, handler.headers.get("Range")
         self.asked.append((path, wanted))
+        self.authorizations.append(handler.headers.get("Authorization"))
         self.before(path)
         fault, content = self.fault(path), self.files.get(path)
         if content is None or (fault is not None and fault > 0):

@@ -91,7 +91,7 @@ class ShardCache:
     def open(self, wanted: Wanted, keep: Collection[str] = ()) -> IO[bytes]:
         """Return the file of a shard, fetched if it has to be, its bytes compared with its digest once by this process.
 
-        No room is made of the digests in `keep`. Raises DataError and Stopped.
+        Room is made of the digests in `keep` only if there is no other. Raises DataError and Stopped.
         """
         while True:
             try:
@@ -124,8 +124,11 @@ class ShardCache:
     def _fetch_in_any_case(self, wanted: Wanted, keep: Collection[str]) -> None:
         try:
             self._fetch(wanted, keep)
-        except NoRoom as error:  # other workers fetch: they will be through
-            raise Transient(str(error)) from error
+        except NoRoom:
+            try:
+                self._fetch(wanted, ())
+            except NoRoom as error:  # other workers fetch: they will be through
+                raise Transient(str(error)) from error
 
     def _fetch(self, wanted: Wanted, keep: Collection[str]) -> None:
         """Try once, from where the last try broke off."""
