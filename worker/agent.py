@@ -19,6 +19,7 @@ from protocol.errors import CodecError, OuterstepError, Problem, Remedy
 from protocol.exit_codes import Exit
 from protocol.messages import RunDetail, RunState
 from worker.data.opening import open_training_set
+from worker.data.shards import CacheSettings, cache_directory
 from worker.diloco import DiLoCo
 from worker.errors import DataError, ModelError, StateDirBusy, Stopped
 from worker.initial import initial_parameters
@@ -103,7 +104,8 @@ def _train(
         raise DataError(
             f"the run {run.name} has data.source = 'custom': its workers are scripts of their own, with DiLoCo"
         )
-    data = open_training_set(spec.with_source(settings.data), stop=stop)
+    shards = CacheSettings(settings.data_cache or cache_directory(), int(settings.data_cache_gb * 1e9))
+    data = open_training_set(spec.with_source(settings.data), stop=stop, shards=shards)
     model = build_model(spec, device)
     check_vocabulary(model, data.vocabulary)
     optimizers = build_inner_optimizers(model, spec.inner)

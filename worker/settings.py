@@ -35,6 +35,13 @@ class WorkerSettings(BaseModel):
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: torch's own choice")
 
+    data_cache: Path | None = Field(
+        None, description="where shards of token sets behind a URL are kept; default: ~/.cache/outerstep/shards"
+    )
+    data_cache_gb: float = Field(
+        20.0, gt=0, description="GB that they may take, of all workers that have this directory together"
+    )
+
     @field_validator("url")
     @classmethod
     def _http(cls, url: str) -> str:

@@ -26,7 +26,7 @@ def train(
     spec = diloco.spec
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.train()
-    for _, batch in batches(diloco, data.unit, device):
+    for _, batch in batches(diloco, data, device):
         if diloco.inner_step == 0:
             torch.manual_seed(round_seed(spec.seed, diloco.name, diloco.round))  # a resumed round repeats bit for bit
         schedule.set(diloco.global_step, diloco.warmup_scale)

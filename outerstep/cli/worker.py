@@ -18,6 +18,8 @@ FLAGS = {
     "device": "--device",
     "data": "--data",
     "threads": "--threads",
+    "data_cache": "--data-cache",
+    "data_cache_gb": "--data-cache-gb",
 }
 
 
@@ -48,6 +50,17 @@ def worker(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="CPU threads of torch. Default: torch's own choice.")
     ] = None,
+    data_cache: Annotated[
+        Path | None,
+        typer.Option(
+            "--data-cache",
+            help="Directory for shards of token sets behind a URL; workers may share it. "
+            "Default: ~/.cache/outerstep/shards.",
+        ),
+    ] = None,
+    data_cache_gb: Annotated[
+        float | None, typer.Option("--data-cache-gb", help="GB that the shards may take. Default: 20.")
+    ] = None,
 ) -> None:
     """Join a run as a worker and train until it ends.
 
@@ -69,5 +82,7 @@ def worker(
         "device": device,
         "data": data,
         "threads": threads,
+        "data_cache": data_cache,
+        "data_cache_gb": data_cache_gb,
     }
     raise typer.Exit(agent.run_worker(validated(settings.WorkerSettings, given, FLAGS)))

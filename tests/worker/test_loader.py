@@ -1,7 +1,7 @@
 """Batches are made ahead of need, as many as there is room for, and the loop sees nothing of it."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.waiting import wait_until
 from tests.worker.test_side_stream import DEVICES, Recorder
 from worker.data.loader import AHEAD, Copier, batches
-from worker.errors import DataError
+from worker.errors import DataError, Stopped
 
 CPU = torch.device("cpu")
 
@@ -35,17 +35,21 @@ class Course:
 
 
 class Maker:
-    """Makes batches and notes which."""
+    """Makes batches and notes which, and what it was told to expect."""
 
     def __init__(self, broken: int | None = None) -> None:
         self.made: list[int] = []
+        self.expected: list[list[int]] = []
         self._broken = broken
 
-    def __call__(self, unit: int) -> Tensor:
-        self.made.append(unit)
-        if unit == self._broken:
-            raise DataError(f"unit {unit} is broken")
-        return torch.full((2, 3), unit)
+    def expect(self, units: Sequence[int]) -> None:
+        self.expected.append(list(units))
+
+    def unit(self, number: int) -> Tensor:
+        self.made.append(number)
+        if number == self._broken:
+            raise DataError(f"unit {number} is broken")
+        return torch.full((2, 3), number)
 
 
 def loader_threads() -> list[threading.Thread]:
@@ -92,6 +96,36 @@ def test_what_the_look_ahead_did_not_name_is_made_when_it_is_needed() -> None:
     assert [(unit, batch[0, 0].item()) for unit, batch in batches(course, Maker(), CPU)] == [(4, 4), (9, 9), (2, 2)]
 
 
+def test_all_that_is_known_to_come_is_told_once() -> None:
+    make, course = Maker(), Course(list(range(10)))
+    for unit, _ in batches(course, make, CPU):
+        if unit == 9 and not course.coming and len(make.expected) == 1:
+            course.coming = [30, 31, 32, 33, 34]  # the next round
+    assert make.expected == [list(range(10)), [30, 31, 32, 33, 34]]
+
+
+def test_a_next_round_that_is_known_before_this_one_ends_is_told_with_what_is_left() -> None:
+    make, course = Maker(), Course(list(range(10)))
+    for unit, _ in batches(course, make, CPU):
+        if unit == 6:
+            course.coming = [7, 8, 9, 30, 31, 32, 33, 34]
+    assert make.expected == [list(range(10)), [7, 8, 9, 30, 31, 32, 33, 34]]
+
+
+def test_a_worker_that_is_asked_to_stop_while_it_waits_for_a_batch_ends_its_loop() -> None:
+    """Without a fault, so that what it has trained is handed in."""
+    make, course = Maker(), Course([0, 1, 2])
+    make_unit = make.unit
+
+    def unit(number: int) -> Tensor:
+        if number == 1:
+            raise Stopped("asked to stop while a shard was fetched")
+        return make_unit(number)
+
+    make.unit = unit  # type: ignore[method-assign]
+    assert [number for number, _ in batches(course, make, CPU)] == [0]
+
+
 @pytest.mark.parametrize("end", ["the end", "break", "an exception"])
 def test_the_thread_ends_with_the_loop(end: str) -> None:
     course, make = Course(list(range(100))), Maker()
@@ -112,14 +146,15 @@ def test_the_thread_ends_with_the_loop(end: str) -> None:
 
 def test_a_loop_that_ends_does_not_wait_for_a_batch_that_is_not_to_be_had() -> None:
     """A shard that never comes, of a unit that nobody needs any more."""
-    given_up, course = threading.Event(), Course([0, 1])
+    given_up, make = threading.Event(), Maker()
 
-    def make(unit: int) -> Tensor:
-        if unit:
+    def unit(number: int) -> Tensor:
+        if number:
             assert given_up.wait(30)
         return torch.zeros(1)
 
-    for _ in batches(course, make, CPU):
+    make.unit = unit  # type: ignore[method-assign]
+    for _ in batches(Course([0, 1]), make, CPU):
         break
     given_up.set()  # only now: the loop is over already
     wait_until(lambda: not loader_threads())
@@ -168,7 +203,8 @@ def test_every_batch_arrives_whole_however_far_the_device_is_behind(device: str)
     course = Course(list(range(50)))
     busy = torch.ones(512, 512, device=device) / 512
     sums = []
-    make = lambda unit: torch.full((1 << 16,), unit)  # noqa: E731
+    make = Maker()
+    make.unit = lambda number: torch.full((1 << 16,), number)  # type: ignore[method-assign]
     for _, batch in batches(course, make, torch.device(device)):
         for _ in range(10):
             busy = busy @ busy

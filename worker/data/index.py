@@ -119,12 +119,18 @@ def dtype_for(vocabulary: int) -> DtypeName:
 def read_index(file: Path) -> Index:
     """Return the index in `file`. Raises DataError if it cannot be read or contradicts itself."""
     try:
-        return Index.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        faults = "; ".join(explain(fault) for fault in error.errors()[:3])
-        raise DataError(f"{file} is not the index of a token set: {faults}; prepare the set again") from error
+        return parse_index(file.read_bytes(), str(file))
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error}") from error
+
+
+def parse_index(content: bytes, name: str) -> Index:
+    """Return the index that is in the file of that name. Raises DataError if it contradicts itself."""
+    try:
+        return Index.model_validate_json(content)
+    except ValidationError as error:
+        faults = "; ".join(explain(fault) for fault in error.errors()[:3])
+        raise DataError(f"{name} is not the index of a token set: {faults}; prepare the set again") from error
 
 
 def check_sizes(shards: Iterable[Shard], item: Item, directory: Path) -> None:

@@ -5,7 +5,7 @@ follows whatever happens to the round; a batch that is not wanted any more is fo
 its unit's number, so nothing depends on which ones were made ahead.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Protocol
@@ -13,11 +13,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from worker.errors import Stopped
 from worker.tuning.side_stream import SideStream
 
 # Beside the one that is trained on. One is enough for a device that is the slower of the two; the others make up for a
 # batch that takes long.
 AHEAD = 3
+
+
+class Source(Protocol):
+    """What batches are made of."""
+
+    def unit(self, number: int) -> Tensor: ...
+
+    def expect(self, units: Sequence[int]) -> None: ...
 
 
 class Numbers(Protocol):
@@ -28,29 +37,37 @@ class Numbers(Protocol):
     def upcoming(self) -> Iterator[int]: ...
 
 
-def batches(numbers: Numbers, make: Callable[[int], Tensor], device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """Yield each of `numbers.units()` with its batch, `make(unit)`, on `device`.
+def batches(numbers: Numbers, data: Source, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+    """Yield each of `numbers.units()` with its batch, `data.unit(unit)`, on `device`.
 
-    `make` is called on another thread, one call at a time. What it raises for a unit is raised here in the place of
-    that unit's batch. When the iterator ends or is closed nothing more is begun.
+    Batches are made on another thread, one at a time. What making one raises is raised here in its place; but Stopped
+    ends the loop, so that what was trained can be handed in. When the iterator ends or is closed nothing more is begun.
+    `data.expect` is told all units that are known to come whenever there are new ones.
     """
     copy = Copier(device)
     thread = ThreadPoolExecutor(1, "batches")
     made: dict[int, Future[Tensor]] = {}
+    told: set[int] = set()
 
     def begin(unit: int) -> None:
         if unit not in made:
-            made[unit] = thread.submit(lambda: copy.ahead(make(unit)))
+            made[unit] = thread.submit(lambda: copy.ahead(data.unit(unit)))
 
     try:
         for unit in numbers.units():
             begin(unit)
             coming = list(islice(numbers.upcoming(), AHEAD))
+            if not told.issuperset((unit, *coming)):
+                expected = [unit, *numbers.upcoming()]
+                data.expect(expected)
+                told = set(expected)
             for unwanted in made.keys() - {unit, *coming}:
                 made.pop(unwanted).cancel()
             for each in coming:
                 begin(each)
             yield unit, copy.here(made.pop(unit).result())
+    except Stopped:
+        return
     finally:
         # Without waiting: what is being made may itself wait, for a file that is on its way.
         thread.shutdown(wait=False, cancel_futures=True)

@@ -17,11 +17,14 @@ from worker.data import bins
 from worker.data.files import source_files
 from worker.data.index import FILE, Index, check_sizes, check_tokenizer, read_index
 from worker.data.preparing import HowFar, Recipe, prepare
+from worker.data.remote import is_remote
 from worker.data.sequences import Sequences
+from worker.data.shards import CacheSettings, open_remote_set
 from worker.data.sources.hub import PREFIX
 from worker.data.sources.source import BIN, TEXT, find_source, kind_of
 from worker.data.text import TextData
-from worker.data.token_files import TokenFiles
+from worker.data.token_files import InDirectory, TokenFiles
+from worker.data.token_set import token_sequences
 from worker.data.tokenizer import IN_BYTES, Tokenizer, load_tokenizer
 from worker.data.training_set import TrainingSet
 
@@ -30,13 +33,18 @@ _TOLD_EVERY = 0.05  # of the work
 log = logging.getLogger(__name__)
 
 
-def open_training_set(spec: RunSpec, *, stop: threading.Event | None = None) -> TrainingSet:
-    """Return the run's training set on this machine, prepared if it has to be, until `stop` is set.
+def open_training_set(
+    spec: RunSpec, *, stop: threading.Event | None = None, shards: CacheSettings | None = None
+) -> TrainingSet:
+    """Return the run's training set on this machine, prepared if it has to be, until `stop` is set. `shards` says where
+    those of a set behind a URL are kept.
 
     Raises DataError, and Stopped.
     """
     data = spec.data
     tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
+    if is_remote(data.source):
+        return open_remote_set(spec, tokenizer, shards or CacheSettings(), stop or threading.Event())
     directory = Path(data.source).expanduser()
     if (directory / FILE).is_file():
         return open_token_set(spec, directory, tokenizer)
@@ -83,18 +91,10 @@ def _open_bins(spec: RunSpec, tokenizer: Tokenizer | None) -> Sequences:
 
 def _sequences(spec: RunSpec, index: Index, directory: Path) -> Sequences:
     training, held_out = (
-        TokenFiles(index, shards, lambda shard: directory / shard.file) for shards in (index.training, index.held_out)
+        TokenFiles(index, shards, InDirectory(shards, directory, index.item.itemsize))
+        for shards in (index.training, index.held_out)
     )
-    return Sequences(
-        spec,
-        training,
-        held_out,
-        digest=index.digest(),
-        vocabulary=index.vocabulary,
-        bytes_per_token=index.bytes_per_token,
-        tokenizer=index.tokenizer,
-        tokenizer_digest=index.tokenizer_digest,
-    )
+    return token_sequences(spec, index, training, held_out)
 
 
 def _teller() -> Callable[[HowFar], None]:

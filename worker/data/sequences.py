@@ -4,7 +4,7 @@ Sequence i of a shard is its tokens [i·L, i·L + L], the L targets being the to
 reaches into the next shard, which may be on another machine; a shard's last tokens, L at most, are not used.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -46,6 +46,10 @@ class InMemory:
         return out
 
 
+# Has shards fetched ahead: is told the order and the units that are asked for next.
+Ahead = Callable[[Order, Sequence[int]], object]
+
+
 class Sequences:
     """A training set of shards. Raises DataError if they are too few for one work unit."""
 
@@ -60,7 +64,9 @@ class Sequences:
         bytes_per_token: float | None,
         tokenizer: str | None = None,
         tokenizer_digest: str | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
+        self._ahead = ahead
         self._length, self._batch = spec.data.sequence_length, spec.inner.batch_size
         self._training, self._held_out = training, held_out
         self.vocabulary, self.bytes_per_token = vocabulary, bytes_per_token
@@ -82,6 +88,11 @@ class Sequences:
     def unit(self, number: int) -> Tensor:
         """Return work unit `number`, int64[batch_size, sequence_length + 1]."""
         return self._read(self._training, self.order.places(number))
+
+    def expect(self, units: Sequence[int]) -> None:
+        """Have the shards of these units fetched ahead, as `TrainingSet` says."""
+        if self._ahead is not None:
+            self._ahead(self.order, units)
 
     def held_out_batches(self, max_tokens: int) -> Iterator[Tensor]:
         """Yield at most `max_tokens` held-out tokens, as `TrainingSet` says."""

@@ -20,22 +20,24 @@ from blake3 import blake3
 
 from worker.data.ids import Integers, Tokens
 from worker.data.index import AGAIN, Index, Shard
+from worker.data.order import WINDOW_SHARDS
 from worker.errors import DataError
 
-OPEN_FILES = 64  # a window's and a few more
+OPEN_FILES = 2 * WINDOW_SHARDS  # a unit may lie in two windows
 _PIECE_BYTES = 1 << 20
 
 
 class TokenFiles:
-    """The training or held-out shards of a set. `path_of` says where the file of a shard is; it may fetch it first."""
+    """The training or held-out shards of a set. `open_shard` opens the file of shard i, verified; it may fetch it
+    first."""
 
-    def __init__(self, index: Index, shards: Sequence[Shard], path_of: Callable[[Shard], Path]) -> None:
+    def __init__(self, index: Index, shards: Sequence[Shard], open_shard: Callable[[int], IO[bytes]]) -> None:
         self.tokens = [shard.tokens for shard in shards]
-        self._shards, self._path_of = shards, path_of
+        self._shards = shards
         self._item, self._vocabulary = index.item, index.vocabulary
-        self._opening = threading.Lock()  # so that threads hash a shard once
-        self._verified: set[int] = set()
-        self._file = lru_cache(OPEN_FILES)(self._open)
+        self._opening = threading.Lock()  # so that threads open a shard once
+        # A file is closed with its last user.
+        self._file = lru_cache(OPEN_FILES)(open_shard)
 
     def read(self, shards: Integers, starts: Integers, length: int) -> Tokens:
         """Return the tokens at these places, as `Shards` says."""
@@ -57,26 +59,33 @@ class TokenFiles:
         with self._opening:
             return self._file(shard)
 
-    def _open(self, number: int) -> IO[bytes]:
-        """Return the open file of a shard, which is verified if it was not yet. It is closed with its last user."""
+    def _tell_of_an_id(self, out: Tokens, shards: Integers, starts: Integers) -> None:
+        row, column = np.unravel_index(int(out.argmax()), out.shape)
+        shard = self._shards[int(shards[row])]
+        raise DataError(
+            f"{shard.file} of the set has the token id {out[row, column]} at token {starts[row] + column}, the "
+            f"vocabulary of the set is {self._vocabulary}: its index is wrong; prepare the set again"
+        )
+
+
+class InDirectory:
+    """Opens shards in a directory, each of which is verified when it is used first."""
+
+    def __init__(self, shards: Sequence[Shard], directory: Path, itemsize: int) -> None:
+        self._shards, self._directory, self._itemsize = shards, directory, itemsize
+        self._verified: set[int] = set()
+
+    def __call__(self, number: int) -> IO[bytes]:
         shard = self._shards[number]
-        path = self._path_of(shard)
+        path = self._directory / shard.file
         try:
             file = path.open("rb", buffering=0)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error}; {AGAIN}") from error
         if number not in self._verified:
-            verify(shard, file, path, self._item.itemsize)
+            verify(shard, file, path, self._itemsize)
             self._verified.add(number)
         return file
-
-    def _tell_of_an_id(self, out: Tokens, shards: Integers, starts: Integers) -> None:
-        row, column = np.unravel_index(int(out.argmax()), out.shape)
-        shard = self._shards[int(shards[row])]
-        raise DataError(
-            f"{self._path_of(shard)} has the token id {out[row, column]} at token {starts[row] + column}, the "
-            f"vocabulary of the set is {self._vocabulary}: its index is wrong; prepare the set again"
-        )
 
 
 def verify_file(shard: Shard, path: Path, itemsize: int) -> None:

@@ -1,6 +1,6 @@
 """What the training loop, the evaluation and the agent know of a training set, whatever it is made of."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -34,6 +34,10 @@ class TrainingSet(Protocol):
     def unit(self, number: int) -> Tensor:
         """Return work unit `number`, int64[batch_size, sequence_length + 1]: a pure function of the set, the run's seed
         and the number. Raises DataError if the data cannot be read or is not what it was."""
+
+    def expect(self, units: Sequence[int]) -> None:
+        """Note that these units are asked for next, in this order; what they need may be fetched ahead. Does not
+        wait."""
 
     def held_out_batches(self, max_tokens: int) -> Iterator[Tensor]:
         """Yield at most `max_tokens` held-out tokens in batches, int64[<= batch_size, sequence_length + 1].

@@ -1,4 +1,5 @@
-"""Retries of a worker's requests, for ever: a coordinator outage of any length must not end a worker.
+"""Retries of a worker's requests, for ever: an outage of any length, of the coordinator or of the data, must not end
+a worker.
 
 Transient faults (no connection, a proxy's 5xx or 429, a broken body, problems whose remedy is `retry`) are retried
 after a capped exponential backoff with full jitter, or after the server's Retry-After. The log has
@@ -38,10 +39,10 @@ class Signal(Protocol):
 
 
 class Outage:
-    """The log of an outage: its beginning, one line a minute, and its end."""
+    """The log of an outage of `peer`: its beginning, one line a minute, and its end."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float], peer: str) -> None:
+        self._clock, self._peer = clock, peer
         self._lock = threading.Lock()
         self._since: float | None = None
         self._logged = 0.0
@@ -66,7 +67,7 @@ class Outage:
         with self._lock:
             since, self._since = self._since, None
         if since is not None:
-            log.info("the coordinator answers again after %.0f s", self._clock() - since)
+            log.info("%s answers again after %.0f s", self._peer, self._clock() - since)
 
 
 class Retry:
@@ -79,11 +80,12 @@ class Retry:
         sleep: Callable[[float], object] | None = None,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
+        peer: str = "the coordinator",
     ) -> None:
         self.stop = stop
         self._sleep = sleep
         self._rng = rng or random.Random()
-        self._outage = Outage(clock)
+        self._outage = Outage(clock, peer)
 
     def until(self, stop: Signal) -> "Retry":
         """Return the same with another signal that ends the waiting. Both log an outage together, once."""

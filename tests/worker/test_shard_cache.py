@@ -1,0 +1,333 @@
+"""The bounded directory of fetched shards: whatever breaks on the way, what is in it is right and not too much."""
+
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from protocol.errors import Transient
+from tests.support.file_server import FileServer, file_server
+from tests.support.full_disk import small_disk
+from tests.support.waiting import wait_until
+from worker.data.remote import HttpFiles
+from worker.data.shard_cache import ShardCache, Wanted
+from worker.errors import DataError, NoRoom, Stopped
+from worker.link.retry import Retry
+
+ROOT = Path(__file__).parents[2]
+SIZE = 100_000
+
+
+def content(number: int, size: int = SIZE) -> bytes:
+    return random.Random(number).randbytes(size)
+
+
+def retry(stop: threading.Event | None = None, slept: list[float] | None = None) -> Retry:
+    """Tries again at once."""
+    sleep = (lambda seconds: None) if slept is None else slept.append
+    return Retry(stop or threading.Event(), sleep=sleep, rng=random.Random(0), peer="the data")
+
+
+class Shelf:
+    """Shards in memory, whose reading is noted, and breaks where a test says."""
+
+    def __init__(self, **faults: list[Exception | int]) -> None:
+        self.read: list[tuple[int, int]] = []
+        self.faults: dict[int, list[Exception | int]] = {int(name[1:]): each for name, each in faults.items()}
+
+    def wanted(self, number: int, size: int = SIZE) -> Wanted:
+        whole = content(number, size)
+
+        def read(start: int) -> Iterator[bytes]:
+            self.read.append((number, start))
+            fault = self.faults.get(number, []).pop(0) if self.faults.get(number) else None
+            if isinstance(fault, Exception):
+                raise fault
+            for at in range(start, size if fault is None else fault, 30_000):
+                yield whole[at : min(at + 30_000, size if fault is None else fault)]
+
+        return Wanted(blake3(whole).hexdigest(), size, f"shard {number}", read)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name != "lock")
+
+
+def digests(*numbers: int) -> list[str]:
+    return sorted(blake3(content(number)).hexdigest() for number in numbers)
+
+
+def test_a_shard_is_fetched_once_and_is_there_for_the_next_process(tmp_path: Path) -> None:
+    shelf = Shelf()
+    for _ in range(2):
+        cache = ShardCache(tmp_path / "deep" / "cache", 10 * SIZE, retry())
+        for _ in range(2):
+            with cache.open(shelf.wanted(1)) as file:
+                assert file.read() == content(1)
+    assert shelf.read == [(1, 0)]
+    assert names(tmp_path / "deep" / "cache") == digests(1)
+
+
+def test_a_try_goes_on_where_the_last_one_broke_off(tmp_path: Path) -> None:
+    shelf = Shelf(_1=[70_000, Transient("503"), 90_000])
+    with ShardCache(tmp_path, 10 * SIZE, retry()).open(shelf.wanted(1)) as file:
+        assert file.read() == content(1)
+    assert shelf.read == [(1, 0), (1, 70_000), (1, 70_000), (1, 90_000)]
+
+
+def test_an_altered_shard_is_refused_and_nothing_is_kept(tmp_path: Path) -> None:
+    good = Shelf().wanted(1)
+    bad = Wanted(good.digest, SIZE, "https://there/train-1.bin", lambda start: iter([content(2)[start:]]))
+    with pytest.raises(DataError, match=r"https://there/train-1.bin .* was altered") as raised:
+        ShardCache(tmp_path, 10 * SIZE, retry()).open(bad)
+    assert digests(1)[0] in str(raised.value)
+    assert digests(2)[0] in str(raised.value)
+    assert not (tmp_path / good.digest).exists()
+    with ShardCache(tmp_path, 10 * SIZE, retry()).open(good) as file:  # once it was put there again
+        assert file.read() == content(1)
+
+
+def test_what_somebody_began_badly_is_fetched_anew(tmp_path: Path) -> None:
+    """After a power failure a file may have the length that was written and other bytes."""
+    shelf = Shelf()
+    wanted = shelf.wanted(1)
+    (tmp_path / f"{wanted.digest}.{SIZE}.part").write_bytes(bytes(40_000))
+    with ShardCache(tmp_path, 10 * SIZE, retry()).open(wanted) as file:
+        assert file.read() == content(1)
+    assert shelf.read == [(1, 40_000), (1, 0)]
+
+
+def test_a_spoilt_file_is_fetched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shelf = Shelf()
+    ShardCache(tmp_path, 10 * SIZE, retry()).fetch(shelf.wanted(1))
+    (tmp_path / digests(1)[0]).write_bytes(content(1)[:-1] + b"?")
+    with ShardCache(tmp_path, 10 * SIZE, retry()).open(shelf.wanted(1)) as file:
+        assert file.read() == content(1)
+    assert shelf.read == [(1, 0), (1, 0)]
+    assert "is not what it was: it is fetched again" in caplog.text
+
+
+def test_an_outage_of_any_length_and_its_end_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    slept: list[float] = []
+    shelf = Shelf(_1=[Transient("no line")] * 500)
+    ShardCache(tmp_path, 10 * SIZE, retry(slept=slept)).fetch(shelf.wanted(1))
+    assert names(tmp_path) == digests(1)
+    assert len(slept) == 500
+    assert max(slept) <= 10
+    assert "no line; trying again in " in caplog.text
+    assert "the data answers again" in caplog.text
+
+
+def test_a_worker_that_is_asked_to_stop_stops_in_the_middle(tmp_path: Path) -> None:
+    stop, shelf = threading.Event(), Shelf()
+    wanted = shelf.wanted(1)
+
+    def read(start: int) -> Iterator[bytes]:
+        yield content(1)[start:50_000]
+        stop.set()
+        yield content(1)[50_000:]
+
+    with pytest.raises(Stopped):
+        ShardCache(tmp_path, 10 * SIZE, retry(stop)).open(Wanted(wanted.digest, SIZE, "shard 1", read))
+    assert names(tmp_path) == [f"{wanted.digest}.{SIZE}.part"]
+    ShardCache(tmp_path, 10 * SIZE, retry()).fetch(wanted)
+    assert shelf.read == [(1, 50_000)]
+
+
+# --- the limit ----------------------------------------------------------------------------------------------------
+
+
+def used_at(directory: Path, number: int, seconds: float) -> None:
+    os.utime(directory / blake3(content(number)).hexdigest(), (seconds, seconds))
+
+
+def test_room_is_made_of_what_was_used_longest_ago(tmp_path: Path) -> None:
+    shelf, cache = Shelf(), ShardCache(tmp_path, 3 * SIZE + 10, retry())
+    for number in (1, 2, 3):
+        cache.fetch(shelf.wanted(number))
+        used_at(tmp_path, number, 1000 + number)
+    cache.open(shelf.wanted(1)).close()  # that is a use
+    cache.fetch(shelf.wanted(4))
+    assert names(tmp_path) == digests(1, 3, 4)
+
+
+def test_no_room_is_made_of_what_is_needed_sooner(tmp_path: Path) -> None:
+    shelf, cache = Shelf(), ShardCache(tmp_path, 3 * SIZE, retry())
+    for number in (1, 2, 3):
+        cache.fetch(shelf.wanted(number))
+        used_at(tmp_path, number, 1000 + number)
+    cache.fetch(shelf.wanted(4), keep=digests(1, 2))
+    assert names(tmp_path) == digests(1, 2, 4)
+    with pytest.raises(NoRoom, match="--data-cache-gb"):
+        cache.fetch(shelf.wanted(5), keep=digests(1, 2, 4))
+    assert names(tmp_path) == digests(1, 2, 4)
+
+
+def test_a_part_that_nobody_fetches_any_more_is_room_and_one_in_work_is_not(tmp_path: Path) -> None:
+    shelf, cache = Shelf(), ShardCache(tmp_path, 2 * SIZE, retry())
+    fetching, left, third = shelf.wanted(1), shelf.wanted(2), shelf.wanted(3)
+    (tmp_path / f"{left.digest}.{SIZE}.part").write_bytes(b"a little")
+
+    def read(start: int) -> Iterator[bytes]:
+        cache.fetch(third)  # in the middle of another one
+        assert names(tmp_path) == sorted([f"{fetching.digest}.{SIZE}.part", third.digest])
+        yield content(1)
+
+    cache.fetch(Wanted(fetching.digest, SIZE, "shard 1", read))
+    assert names(tmp_path) == digests(1, 3)
+
+
+def test_what_is_needed_at_once_waits_while_others_fetch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shelf = Shelf()
+    first, second = shelf.wanted(1), shelf.wanted(2)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def read(start: int) -> Iterator[bytes]:
+        begun.set()
+        assert go_on.wait(30)
+        yield content(1)
+
+    def let_go(seconds: float) -> None:
+        go_on.set()
+        fetching.join(30)
+
+    other = Retry(threading.Event(), sleep=let_go, rng=random.Random(0), peer="the data")
+    cache = ShardCache(tmp_path, SIZE, retry())
+    fetching = threading.Thread(target=cache.fetch, args=(Wanted(first.digest, SIZE, "shard 1", read),))
+    fetching.start()
+    assert begun.wait(30)
+    with ShardCache(tmp_path, SIZE, other).open(second) as file:
+        assert file.read() == content(2)
+    assert "has no room" in caplog.text
+    assert names(tmp_path) == digests(2)
+
+
+# --- several workers ----------------------------------------------------------------------------------------------
+
+
+def test_workers_that_want_the_same_shard_fetch_it_once(tmp_path: Path) -> None:
+    asked: list[int] = []
+    waiting = threading.Event()
+
+    def read(start: int) -> Iterator[bytes]:
+        asked.append(start)
+        yield content(1)[:50_000]
+        assert waiting.wait(30)  # until the other one has found it locked
+        yield content(1)[50_000:]
+
+    wanted = Wanted(digests(1)[0], SIZE, "shard 1", read)
+    patient = Retry(threading.Event(), sleep=lambda seconds: waiting.set(), peer="the data")
+
+    def worker(_: int) -> bytes:
+        with ShardCache(tmp_path, 10 * SIZE, patient).open(wanted) as file:
+            return file.read()
+
+    with ThreadPoolExecutor(3) as workers:
+        assert list(workers.map(worker, range(3))) == [content(1)] * 3
+    assert asked == [0]
+
+
+def test_many_workers_in_a_small_directory_all_read_what_is_right(tmp_path: Path) -> None:
+    """Each deletes what others have just fetched, or fetch."""
+    limit, size = 5 * 4000, 4000
+
+    def worker(seed: int) -> int:
+        draw, shelf, most = random.Random(seed), Shelf(), 0
+        cache = ShardCache(tmp_path, limit, retry())
+        for _ in range(60):
+            number = draw.randrange(12)
+            with cache.open(shelf.wanted(number, size)) as file:
+                assert file.read() == content(number, size)
+            with (tmp_path / "lock").open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                most = max(most, size * len(names(tmp_path)))
+        return most
+
+    with ThreadPoolExecutor(6) as workers:
+        most = max(workers.map(worker, range(6)))
+    assert size < most <= limit
+
+
+FETCH = """
+import sys, threading
+from pathlib import Path
+from tests.worker.test_shard_cache import SIZE, retry, served
+from worker.data.shard_cache import ShardCache
+ShardCache(Path(sys.argv[1]), 10 * SIZE, retry()).fetch(served(sys.argv[2]))
+"""
+
+
+def served(url: str) -> Wanted:
+    """Shard 1 behind a server."""
+    files = HttpFiles(url)
+    return Wanted(digests(1)[0], SIZE, files.url("1.bin"), lambda start: files.read("1.bin", start, SIZE))
+
+
+def test_who_is_killed_in_the_middle_leaves_a_part_that_the_next_one_goes_on_with(tmp_path: Path) -> None:
+    server = FileServer({"/1.bin": content(1)})
+    held = threading.Event()
+    cache = tmp_path / "cache"
+    with file_server(server) as url:
+        server.fault = lambda path: -60_000
+        server.before = lambda path: None if server.count(path) == 1 else wait(held)
+        process = subprocess.Popen(
+            [sys.executable, "-c", FETCH, str(cache), url], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        )
+        wait_until(lambda: server.count("/1.bin") == 2)  # it has a part of it, and asks for the rest
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert names(cache) == [f"{digests(1)[0]}.{SIZE}.part"]
+        server.fault, server.before = lambda path: None, lambda path: None
+        held.set()
+        with ShardCache(cache, 10 * SIZE, retry()).open(served(url)) as file:
+            assert file.read() == content(1)
+        assert server.asked[-1] == ("/1.bin", f"bytes=60000-{SIZE - 1}")
+    assert names(cache) == digests(1)
+
+
+def wait(event: threading.Event) -> None:
+    assert event.wait(60)
+
+
+# --- disks --------------------------------------------------------------------------------------------------------
+
+
+def test_on_a_full_disk_old_shards_make_room_and_then_it_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        shelf, directory = Shelf(), disk.root / "cache"
+        cache = ShardCache(directory, 100 * SIZE, retry())
+        for number in (1, 2):
+            cache.fetch(shelf.wanted(number))
+            used_at(directory, number, 1000 + number)
+        disk.fill()
+        slept = []
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) == 5:
+                disk.make_room()
+
+        waiting = Retry(threading.Event(), sleep=sleep, rng=random.Random(0), peer="the data")
+        with ShardCache(directory, 100 * SIZE, waiting).open(shelf.wanted(3, 3 * SIZE)) as file:
+            assert file.read() == content(3, 3 * SIZE)
+        assert len(slept) == 5
+        assert f"the disk of the data cache {directory} is full" in caplog.text
+        assert names(directory) == [blake3(content(3, 3 * SIZE)).hexdigest()]
+
+
+def test_a_directory_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="--data-cache"):
+        ShardCache(tmp_path / "file" / "cache", SIZE, retry())

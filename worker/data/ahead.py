@@ -1,0 +1,101 @@
+"""Shards fetched ahead of need, by threads that take what is expected in order.
+
+What is expected is known for this round, from the worker's assignment; of the next one it is guessed, as the
+coordinator gives out units in order: it is as far on from this round's as that was from the one before. A guess is
+fetched last and makes no room but of what is not expected, so a wrong one costs bytes and nothing else.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Sequence
+
+from protocol.errors import OuterstepError
+from worker.data.order import WINDOW_SHARDS, Order
+from worker.errors import NoRoom, Stopped
+
+THREADS = 4  # a long line is filled by several connections only
+_LOOK_AGAIN_S = 5.0  # where there is no room: what is in the way will have been used some time
+
+log = logging.getLogger(__name__)
+
+
+class FetchAhead:
+    """`fetch(shard, before)` has a shard at hand, or raises NoRoom if that could only be made of those in `before`,
+    which are needed sooner; four threads call it, from the first call on. They are daemons: a process that ends leaves
+    what they do as a kill would, which the next one goes on with."""
+
+    def __init__(self, fetch: Callable[[int, Collection[int]], None]) -> None:
+        self._fetch = fetch
+        self._changed = threading.Condition()
+        self._expected: list[int] = []
+        self._next = 0  # place among the expected of what is fetched next
+        self._reached = 0  # and of the last shard that was used
+        self._round: range | None = None  # units that were expected last
+        self._threads: list[threading.Thread] = []
+
+    def __call__(self, order: Order, units: Sequence[int]) -> None:
+        """Have the shards of these units fetched, and then those of the next round's."""
+        shards = dict.fromkeys(shard for unit in [*units, *self._guess(units)] for shard in order.shards(unit))
+        with self._changed:
+            self._expected, self._next, self._reached = list(shards), 0, 0
+            self._changed.notify_all()
+            while len(self._threads) < THREADS:
+                self._threads.append(threading.Thread(target=self._run, name="fetch", daemon=True))
+                self._threads[-1].start()
+
+    @property
+    def needed(self) -> list[int]:
+        """The shards that are being used, or were fetched ahead of their use."""
+        with self._changed:
+            return self._expected[self._needed_from : self._next]
+
+    @property
+    def _needed_from(self) -> int:
+        return max(self._reached - WINDOW_SHARDS + 1, 0)
+
+    def reached(self, shard: int) -> None:
+        """Note that a shard is used, so that those in windows before its own are not needed any more."""
+        with self._changed:
+            if shard in self._expected:
+                self._reached = max(self._reached, self._expected.index(shard))
+
+    def _guess(self, units: Sequence[int]) -> range:
+        """Return the units of the round after the one that `units` end with."""
+        first = last = units[-1]
+        for unit in reversed(units):
+            if unit < first - 1:
+                break
+            first = unit
+        before, self._round = self._round, range(first, last + 1)
+        ahead = len(self._round) if before is None or before.start >= first else first - before.start
+        return range(first + ahead, last + ahead + 1)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._next < len(self._expected))
+                    expected, place = self._expected, self._next
+                    self._next += 1
+                self._have(expected, place)
+        except Stopped:
+            return
+
+    def _have(self, expected: list[int], place: int) -> None:
+        while True:
+            with self._changed:
+                needed_from = self._needed_from
+                if self._expected is not expected or place < needed_from:
+                    return
+            try:
+                self._fetch(expected[place], expected[needed_from:place])
+            except NoRoom:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._expected is not expected, _LOOK_AGAIN_S)
+            except Stopped:
+                raise
+            except (OuterstepError, OSError) as error:
+                log.warning("not fetched ahead: %s", error)  # raised where it is needed, if it is
+                return
+            else:
+                return

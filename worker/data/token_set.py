@@ -1,0 +1,23 @@
+"""A token set as a training set, wherever its shards are."""
+
+from protocol.spec import RunSpec
+from worker.data.index import Index
+from worker.data.sequences import Ahead, Sequences
+from worker.data.token_files import TokenFiles
+
+
+def token_sequences(
+    spec: RunSpec, index: Index, training: TokenFiles, held_out: TokenFiles, ahead: Ahead | None = None
+) -> Sequences:
+    """Return the token set of an index, whose parts are read by `training` and `held_out`."""
+    return Sequences(
+        spec,
+        training,
+        held_out,
+        digest=index.digest(),
+        vocabulary=index.vocabulary,
+        bytes_per_token=index.bytes_per_token,
+        tokenizer=index.tokenizer,
+        tokenizer_digest=index.tokenizer_digest,
+        ahead=ahead,
+    )
