@@ -69,7 +69,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "link": {"errors", "accounts", "codecs", "tuning", "state"},
         "rounds": {"errors", "accounts", "codecs", "tuning", "state", "link"},
         "diloco": {"accounts", "state", "link", "rounds"},
-        "export": {"errors", "models", "state", "link"},
+        "export": {"errors", "data", "models", "state", "link"},
         "initial": {"errors", "models", "link"},
         "inner": {"data", "models"},
         "train": {"data", "inner", "diloco"},

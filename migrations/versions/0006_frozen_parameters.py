@@ -1,13 +1,13 @@
 """The parameters of a run that are not trained
 
-Revision ID: 0005
+Revision ID: 0006
 Revises: 0003
 """
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0005"
+revision = "0006"
 down_revision = "0003"
 branch_labels = None
 depends_on = None
