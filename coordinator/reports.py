@@ -55,9 +55,7 @@ def run_info(run: LiveRun) -> RunInfo:
 
 def run_detail(run: LiveRun) -> RunDetail:
     """Return the run with its parsed spec and the bytes of its files."""
-    data = None if run.model is None else run.model.data
-    digest = None if data is None else data.digest
-    return RunDetail(**_run_fields(run), spec=run.spec, disk_bytes=_disk_bytes(run), data_digest=digest)
+    return RunDetail(**_run_fields(run), spec=run.spec, disk_bytes=_disk_bytes(run))
 
 
 def spec_toml(run: LiveRun) -> str:
@@ -103,6 +101,7 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
             "live_workers": len(run.members),
             "fragments": None if run.model is None else len(run.model.layout.fragments),
             "elements": None if run.model is None else run.model.layout.total_elements,
+            "data": None if run.model is None else run.model.data,
             "frozen": None if run.model is None else run.model.frozen,
             **stored,
             "state_digest": None if final is None else final.hex(),

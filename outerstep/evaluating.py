@@ -15,7 +15,8 @@ from transformers.utils import logging
 from protocol.messages import Evaluation, RunDetail
 from protocol.spec import parse_spec
 from worker.agent import choose_device
-from worker.data.text import TextData
+from worker.data.opening import open_training_set
+from worker.data.training_set import TrainingSet
 from worker.errors import DataError, ModelError
 from worker.export import load_checkpoint
 from worker.inner.evaluation import evaluate
@@ -58,17 +59,18 @@ def evaluate_model(http: httpx.Client, token: str, run: RunDetail, asked: Asked)
     return Evaluation(**report.model_dump())
 
 
-def held_out_data(run: RunDetail, source: str | None) -> TextData:
+def held_out_data(run: RunDetail, source: str | None) -> TrainingSet:
     """Return the data of the run, or those at `source`. Raises DataError if they are not there, are not the run's
     though no `source` was given, or if nothing of them is held out."""
     spec = run.spec.with_source(source)
     if spec.data.source == "custom":
         raise DataError(f"the run {run.name} has data.source = 'custom', which its scripts alone can read; give --data")
-    data = TextData(spec)
-    if source is None and run.data_digest not in (None, data.summary.digest):
+    data = open_training_set(spec)
+    known = None if run.data is None else run.data.digest
+    if source is None and known not in (None, data.summary.digest):
         raise DataError(
             f"data.source = {spec.data.source!r} holds other text on this machine (BLAKE3 {data.summary.digest}) than "
-            f"the run is trained on ({run.data_digest}); give --data to evaluate on other text"
+            f"the run is trained on ({known}); give --data to evaluate on other text"
         )
     if next(data.held_out_batches(1), None) is None:
         raise DataError(

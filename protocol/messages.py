@@ -103,6 +103,26 @@ class RoundReport(_Request):
 # --- runs ---------------------------------------------------------------------------------------------------------
 
 
+class DataSummary(_Request):
+    """The identity of a worker's training set: a digest of its content, and its length in work units.
+
+    `tokenizer` and its digest are of the tokenizer that made its ids; null for bytes, or where nobody knows. It may
+    have another name on each worker.
+
+    With `data.private` the digest is null: it would tell whether a worker has a text that somebody else knows.
+    """
+
+    digest: HexDigest | None = None
+    units: Annotated[int, Field(gt=0, lt=1 << 60)]
+    tokenizer: Annotated[str, Field(max_length=1024)] | None = None
+    tokenizer_digest: HexDigest | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is null: what is told of bytes is what it was before there were tokenizers."""
+        return {key: value for key, value in serialize(self).items() if value is not None}
+
+
 class FrozenSummary(_Request):
     """The identity of the parameters that a worker does not train: a digest of their names, shapes and values, and how
     many elements they have."""
@@ -131,7 +151,8 @@ class RunInfo(_Reply):
     live_workers: int
     fragments: int | None  # null until the first worker has sent the model's shape
     elements: int | None  # that are trained
-    frozen: FrozenSummary | None = None  # of the first worker; null where nothing is frozen, or it did not say
+    data: DataSummary | None = None  # of the first worker, as is `frozen`; null where it did not say
+    frozen: FrozenSummary | None = None  # null where nothing is frozen as well
     tokens: int  # trained on, in accepted contributions
     upload_bytes: int  # accepted contributions
     account: Account = Field(default_factory=Account)  # over all workers
@@ -153,7 +174,6 @@ class DiskBytes(_Reply):
 
 class RunDetail(RunInfo):
     disk_bytes: DiskBytes
-    data_digest: HexDigest | None = None  # of the training set that all have; null before the first worker has told it
     spec: RunSpec
 
 
@@ -162,27 +182,6 @@ class RunChange(_Request):
 
 
 # --- workers ------------------------------------------------------------------------------------------------------
-
-
-class DataSummary(_Request):
-    """The identity of a worker's training set: a digest of its content, and its length in work units.
-
-    `tokenizer` and its digest are of the tokenizer that made its ids; null for bytes, or where nobody knows. It may
-    have another name on each worker.
-
-
-    With `data.private` the digest is null: it would tell whether a worker has a text that somebody else knows.
-    """
-
-    digest: HexDigest | None = None
-    units: Annotated[int, Field(gt=0, lt=1 << 60)]
-    tokenizer: Annotated[str, Field(max_length=1024)] | None = None
-    tokenizer_digest: HexDigest | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_nulls(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is null: what is told of bytes is what it was before there were tokenizers."""
-        return {key: value for key, value in serialize(self).items() if value is not None}
 
 
 class JoinRequest(_Request):

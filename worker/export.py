@@ -1,5 +1,6 @@
 """Export of a checkpoint as a Hugging Face directory, and samples of text from the model."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -7,7 +8,9 @@ from safetensors.torch import save_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from worker.errors import ModelError
+from protocol.messages import RunDetail
+from worker.data.tokenizer import Tokenizer, load_tokenizer
+from worker.errors import DataError, ModelError
 from worker.link.checkpoints import load_parameters
 from worker.link.client import Client
 from worker.models.building import build_model, logits_of
@@ -16,6 +19,8 @@ from worker.state.frozen import frozen_summary
 
 _HOST = torch.device("cpu")
 TEMPERATURE = 0.8
+
+log = logging.getLogger(__name__)
 
 
 def load_checkpoint(client: Client, state_round: int | None = None) -> nn.Module:
@@ -42,16 +47,21 @@ def export(client: Client, directory: Path, state_round: int | None = None, *, m
 
     A transformers model becomes a directory that `AutoModelForCausalLM.from_pretrained` loads. Adapters are written as
     peft has them, or, to `merge`, as the model that they make with the one they belong to. A model from the user's own
-    function becomes model.safetensors and the run's spec.toml. Raises FileExistsError, ModelError where there is
-    nothing to merge, and what `load_checkpoint` raises.
+    function becomes model.safetensors and the run's spec.toml. The run's tokenizer goes with it; where this machine
+    does not have it, a warning says so. Raises FileExistsError, ModelError where there is nothing to merge, and what
+    `load_checkpoint` raises.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(f"{directory} exists and is not an empty directory; choose another")
-    adapted = client.run_detail().spec.model.lora is not None
+    run = client.run_detail()
+    adapted = run.spec.model.lora is not None
     if merge and not adapted:
-        raise ModelError(f"the run {client.run} has no adapters to merge: its export is the whole model")
-    model = load_checkpoint(client, state_round)
+        raise ModelError(f"the run {run.name} has no adapters to merge: its export is the whole model")
+    model, tokenizer = load_checkpoint(client, state_round), _tokenizer(run)
     directory.mkdir(parents=True, exist_ok=True)
+    if tokenizer is not None:
+        tokenizer.save(directory)
+        _end_generation(model, tokenizer)
     if merge:
         model = model.merge_and_unload()  # type: ignore[operator]
     if adapted and not merge:
@@ -64,6 +74,29 @@ def export(client: Client, directory: Path, state_round: int | None = None, *, m
         save_model(model, str(directory / "model.safetensors"))
     (directory / "spec.toml").write_text(client.spec_text())
     return model
+
+
+def _tokenizer(run: RunDetail) -> Tokenizer | None:
+    """Return the run's tokenizer; None, with a warning, where this machine does not have it. Bytes have one as well,
+    with nothing to save."""
+    name = run.spec.data.tokenizer or (run.data.tokenizer if run.data else None)
+    try:
+        tokenizer = None if name is None else load_tokenizer(name)
+        if tokenizer and run.data and tokenizer.digest != run.data.tokenizer_digest:
+            raise DataError(
+                f"the tokenizer {name} on this machine is not the run's (BLAKE3 {run.data.tokenizer_digest})"
+            )
+    except DataError as error:
+        log.warning("exported without a tokenizer: %s; copy the one of a worker beside the model", error)
+        return None
+    return tokenizer
+
+
+def _end_generation(model: nn.Module, tokenizer: Tokenizer) -> None:
+    """Let the model end where a document ends, unless it says itself where it ends."""
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None and generation_config.eos_token_id is None:
+        generation_config.eos_token_id = tokenizer.end
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ def create(
     rounds: int = 2,
     min_workers: int = 1,
     fragment_elements: int = 70_000,
+    data: str = "",
 ) -> None:
     """Create a run of `model` on a little text in `directory`."""
     text = directory / "text"
@@ -34,7 +35,7 @@ def create(
     for index in range(4):
         (text / f"{index}.txt").write_text(f"all work and no play, chapter {index}. " * 20)
     coordinator.create_run(
-        f'name = "{name}"\nmodel = {{{model}}}\n[data]\nsource = "{text}"\nsequence_length = 16\n[inner]\nbatch_size = 2\n'
+        f'name = "{name}"\nmodel = {{{model}}}\n[data]\nsource = "{text}"\nsequence_length = 16\n{data}\n[inner]\nbatch_size = 2\n'
         f"warmup_steps = 0\n[sync]\nrounds = {rounds}\ninner_steps = 2\nfragment_elements = {fragment_elements}\n"
         f"[checkpoints]\nevery_rounds = 1\nkeep = 10\n[members]\nmin_workers = {min_workers}\n"
     )
