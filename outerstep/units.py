@@ -32,6 +32,11 @@ def loss_text(loss: float | None) -> str:
     return UNKNOWN if loss is None else f"{loss:.4f}"
 
 
+def share_text(share: float | None) -> str:
+    """Format a share of one: 0.4567 -> '45.7%'."""
+    return UNKNOWN if share is None else f"{share:.1%}"
+
+
 def duration_text(seconds: float | None) -> str:
     """Format seconds: 75.2 -> '1 min 15 s'; below a minute with one decimal."""
     if seconds is None:

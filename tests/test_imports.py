@@ -70,9 +70,11 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "rounds": {"errors", "accounts", "codecs", "tuning", "state", "link"},
         "diloco": {"accounts", "state", "link", "rounds"},
         "export": {"errors", "codecs", "models", "state", "link"},
-        "inner": {"data", "models"},
-        "train": {"data", "inner", "diloco"},
-        "agent": {"errors", "settings", "data", "models", "inner", "link", "diloco", "train"},
+        "inner": {"errors", "data", "models"},
+        "box": {"errors", "settings", "accounts", "data", "models", "inner"},
+        "train": {"accounts", "inner", "box"},
+        "alone": {"errors", "accounts", "state", "box", "train"},
+        "agent": {"errors", "settings", "accounts", "state", "inner", "link", "diloco", "box", "train", "alone"},
     },
 }
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from protocol.errors import OuterstepError
 from protocol.messages import DataSummary, EvaluationReport, JoinRequest, RunDetail
 from protocol.spec import RunSpec
+from worker.accounts.device_use import DeviceUse
 from worker.accounts.progress import Progress
 from worker.link.client import Client, open_http
 from worker.link.heartbeat import Heartbeat
@@ -68,6 +69,7 @@ class DiLoCo:
     data        the training set, compared between workers; None if the script does not say
     evaluate    measures the held-out loss of the model as it is; called when the coordinator asks this worker to
     host        what the coordinator shows about this machine
+    use         the model's FLOPs and the device's peak, for the MFU; None: memory alone is told
     clock       monotonic seconds
 
     Raises protocol.errors.Problem if the coordinator refuses, StateDirBusy, ModelError, CodecError (the
@@ -86,6 +88,7 @@ class DiLoCo:
         data: DataSummary | None = None,
         evaluate: Callable[[], EvaluationReport] | None = None,
         host: dict[str, str | int | float] | None = None,
+        use: DeviceUse | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec: RunSpec = run.spec
@@ -96,8 +99,9 @@ class DiLoCo:
         self._optimizer = inner_optimizer
         self._files = StateDir(state_dir) if state_dir is not None else None
         self._evaluate = evaluate
-        self._progress = Progress(client.traffic, client.stages, clock)
         request = JoinRequest(tensors=tensor_specs(model), data=data, host=host or {})
+        use = use or DeviceUse(next(model.parameters()).device)
+        self._progress = Progress(client.traffic, client.stages, clock, use)
         self._membership = Membership(client, name, request, self._files)
         self._steps = InnerSteps(run.spec)
         self._resources = ExitStack()

@@ -3,6 +3,7 @@
 OuterstepError (protocol)
 ├── ModelError          a model that cannot be built or trained in this run
 ├── DataError           a training set that cannot be read, or is too small
+├── BoxError            something that this machine cannot do
 ├── StateDirBusy        another process uses the same state directory
 ├── Resync              the worker's outer state is not the run's: take a checkpoint, drop the round's work
 ├── WorkLost            the work units of a contribution were assigned to another worker: drop the round's work
@@ -20,6 +21,10 @@ class ModelError(OuterstepError):
 
 class DataError(OuterstepError):
     """A training set that cannot be read, or is too small."""
+
+
+class BoxError(OuterstepError):
+    """Something that this machine cannot do as its settings say."""
 
 
 class StateDirBusy(OuterstepError):

@@ -47,7 +47,7 @@ def create(
       model.preset = "tiny"
       sync.rounds = 50
     """
-    text = _read_spec(spec)
+    text = read_spec(spec)
     with operator_client(url, token, token_file) as client:
         run, new = client.create_run(text)
     if output is Format.JSON:
@@ -327,7 +327,7 @@ def _change_worker(
     typer.echo(f"worker {worker} of the run {run} is {state}")
 
 
-def _read_spec(path: Path) -> str:
+def read_spec(path: Path) -> str:
     """Return the spec's text. Raises UsageError for an unreadable file, SpecError naming the file for a wrong spec."""
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
