@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outerstep.follow import Look
-from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text
+from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text, share_text
 from protocol.messages import Event, FragmentState, RoundInfo, RunInfo, WorkerInfo
 
 SHOWN_ROUNDS = 8
@@ -146,24 +146,26 @@ def tokens_per_second(item: RoundInfo) -> float | None:
 
 def worker_table(workers: Sequence[WorkerInfo]) -> Table:
     columns = ["worker", "state", "doing", ">round", ">step", ">loss", ">tokens/s", ">up", ">down", ">tokens"]
-    return table(
-        columns,
-        (
-            (
-                item.name,
-                item.state.value,
-                item.metrics.phase or UNKNOWN,
-                _number(item.metrics.round),
-                _number(item.metrics.inner_step),
-                loss_text(item.metrics.loss),
-                count_text(item.metrics.tokens_per_second),
-                bytes_text(item.metrics.upload_bytes),
-                bytes_text(item.metrics.download_bytes),
-                count_text(item.tokens),
-            )
-            for item in workers
-        ),
-    )
+    rows = [
+        [
+            item.name,
+            item.state.value,
+            item.metrics.phase or UNKNOWN,
+            _number(item.metrics.round),
+            _number(item.metrics.inner_step),
+            loss_text(item.metrics.loss),
+            count_text(item.metrics.tokens_per_second),
+            bytes_text(item.metrics.upload_bytes),
+            bytes_text(item.metrics.download_bytes),
+            count_text(item.tokens),
+        ]
+        for item in workers
+    ]
+    if any(item.metrics.mfu is not None for item in workers):  # else these would only take room
+        columns += [">MFU", ">memory"]
+        for row, item in zip(rows, workers, strict=True):
+            row += [share_text(item.metrics.mfu), bytes_text(item.metrics.peak_memory_bytes)]
+    return table(columns, rows)
 
 
 def round_table(rounds: Iterable[RoundInfo]) -> Table:

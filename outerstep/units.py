@@ -37,6 +37,11 @@ def held_out_text(loss: float | None, bits_per_byte: float | None) -> str:
     return loss_text(loss) if bits_per_byte is None else f"{loss_text(loss)} ({loss_text(bits_per_byte)} bits/byte)"
 
 
+def share_text(share: float | None) -> str:
+    """Format a share of one: 0.4567 -> '45.7%'."""
+    return UNKNOWN if share is None else f"{share:.1%}"
+
+
 def duration_text(seconds: float | None) -> str:
     """Format seconds: 75.2 -> '1 min 15 s'; below a minute with one decimal."""
     if seconds is None:

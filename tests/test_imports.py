@@ -73,8 +73,13 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "export": {"errors", "data", "models", "state", "link"},
         "initial": {"errors", "models", "link"},
         "inner": {"errors", "user_code", "data", "models"},
-        "train": {"data", "inner", "diloco"},
-        "agent": {"errors", "settings", "data", "models", "inner", "link", "diloco", "initial", "train"},
+        "box": {"errors", "settings", "accounts", "data", "models", "inner"},
+        "train": {"accounts", "data", "inner", "box"},
+        "alone": {"errors", "accounts", "state", "models", "box", "train"},
+        "agent": {
+            *("errors", "settings", "accounts", "state", "link", "inner"),
+            *("diloco", "initial", "box", "train", "alone"),
+        },
     },
 }
 

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
 
@@ -18,17 +18,17 @@ from protocol.compiled import KERNELS
 from protocol.errors import CodecError, OuterstepError, Problem, Remedy
 from protocol.exit_codes import Exit
 from protocol.messages import RunDetail, RunState
-from worker.data.opening import open_training_set
-from worker.data.shards import CacheSettings, cache_directory
+from protocol.spec import RunSpec
+from worker.accounts.step_log import StepLog
+from worker.alone import train_alone
+from worker.box import Box, set_up
 from worker.diloco import DiLoCo
-from worker.errors import DataError, ModelError, StateDirBusy, Stopped
+from worker.errors import BoxError, DataError, ModelError, StateDirBusy, Stopped
 from worker.initial import initial_parameters
-from worker.inner.evaluation import evaluate
-from worker.inner.optimizers import build_inner_optimizers
-from worker.inner.schedules import Schedule
+from worker.inner.precision import allow_tf32, precision_on
 from worker.link.client import Client, open_http
-from worker.models.building import build_model, check_vocabulary
-from worker.settings import WorkerSettings
+from worker.settings import BoxSettings, WorkerSettings, state_directory
+from worker.state.state_dir import StateDir
 from worker.train import train
 
 # From the first signal to the end, whatever hangs: less than the 10 s after which containers are killed.
@@ -42,10 +42,24 @@ def run_worker(settings: WorkerSettings, *, end_process: Callable[[int], object]
 
     `end_process` is called if leaving after a signal takes longer than LEAVE_WITHIN_S.
     """
+    return _run(settings, partial(_work, settings), end_process)
+
+
+def run_alone(settings: BoxSettings, spec: RunSpec, *, end_process: Callable[[int], object] = os._exit) -> Exit:
+    """Train the run `spec` alone, without a coordinator, and return the exit code."""
+    return _run(settings, partial(_work_alone, settings, spec), end_process)
+
+
+def _run(
+    settings: BoxSettings,
+    work: Callable[[torch.device, threading.Event], None],
+    end_process: Callable[[int], object],
+) -> Exit:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         device = choose_device(settings.device)
+        allow_tf32(precision_on(device, settings.precision, settings.parameters))
     except ValueError as error:
         log.error("%s", error)
         return Exit.USAGE
@@ -53,12 +67,12 @@ def run_worker(settings: WorkerSettings, *, end_process: Callable[[int], object]
         torch.set_num_threads(settings.threads)
     try:
         with stop_on_signals(end_process) as stop:
-            _work(settings, device, stop)
+            work(device, stop)
     except Stopped:
         log.info("stopped")
     except Problem as problem:
         return _code_of(problem)
-    except (CodecError, DataError, ModelError, StateDirBusy) as error:
+    except (BoxError, CodecError, DataError, ModelError, StateDirBusy) as error:
         log.error("%s", error)
         return Exit.REFUSED
     except (OuterstepError, OSError, httpx.HTTPError) as error:
@@ -99,34 +113,62 @@ def _work(settings: WorkerSettings, device: torch.device, stop: threading.Event)
 def _train(
     settings: WorkerSettings, client: Client, run: RunDetail, device: torch.device, stop: threading.Event
 ) -> None:
-    spec = run.spec
-    if spec.data.source == "custom":
-        raise DataError(
-            f"the run {run.name} has data.source = 'custom': its workers are scripts of their own, with DiLoCo"
+    with _step_log(settings) as step_log:
+        box = set_up(run.spec, settings, device, stop=stop)
+        _say_what_trains(run.name, settings, box)
+        diloco = DiLoCo(
+            box.model,
+            box.optimizers,
+            client=client,
+            run=run,
+            name=settings.name,
+            state_dir=settings.directory,
+            data=box.data.summary,
+            evaluate=box.evaluate,
+            initial=initial_parameters(box.model, run.spec.model, client),
+            host=host_facts(device) | {"precision": box.precision},
+            use=box.use,
         )
-    shards = CacheSettings(settings.data_cache or cache_directory(), int(settings.data_cache_gb * 1e9))
-    data = open_training_set(spec.with_source(settings.data), stop=stop, shards=shards)
-    model = build_model(spec, device)
-    check_vocabulary(model, data.vocabulary)
-    optimizers = build_inner_optimizers(model, spec.inner)
-    schedule = Schedule(spec, optimizers)
-    measure = partial(evaluate, model, data, spec.evaluation.max_tokens, device) if data.held_out_tokens else None
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    log.info("run %s as %s: %d parameters on %s; kernels %s", run.name, settings.name, parameters, device, KERNELS)
-    diloco = DiLoCo(
-        model,
-        optimizers,
-        client=client,
-        run=run,
-        name=settings.name,
-        state_dir=settings.directory,
-        data=data.summary,
-        evaluate=measure,
-        initial=initial_parameters(model, spec.model, client),
-        host=host_facts(device),
+        with diloco:
+            train(diloco, box, step_log)
+
+
+def _work_alone(settings: BoxSettings, spec: RunSpec, device: torch.device, stop: threading.Event) -> None:
+    directory = settings.state_dir or state_directory(spec.name, f"{settings.name}.no-sync")
+    with _step_log(settings) as step_log, StateDir(directory) as files:
+        box = set_up(spec, settings, device, stop=stop)
+        _say_what_trains(spec.name, settings, box)
+        load_initial = initial_parameters(box.model, spec.model)
+        if load_initial is not None:
+            load_initial()
+        train_alone(box, settings.name, files, stop, step_log)
+
+
+@contextmanager
+def _step_log(settings: BoxSettings) -> Iterator[StepLog | None]:
+    """Yield the step log; None where none is wanted. Raises BoxError where it cannot be written from the start."""
+    if settings.log is None:
+        yield None
+        return
+    with ExitStack() as opened:
+        try:
+            step_log = opened.enter_context(StepLog(settings.log))
+        except OSError as error:
+            raise BoxError(f"--log {settings.log}: {error.strerror}") from error
+        yield step_log
+
+
+def _say_what_trains(run: str, settings: BoxSettings, box: Box) -> None:
+    parameters = sum(parameter.numel() for parameter in box.model.parameters())
+    log.info(
+        "run %s as %s: %d parameters on %s in %s; kernels %s",
+        run,
+        settings.name,
+        parameters,
+        box.device,
+        box.precision,
+        KERNELS,
     )
-    with diloco:
-        train(diloco, model, optimizers, schedule, data, device)
 
 
 def host_facts(device: torch.device) -> dict[str, str | int | float]:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from protocol.errors import OuterstepError
 from protocol.messages import DataSummary, EvaluationReport, JoinRequest, RunDetail
 from protocol.spec import RunSpec
+from worker.accounts.device_use import DeviceUse
 from worker.accounts.progress import Progress
 from worker.link.client import Client, open_http
 from worker.link.heartbeat import Heartbeat
@@ -73,6 +74,7 @@ class DiLoCo:
     evaluate    measures the held-out loss of the model as it is; called when the coordinator asks this worker to
     initial     puts state 0 into the model, called if this worker is to seed the run; None: the model holds it
     host        what the coordinator shows about this machine
+    use         the model's FLOPs and the device's peak, for the MFU; None: memory alone is told
     clock       monotonic seconds
 
     Raises protocol.errors.Problem if the coordinator refuses, StateDirBusy, ModelError, CodecError (the
@@ -93,6 +95,7 @@ class DiLoCo:
         evaluate: Callable[[], EvaluationReport] | None = None,
         initial: Callable[[], None] | None = None,
         host: dict[str, str | int | float] | None = None,
+        use: DeviceUse | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec: RunSpec = run.spec
@@ -105,10 +108,11 @@ class DiLoCo:
             raise ValueError("inner_optimizer is an empty sequence: DiLoCo needs one optimizer at least")
         self._files = StateDir(state_dir) if state_dir is not None else None
         self._evaluate, self._initial = evaluate, initial
-        self._progress = Progress(client.traffic, client.stages, clock)
         if data is not None and run.spec.data.private:
             data = data.model_copy(update={"digest": None})
         request = JoinRequest(tensors=tensor_specs(model), data=data, frozen=frozen_summary(model), host=host or {})
+        use = use or DeviceUse(next(model.parameters()).device)
+        self._progress = Progress(client.traffic, client.stages, clock, use)
         self._membership = Membership(client, name, request, self._files)
         self._steps = InnerSteps(run.spec)
         self._resources = ExitStack()

@@ -4,6 +4,7 @@ OuterstepError (protocol)
 ├── ModelError          a model that cannot be built or trained in this run
 ├── DataError           a training set that cannot be read, or is too small
 ├── NoRoom              the data cache is full of what is needed sooner
+├── BoxError            something that this machine cannot do
 ├── StateDirBusy        another process uses the same state directory
 ├── Resync              the worker's outer state is not the run's: take a checkpoint, drop the round's work
 ├── WorkLost            the work units of a contribution were assigned to another worker: drop the round's work
@@ -25,6 +26,10 @@ class DataError(OuterstepError):
 
 class NoRoom(OuterstepError):
     """The data cache is full of what is needed sooner."""
+
+
+class BoxError(OuterstepError):
+    """Something that this machine cannot do as its settings say."""
 
 
 class StateDirBusy(OuterstepError):

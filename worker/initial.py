@@ -16,12 +16,18 @@ from worker.models.building import has_initial_parameters, load_weights
 log = logging.getLogger(__name__)
 
 
-def initial_parameters(model: nn.Module, spec: ModelSpec, client: Client) -> Callable[[], None] | None:
+def initial_parameters(model: nn.Module, spec: ModelSpec, client: Client | None = None) -> Callable[[], None] | None:
     """Return what puts state 0 into `model`, as `build_model` made it; None if it is there.
 
-    Only the worker that seeds the run calls it, so only that one needs the weights.
+    Only the worker that seeds the run calls it, so only that one needs the weights. Raises ModelError where they are
+    another run's and there is no coordinator to ask for them.
     """
     if spec.run is not None:
+        if client is None:
+            raise ModelError(
+                f"model.run = {spec.run!r}: without the run's coordinator nobody has its checkpoint; export it, and "
+                "give that directory as model.pretrained"
+            )
         return partial(_load_run, client.on(spec.run), model, spec.round)
     if has_initial_parameters(model, spec):
         return None

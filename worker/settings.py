@@ -1,9 +1,9 @@
-"""The settings of `outerstep worker`."""
+"""The settings of `outerstep worker`: what belongs to the box and not to the run."""
 
 import platform
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -17,30 +17,14 @@ def default_name() -> str:
     return name if re.match(NAME_PATTERN, name) else "worker"
 
 
-class WorkerSettings(BaseModel):
-    """The settings of one worker of one run."""
-
+class _Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+
+class _Membership(_Settings):
     url: str = Field(description="the coordinator's address, for example https://coordinator.example.org")
     run: Name = Field(description="the run to join")
     token: Annotated[str, Field(min_length=1, repr=False)] = Field(description="a worker token")
-    name: Name = Field(default_factory=default_name, description="this worker's name in the run; default: the host's")
-    state_dir: Path | None = Field(
-        None, description="for snapshot and member token; default: ~/.local/state/outerstep/RUN/NAME"
-    )
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …; auto is the fastest there is")
-    data: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="where this machine has the training set; default: the run's data.source"
-    )
-    threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: torch's own choice")
-
-    data_cache: Path | None = Field(
-        None, description="where shards of token sets behind a URL are kept; default: ~/.cache/outerstep/shards"
-    )
-    data_cache_gb: float = Field(
-        20.0, gt=0, description="GB that they may take, of all workers that have this directory together"
-    )
 
     @field_validator("url")
     @classmethod
@@ -50,7 +34,74 @@ class WorkerSettings(BaseModel):
             raise ValueError(f"{url!r} is not an address; it looks like https://coordinator.example.org")
         return url.rstrip("/")
 
+
+class BoxSettings(_Settings):
+    """How one box trains. None of it changes what the run is: the outer state is fp32 and the batch the run's."""
+
+    name: Name = Field(default_factory=default_name, description="this worker's name in the run; default: the host's")
+    state_dir: Path | None = Field(
+        None, description="for snapshot and member token; default: ~/.local/state/outerstep/RUN/NAME"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …; auto is the fastest there is")
+    data: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="where this machine has the training set; default: the run's data.source"
+    )
+    data_cache: Path | None = Field(
+        None, description="where shards of token sets behind a URL are kept; default: ~/.cache/outerstep/shards"
+    )
+    data_cache_gb: float = Field(
+        20.0, gt=0, description="GB that they may take, of all workers that have this directory together"
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: torch's own choice")
+    micro_batch: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        "auto",
+        description=(
+            "sequences that go through the model at once; the gradient is that of the run's whole batch. auto: as many "
+            "as fit, found by halving when the memory does not suffice"
+        ),
+    )
+    precision: Literal["bf16", "fp16", "tf32", "fp32"] | None = Field(
+        None,
+        description=(
+            "of the inner steps' arithmetic: autocast to bf16 or fp16 (with a GradScaler), fp32, or fp32 with TF32 "
+            "matrix products (CUDA); default: bf16 on CUDA, else fp32"
+        ),
+    )
+    parameters: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description=(
+            "of the model in memory; bf16 halves parameters, gradients and the inner optimizer's state, and loses "
+            "small updates"
+        ),
+    )
+    compile: bool = Field(False, description="compile the model (torch.compile)")
+    activation_checkpointing: bool = Field(
+        False, description="compute activations again in the backward pass rather than keep them: slower, less memory"
+    )
+    peak_flops: float | None = Field(
+        None, gt=0, description="what the device can do at most, FLOP/s, for the MFU; default: by a table of GPUs"
+    )
+    log: Path | None = Field(
+        None, description="file to which the losses of all inner steps are appended, as JSON lines; default: none"
+    )
+
+    @field_validator("micro_batch", mode="before")
+    @classmethod
+    def _auto_or_a_count(cls, value: object) -> object:
+        if value == "auto" or (str(value).isdecimal() and int(str(value)) > 0):
+            return value if value == "auto" else int(str(value))
+        raise ValueError("give auto, or a number of sequences, at least 1")
+
+
+class WorkerSettings(BoxSettings, _Membership):
+    """The settings of one worker of one run."""
+
     @property
     def directory(self) -> Path:
         """The directory of this worker's state."""
-        return self.state_dir or Path.home() / ".local/state/outerstep" / self.run / self.name
+        return self.state_dir or state_directory(self.run, self.name)
+
+
+def state_directory(run: str, name: str) -> Path:
+    """Return the default directory of a worker's state."""
+    return Path.home() / ".local/state/outerstep" / run / name

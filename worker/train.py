@@ -1,43 +1,59 @@
 """The training loop of `outerstep worker`: H inner steps per round; DiLoCo does the rest (arXiv 2311.08105)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from blake3 import blake3
-from torch import nn
+from torch import Tensor
 
+from worker.accounts.step_log import StepLog
+from worker.box import Box
 from worker.data.loader import batches
-from worker.data.training_set import TrainingSet
-from worker.diloco import DiLoCo
-from worker.inner.clipping import clip_gradients
-from worker.inner.loss import mean_loss
-from worker.inner.schedules import Schedule
+from worker.inner.schedules import learning_rate
 
 
-def train(
-    diloco: DiLoCo,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    schedule: Schedule,
-    data: TrainingSet,
-    device: torch.device,
-) -> None:
-    """Train until the run is over or this worker is asked to stop. `schedule` is of the same `optimizers`."""
-    spec = diloco.spec
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.train()
-    for _, batch in batches(diloco, data, device):
-        if diloco.inner_step == 0:
-            torch.manual_seed(round_seed(spec.seed, diloco.name, diloco.round))  # a resumed round repeats bit for bit
-        schedule.set(diloco.global_step, diloco.warmup_scale)
-        loss = mean_loss(model, batch)
-        loss.backward()
-        clip_gradients(parameters, spec.inner)
-        diloco.report_loss(loss)
-        for optimizer in optimizers:
-            optimizer.step()  # the last one, after the last step of a round: sync, and the next round's parameters
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
+class Steps(Protocol):
+    """What counts the inner steps and says what comes next: a DiLoCo, or a worker that trains alone."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def round(self) -> int: ...
+    @property
+    def inner_step(self) -> int: ...
+    @property
+    def global_step(self) -> int: ...
+    @property
+    def warmup_scale(self) -> float: ...
+    def units(self) -> Iterator[int]: ...
+    def upcoming(self) -> Iterator[int]: ...
+    def report_loss(self, loss: Tensor) -> None: ...
+
+
+def train(steps: Steps, box: Box, log: StepLog | None = None) -> None:
+    """Train until the run is over or this worker is asked to stop; tell `log` of every inner step."""
+    spec = box.spec
+    box.model.train()
+    for unit, batch in batches(steps, box.data, box.device):
+        if steps.inner_step == 0:
+            torch.manual_seed(round_seed(spec.seed, steps.name, steps.round))  # a resumed round repeats bit for bit
+            if log is not None:
+                log.begin_round()
+        box.schedule.set(steps.global_step, steps.warmup_scale)
+        loss = box.step.gradient(batch)
+        steps.report_loss(loss)
+        if log is not None:
+            log.step(
+                loss,
+                spec.unit_tokens,
+                step=steps.global_step,
+                round=steps.round,
+                inner_step=steps.inner_step,
+                unit=unit,
+                learning_rate=learning_rate(spec, steps.global_step, spec.inner.learning_rate) * steps.warmup_scale,
+            )
+        box.step.apply()  # after the last one of a round: sync, and the next round's parameters
 
 
 def round_seed(seed: int, worker: str, round_number: int) -> int:

@@ -47,7 +47,7 @@ def create(
       model.preset = "tiny"
       sync.rounds = 50
     """
-    text = _read_spec(spec)
+    text = read_spec(spec)
     with operator_client(url, token, token_file) as client:
         run, new = client.create_run(text)
     if output is Format.JSON:
@@ -291,8 +291,8 @@ def export(
     """Write a run's model as a Hugging Face directory, which `AutoModelForCausalLM.from_pretrained` loads.
 
     Needs the worker's libraries (torch, transformers), but no GPU. Adapters are written as peft has them, for the model
-    that they were trained on. The run's tokenizer goes with the model; bytes have none, their token ids are the bytes of
-    UTF-8 text. The model of a user's own function is written as model.safetensors beside the spec.
+    that they were trained on. The run's tokenizer goes with the model; bytes have none, their token ids are the bytes
+    of UTF-8 text. The model of a user's own function is written as model.safetensors beside the spec.
 
     \b
     Example:
@@ -334,7 +334,7 @@ def _change_worker(
     typer.echo(f"worker {worker} of the run {run} is {state}")
 
 
-def _read_spec(path: Path) -> str:
+def read_spec(path: Path) -> str:
     """Return the spec's text. Raises UsageError for an unreadable file, SpecError naming the file for a wrong spec."""
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")

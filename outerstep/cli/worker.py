@@ -2,12 +2,14 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from outerstep.cli.connection import TokenFileOption, TokenOption, checked_url, find_token
-from outerstep.cli.faults import import_extra, validated
+from outerstep.cli.connection import TokenFileOption, TokenOption, checked_url, find_token, operator_client
+from outerstep.cli.faults import UsageError, import_extra, validated
+from outerstep.cli.run import read_spec
+from protocol.spec import parse_spec
 
 FLAGS = {
     "url": "URL",
@@ -20,12 +22,19 @@ FLAGS = {
     "threads": "--threads",
     "data_cache": "--data-cache",
     "data_cache_gb": "--data-cache-gb",
+    "micro_batch": "--micro-batch",
+    "precision": "--precision",
+    "parameters": "--parameters",
+    "compile": "--compile",
+    "activation_checkpointing": "--activation-checkpointing",
+    "peak_flops": "--peak-flops",
+    "log": "--log",
 }
 
 
 def worker(
-    url: Annotated[str, typer.Argument(metavar="URL", help="The coordinator's address.")],
-    run: Annotated[str, typer.Option("--run", help="The run to join.")],
+    url: Annotated[str | None, typer.Argument(metavar="URL", help="The coordinator's address.")] = None,
+    run: Annotated[str | None, typer.Option("--run", help="The run to join.")] = None,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     name: Annotated[
@@ -61,22 +70,60 @@ def worker(
     data_cache_gb: Annotated[
         float | None, typer.Option("--data-cache-gb", help="GB that the shards may take. Default: 20.")
     ] = None,
+    micro_batch: Annotated[
+        str | None,
+        typer.Option(
+            "--micro-batch",
+            metavar="auto|N",
+            help="Sequences that go through the model at once; the batch is the run's. Default: auto, as many as fit.",
+        ),
+    ] = None,
+    precision: Annotated[
+        Literal["bf16", "fp16", "tf32", "fp32"] | None,
+        typer.Option("--precision", help="Of the arithmetic. Default: bf16 on CUDA, else fp32."),
+    ] = None,
+    parameters: Annotated[
+        Literal["fp32", "bf16"],
+        typer.Option("--parameters", help="Of the model in memory; bf16 takes half of it and loses small updates."),
+    ] = "fp32",
+    compile_model: Annotated[bool, typer.Option("--compile", help="Compile the model (torch.compile).")] = False,
+    activation_checkpointing: Annotated[
+        bool,
+        typer.Option("--activation-checkpointing", help="Take less memory for activations, and more time."),
+    ] = False,
+    peak_flops: Annotated[
+        float | None,
+        typer.Option("--peak-flops", help="FLOP/s of the device at most, for the MFU. Default: by a table of GPUs."),
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option("--log", help="File to append every inner step's loss to, as JSON lines.")
+    ] = None,
+    no_sync: Annotated[
+        bool, typer.Option("--no-sync", help="Train the run alone, without joining it: the baseline.")
+    ] = False,
+    spec: Annotated[
+        Path | None,
+        typer.Option(
+            "--spec", help="With --no-sync: the run's spec. Then neither URL nor --run nor a token is needed."
+        ),
+    ] = None,
 ) -> None:
     """Join a run as a worker and train until it ends.
 
     A worker only makes requests to the coordinator: no open port is needed. The same command again after a crash goes
     on where this worker was; SIGTERM or Ctrl-C leaves the run cleanly.
 
+    With --no-sync it joins nothing: it trains as long as one worker of the run does, on this machine's data, and tells
+    the held-out loss as it goes.
+
     \b
     Example:
       OUTERSTEP_TOKEN=… outerstep worker https://coordinator.example.org --run my-run
+      outerstep worker --no-sync --spec run.toml --log steps.jsonl
     """
     agent = import_extra("worker.agent", extra="worker", command="outerstep worker")
     settings = import_extra("worker.settings", extra="worker", command="outerstep worker")
-    given: dict[str, Any] = {
-        "url": checked_url(url),
-        "run": run,
-        "token": find_token(token, token_file, os.environ),
+    box: dict[str, Any] = {
         "name": name,
         "state_dir": state,
         "device": device,
@@ -84,5 +131,28 @@ def worker(
         "threads": threads,
         "data_cache": data_cache,
         "data_cache_gb": data_cache_gb,
+        "micro_batch": micro_batch,
+        "precision": precision,
+        "parameters": parameters,
+        "compile": compile_model,
+        "activation_checkpointing": activation_checkpointing,
+        "peak_flops": peak_flops,
+        "log": log,
     }
-    raise typer.Exit(agent.run_worker(validated(settings.WorkerSettings, given, FLAGS)))
+    if spec is not None:
+        if not no_sync:
+            raise UsageError("--spec is for --no-sync: a worker that joins a run has its spec from the coordinator")
+        if url is not None or run is not None:
+            raise UsageError("give --spec, or URL and --run, not both")
+        raise typer.Exit(agent.run_alone(validated(settings.BoxSettings, box, FLAGS), parse_spec(read_spec(spec))))
+    if url is None:
+        raise UsageError("Missing argument 'URL': the coordinator's address; --no-sync with --spec needs none")
+    if run is None:
+        raise UsageError("Missing option '--run': the run to join")
+    member = {"url": checked_url(url), "run": run, "token": find_token(token, token_file, os.environ)}
+    if no_sync:
+        alone = validated(settings.BoxSettings, box, FLAGS)
+        with operator_client(url, token, token_file) as client:
+            detail = client.run(run)
+        raise typer.Exit(agent.run_alone(alone, detail.spec))
+    raise typer.Exit(agent.run_worker(validated(settings.WorkerSettings, member | box, FLAGS)))

@@ -1,5 +1,6 @@
 """The worker process's body: settings, exit codes, and a whole run of real text with its export."""
 
+import json
 import logging
 import os
 import signal
@@ -75,7 +76,8 @@ def settings(coordinator: InThread, tmp_path: Path, **changes: Any) -> WorkerSet
 
 def test_a_run_of_text_and_its_export(coordinator: InThread, text: Path, tmp_path: Path) -> None:
     coordinator.create_run(RUN.format(source=text, rounds=4))
-    assert run_worker(settings(coordinator, tmp_path)) == Exit.DONE
+    own = settings(coordinator, tmp_path, peak_flops=1e15, log=tmp_path / "steps.jsonl")
+    assert run_worker(own) == Exit.DONE
     with coordinator.client() as http:
         wait_until(lambda: http.get("/v1/runs/text").json()["state_digest"] is not None)
         run = RunDetail.model_validate(http.get("/v1/runs/text").json())
@@ -88,6 +90,14 @@ def test_a_run_of_text_and_its_export(coordinator: InThread, text: Path, tmp_pat
     assert run.held_out_loss < rounds[-1]["held_out_loss"]
     assert worker.host["device"].startswith("cpu")  # type: ignore[union-attr]
     assert worker.metrics.upload_bytes > 0
+    assert worker.metrics.mfu is not None
+    assert 0 < worker.metrics.mfu < 1
+    assert worker.metrics.peak_memory_bytes is not None
+    assert worker.host["precision"] == "fp32"
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [(line["round"], line["inner_step"]) for line in lines] == [divmod(step, 3) for step in range(12)]
+    last = sum(line["loss"] for line in lines[-3:]) / 3
+    assert rounds[0]["loss"] == pytest.approx(last, rel=1e-5)
 
     with open_http(coordinator.url) as http:
         client = Client(http, "text", coordinator.token(Scope.VIEWER))
@@ -211,10 +221,22 @@ def test_settings_have_sensible_defaults() -> None:
     assert made.url == "https://example.org"
     assert made.directory.parts[-3:] == ("outerstep", "r", made.name)
     assert "t'" not in repr(made)
+    assert made.micro_batch == "auto"
+    assert WorkerSettings(url="https://c", run="r", token="t", micro_batch="8").micro_batch == 8
 
 
 @pytest.mark.parametrize(
-    "changes", [{"url": "example.org"}, {"url": "ftp://x"}, {"name": "Not A Name"}, {"threads": 0}, {"token": ""}]
+    "changes",
+    [
+        {"url": "example.org"},
+        {"url": "ftp://x"},
+        {"name": "Not A Name"},
+        {"threads": 0},
+        {"token": ""},
+        {"micro_batch": "some"},
+        {"micro_batch": -1},
+        {"precision": "fp8"},
+    ],
 )
 def test_wrong_settings(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from protocol.messages import Metrics, RoundReport, Stage
+from worker.accounts.device_use import DeviceUse
 from worker.accounts.stages import Stages
 from worker.accounts.traffic import Traffic
 
@@ -22,8 +23,11 @@ class Progress:
     """Counts and times one worker's rounds. `clock` gives seconds; written by the training loop, read by the
     heartbeat."""
 
-    def __init__(self, traffic: Traffic, stages: Stages, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, traffic: Traffic, stages: Stages, clock: Callable[[], float], use: DeviceUse | None = None
+    ) -> None:
         self._traffic, self._stages, self._clock = traffic, stages, clock
+        self._use = use or DeviceUse(torch.device("cpu"))
         self._lock = threading.Lock()
         self._phase = Stage.JOIN
         stages.move(None, self._phase)
@@ -69,7 +73,14 @@ class Progress:
         loss = self.mean_loss() or 0.0
         seconds = max(self._clock() - self._started, 1e-9)
         finite = loss if torch.isfinite(torch.tensor(loss)) else None
-        self.phase("gather", loss=finite, tokens_per_second=tokens / seconds, inner_steps_per_second=steps / seconds)
+        self.phase(
+            "gather",
+            loss=finite,
+            tokens_per_second=tokens / seconds,
+            inner_steps_per_second=steps / seconds,
+            mfu=self._use.utilisation(tokens / seconds),
+            peak_memory_bytes=self._use.peak_memory_bytes(),
+        )
         return loss
 
     def end_round(self, round_number: int, epoch: int) -> None:
@@ -80,10 +91,10 @@ class Progress:
         self._round += 1
         metrics = self.metrics()
         log.info(
-            "round %d: loss %s, %.0f tokens/s, %.2f MB up, %.2f MB down; seconds: %s",
+            "round %d: loss %s, %s, %.2f MB up, %.2f MB down; seconds: %s",
             round_number,
             "unknown" if metrics.loss is None else f"{metrics.loss:.4f}",
-            metrics.tokens_per_second or 0.0,
+            speed_text(metrics),
             report.upload_bytes / 1e6,
             report.download_bytes / 1e6,
             ", ".join(f"{stage} {report.seconds[stage]:.2f}" for stage in Stage if stage in report.seconds),
@@ -106,3 +117,13 @@ class Progress:
                 "download_bytes": self._traffic.download_bytes,
             }
             return self._shown.model_copy(update=now)
+
+
+def speed_text(metrics: Metrics) -> str:
+    """Return speed and use of the device as the log tells them."""
+    parts = [f"{metrics.tokens_per_second or 0.0:.0f} tokens/s"]
+    if metrics.mfu is not None:
+        parts.append(f"MFU {metrics.mfu:.1%}")
+    if metrics.peak_memory_bytes is not None:
+        parts.append(f"{metrics.peak_memory_bytes / 1e9:.2f} GB at most")
+    return ", ".join(parts)

@@ -1,11 +1,11 @@
 """Gradient clipping."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from protocol.spec import InnerSpec
 
 
-def clip_gradients(parameters: list[nn.Parameter], inner: InnerSpec) -> None:
-    """Scale the gradients down to the run's global L2 norm, unless it has none; nothing waits for the device."""
-    if inner.clip_norm != "none":
-        nn.utils.clip_grad_norm_(parameters, inner.clip_norm)
+def clip_gradients(parameters: list[nn.Parameter], inner: InnerSpec) -> Tensor | None:
+    """Scale the gradients down to the run's global L2 norm, and return what it was, a scalar on the device; None where
+    the run does not clip. Nothing waits for the device."""
+    return None if inner.clip_norm == "none" else nn.utils.clip_grad_norm_(parameters, inner.clip_norm)

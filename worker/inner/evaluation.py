@@ -1,23 +1,55 @@
 """The held-out loss."""
 
+import math
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from protocol.messages import EvaluationReport
 from worker.data.training_set import TrainingSet
-from worker.inner.loss import mean_loss
+from worker.errors import ModelError
+from worker.inner.loss import Loss
+from worker.inner.micro_batch import MicroBatches
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: TrainingSet, max_tokens: int, device: torch.device) -> EvaluationReport:
-    """Return the held-out loss, mean nats per token, over at most `max_tokens` held-out tokens."""
+def evaluate(
+    model: nn.Module,
+    data: TrainingSet,
+    max_tokens: int,
+    device: torch.device,
+    loss: Loss | None = None,
+    micro_batches: MicroBatches | None = None,
+) -> EvaluationReport:
+    """Return the held-out loss, mean nats per token, over at most `max_tokens` held-out tokens.
+
+    `loss` is the model's, `micro_batches` the size of what goes through it at once; None: whole batches, in the
+    device's own precision. Raises ModelError where it is not finite.
+    """
+    loss = loss or Loss(model)
+
+    def sum_of(parts: tuple[Tensor, ...]) -> float:
+        return sum(float(loss(part)) * part[:, 1:].numel() for part in parts)
+
     was_training = model.training
     model.eval()
     total, tokens = 0.0, 0
-    for batch in data.held_out_batches(max_tokens):
-        count = batch[:, 1:].numel()
-        total += float(mean_loss(model, batch.to(device))) * count
-        tokens += count
+    with _as_written():
+        for batch in data.held_out_batches(max_tokens):
+            on_device = batch.to(device)
+            sizes = micro_batches or MicroBatches(len(batch), len(batch))
+            total += sizes.over(on_device, sum_of)
+            tokens += batch[:, 1:].numel()
     model.train(was_training)
+    if not math.isfinite(total):
+        raise ModelError(f"the held-out loss is {total}: the model's parameters are not finite, or far too large")
     size = None if data.bytes_per_token is None else round(tokens * data.bytes_per_token)
     return EvaluationReport(loss=total / tokens, tokens=tokens, bytes=size)
+
+
+def _as_written() -> AbstractContextManager[object]:
+    """Return a context in which a compiled model runs uncompiled: what is done so rarely is not worth compiling."""
+    # The module takes seconds to import; where it is not, nothing is compiled.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

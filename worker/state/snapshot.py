@@ -123,7 +123,7 @@ def load(files: StateDir, owner: str, state: OuterState) -> Snapshot | None:
     path = files.path / SNAPSHOT
     if not path.exists():
         return None
-    document = _read(path, owner)
+    document = read_document(path, owner, _VERSION)
     if document is None:
         return None
     try:
@@ -142,7 +142,7 @@ def load(files: StateDir, owner: str, state: OuterState) -> Snapshot | None:
         _say_damaged(path, error)
         return None
     path = files.path / STATE.format(snapshot.slot)
-    document = _read(path, owner)
+    document = read_document(path, owner, _VERSION)
     if document is None:
         return None
     try:
@@ -159,12 +159,12 @@ def load(files: StateDir, owner: str, state: OuterState) -> Snapshot | None:
     return snapshot
 
 
-def _read(path: Path, owner: str) -> dict[str, Any] | None:
+def read_document(path: Path, owner: str, version: int) -> dict[str, Any] | None:
     """Return the document in it; None, with a warning, where it is not ours, damaged or missing."""
     try:
         _check(path)
         document: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        if document["version"] != _VERSION or document["identity"] != owner:
+        if document["version"] != version or document["identity"] != owner:
             log.warning("%s belongs to another run, model or worker: ignored; recovering from the coordinator", path)
             return None
     except _DAMAGE as error:

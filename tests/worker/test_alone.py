@@ -1,0 +1,171 @@
+"""`outerstep worker --no-sync`: the baseline without communication."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.exit_codes import Exit
+from protocol.spec import RunSpec, parse_spec
+from worker.agent import run_alone
+from worker.alone import AloneSteps, train_alone
+from worker.box import Box, set_up
+from worker.errors import ModelError, Stopped
+from worker.inner.loss import mean_loss
+from worker.inner.schedules import learning_rate
+from worker.settings import BoxSettings
+from worker.state.state_dir import StateDir
+
+CPU = torch.device("cpu")
+ROUNDS, H = 3, 2
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> RunSpec:
+    text = tmp_path / "text"
+    text.mkdir()
+    for index in range(4):
+        (text / f"{index}.txt").write_text(f"all work and no play, chapter {index}. " * 40)
+    return parse_spec(f"""
+name = "text"
+[model]
+preset = "tiny"
+[data]
+source = "{text}"
+sequence_length = 16
+holdout = 0.1
+[inner]
+batch_size = 2
+learning_rate = 3e-3
+warmup_steps = 2
+[sync]
+rounds = {ROUNDS}
+inner_steps = {H}
+[evaluation]
+max_tokens = 64
+""")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def box_settings(tmp_path: Path, **changes: Any) -> BoxSettings:
+    return BoxSettings(**{"name": "a", "state_dir": tmp_path / "state", "device": "cpu", **changes})
+
+
+def trained(spec: RunSpec, box: Box, tmp_path: Path, stop: threading.Event) -> list[torch.Tensor]:
+    with StateDir(tmp_path / "state") as files:
+        train_alone(box, "a", files, stop)
+    return [parameter.detach().clone() for parameter in box.model.parameters()]
+
+
+def test_it_is_a_plain_training_loop_of_the_run_s_length(spec: RunSpec, tmp_path: Path) -> None:
+    """Written out: the same batches, learning rates and clipping, and no outer step."""
+    box = set_up(spec, box_settings(tmp_path), CPU)
+    plain = set_up(spec, box_settings(tmp_path), CPU)
+    optimizer = torch.optim.AdamW(plain.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    for number in range(ROUNDS * H):
+        optimizer.param_groups[0]["lr"] = learning_rate(spec, number, spec.inner.learning_rate)
+        mean_loss(plain.model, plain.data.unit(number)).backward()
+        torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(map(torch.equal, trained(spec, box, tmp_path, threading.Event()), plain.model.parameters()))
+
+
+def test_stopped_in_the_middle_of_a_round_it_goes_on_where_that_began(spec: RunSpec, tmp_path: Path) -> None:
+    undisturbed = trained(spec, set_up(spec, box_settings(tmp_path), CPU), tmp_path / "other", threading.Event())
+    stop, box = threading.Event(), set_up(spec, box_settings(tmp_path), CPU)
+    steps: list[int] = []
+
+    def after(*_: object) -> None:
+        steps.append(1)
+        if len(steps) == H + 1:
+            stop.set()
+
+    box.optimizers[-1].register_step_post_hook(after)
+    with pytest.raises(Stopped):
+        trained(spec, box, tmp_path, stop)
+    assert len(steps) == H + 1
+    again = set_up(spec, box_settings(tmp_path), CPU)
+    again.optimizers[-1].register_step_post_hook(after)
+    assert all(map(torch.equal, trained(spec, again, tmp_path, threading.Event()), undisturbed))
+    assert len(steps) == H + 1 + (ROUNDS - 1) * H
+
+
+def spoil(box: Box) -> None:
+    with torch.no_grad():
+        next(box.model.parameters()).fill_(float("nan"))
+
+
+def test_a_training_that_diverges_is_told_and_not_saved(spec: RunSpec, tmp_path: Path) -> None:
+    box = set_up(spec, box_settings(tmp_path), CPU)
+    box.optimizers[-1].register_step_post_hook(lambda *_: spoil(box))
+    with pytest.raises(ModelError, match="round 0: the training has diverged: loss nan"):
+        trained(spec, box, tmp_path, threading.Event())
+    assert not (tmp_path / "state" / "alone.pt").exists()
+
+
+def test_a_held_out_loss_that_is_not_a_number_is_told(spec: RunSpec, tmp_path: Path) -> None:
+    """It was an unexpected fault, which says that starting again would help."""
+    box = set_up(spec, box_settings(tmp_path), CPU)
+    spoil(box)
+    with pytest.raises(ModelError, match="the held-out loss is nan: the model's parameters are not finite"):
+        trained(spec, box, tmp_path, threading.Event())
+
+
+def test_the_snapshot_of_another_run_is_not_taken(spec: RunSpec, tmp_path: Path) -> None:
+    trained(spec, set_up(spec, box_settings(tmp_path), CPU), tmp_path, threading.Event())
+    other = spec.model_copy(update={"seed": 5})
+    box = set_up(other, box_settings(tmp_path), CPU)
+    with StateDir(tmp_path / "state") as files:
+        steps = AloneSteps(box, "a", files, threading.Event(), None)
+        assert next(steps.units()) == 0
+
+
+def test_the_command_s_body_tells_and_logs_the_held_out_loss(
+    spec: RunSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    log = tmp_path / "steps.jsonl"
+    assert run_alone(box_settings(tmp_path, log=log), spec) == Exit.DONE
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    held_out = {line["round"]: line["held_out_loss"] for line in lines if "held_out_loss" in line}
+    assert sorted(held_out) == list(range(ROUNDS + 1))
+    assert held_out[ROUNDS] < held_out[0]
+    steps = [line for line in lines if "unit" in line]
+    assert [(line["round"], line["inner_step"], line["step"], line["unit"]) for line in steps] == [
+        (number // H, number % H, number, number) for number in range(ROUNDS * H)
+    ]
+    assert steps[0]["learning_rate"] == pytest.approx(1.5e-3)
+    assert f"state {ROUNDS}: held-out loss {held_out[ROUNDS]:.4f}" in caplog.text
+    assert "round 0: loss" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "code"),
+    [
+        ({"precision": "tf32"}, "--precision tf32 is CUDA's, and the device is cpu", Exit.USAGE),
+        ({"precision": "fp16", "parameters": "bf16"}, "--parameters bf16 needs --precision bf16", Exit.USAGE),
+        ({"log": Path("no/such/directory/steps.jsonl")}, "--log no/such/directory/steps.jsonl: No such", Exit.REFUSED),
+    ],
+)
+def test_settings_that_do_not_suit_are_refused(
+    spec: RunSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], said: str, code: Exit
+) -> None:
+    assert run_alone(box_settings(tmp_path, **changes), spec) == code
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize("changes", [{"precision": "fp16"}, {"precision": "bf16"}, {"parameters": "bf16"}])
+def test_every_precision_learns(spec: RunSpec, tmp_path: Path, changes: dict[str, Any]) -> None:
+    box = set_up(spec, box_settings(tmp_path, **changes), CPU)
+    assert box.evaluate is not None
+    before = box.evaluate().loss
+    trained(spec, box, tmp_path, threading.Event())
+    assert box.evaluate().loss < before

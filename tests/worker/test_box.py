@@ -1,0 +1,150 @@
+"""What a box's settings make of a run: micro-batches, checkpointing, compiling, and what is told of the device."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from tests.worker.test_alone import box_settings, spec
+from worker import box as box_module
+from worker.box import set_up
+from worker.errors import BoxError
+from worker.inner import compiling
+from worker.inner.checkpointing import checkpoint_activations
+from worker.inner.head import find_head
+from worker.state.fragments import tensor_specs
+
+__all__ = ["spec"]  # the fixture
+CPU = torch.device("cpu")
+
+
+def gradient_of(spec: Any, tmp_path: Path, **changes: Any) -> tuple[Tensor, list[Tensor]]:
+    box = set_up(spec, box_settings(tmp_path, **changes), CPU)
+    box.model.train()
+    loss = box.step.gradient(box.data.unit(0))
+    return loss, [parameter.grad for parameter in box.model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("changes", [{"micro_batch": 1}, {"activation_checkpointing": True}])
+def test_the_gradient_is_the_same(spec: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
+    loss, gradients = gradient_of(spec, tmp_path)
+    other_loss, others = gradient_of(spec, tmp_path, **changes)
+    torch.testing.assert_close(other_loss, loss)
+    for one, other in zip(others, gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_auto_on_a_cpu_bounds_the_logits_and_says_so(
+    spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only where they cannot be made a part at a time: too much memory of a CPU swaps, or kills, and tells nobody."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(box_module, "LOGITS_BYTES", 4 * 256 * 16)  # one sequence
+    set_up(spec, box_settings(tmp_path), CPU)
+    assert "micro-batches" not in caplog.text
+    monkeypatch.setattr(box_module, "find_head", lambda model: None)
+    set_up(spec, box_settings(tmp_path), CPU)
+    assert "micro-batches of 1 of the batch's 2 sequences" in caplog.text
+
+
+def test_the_flops_are_counted_where_there_is_a_peak(spec: Any, tmp_path: Path) -> None:
+    assert set_up(spec, box_settings(tmp_path), CPU).use.flops_per_token is None
+    use = set_up(spec, box_settings(tmp_path, peak_flops=1e12, activation_checkpointing=True), CPU).use
+    assert use.flops_per_token is not None
+    assert use.peak_flops == 1e12
+    assert 6 * 100_000 < use.flops_per_token < 12 * 139_584
+
+
+# --- activation checkpointing -------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """A model of one's own, with a list of layers; counts how often one of them runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.runs = 0
+        self.layers[0].register_forward_pre_hook(self.count)
+
+    def count(self, *_: object) -> None:
+        self.runs += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def result_and_kept(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    """The sum of the outputs, and how many tensors are kept for the backward pass."""
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = model(x).sum()
+    return result, len(kept)
+
+
+def test_a_list_of_layers_is_checkpointed() -> None:
+    """The names of the parameters stay, which the run's workers compare."""
+    torch.manual_seed(0)
+    plain, model = Layers(), Layers()
+    model.load_state_dict(plain.state_dict())
+    before = tensor_specs(model)
+    checkpoint_activations(model)
+    assert tensor_specs(model) == before
+    x = torch.randn(2, 4)
+    loss, kept = result_and_kept(model, x)
+    expected, kept_by_plain = result_and_kept(plain, x)
+    assert kept < kept_by_plain
+    loss.backward()
+    expected.backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_a_model_without_layers_cannot_be_checkpointed() -> None:
+    with pytest.raises(BoxError, match=r"Linear has no torch.nn.ModuleList or Sequential of layers; leave it out"):
+        checkpoint_activations(nn.Linear(2, 2))
+
+
+# --- torch.compile ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plain_head", [True, False])
+def test_a_compiled_model_is_the_same_model(
+    spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_head: bool
+) -> None:
+    """It keeps its names, is evaluated as it was written, and its gradient is close to that of the uncompiled one.
+    (Traced only: what a compiler makes of it takes minutes here.)"""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend="eager"))
+    monkeypatch.setattr(box_module, "find_head", find_head if plain_head else lambda model: None)
+    plain = set_up(spec, box_settings(tmp_path), CPU)
+    box = set_up(spec, box_settings(tmp_path, compile=True), CPU)
+    assert tensor_specs(box.model) == tensor_specs(plain.model)
+    assert box.evaluate is not None
+    assert plain.evaluate is not None
+    assert box.evaluate().loss == pytest.approx(plain.evaluate().loss, rel=1e-6)
+    counted = counters["stats"]["unique_graphs"]
+    torch.testing.assert_close(box.step.gradient(box.data.unit(0)), plain.step.gradient(plain.data.unit(0)))
+    assert counters["stats"]["unique_graphs"] > counted
+    names = [name for name, _ in box.model.named_parameters()]
+    assert not any("_orig_mod" in name for name in names)
+
+
+def test_a_machine_that_cannot_compile_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_(function: Any) -> Any:
+        raise RuntimeError("No working C++ compiler found\nand a long story")
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    with pytest.raises(BoxError, match=r"--compile: .*\(RuntimeError: No working C\+\+ compiler found\); install"):
+        compiling.compile_model(nn.Linear(2, 2), None, CPU)

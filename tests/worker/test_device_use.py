@@ -1,0 +1,99 @@
+"""What a worker tells of its device: model FLOPs utilisation and memory."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from protocol.messages import Metrics
+from worker.accounts.device_use import DeviceUse, peak_flops
+from worker.accounts.progress import speed_text
+from worker.inner.flops import flops_per_token
+
+CPU = torch.device("cpu")
+LAYERS, WIDTH, MIDDLE, VOCABULARY, LENGTH = 3, 32, 48, 64, 16
+
+
+def llama() -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=MIDDLE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        use_cache=False,
+    )
+    model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model.train()
+
+
+def test_flops_are_those_of_palm_s_formula() -> None:
+    """6 N for the parameters that are multiplied with, and 12 · layers · width · length for the attention."""
+    model = llama()
+    multiplied = LAYERS * (4 * WIDTH * WIDTH + 3 * WIDTH * MIDDLE) + VOCABULARY * WIDTH
+    expected = 6 * multiplied + 12 * LAYERS * WIDTH * LENGTH
+    counted = flops_per_token(model, LENGTH, "fp32", CPU)
+    assert counted is not None
+    assert counted == pytest.approx(expected, rel=0.02)  # and the rotations' frequencies, which are a product as well
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_frozen_parameters_take_no_gradient_s_flops() -> None:
+    model = llama()
+    whole = flops_per_token(model, LENGTH, "fp32", CPU)
+    for parameter in model.get_submodule("model.layers.0").parameters():
+        parameter.requires_grad = False
+    part = flops_per_token(model, LENGTH, "fp32", CPU)
+    assert whole is not None
+    assert part == pytest.approx(whole - 2 * (4 * WIDTH * WIDTH + 3 * WIDTH * MIDDLE), rel=1e-6)
+
+
+class Exhausted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_without_memory_for_one_sequence_nothing_is_counted() -> None:
+    assert flops_per_token(Exhausted(), LENGTH, "fp32", CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tera"),
+    [
+        ("NVIDIA H200", "bf16", 989.4),
+        ("NVIDIA H100 80GB HBM3", "fp16", 989.4),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156),
+        ("NVIDIA A10G", "bf16", 70),
+        ("NVIDIA L40S", "fp32", 91.6),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+    ],
+)
+def test_peaks(name: str, precision: str, tera: float) -> None:
+    assert peak_flops(name, precision) == pytest.approx(tera * 1e12)
+
+
+def test_an_unknown_device_has_no_utilisation() -> None:
+    assert peak_flops("NVIDIA Something New", "bf16") is None
+    assert DeviceUse(CPU, 100.0, None).utilisation(5.0) is None
+    assert DeviceUse(CPU, None, 1000.0).utilisation(5.0) is None
+    assert DeviceUse(CPU, 100.0, 1000.0).utilisation(5.0) == 0.5
+
+
+def test_peak_memory_is_the_process_s_where_there_is_no_gpu() -> None:
+    peak = DeviceUse(CPU).peak_memory_bytes()
+    assert peak is not None
+    assert peak > 50_000_000
+    assert DeviceUse(torch.device("meta")).peak_memory_bytes() is None
+
+
+def test_what_is_known_is_in_the_log() -> None:
+    assert speed_text(Metrics(tokens_per_second=1234.5)) == "1234 tokens/s"
+    known = Metrics(tokens_per_second=10.0, mfu=0.4567, peak_memory_bytes=12_340_000_000)
+    assert speed_text(known) == "10 tokens/s, MFU 45.7%, 12.34 GB at most"

@@ -1,0 +1,118 @@
+"""What one box brings to a run: the run's data and model, and the inner steps as its settings have them."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from protocol.messages import EvaluationReport
+from protocol.spec import RunSpec
+from worker.accounts.device_use import DeviceUse, peak_flops
+from worker.data.opening import open_training_set
+from worker.data.shards import CacheSettings, cache_directory
+from worker.data.training_set import TrainingSet
+from worker.errors import DataError
+from worker.inner.checkpointing import checkpoint_activations
+from worker.inner.compiling import compile_model
+from worker.inner.evaluation import evaluate
+from worker.inner.flops import flops_per_token
+from worker.inner.head import find_head
+from worker.inner.loss import LOGITS_BYTES, Loss
+from worker.inner.micro_batch import MicroBatches
+from worker.inner.optimizers import build_inner_optimizers
+from worker.inner.precision import Precision, cast_parameters, loss_scaler, precision_on
+from worker.inner.schedules import Schedule
+from worker.inner.step import InnerStep
+from worker.models.building import build_model, check_vocabulary
+from worker.settings import BoxSettings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A run's training on this machine. `evaluate` measures the held-out loss of the model as it is."""
+
+    spec: RunSpec
+    device: torch.device
+    precision: Precision
+    data: TrainingSet
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    schedule: Schedule
+    step: InnerStep
+    use: DeviceUse
+    evaluate: Callable[[], EvaluationReport] | None
+
+
+def set_up(spec: RunSpec, settings: BoxSettings, device: torch.device, *, stop: threading.Event | None = None) -> Box:
+    """Return the run `spec` on `device`. Raises DataError, ModelError, BoxError, Stopped where data have to be prepared
+    or fetched and `stop` is set meanwhile, and ValueError for settings that the device does not suit."""
+    precision = precision_on(device, settings.precision, settings.parameters)
+    if spec.data.source == "custom":
+        raise DataError(
+            f"the run {spec.name} has data.source = 'custom': its workers are scripts of their own, with DiLoCo"
+        )
+    shards = CacheSettings(settings.data_cache or cache_directory(), int(settings.data_cache_gb * 1e9))
+    data = open_training_set(spec.with_source(settings.data), stop=stop, shards=shards)
+    model = build_model(spec, device)
+    check_vocabulary(model, data.vocabulary)
+    if settings.parameters == "bf16":
+        cast_parameters(model, torch.bfloat16)
+    use = _device_use(spec, settings, model, precision, device)
+    head = find_head(model)
+    if settings.activation_checkpointing:
+        checkpoint_activations(model)
+    if settings.compile:
+        head = compile_model(model, head, device)
+    optimizers = build_inner_optimizers(model, spec.inner)
+    loss = Loss(model, precision, head)
+    sizes = _micro_batches(spec, settings, model, loss, device)
+    return Box(
+        spec=spec,
+        device=device,
+        precision=precision,
+        data=data,
+        model=model,
+        optimizers=optimizers,
+        schedule=Schedule(spec, optimizers),
+        step=InnerStep(loss, optimizers, sizes, inner=spec.inner, scaler=loss_scaler(precision, device)),
+        use=use,
+        evaluate=partial(evaluate, model, data, spec.evaluation.max_tokens, device, loss, sizes)
+        if data.held_out_tokens
+        else None,
+    )
+
+
+def _device_use(
+    spec: RunSpec, settings: BoxSettings, model: nn.Module, precision: Precision, device: torch.device
+) -> DeviceUse:
+    """Return what the MFU is made of. The FLOPs are counted only where there is a peak to compare them with."""
+    peak = settings.peak_flops
+    if peak is None and device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        peak = peak_flops(name, precision)
+        if peak is None:
+            log.info("the peak of %s is not known here, so the MFU is not told; --peak-flops gives it", name)
+    length = spec.data.sequence_length
+    return DeviceUse(device, None if peak is None else flops_per_token(model, length, precision, device), peak)
+
+
+def _micro_batches(
+    spec: RunSpec, settings: BoxSettings, model: nn.Module, loss: Loss, device: torch.device
+) -> MicroBatches:
+    """Return the size that is wanted. `auto` begins with the whole batch; on a CPU, where too much swaps or kills, and
+    does not fail, with what keeps the logits within LOGITS_BYTES."""
+    at_most = spec.inner.batch_size
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    if device.type == "cpu" and loss.head is None and vocabulary:
+        at_most = min(at_most, max(LOGITS_BYTES // (4 * vocabulary * spec.data.sequence_length), 1))
+    wanted = None if settings.micro_batch == "auto" else settings.micro_batch
+    sizes = MicroBatches(wanted, at_most)
+    if sizes.size < spec.inner.batch_size:
+        log.info("micro-batches of %d of the batch's %d sequences", sizes.size, spec.inner.batch_size)
+    return sizes

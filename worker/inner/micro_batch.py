@@ -1,0 +1,64 @@
+"""Micro-batches: how much of a batch goes through the model at once. The gradient is always the batch's."""
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from worker.errors import BoxError
+
+T = TypeVar("T")
+
+# What torch says where memory is out and the error is not an OutOfMemoryError: CUDA's own calls, cuBLAS, the CPU.
+_OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+
+log = logging.getLogger(__name__)
+
+
+class MicroBatches:
+    """The size of micro-batches in sequences: `wanted`; or, where that is None, `at_most` and half of it whenever the
+    memory does not suffice."""
+
+    def __init__(self, wanted: int | None, at_most: int) -> None:
+        self._searching = wanted is None
+        self.size = at_most if wanted is None else wanted
+
+    def over(
+        self, batch: Tensor, act: Callable[[tuple[Tensor, ...]], T], undo: Callable[[], object] = lambda: None
+    ) -> T:
+        """Return `act` of the batch's micro-batches. Where that runs out of memory, `undo`, and act on smaller ones.
+
+        Raises BoxError where they may not be smaller.
+        """
+        while True:
+            try:
+                return act(batch.split(self.size))
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._halve(min(self.size, len(batch)), error)
+            # Only here, with the error, have the frames gone that held the activations.
+            undo()
+            if batch.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _halve(self, tried: int, error: RuntimeError) -> None:
+        told = str(error).splitlines()[0]
+        if not self._searching:
+            raise BoxError(
+                f"--micro-batch {self.size} does not fit into the memory: {told}; give fewer, or auto"
+            ) from error
+        if tried == 1:
+            raise BoxError(
+                f"not even one sequence fits into the memory: {told}; try --activation-checkpointing, --precision "
+                "bf16 or --parameters bf16"
+            ) from error
+        self.size = (tried + 1) // 2
+        log.warning("micro-batches of %d sequences do not fit into the memory; trying %d", tried, self.size)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return True if the memory of the device, or of the host, did not suffice."""
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)

@@ -1,0 +1,73 @@
+"""One inner step: the gradient of a batch, in micro-batches, and the optimizers' step."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from protocol.spec import InnerSpec
+from worker.inner.clipping import clip_gradients
+from worker.inner.loss import Loss
+from worker.inner.micro_batch import MicroBatches
+
+
+class InnerStep:
+    """The inner steps of `loss.model` by `optimizers`, which count as one. Nothing in a step waits for the device, but
+    for fp16, whose `scaler` has to know whether the gradient is finite."""
+
+    def __init__(
+        self,
+        loss: Loss,
+        optimizers: Sequence[torch.optim.Optimizer],
+        micro_batches: MicroBatches,
+        *,
+        inner: InnerSpec,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self._loss, self._optimizers, self._micro_batches = loss, optimizers, micro_batches
+        self._parameters = [parameter for parameter in loss.model.parameters() if parameter.requires_grad]
+        self._inner, self._scaler = inner, scaler
+
+    def gradient(self, batch: Tensor) -> Tensor:
+        """Make the gradient of the mean loss of int64[batch, length + 1]; return that loss, a scalar on the device.
+
+        Where the memory does not suffice, the batch is begun again: nothing of it counts twice. Raises BoxError.
+        """
+        return self._micro_batches.over(batch, self._accumulate, self._drop_gradient)
+
+    def _accumulate(self, micro_batches: tuple[Tensor, ...]) -> Tensor:
+        rows = sum(len(each) for each in micro_batches)
+        losses = []
+        for each in micro_batches:
+            loss = self._loss(each)
+            if len(each) < rows:
+                loss = loss * (len(each) / rows)
+            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+            losses.append(loss.detach())
+        return sum(losses[1:], losses[0])
+
+    def apply(self) -> None:
+        """Clip the gradient, take the optimizers' step with it, and drop it. An fp16 gradient that is not finite is
+        dropped without a step, by all optimizers alike."""
+        if self._scaler is not None:
+            for optimizer in self._optimizers:
+                self._scaler.unscale_(optimizer)
+        norm = clip_gradients(self._parameters, self._inner)
+        finite = True
+        if self._scaler is not None:
+            finite = self._is_finite(norm)
+            self._scaler.update()
+        if finite:
+            for optimizer in self._optimizers:
+                # Not through the scaler, which lets a fused optimizer skip a step in silence, and each one for itself.
+                optimizer.step()
+        self._drop_gradient()
+
+    def _is_finite(self, norm: Tensor | None) -> bool:
+        if norm is None:
+            norm = nn.utils.get_total_norm(each.grad for each in self._parameters if each.grad is not None)
+        return bool(norm.isfinite())
+
+    def _drop_gradient(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
