@@ -75,7 +75,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "inner": {"errors", "user_code", "data", "models"},
         "box": {"errors", "settings", "accounts", "data", "models", "inner"},
         "train": {"accounts", "data", "inner", "box"},
-        "alone": {"errors", "accounts", "state", "models", "box", "train"},
+        "alone": {"errors", "accounts", "state", "box", "train"},
         "agent": {
             *("errors", "settings", "accounts", "state", "link", "inner"),
             *("diloco", "initial", "box", "train", "alone"),

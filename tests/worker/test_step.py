@@ -119,6 +119,8 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
 class HeldOut:
     """Held-out batches of the sizes 8 and 3."""
 
+    bytes_per_token = None
+
     def held_out_batches(self, max_tokens: int) -> list[Tensor]:
         return [batch(8), batch(3)]
 
