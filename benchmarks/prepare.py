@@ -83,7 +83,7 @@ def by_datasets(file: Path, tokenizer: Path, out: Path, processes: int) -> Work:
     datasets.disable_progress_bars()
     loaded = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=str(out / "loaded"))
     fast = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-    end = fast.token_to_id(END)
+    end = fast.token_to_id(END) or 0  # it is the first one
 
     def tokenised(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         found = fast.encode_batch_fast(batch["text"], add_special_tokens=False)
