@@ -168,6 +168,8 @@ class Coordinator:
             if not same:
                 raise Problem("run-exists", f"the run {spec.name} exists with another spec; choose a new name")
             return existing, False
+        if spec.model.run is not None and spec.model.run not in self._runs:
+            raise Problem("invalid-spec", f"model.run = {spec.model.run!r}: there is no such run on this coordinator")
         with self.database.write() as session:
             row = RunRow(
                 name=spec.name,

@@ -135,6 +135,11 @@ def test_an_evaluation_of_a_state_that_does_not_exist_yet_is_refused(member: Mem
         (spec_toml("x", sync='upload_codec = "zip"').encode(), "invalid-spec", "sync.upload_codec = 'zip'"),
         (spec_toml("x", sync="speed = 3").encode(), "invalid-spec", "sync.speed: there is no such key"),
         (spec_toml("../x").encode(), "invalid-spec", "name"),
+        (
+            b'name = "x"\nmodel = {preset = "tiny", run = "y"}\nsync.rounds = 1',
+            "invalid-spec",
+            "model.run = 'y': there",
+        ),
         (b"#" * (MAX_SPEC_BYTES + 1), "payload-too-large", "65536"),
         (spec_toml("r", rounds=5).encode(), "run-exists", "choose a new name"),
     ],

@@ -76,6 +76,11 @@ def test_any_configuration_of_transformers() -> None:
     [
         ('[model.config]\nmodel_type = "clip_vision_model"', "model.config has no vocab_size"),
         ('[model.config]\nmodel_type = "no-such-model"', "transformers refuses model.config"),
+        ('[model.config]\nmodel_type = "llama"\nhidden_size = "wide"', "model.config .*field 'hidden_size'.*got str"),
+        (
+            '[model.config]\nmodel_type = "llama"\nhidden_act = "nope"',
+            "transformers cannot build model.config .*'nope'",
+        ),
         ('[model]\nfactory = "no_such_module:make"', "No module named 'no_such_module'"),
         ('[model]\nfactory = "json:make"', "has no attribute 'make'"),
         ('[model]\nfactory = "platform:node"', "returned str, not a torch.nn.Module"),

@@ -17,6 +17,7 @@ from worker.errors import ModelError
 from worker.models.adapters import with_adapters
 from worker.models.presets import PRESETS
 from worker.models.pretrained import Pretrained
+from worker.models.refusing import refusing
 from worker.user_code import imported
 
 _SEEDING = threading.Lock()
@@ -87,10 +88,8 @@ def _transformers_model(spec: RunSpec, device: torch.device) -> nn.Module:
     if getattr(config, "vocab_size", None) is None:
         raise ModelError("model.config has no vocab_size: it is not the configuration of a causal language model")
     config.use_cache = False
-    try:
+    with refusing("transformers cannot build model.config"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=_attention(device))
-    except ValueError as error:
-        raise ModelError(f"transformers cannot build model.config: {error}") from error
     return model.float()
 
 
@@ -101,12 +100,10 @@ def _pretrained_model(spec: RunSpec, device: torch.device) -> nn.Module:
     attention = _attention(device)
     if spec.model.lora is not None:
         return with_adapters(trained.model(config, attention), spec.model, spec.seed)
-    try:
+    with refusing(f"transformers cannot build model.pretrained = {spec.model.pretrained!r}"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, dtype=torch.float32
         )
-    except ValueError as error:
-        raise ModelError(f"transformers cannot build model.pretrained = {spec.model.pretrained!r}: {error}") from error
     if not _all_travels(model):
         model = trained.model(config, attention)
     if generation_config is not None:
@@ -141,10 +138,8 @@ def _config(spec: RunSpec) -> PreTrainedConfig:
             eos_token_id=None,
         )
     given = dict(spec.model.config or {})
-    try:
+    with refusing("transformers refuses model.config"):
         return AutoConfig.for_model(given.pop("model_type"), **given)
-    except (ValueError, TypeError) as error:
-        raise ModelError(f"transformers refuses model.config: {error}") from error
 
 
 def _factory_model(spec: ModelSpec) -> nn.Module:

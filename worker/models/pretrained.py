@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from worker.errors import ModelError
+from worker.models.refusing import in_short, refusing
 
 CONFIG, GENERATION, ADAPTERS = "config.json", "generation_config.json", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -49,10 +50,8 @@ class Pretrained:
             self._directory, self._revision, self._pinned = path.parent, path.parent.name, True  # to this commit
         elif (self._directory / ADAPTERS).exists():
             raise ModelError(f"{self._said} has adapters beside the model ({ADAPTERS}); merge them into it first")
-        try:
+        with refusing(f"{path}: transformers refuses it"):
             config: PreTrainedConfig = AutoConfig.from_pretrained(self._directory, trust_remote_code=False)
-        except (ValueError, OSError, KeyError, TypeError) as error:
-            raise ModelError(f"{path}: transformers refuses it: {_first_line(error)}") from error
         if getattr(config, "quantization_config", None) is not None:
             raise ModelError(
                 f"{path} is of a quantised model, which cannot be trained; give the one that it was made of"
@@ -64,16 +63,14 @@ class Pretrained:
         path = self._file(GENERATION)
         if path is None:
             return None
-        try:
+        with refusing(f"{path}: transformers refuses it"):
             return GenerationConfig.from_pretrained(path.parent)
-        except (ValueError, OSError, TypeError) as error:
-            raise ModelError(f"{path}: transformers refuses it: {_first_line(error)}") from error
 
     def model(self, config: PreTrainedConfig, attention: str) -> PreTrainedModel:
         """Return the model of `config`, which `config()` gave, with its weights, in fp32 on the CPU."""
         for path in self._weights():
             _check_finite(path)
-        try:
+        with refusing(f"transformers cannot load {self._said}"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self._directory,
                 config=config,
@@ -85,8 +82,6 @@ class Pretrained:
                 trust_remote_code=False,
                 use_safetensors=True,
             )
-        except (ValueError, OSError, RuntimeError) as error:
-            raise ModelError(f"{self._said}: transformers cannot load it: {_first_line(error)}") from error
         model: PreTrainedModel = loaded[0]
         self._check(loaded[1])
         return model
@@ -150,7 +145,7 @@ class Pretrained:
     def _unreachable(self, name: str, error: Exception) -> ModelError:
         return ModelError(
             f"{self._said} is no directory on this machine, and {name} cannot be had from the Hugging Face hub: "
-            f"{_first_line(error)}; give a directory with the model's files where the hub cannot be reached"
+            f"{in_short(error)}; give a directory with the model's files where the hub cannot be reached"
         )
 
 
@@ -175,7 +170,3 @@ def _check_finite(path: Path) -> None:
                     raise ModelError(f"{path}: tensor {name} has values that are not finite; these weights are spoilt")
     except SafetensorError as error:
         raise ModelError(f"{path} is damaged: {error}; fetch it again") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
