@@ -103,6 +103,8 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
             "live_workers": len(run.members),
             "fragments": None if run.model is None else len(run.model.layout.fragments),
             "elements": None if run.model is None else run.model.layout.total_elements,
+            "data": None if run.model is None else run.model.data,
+            "frozen": None if run.model is None else run.model.frozen,
             **stored,
             "held_out_loss": held_out_loss,
             "state_digest": None if final is None else final.hex(),

@@ -100,6 +100,8 @@ def _type(schema: dict[str, Any]) -> str:
         return f"`{schema['const']}`"
     if schema["type"] == "object":
         return "table"
+    if schema["type"] == "array":
+        return f"list of {_type(schema['items'])}"
     name = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}[schema["type"]]
     if schema.get("format") == "path":
         name = "path"
@@ -127,20 +129,24 @@ def _meaning(schema: dict[str, Any]) -> str:
 def run_spec_section() -> str:
     """Every key of the run spec, one table per TOML table."""
     schema = RunSpec.model_json_schema()
-    plain: list[str] = []
+    plain, tables = _section(schema, schema["$defs"], "")
+    return RUN_SPEC + plain + "\n" + "\n".join(tables)
+
+
+def _section(section: dict[str, Any], definitions: dict[str, Any], within: str) -> tuple[str, list[str]]:
+    """Return the table of the section's own keys, and the TOML tables below it, whose names begin with `within`."""
+    rows: list[str] = []
     tables: list[str] = []
-    for key, value in schema["properties"].items():
-        reference = value.get("$ref")
+    for key, field in section["properties"].items():
+        choices = [field, *field.get("anyOf", [])]
+        reference = next((choice["$ref"] for choice in choices if "$ref" in choice), None)
         if reference is None:
-            plain.append(_row(f"`{key}`", value, key in schema.get("required", [])))
+            rows.append(_row(f"`{key}`", field, key in section.get("required", [])))
             continue
-        section = schema["$defs"][reference.rpartition("/")[2]]
-        rows = [
-            _row(f"`{name}`", field, name in section.get("required", []))
-            for name, field in section["properties"].items()
-        ]
-        tables.append(f"### `[{key}]`\n\n{section['description']}\n\n{_table('key', rows)}")
-    return RUN_SPEC + _table("key", plain) + "\n" + "\n".join(tables)
+        below = definitions[reference.rpartition("/")[2]]
+        own, deeper = _section(below, definitions, f"{within}{key}.")
+        tables += [f"### `[{within}{key}]`\n\n{below['description']}\n\n{own}", *deeper]
+    return _table("key", rows), tables
 
 
 def process_section(title: str, settings: type[BaseModel], flags: dict[str, str]) -> str:

@@ -10,11 +10,13 @@ from worker.export import export
 from worker.link.client import Client
 
 
-def export_model(http: httpx.Client, run: str, token: str, directory: Path, state: int | None = None) -> nn.Module:
-    """Write checkpoint `state` of `run` (None: the latest) into `directory`, and return the model.
+def export_model(
+    http: httpx.Client, run: str, token: str, directory: Path, state: int | None = None, *, merge: bool = False
+) -> nn.Module:
+    """Write checkpoint `state` of `run` (None: the latest) into `directory`, with its adapters merged if `merge`, and
+    return the model.
 
-    Retries for ever while the coordinator cannot be reached. Raises FileExistsError for a directory that is not
-    empty, and otherwise what `worker.export.load_checkpoint` raises.
+    Retries for ever while the coordinator cannot be reached. Raises what `worker.export.export` raises.
     """
     logging.disable_progress_bar()  # it is over in an instant, and would spoil our own display
-    return export(Client(http, run, token), directory, state)
+    return export(Client(http, run, token), directory, state, merge=merge)

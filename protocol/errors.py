@@ -63,7 +63,7 @@ PROBLEMS: dict[str, ProblemType] = {
         409, REFUSED, "A live worker has this name; choose another, or wait for its lease."
     ),
     "model-mismatch": ProblemType(
-        409, REFUSED, "This worker's model is not the run's model; the detail names the tensor."
+        409, REFUSED, "This worker's model is not the run's model; the detail says where it differs."
     ),
     "data-mismatch": ProblemType(409, REFUSED, "This worker's training set is not the run's training set."),
     "state-conflict": ProblemType(409, ACT, "State 0 is seeded once, by the worker that was asked to."),

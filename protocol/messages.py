@@ -95,6 +95,32 @@ class RoundReport(_Request):
 # --- runs ---------------------------------------------------------------------------------------------------------
 
 
+class DataSummary(_Request):
+    """The identity of a worker's training set: a digest of its content, and its length in work units.
+
+    `tokenizer` and its digest are of the tokenizer that made its ids; null for bytes, or where nobody knows. It may
+    have another name on each worker.
+    """
+
+    digest: HexDigest
+    units: Annotated[int, Field(gt=0, lt=1 << 60)]
+    tokenizer: Annotated[str, Field(max_length=1024)] | None = None
+    tokenizer_digest: HexDigest | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is null: what is told of bytes is what it was before there were tokenizers."""
+        return {key: value for key, value in serialize(self).items() if value is not None}
+
+
+class FrozenSummary(_Request):
+    """The identity of the parameters that a worker does not train: a digest of their names, shapes and values, and how
+    many elements they have."""
+
+    digest: HexDigest
+    elements: Annotated[int, Field(gt=0, lt=1 << 60)]
+
+
 class RunState(StrEnum):
     SEEDING = "seeding"  # state 0 is not there yet
     RUNNING = "running"
@@ -114,7 +140,9 @@ class RunInfo(_Reply):
     created_at: float
     live_workers: int
     fragments: int | None  # null until the first worker has sent the model's shape
-    elements: int | None
+    elements: int | None  # that are trained
+    data: DataSummary | None = None  # of the first worker, as is `frozen`; null where it did not say
+    frozen: FrozenSummary | None = None  # null where nothing is frozen as well
     tokens: int  # trained on, in accepted contributions
     upload_bytes: int  # accepted contributions
     account: Account = Field(default_factory=Account)  # over all workers
@@ -145,29 +173,13 @@ class RunChange(_Request):
 # --- workers ------------------------------------------------------------------------------------------------------
 
 
-class DataSummary(_Request):
-    """The identity of a worker's training set: a digest of its content, and its length in work units.
-
-    `tokenizer` and its digest are of the tokenizer that made its ids; null for bytes, or where nobody knows. It may
-    have another name on each worker.
-    """
-
-    digest: HexDigest
-    units: Annotated[int, Field(gt=0, lt=1 << 60)]
-    tokenizer: Annotated[str, Field(max_length=1024)] | None = None
-    tokenizer_digest: HexDigest | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_nulls(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is null: what is told of bytes is what it was before there were tokenizers."""
-        return {key: value for key, value in serialize(self).items() if value is not None}
-
-
 class JoinRequest(_Request):
     """A request to join a run.
 
     `previous` is the member token of an earlier lease under this name: it proves that this is the same worker,
     restarted, so that it need not wait for that lease to expire.
+
+    `frozen` is left out where every parameter is trained, as it is unknown to older coordinators.
 
     `member_token` is the worker's proposal for the new lease, a random secret: a join whose answer was lost can then be
     repeated, like any PUT. Without it the coordinator chooses one.
@@ -175,6 +187,7 @@ class JoinRequest(_Request):
 
     tensors: Annotated[list[TensorSpec], Field(max_length=1_000_000)]
     data: DataSummary | None = None
+    frozen: Annotated[FrozenSummary | None, Field(exclude_if=lambda frozen: frozen is None)] = None
     previous: Annotated[str, Field(max_length=128)] | None = None
     member_token: Annotated[str, Field(pattern=r"^ost_[A-Za-z0-9_-]{43}$")] | None = None
     host: dict[str, str | int | float] = Field(default_factory=dict, max_length=32)

@@ -31,11 +31,26 @@ class _Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class LoraSpec(_Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685), by peft, on a model that stays as it is: only they are trained and
+    sent. Needs `model.pretrained`, and `pip install 'outerstep[peft]'` on the workers."""
+
+    rank: PositiveInt = Field(16, description="r, the inner dimension of an adapter")
+    alpha: float = Field(32.0, gt=0, description="what an adapter adds is scaled by alpha / rank")
+    dropout: Fraction = Field(0.0, description="dropout on the input of an adapter")
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
+        "all-linear", description="the modules that get one, by the ends of their names; all linear ones but the head"
+    )
+
+
 class ModelSpec(_Section):
-    """What is trained: exactly one of preset, config and factory."""
+    """What is trained: exactly one of preset, config, factory and pretrained."""
 
     preset: Literal["tiny", "llama-150m", "llama-1b"] | None = Field(
         None, description="a model that ships with Outerstep"
+    )
+    vocab_size: PositiveInt | None = Field(
+        None, description="with a preset: its vocabulary, such as the tokenizer's; none: that of the preset"
     )
     config: dict[str, Any] | None = Field(
         None, description="a transformers configuration for AutoModelForCausalLM.from_config; needs its model_type"
@@ -43,14 +58,40 @@ class ModelSpec(_Section):
     factory: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = Field(
         None, description="your own module:function, called without arguments on the worker; returns a torch.nn.Module"
     )
+    pretrained: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description=(
+            "a directory on the workers, such as an export, or a repository of the Hugging Face hub, with config.json "
+            "and safetensors; its weights are state 0"
+        ),
+    )
+    revision: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="with a repository of the hub: its branch, tag or commit; none: the default branch"
+    )
+    run: Name | None = Field(
+        None, description="another run on this coordinator, of the same shape: its parameters are state 0"
+    )
+    round: Annotated[int, Field(ge=0, lt=1 << 40)] | None = Field(
+        None, description="with `run`: the checkpoint of that round; none: the latest"
+    )
+    lora: LoraSpec | None = Field(None, description="train adapters instead of the model")
 
     @model_validator(mode="after")
     def _exactly_one(self) -> "ModelSpec":
-        given = [key for key in ("preset", "config", "factory") if getattr(self, key) is not None]
+        kinds = ("preset", "config", "factory", "pretrained")
+        given = [key for key in kinds if getattr(self, key) is not None]
         if len(given) != 1:
-            raise ValueError(f"give exactly one of preset, config and factory, not {given or 'none'}")
+            raise ValueError(f"give exactly one of preset, config, factory and pretrained, not {given or 'none'}")
         if self.config is not None and "model_type" not in self.config:
             raise ValueError('config needs a model_type, for example model_type = "llama"')
+        for key, needed in (
+            ("vocab_size", "preset"),
+            ("revision", "pretrained"),
+            ("round", "run"),
+            ("lora", "pretrained"),
+        ):
+            if getattr(self, key) is not None and getattr(self, needed) is None:
+                raise ValueError(f"{key} needs {needed}: give both, or leave {key} out")
         return self
 
 
@@ -317,6 +358,12 @@ class RunSpec(_Section):
     checkpoints: CheckpointSpec = Field(default_factory=CheckpointSpec)
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
     retention: RetentionSpec = Field(default_factory=RetentionSpec)
+
+    @model_validator(mode="after")
+    def _begins_with_another_run(self) -> "RunSpec":
+        if self.model.run == self.name:
+            raise ValueError(f"model.run = {self.name!r} is this run itself; name the one to start from")
+        return self
 
     @model_validator(mode="after")
     def _one_momentum(self) -> "RunSpec":

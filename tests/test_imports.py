@@ -70,10 +70,11 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "link": {"errors", "accounts", "codecs", "tuning", "state"},
         "rounds": {"errors", "accounts", "codecs", "tuning", "state", "link"},
         "diloco": {"accounts", "state", "link", "rounds"},
-        "export": {"errors", "codecs", "models", "state", "link"},
+        "export": {"errors", "data", "models", "state", "link"},
+        "initial": {"errors", "models", "link"},
         "inner": {"errors", "user_code", "data", "models"},
         "train": {"data", "inner", "diloco"},
-        "agent": {"errors", "settings", "data", "models", "inner", "link", "diloco", "train"},
+        "agent": {"errors", "settings", "data", "models", "inner", "link", "diloco", "initial", "train"},
     },
 }
 

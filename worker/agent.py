@@ -21,6 +21,7 @@ from protocol.messages import RunDetail, RunState
 from worker.data.opening import open_training_set
 from worker.diloco import DiLoCo
 from worker.errors import DataError, ModelError, StateDirBusy, Stopped
+from worker.initial import initial_parameters
 from worker.inner.evaluation import evaluate
 from worker.inner.optimizers import build_inner_optimizers
 from worker.inner.schedules import Schedule
@@ -119,6 +120,7 @@ def _train(
         state_dir=settings.directory,
         data=data.summary,
         evaluate=measure,
+        initial=initial_parameters(model, spec.model, client),
         host=host_facts(device),
     )
     with diloco:

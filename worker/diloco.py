@@ -40,6 +40,7 @@ from worker.rounds.inner_steps import InnerSteps
 from worker.rounds.rounds import Rounds
 from worker.rounds.training import Training
 from worker.state.fragments import DenseFragments, tensor_specs
+from worker.state.frozen import frozen_summary
 from worker.state.outer_state import OuterState
 from worker.state.saver import Saver
 from worker.state.snapshot import identity
@@ -69,6 +70,7 @@ class DiLoCo:
     state_dir   where the snapshot is kept that lets a killed process go on; None: a restart begins like a new worker
     data        the training set, compared between workers; None if the script does not say
     evaluate    measures the held-out loss of the model as it is; called when the coordinator asks this worker to
+    initial     puts state 0 into the model, called if this worker is to seed the run; None: the model holds it
     host        what the coordinator shows about this machine
     clock       monotonic seconds
 
@@ -88,6 +90,7 @@ class DiLoCo:
         state_dir: Path | None = None,
         data: DataSummary | None = None,
         evaluate: Callable[[], EvaluationReport] | None = None,
+        initial: Callable[[], None] | None = None,
         host: dict[str, str | int | float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,9 +103,9 @@ class DiLoCo:
         if not self._optimizers:
             raise ValueError("inner_optimizer is an empty sequence: DiLoCo needs one optimizer at least")
         self._files = StateDir(state_dir) if state_dir is not None else None
-        self._evaluate = evaluate
+        self._evaluate, self._initial = evaluate, initial
         self._progress = Progress(client.traffic, client.stages, clock)
-        request = JoinRequest(tensors=tensor_specs(model), data=data, host=host or {})
+        request = JoinRequest(tensors=tensor_specs(model), data=data, frozen=frozen_summary(model), host=host or {})
         self._membership = Membership(client, name, request, self._files)
         self._steps = InnerSteps(run.spec)
         self._resources = ExitStack()
@@ -229,7 +232,7 @@ class DiLoCo:
         # Metal does not promise IEEE division, which the codecs' bytes depend on; CUDA and CPUs do.
         encoder = fragments.device if on_cuda else torch.device("cpu")
         exchange = Exchange(membership, spec, state, encoder)
-        training = Training(fragments, self._optimizers, self._steps, self._progress, self._evaluate)
+        training = Training(fragments, self._optimizers, self._steps, self._progress, self._evaluate, self._initial)
         owner = identity(self._run, reply.layout, self.name)
         saver = resources.enter_context(Saver(self._files, owner, state, client.stages))
         rounds = Rounds(exchange, training, saver, heartbeat)

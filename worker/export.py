@@ -1,6 +1,6 @@
 """Export of a checkpoint as a Hugging Face directory, and samples of text from the model."""
 
-from concurrent.futures import ThreadPoolExecutor
+import logging
 from pathlib import Path
 
 import torch
@@ -8,66 +8,95 @@ from safetensors.torch import save_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from protocol import wire
-from protocol.fragments import first_difference
-from protocol.messages import RunState
-from worker.codecs import unpack_payload
-from worker.errors import ModelError
+from protocol.messages import RunDetail
+from worker.data.tokenizer import Tokenizer, load_tokenizer
+from worker.errors import DataError, ModelError
+from worker.link.checkpoints import load_parameters
 from worker.link.client import Client
 from worker.models.building import build_model, logits_of
 from worker.models.presets import BYTES
-from worker.state.fragments import DenseFragments, tensor_specs
+from worker.state.frozen import frozen_summary
 
 _HOST = torch.device("cpu")
 TEMPERATURE = 0.8
-_PAUSE_S = 0.2
-_CONNECTIONS = 4
+
+log = logging.getLogger(__name__)
 
 
 def load_checkpoint(client: Client, state_round: int | None = None) -> nn.Module:
-    """Return the run's model with the parameters of checkpoint `state_round` (None: the latest), on the CPU, for
-    evaluation.
+    """Return the run's model with the parameters of checkpoint `state_round` (None: the latest, as `load_parameters`
+    has it), on the CPU, for evaluation.
 
-    The latest of a finished run is its final state; this waits for it, because the coordinator takes its own last outer
-    step a moment after the run has finished. Raises Problem `not-found` for a checkpoint that does not exist, `gone`
-    for one that was deleted, ModelError if the model cannot be built here.
+    Raises what `load_parameters` raises, ModelError also if the model cannot be built here, or with other frozen
+    parameters than the run's.
     """
     run = client.run_detail()
-    while state_round is None and run.state is RunState.FINISHED and run.state_digest is None:
-        client.pause(_PAUSE_S)
-        run = client.run_detail()
-    checkpoint = client.checkpoint(state_round)
     model = build_model(run.spec, _HOST)
-    difference = first_difference(checkpoint.layout.tensors, tensor_specs(model))
-    if difference:
-        raise ModelError(f"the model built here is not the model of the run {client.run}: {difference}")
-    fragments = DenseFragments(model, checkpoint.layout)
-    with ThreadPoolExecutor(_CONNECTIONS, "export") as connections:
-        for p, elements in enumerate(checkpoint.layout.elements):
-            limit_bytes = wire.max_payload_bytes("fp32", 2 * elements)
-            payload = client.checkpoint_fragment(checkpoint.round, checkpoint.fragments[p], limit_bytes, connections)
-            fragments.scatter(p, unpack_payload(payload, _HOST)[:elements])
+    frozen = frozen_summary(model)
+    if run.frozen is not None and frozen != run.frozen:
+        raise ModelError(
+            f"the frozen parameters here ({frozen or 'none'}) are not those of the run {client.run} ({run.frozen}); "
+            "load the weights that its workers have"
+        )
+    load_parameters(client, model, state_round)
     return model.eval()
 
 
-def export(client: Client, directory: Path, state_round: int | None = None) -> nn.Module:
+def export(client: Client, directory: Path, state_round: int | None = None, *, merge: bool = False) -> nn.Module:
     """Write checkpoint `state_round` (None: the latest) into `directory`, new or empty. Return the model.
 
-    A transformers model becomes a directory that `AutoModelForCausalLM.from_pretrained` loads; a model from
-    the user's own function becomes model.safetensors and the run's spec.toml. Raises FileExistsError and what
+    A transformers model becomes a directory that `AutoModelForCausalLM.from_pretrained` loads. Adapters are written as
+    peft has them, or, to `merge`, as the model that they make with the one they belong to. A model from the user's own
+    function becomes model.safetensors and the run's spec.toml. The run's tokenizer goes with it; where this machine
+    does not have it, a warning says so. Raises FileExistsError, ModelError where there is nothing to merge, and what
     `load_checkpoint` raises.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(f"{directory} exists and is not an empty directory; choose another")
-    model = load_checkpoint(client, state_round)
+    run = client.run_detail()
+    adapted = run.spec.model.lora is not None
+    if merge and not adapted:
+        raise ModelError(f"the run {run.name} has no adapters to merge: its export is the whole model")
+    model, tokenizer = load_checkpoint(client, state_round), _tokenizer(run)
     directory.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, PreTrainedModel):
+    if tokenizer is not None:
+        tokenizer.save(directory)
+        _end_generation(model, tokenizer)
+    if merge:
+        model = model.merge_and_unload()  # type: ignore[operator]
+    if adapted and not merge:
+        # Not the embedding: peft would ask the hub whether its size is that of the model's.
+        model.save_pretrained(directory, save_embedding_layers=False)  # type: ignore[operator]
+    elif isinstance(model, PreTrainedModel):
         model.config.use_cache = True  # off for training, wanted by whoever generates with it
         model.save_pretrained(directory)
     else:
         save_model(model, str(directory / "model.safetensors"))
     (directory / "spec.toml").write_text(client.spec_text())
     return model
+
+
+def _tokenizer(run: RunDetail) -> Tokenizer | None:
+    """Return the run's tokenizer; None, with a warning, where this machine does not have it. Bytes have one as well,
+    with nothing to save."""
+    name = run.spec.data.tokenizer or (run.data.tokenizer if run.data else None)
+    try:
+        tokenizer = None if name is None else load_tokenizer(name)
+        if tokenizer and run.data and tokenizer.digest != run.data.tokenizer_digest:
+            raise DataError(
+                f"the tokenizer {name} on this machine is not the run's (BLAKE3 {run.data.tokenizer_digest})"
+            )
+    except DataError as error:
+        log.warning("exported without a tokenizer: %s; copy the one of a worker beside the model", error)
+        return None
+    return tokenizer
+
+
+def _end_generation(model: nn.Module, tokenizer: Tokenizer) -> None:
+    """Let the model end where a document ends, unless it says itself where it ends."""
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None and generation_config.eos_token_id is None:
+        generation_config.eos_token_id = tokenizer.end
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from coordinator.store.tables import EventRow, RunRow, WorkerRow
 from coordinator.tuning.room import Room
 from protocol.digest import model_digest
 from protocol.fragments import Layout
-from protocol.messages import DataSummary, RoundReport, RunState
+from protocol.messages import DataSummary, FrozenSummary, RoundReport, RunState
 from protocol.spec import RunSpec, parse_spec
 from protocol.wire import ContributionHeader
 
@@ -79,10 +79,12 @@ class QueuedReport:
 
 
 class Model(BaseModel, frozen=True, from_attributes=True):
-    """What is trained, as the first worker has fixed it. `data`: its training set; None if the run has none."""
+    """What is trained, as the first worker has fixed it. `data`: its training set; None if the run has none. `frozen`:
+    the parameters that are not trained; None where there are none, or the first worker did not say."""
 
     layout: Layout
     data: DataSummary | None
+    frozen: FrozenSummary | None = None
 
 
 class LiveRun:
@@ -248,7 +250,7 @@ class Change:
     def set_model(self, model: Model) -> None:
         """Fix what is trained."""
         dumped = model.model_dump()
-        self.row.layout, self.row.data = dumped["layout"], dumped["data"]
+        self.row.layout, self.row.data, self.row.frozen = dumped["layout"], dumped["data"], dumped["frozen"]
         self.then(partial(setattr, self.run, "_model", model))
 
     def begin_round(self, opening: OpenRound) -> None:

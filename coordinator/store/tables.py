@@ -62,6 +62,7 @@ class RunRow(Base):
     next_unit: Mapped[int] = mapped_column(default=0)
     layout: Mapped[dict[str, Any] | None]
     data: Mapped[dict[str, Any] | None]
+    frozen: Mapped[dict[str, Any] | None]
     tokens: Mapped[int] = _counter()
     upload_bytes: Mapped[int] = _counter()
     divergences: Mapped[int] = _counter()

@@ -34,7 +34,7 @@ DIRECTIVES = {
 
 
 def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
-    """Let `worker` join. The first one fixes layout and training set; whoever has others is refused.
+    """Let `worker` join. The first one fixes layout, frozen parameters and training set; whoever has others is refused.
 
     Raises Problem: run-ended, banned, worker-name-taken, model-mismatch, data-mismatch.
     """
@@ -94,11 +94,17 @@ def _model(change: Change, request: JoinRequest) -> Model:
             )
         except LayoutError as error:
             raise Problem("model-mismatch", str(error)) from error
-        model = Model(layout=layout, data=request.data)
+        model = Model(layout=layout, data=request.data, frozen=request.frozen)
         change.set_model(model)
         return model
     if difference := first_difference(model.layout.tensors, request.tensors):
         raise Problem("model-mismatch", f"this worker's model is not the model of the run {run.name}: {difference}")
+    if model.frozen is not None and request.frozen != model.frozen:
+        raise Problem(
+            "model-mismatch",
+            f"this worker's frozen parameters ({request.frozen or 'none'}) are not those of the run {run.name} "
+            f"({model.frozen}); load the same weights everywhere, of the same directory or revision",
+        )
     if difference := _data_difference(request.data, model.data, run.spec.data.source):
         raise Problem("data-mismatch", difference)
     return model

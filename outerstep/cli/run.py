@@ -278,14 +278,18 @@ def export(
             "--round", min=0, help="The checkpoint to export: the model before this round. Default: the latest."
         ),
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run with model.lora: write the whole model, not the adapters alone.")
+    ] = False,
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
 ) -> None:
     """Write a run's model as a Hugging Face directory, which `AutoModelForCausalLM.from_pretrained` loads.
 
-    Needs the worker's libraries (torch, transformers), but no GPU. The model of a user's own function is written as
-    model.safetensors beside the spec.
+    Needs the worker's libraries (torch, transformers), but no GPU. Adapters are written as peft has them, for the model
+    that they were trained on. The run's tokenizer goes with the model; bytes have none, their token ids are the bytes of
+    UTF-8 text. The model of a user's own function is written as model.safetensors beside the spec.
 
     \b
     Example:
@@ -296,7 +300,7 @@ def export(
     with operator_client(url, secret, None) as client:
         client.run(run)  # the export, below, would wait for ever for a coordinator that is not there
         try:
-            exporting.export_model(client.http, run, secret, out, state)
+            exporting.export_model(client.http, run, secret, out, state, merge=merge)
         except OSError as error:
             raise UsageError(f"--out: {error}") from error
     typer.echo(f"the model of the run {run} is in {out}")
@@ -344,12 +348,11 @@ def _read_spec(path: Path) -> str:
 
 def _facts(run: RunDetail) -> object:
     spec = run.spec
-    model = spec.model.preset or spec.model.factory or (spec.model.config or {}).get("model_type")
     rows = [
         ("run", run.name),
         ("state", f"{run.state}: {run.reason}"),
         ("round", f"{run.round} of {run.rounds}, {_inner_steps(spec)} inner steps each"),
-        ("model", f"{model}, {count_text(run.elements)} parameters in {run.fragments or UNKNOWN} fragments"),
+        ("model", _model(run)),
         ("codec", f"{spec.sync.upload_codec} up, {spec.sync.download_codec} down"),
         *([("overlap", _overlap(spec))] if spec.sync.streams else []),
         ("workers", f"{run.live_workers} live, at least {spec.members.min_workers} needed"),
@@ -367,6 +370,16 @@ def _facts(run: RunDetail) -> object:
     facts = table(["", ""], rows)
     facts.show_header = False
     return facts
+
+
+def _model(run: RunDetail) -> str:
+    model = run.spec.model
+    name = model.preset or model.factory or model.pretrained or (model.config or {}).get("model_type")
+    adapters = "" if model.lora is None else f" with adapters of rank {model.lora.rank}"
+    start = "" if model.run is None else f" from the run {model.run}"
+    trained = f"{count_text(run.elements)} parameters in {run.fragments or UNKNOWN} fragments"
+    frozen = "" if run.frozen is None else f", {count_text(run.frozen.elements)} frozen"
+    return f"{name}{adapters}{start}, {trained}{frozen}"
 
 
 def _shares(account: Account) -> str:

@@ -13,7 +13,7 @@ from coordinator.store.tables import UnitRangeRow, WorkerRow
 from coordinator.workers import membership
 from protocol.errors import Problem
 from protocol.fragments import TensorSpec
-from protocol.messages import DataSummary, JoinRequest, LeaveRequest, Metrics
+from protocol.messages import DataSummary, FrozenSummary, JoinRequest, LeaveRequest, Metrics
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, recovered
 
 MINUTE = "lease_s = 60"
@@ -105,6 +105,37 @@ def test_another_training_set_is_refused_and_both_are_named(
     assert "abab" in detail
     assert "python-stdlib" in detail
     assert ("cdcd" in detail) == (data is not None)
+
+
+FROZEN = FrozenSummary(digest="ab" * 32, elements=5)
+
+
+def test_frozen_parameters_are_those_of_the_first_worker(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run))
+    first = Member(shared.client(), run, "w")
+    request = JoinRequest(tensors=TENSORS, data=DATA, frozen=FROZEN).model_dump(mode="json")
+    assert first.http.put(first.path(), json=request).status_code == 200
+    assert info(shared, run)["frozen"] == FROZEN.model_dump()
+    other = Member(shared.client(), run, "v")
+    assert other.http.put(other.path(), json=request).status_code == 200
+    for frozen in (FROZEN.model_copy(update={"digest": "cd" * 32}), FROZEN.model_copy(update={"elements": 6}), None):
+        request = JoinRequest(tensors=TENSORS, data=DATA, frozen=frozen).model_dump(mode="json")
+        third = Member(shared.client(), run, "u")
+        detail = problem(third.http.put(third.path(), json=request), "model-mismatch")["detail"]
+        assert "frozen parameters" in detail
+        assert "load the same weights everywhere" in detail
+        assert ("none" in detail) == (frozen is None)
+
+
+def test_a_worker_that_does_not_say_what_is_frozen_joins_as_ever(shared: InThread, run: str) -> None:
+    """A client, or a first worker, from before this was told: nothing is compared."""
+    shared.create_run(spec_toml(run))
+    request = JoinRequest(tensors=TENSORS, data=DATA).model_dump(mode="json")
+    assert "frozen" not in request
+    for name, more in (("w", {}), ("v", {}), ("u", {"frozen": FROZEN.model_dump()})):
+        member = Member(shared.client(), run, name)
+        assert member.http.put(member.path(), json=request | more).status_code == 200
+    assert info(shared, run)["frozen"] is None
 
 
 def test_another_tokenizer_is_refused_by_name_and_another_name_is_not(shared: InThread, run: str) -> None:

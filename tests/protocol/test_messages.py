@@ -23,6 +23,12 @@ GOLDEN: list[tuple[BaseModel, str]] = [
         + '","units":7},"previous":null,"member_token":null,"host":{"gpus":1}}',
     ),
     (
+        messages.JoinRequest(tensors=[], frozen=messages.FrozenSummary(digest=DIGEST, elements=5)),
+        '{"tensors":[],"data":null,"frozen":{"digest":"'
+        + DIGEST
+        + '","elements":5},"previous":null,"member_token":null,"host":{}}',
+    ),
+    (
         messages.JoinReply(
             worker="a",
             member_token="t",

@@ -65,17 +65,29 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     "an unknown preset": (edited('"tiny"', '"huge"'), ["model.preset = 'huge'", "'tiny', 'llama-150m' or 'llama-1b'"]),
     "no model chosen": (
         edited('preset = "tiny"', ""),
-        ["model: give exactly one of preset, config and factory, not none"],
+        ["model: give exactly one of preset, config, factory and pretrained, not none"],
     ),
     "two models chosen": (
         edited('preset = "tiny"', 'preset = "tiny"\nfactory = "a:b"'),
-        ["exactly one of preset, config and factory", "['preset', 'factory']"],
+        ["exactly one of preset, config, factory and pretrained", "['preset', 'factory']"],
     ),
     "a config without a type": (
         edited('preset = "tiny"', "config = {hidden_size = 8}"),
         ['config needs a model_type, for example model_type = "llama"'],
     ),
     "a factory that is none": (edited('preset = "tiny"', 'factory = "my model"'), ["model.factory = 'my model'"]),
+    "a vocabulary of a model that has its own": (
+        edited('preset = "tiny"', 'factory = "a:b"\nvocab_size = 300'),
+        ["vocab_size needs preset"],
+    ),
+    "a revision of nothing": (edited('"tiny"', '"tiny"\nrevision = "main"'), ["revision needs pretrained"]),
+    "a round of no run": (edited('"tiny"', '"tiny"\nround = 3'), ["round needs run: give both, or leave round out"]),
+    "adapters on a model that knows nothing": (edited('"tiny"', '"tiny"\n[model.lora]'), ["lora needs pretrained"]),
+    "adapters without modules": (
+        edited('preset = "tiny"', 'pretrained = "m"\nlora.target_modules = []'),
+        ["model.lora.target_modules", "at least 1 item"],
+    ),
+    "a run that starts from itself": (edited('"tiny"', '"tiny"\nrun = "demo"'), ["'demo' is this run itself"]),
     "momentum of one": (LEAST + "[outer]\nmomentum = 1.0\n", ["outer.momentum = 1.0", "less than 1"]),
     "two momenta": (
         edited("rounds = 4", 'rounds = 4\nupload_codec = "sparse"'),

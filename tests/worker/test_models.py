@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from protocol.spec import RunSpec, parse_spec
 from worker.errors import ModelError
@@ -43,14 +43,24 @@ def test_the_seed_makes_the_model_and_leaves_the_generator_alone() -> None:
     assert not torch.equal(weights[0], weights[2])
 
 
-@pytest.mark.parametrize(("preset", "millions"), [("llama-150m", (150, 220)), ("llama-1b", (1000, 1200))])
-def test_large_presets_have_their_size(preset: str, millions: tuple[int, int]) -> None:
-    from transformers import AutoModelForCausalLM
-
+@pytest.mark.parametrize(
+    ("preset", "layers", "total"),
+    [("llama-150m", 149_447_680, 214_983_680), ("llama-1b", 968_976_384, 1_100_048_384)],
+)
+def test_the_presets_have_the_sizes_of_opendiloco(preset: str, layers: int, total: int) -> None:
+    """Its 150 M are those of the layers, without embedding and head; its 1.1 B are all of them."""
+    shape = PRESETS[preset]
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**PRESETS[preset]))
-    count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    assert millions[0] <= count <= millions[1]
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**shape))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == total
+    assert count - 2 * shape["vocab_size"] * shape["hidden_size"] == layers
+
+
+def test_a_preset_with_the_vocabulary_of_a_tokenizer() -> None:
+    model = build_model(spec('[model]\npreset = "tiny"\nvocab_size = 300'), CPU)
+    assert logits_of(model, torch.tensor([[299]])).shape == (1, 1, 300)
+    assert model.config.vocab_size == 300  # type: ignore[union-attr]
 
 
 def test_any_configuration_of_transformers() -> None:

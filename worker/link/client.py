@@ -73,6 +73,12 @@ class Client:
         other._retry = self._retry.until(signal)
         return other
 
+    def on(self, run: str) -> Self:
+        """Return the same client, except that it is of another run on the same coordinator."""
+        other = copy.copy(self)
+        other.run, other._path = run, f"/v1/runs/{run}"
+        return other
+
     def pause(self, seconds: float) -> None:
         """Wait; raises Stopped as soon as the worker is asked to stop."""
         self._retry.pause(seconds)

@@ -1,5 +1,6 @@
 """Seeding: the run's first worker makes state 0 of its own model."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,10 +13,18 @@ from worker.state.fragments import Fragments
 from worker.state.outer_state import OuterState
 
 
-def seed(membership: Membership, spec: RunSpec, fragments: Fragments, state: OuterState) -> None:
-    """Make the model as it is state 0, here and on the coordinator. Raises Problem `state-conflict` where another
-    worker was asked to in the meantime."""
+def seed(
+    membership: Membership,
+    spec: RunSpec,
+    fragments: Fragments,
+    state: OuterState,
+    initial: Callable[[], None] | None = None,
+) -> None:
+    """Make the model state 0, here and on the coordinator: as it is, or as `initial` leaves it. Raises what that
+    raises, and Problem `state-conflict` where another worker was asked to in the meantime."""
     state.round, client = None, membership.client
+    if initial is not None:
+        initial()
     for p in range(len(state)):
         state.set(p, fragments.gather(p), None)
         vector = torch.cat([state.theta[p], state.momentum[p]])

@@ -1,7 +1,8 @@
-"""Models: the presets, any configuration of transformers, or the user's own function.
+"""Models: the presets, any configuration of transformers, a trained model, or the user's own function.
 
-Every worker builds the same model from the run spec: its shape must be the same everywhere, and the seed gives all
-workers the same initial parameters.
+Every worker builds the same model from the run spec: its shape must be the same everywhere. The seed gives all workers
+the same initial parameters; but those of a trained model are loaded by the worker that seeds the run alone, when it is
+asked to, unless there is more to it than what travels.
 """
 
 import logging
@@ -9,25 +10,46 @@ import threading
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from protocol.spec import ModelSpec, RunSpec
 from worker.errors import ModelError
+from worker.models.adapters import with_adapters
 from worker.models.presets import PRESETS
+from worker.models.pretrained import Pretrained
 from worker.user_code import imported
-
-log = logging.getLogger(__name__)
 
 _SEEDING = threading.Lock()
 
+log = logging.getLogger(__name__)
+
 
 def build_model(spec: RunSpec, device: torch.device) -> nn.Module:
-    """Return the run's model in float32 with its initial parameters, on `device`. Raises ModelError if that fails."""
+    """Return the run's model in float32 on `device`, with its initial parameters, unless `load_weights` brings them.
+    Raises ModelError if it cannot be built."""
     # The lock: torch's default generator belongs to the whole process.
     with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = _factory_model(spec.model) if spec.model.factory else _transformers_model(spec, device)
     return model.to(device)
+
+
+def has_initial_parameters(model: nn.Module, spec: ModelSpec) -> bool:
+    """Return True if `model`, which `build_model` made, has its initial parameters, and not only their shapes."""
+    return spec.pretrained is None or spec.lora is not None or not _all_travels(model)
+
+
+def load_weights(model: nn.Module, spec: ModelSpec) -> None:
+    """Give `model`, which `build_model` made of `model.pretrained`, the weights from there. Raises ModelError."""
+    trained = _pretrained(spec)
+    weights = trained.model(trained.config(), _attention(torch.device("cpu"))).state_dict()
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ModelError(
+            f"model.pretrained = {spec.pretrained!r} is not what it was when this worker started; name a commit as "
+            "model.revision, or leave the directory as it is"
+        ) from error
 
 
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -48,7 +70,8 @@ def check_vocabulary(model: nn.Module, vocabulary: int) -> None:
     if rows < vocabulary:
         raise ModelError(
             f"the model's vocab_size = {rows} is too small: the training set has token ids up to {vocabulary - 1}; "
-            f"give model.config a vocab_size of {vocabulary} or more, or use another tokenizer"
+            f"give model.config a vocab_size of {vocabulary} or more (a preset: model.vocab_size), or use another "
+            "tokenizer"
         )
     if rows > vocabulary:
         unused = f"{rows - vocabulary:,}"
@@ -58,24 +81,64 @@ def check_vocabulary(model: nn.Module, vocabulary: int) -> None:
 
 
 def _transformers_model(spec: RunSpec, device: torch.device) -> nn.Module:
+    if spec.model.pretrained is not None:
+        return _pretrained_model(spec, device)
     config = _config(spec)
     if getattr(config, "vocab_size", None) is None:
         raise ModelError("model.config has no vocab_size: it is not the configuration of a causal language model")
     config.use_cache = False
-    # On CPUs scaled_dot_product_attention costs twice the step time of plain matrix products.
-    attention = "eager" if device.type == "cpu" else "sdpa"
     try:
-        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=_attention(device))
     except ValueError as error:
         raise ModelError(f"transformers cannot build model.config: {error}") from error
     return model.float()
 
 
+def _pretrained_model(spec: RunSpec, device: torch.device) -> nn.Module:
+    trained = _pretrained(spec.model)
+    config, generation_config = trained.config(), trained.generation_config()
+    config.use_cache = False
+    attention = _attention(device)
+    if spec.model.lora is not None:
+        return with_adapters(trained.model(config, attention), spec.model, spec.seed)
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.float32
+        )
+    except ValueError as error:
+        raise ModelError(f"transformers cannot build model.pretrained = {spec.model.pretrained!r}: {error}") from error
+    if not _all_travels(model):
+        model = trained.model(config, attention)
+    if generation_config is not None:
+        model.generation_config = generation_config
+    return model
+
+
+def _pretrained(spec: ModelSpec) -> Pretrained:
+    assert spec.pretrained is not None
+    return Pretrained(spec.pretrained, spec.revision)
+
+
+def _all_travels(model: nn.Module) -> bool:
+    """Return True if the trainable parameters are all that a checkpoint of the model consists of."""
+    kept = model.state_dict().keys()
+    return all(each.requires_grad for each in model.parameters()) and kept.isdisjoint(dict(model.named_buffers()))
+
+
+def _attention(device: torch.device) -> str:
+    # On CPUs scaled_dot_product_attention costs twice the step time of plain matrix products.
+    return "eager" if device.type == "cpu" else "sdpa"
+
+
 def _config(spec: RunSpec) -> PreTrainedConfig:
     if spec.model.preset is not None:
         shape = PRESETS[spec.model.preset]
+        vocabulary = {"vocab_size": spec.model.vocab_size or shape["vocab_size"]}
         return LlamaConfig(
-            **shape, max_position_embeddings=spec.data.sequence_length, bos_token_id=None, eos_token_id=None
+            **shape | vocabulary,
+            max_position_embeddings=spec.data.sequence_length,
+            bos_token_id=None,
+            eos_token_id=None,
         )
     given = dict(spec.model.config or {})
     try:

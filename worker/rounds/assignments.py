@@ -1,6 +1,7 @@
 """What the coordinator tells a worker to do between rounds, and doing it: seed the run, come to its state, wait."""
 
 import logging
+from collections.abc import Callable
 
 from protocol.errors import Problem
 from protocol.messages import Action, Assignment
@@ -16,13 +17,17 @@ log = logging.getLogger(__name__)
 
 
 class Assignments:
-    """Asks for assignments and prepares for them. `exchange` has the membership that asks and the outer state."""
+    """Asks for assignments and prepares for them. `exchange` has the membership that asks and the outer state;
+    `initial` puts state 0 into the model, None where it is there."""
 
-    def __init__(self, exchange: Exchange, fragments: Fragments, progress: Progress) -> None:
+    def __init__(
+        self, exchange: Exchange, fragments: Fragments, progress: Progress, initial: Callable[[], None] | None
+    ) -> None:
         self._exchange, self._membership, self._client = exchange, exchange.membership, exchange.client
-        self._fragments, self._progress = fragments, progress
+        self._fragments, self._progress, self._initial = fragments, progress, initial
         self._reason = ""  # for waiting, told last
-        self.untouched = True  # the outer state was taken from the model as it was built, and so may be state 0
+        # Whether the outer state was taken from the model as it was built, and so may be state 0.
+        self.untouched = initial is None
 
     def ask(self, state_round: int | None, carried: UnitRanges) -> tuple[int, Assignment]:
         """Ask what to do at state `state_round` of the run; return the epoch of the membership that asked, and the
@@ -53,7 +58,7 @@ class Assignments:
     def _seed(self) -> None:
         self.untouched = False
         try:
-            seeding.seed(self._membership, self._exchange.spec, self._fragments, self._exchange.state)
+            seeding.seed(self._membership, self._exchange.spec, self._fragments, self._exchange.state, self._initial)
         except Problem as problem:
             if problem.slug != "state-conflict":
                 raise

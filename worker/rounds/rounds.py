@@ -42,7 +42,7 @@ class Rounds:
         self._exchange, self._state, self._sync = exchange, exchange.state, exchange.spec.sync
         self._training, self._fragments = training, training.fragments
         self._saver, self._heartbeat = saver, heartbeat
-        self._assignments = Assignments(exchange, training.fragments, training.progress)
+        self._assignments = Assignments(exchange, training.fragments, training.progress, training.initial)
         self._running = self.algorithm()
         self.assignment = Assignment(action=Action.WAIT, reason="not asked yet", round=0)
         self.carry = Carry()

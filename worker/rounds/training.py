@@ -13,10 +13,12 @@ from worker.state.fragments import Fragments
 
 @dataclass(frozen=True)
 class Training:
-    """What one worker trains. `evaluate` measures the held-out loss of the model as it is; None where none is."""
+    """What one worker trains. `evaluate` measures the held-out loss of the model as it is; None where none is.
+    `initial` puts state 0 into the model; None where it holds that."""
 
     fragments: Fragments
     optimizers: Sequence[torch.optim.Optimizer]
     steps: InnerSteps
     progress: Progress
     evaluate: Callable[[], EvaluationReport] | None
+    initial: Callable[[], None] | None

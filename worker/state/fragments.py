@@ -20,15 +20,24 @@ _WHOLE = "and each worker needs the whole model in one process, as it was built 
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by the names that they have without torch.compile, DistributedDataParallel and DataParallel
-    around the model or parts of it, so that workers with and without them share a run.
+    """Return the trained parameters by the names that they have without torch.compile, DistributedDataParallel and
+    DataParallel around the model or parts of it, so that workers with and without them share a run.
 
     Raises ModelError where two parameters then have one name.
     """
+    return _parameters(model, trained=True)
+
+
+def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are not trained, otherwise like `trainable_parameters`."""
+    return _parameters(model, trained=False)
+
+
+def _parameters(model: nn.Module, *, trained: bool) -> dict[str, nn.Parameter]:
     within = {path for name, module in model.named_modules() if (path := _path_within(name, module))}
     found: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if parameter.requires_grad is not trained:
             continue
         plain = _without(within, name)
         if plain in found:

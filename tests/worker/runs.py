@@ -1,0 +1,70 @@
+"""Real runs of `outerstep worker` in this process: of models of a few thousand parameters, on a little text."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness.coordinator import InThread
+from protocol.exit_codes import Exit
+from protocol.messages import JoinRequest, RunDetail, Scope
+from worker.agent import run_worker
+from worker.data.text import TextData
+from worker.export import load_checkpoint
+from worker.link.client import Client, open_http
+from worker.models.building import build_model
+from worker.settings import WorkerSettings
+from worker.state.fragments import tensor_specs
+from worker.state.frozen import frozen_summary
+
+
+def create(
+    coordinator: InThread,
+    directory: Path,
+    name: str,
+    model: str,
+    *,
+    rounds: int = 2,
+    min_workers: int = 1,
+    fragment_elements: int = 70_000,
+    data: str = "",
+) -> None:
+    """Create a run of `model` on a little text in `directory`."""
+    text = directory / "text"
+    text.mkdir(exist_ok=True)
+    for index in range(4):
+        (text / f"{index}.txt").write_text(f"all work and no play, chapter {index}. " * 20)
+    coordinator.create_run(
+        f'name = "{name}"\nmodel = {{{model}}}\n[data]\nsource = "{text}"\nsequence_length = 16\n{data}\n[inner]\nbatch_size = 2\n'
+        f"warmup_steps = 0\n[sync]\nrounds = {rounds}\ninner_steps = 2\nfragment_elements = {fragment_elements}\n"
+        f"[checkpoints]\nevery_rounds = 1\nkeep = 10\n[members]\nmin_workers = {min_workers}\n"
+    )
+
+
+def work(coordinator: InThread, directory: Path, run: str, name: str = "a") -> Exit:
+    """Be a worker of the run until it ends."""
+    given: dict[str, Any] = {"url": coordinator.url, "run": run, "token": coordinator.token(Scope.WORKER), "name": name}
+    state_dir = directory / "state" / run / name
+    return run_worker(WorkerSettings(**given, state_dir=state_dir, device="cpu", threads=1))
+
+
+def shown(coordinator: InThread, run: str) -> RunDetail:
+    with coordinator.client() as http:
+        return RunDetail.model_validate(http.get(f"/v1/runs/{run}").json())
+
+
+def state(coordinator: InThread, run: str, state_round: int | None = None) -> dict[str, torch.Tensor]:
+    """The parameters of a checkpoint."""
+    with open_http(coordinator.url) as http:
+        model = load_checkpoint(Client(http, run, coordinator.token(Scope.VIEWER)), state_round)
+    return model.state_dict()
+
+
+def join(coordinator: InThread, run: str, name: str = "first") -> None:
+    """Join the run as a worker that fixes its model, and does nothing."""
+    with open_http(coordinator.url) as http:
+        client = Client(http, run, coordinator.token(Scope.WORKER))
+        spec = client.run_detail().spec
+        model = build_model(spec, torch.device("cpu"))
+        data = TextData(spec).summary
+        client.join(name, JoinRequest(tensors=tensor_specs(model), data=data, frozen=frozen_summary(model)))

@@ -1,0 +1,82 @@
+"""Exports with their tokenizer: what `from_pretrained` makes of them."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.harness.coordinator import InThread, coordinator_thread
+from protocol.exit_codes import Exit
+from protocol.messages import Scope
+from tests.support.tokenizers import END, write_tokenizer
+from tests.worker.runs import create, work
+from worker.export import export
+from worker.link.client import Client, open_http
+
+WORDS = "all work and no play"
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A coordinator with the finished run `words`, whose tokenizer is in the directory `tokenizer`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_tokenizer(tmp_path / "tokenizer", WORDS)
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        data = f'tokenizer = "{tmp_path / "tokenizer"}"'
+        create(running, tmp_path, "words", 'preset = "tiny", vocab_size = 300', rounds=1, data=data)
+        assert work(running, tmp_path, "words") == Exit.DONE
+        yield running
+
+
+def exported(running: InThread, directory: Path) -> Path:
+    with open_http(running.url) as http:
+        export(Client(http, "words", running.token(Scope.VIEWER)), directory)
+    return directory
+
+
+def test_an_export_has_the_runs_tokenizer_and_generates(trained: InThread, tmp_path: Path) -> None:
+    directory = exported(trained, tmp_path / "model")
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory)
+    assert tokenizer.decode(tokenizer(WORDS)["input_ids"]) == WORDS
+    assert tokenizer.eos_token == END
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.use_cache
+    written = model.generate(**tokenizer(WORDS, return_tensors="pt"), max_new_tokens=5, do_sample=False)
+    assert tokenizer.decode(written[0]).startswith(WORDS)
+
+
+def test_a_machine_without_the_tokenizer_exports_without_it_and_says_so(
+    trained: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.move(tmp_path / "tokenizer", tmp_path / "elsewhere")
+    directory = exported(trained, tmp_path / "model")
+    assert (directory / "model.safetensors").exists()
+    assert not (directory / "tokenizer.json").exists()
+    assert "exported without a tokenizer: data.tokenizer = " in caplog.text
+    assert "copy the one of a worker beside the model" in caplog.text
+
+
+def test_another_tokenizer_is_not_exported(trained: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model that is asked in ids of another vocabulary writes nonsense, and nobody knows why."""
+    write_tokenizer(tmp_path / "tokenizer", "other words than those")
+    directory = exported(trained, tmp_path / "model")
+    assert not (directory / "tokenizer.json").exists()
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "on this machine is not the run's (BLAKE3 " in told
+
+
+def test_bytes_have_no_tokenizer_to_write(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        create(running, tmp_path, "words", 'preset = "tiny"', rounds=1, data='tokenizer = "bytes"')
+        assert work(running, tmp_path, "words") == Exit.DONE
+        directory = exported(running, tmp_path / "model")
+    assert not (directory / "tokenizer.json").exists()
+    assert "without a tokenizer" not in caplog.text
+    model: Any = AutoModelForCausalLM.from_pretrained(directory)
+    written = model.generate(torch.tensor([list(WORDS.encode())]), max_new_tokens=5, do_sample=False)
+    assert bytes(written[0].tolist()).startswith(WORDS.encode())

@@ -1,0 +1,207 @@
+"""Trained models: what is loaded of a directory or of the hub, and what is refused."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from protocol.spec import RunSpec, parse_spec
+from tests.support.trained import save_trained
+from worker.errors import ModelError
+from worker.models.building import build_model, has_initial_parameters, load_weights, logits_of
+
+CPU = torch.device("cpu")
+TOKENS = torch.arange(20)[None]
+
+
+def spec(source: str, more: str = "") -> RunSpec:
+    return parse_spec(f'name = "r"\n[model]\npretrained = "{source}"\n{more}\n[sync]\nrounds = 1\n')
+
+
+def loaded(directory: Path | str, more: str = "") -> nn.Module:
+    run = spec(str(directory), more)
+    model = build_model(run, CPU)
+    load_weights(model, run.model)
+    return model
+
+
+def test_the_shape_comes_at_once_and_the_weights_when_they_are_asked_for(tmp_path: Path) -> None:
+    trained = save_trained(tmp_path)
+    run = spec(str(tmp_path))
+    (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere")
+    model = build_model(run, CPU)
+    assert not has_initial_parameters(model, run.model)
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    (tmp_path / "elsewhere").rename(tmp_path / "model.safetensors")
+    parameters = list(model.parameters())
+    load_weights(model, run.model)
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True)), "an optimizer holds them"
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor.float()), name
+    torch.testing.assert_close(logits_of(model, TOKENS), logits_of(trained.float(), TOKENS))
+    assert model.generation_config.temperature == 0.5  # type: ignore[union-attr]
+
+
+def test_weights_in_several_files(tmp_path: Path) -> None:
+    trained = save_trained(tmp_path, shard_size="4KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert torch.equal(loaded(tmp_path).state_dict()["lm_head.weight"], trained.lm_head.weight.float())
+
+
+def test_tied_embeddings(tmp_path: Path) -> None:
+    trained = save_trained(tmp_path, tie_word_embeddings=True)
+    model = loaded(tmp_path)
+    torch.testing.assert_close(logits_of(model, TOKENS), logits_of(trained.float(), TOKENS))
+
+
+def test_what_does_not_travel_is_loaded_by_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer that is saved with the model is in no fragment: a worker that had built it from the configuration alone
+    would have trained with another one than the worker that seeded."""
+    from transformers import LlamaForCausalLM
+
+    built = LlamaForCausalLM.__init__
+
+    def with_buffer(self: nn.Module, *arguments: object, **options: object) -> None:
+        built(self, *arguments, **options)  # type: ignore[arg-type]
+        self.register_buffer("bias_of_experts", torch.zeros(3))
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", with_buffer)
+    save_trained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["bias_of_experts"] = torch.ones(3)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    run = spec(str(tmp_path))
+    model = build_model(run, CPU)
+    assert has_initial_parameters(model, run.model)
+    assert torch.equal(model.state_dict()["bias_of_experts"], torch.ones(3))
+    assert torch.equal(model.state_dict()["lm_head.weight"], tensors["lm_head.weight"].float())
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+Spoil = Callable[[Path], object]
+
+
+def change(name: str, value: torch.Tensor | None) -> Spoil:
+    """Give a tensor of the weights another value, or take it out."""
+
+    def spoil(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        tensors.pop(name, None)
+        save_file(tensors | ({} if value is None else {name: value}), directory / "model.safetensors", {"format": "pt"})
+
+    return spoil
+
+
+def configure(**changes: object) -> Spoil:
+    def spoil(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return spoil
+
+
+HEAD, NORM = "lm_head.weight", "model.norm.weight"
+NOT_FINITE = [
+    change(NORM, torch.tensor([1.0] * 15 + [bad], dtype=dtype))
+    for bad in (float("nan"), float("inf"), float("-inf"))
+    for dtype in (torch.bfloat16, torch.float32)
+]
+
+
+@pytest.mark.parametrize("spoil", NOT_FINITE)
+def test_weights_that_are_not_finite_are_named(tmp_path: Path, spoil: Spoil) -> None:
+    save_trained(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(ModelError, match=r"model.safetensors: tensor model.norm.weight has values that are not finite"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (change(HEAD, None), "the weights lack 1 tensors of the model that config.json describes: lm_head.weight; give"),
+        (change("model.extra", torch.ones(1)), "the weights also have 1 tensors .*: model.extra"),
+        (change(NORM, torch.ones(8)), r"have in another shape 1 tensors .*: model.norm.weight \[8\] instead of \[16\]"),
+        (configure(num_hidden_layers=1), r"the weights also have 9 tensors .*, …; give weights and config.json"),
+        (configure(num_hidden_layers=3), r"the weights lack 9 tensors"),
+        (configure(model_type="no-such-type"), "config.json: transformers refuses it"),
+        (configure(quantization_config={"quant_method": "fp8"}), "is of a quantised model, which cannot be trained"),
+        (lambda path: (path / "config.json").write_text("{"), "config.json: transformers refuses it"),
+        (lambda path: (path / "config.json").unlink(), "has no config.json; adapters alone are no model"),
+        (lambda path: (path / "adapter_config.json").write_text("{}"), "has adapters beside the model"),
+        (lambda path: (path / "model.safetensors").unlink(), "has neither model.safetensors nor model.safetensors.index"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"nonsense"), "model.safetensors is damaged: .*fetch it"),
+        (
+            lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1]),
+            "model.safetensors is damaged: .*fetch it",
+        ),
+        (lambda path: (path / "generation_config.json").write_text("{"), "generation_config.json: transformers refuses"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(tmp_path: Path, spoil: Spoil, message: str) -> None:
+    save_trained(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(ModelError, match=message) as refused:
+        loaded(tmp_path)
+    assert str(tmp_path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "is no index of weights"),
+        ('{"weight_map": {}}', "names no files"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "names no files beside it"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors, which model.safetensors.index.json names, is"),
+    ],
+)
+def test_an_index_that_lies(tmp_path: Path, index: str, message: str) -> None:
+    save_trained(tmp_path, shard_size="4KB")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match=message):
+        loaded(tmp_path)
+
+
+def test_code_beside_the_weights_is_not_run(tmp_path: Path) -> None:
+    save_trained(tmp_path)
+    (tmp_path / "evil.py").write_text("raise SystemExit('this ran')\n")
+    configure(model_type="evil", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})(tmp_path)
+    with pytest.raises(ModelError, match="transformers refuses it"):
+        loaded(tmp_path)
+    assert not [name for name in sys.modules if name.endswith("evil")]
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    trained = save_trained(tmp_path)
+    torch.save(trained.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="other formats can hold code and are not read"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["/no/such/directory", "./model", "~/model", "a/b/c"])
+def test_a_directory_that_is_not_there(source: str) -> None:
+    with pytest.raises(ModelError, match=r"there is no such directory on this machine"):
+        build_model(spec(source), CPU)
+
+
+def test_a_revision_is_of_the_hub(tmp_path: Path) -> None:
+    save_trained(tmp_path)
+    with pytest.raises(ModelError, match="is a directory: model.revision = 'v1' is for the hub"):
+        build_model(spec(str(tmp_path), 'revision = "v1"'), CPU)
+
+
+def test_their_absence_is_told_with_the_line_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_trained(tmp_path)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(
+        ModelError, match=r"model.lora needs peft, which is not installed; run: pip install 'outerstep\[peft\]'"
+    ):
+        build_model(spec(str(tmp_path), "[model.lora]"), CPU)

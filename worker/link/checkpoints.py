@@ -1,0 +1,43 @@
+"""A run's checkpoint, put into a model."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import nn
+
+from protocol import wire
+from protocol.fragments import first_difference
+from protocol.messages import RunState
+from worker.codecs import unpack_payload
+from worker.errors import ModelError
+from worker.link.client import Client
+from worker.state.fragments import DenseFragments, tensor_specs
+
+_HOST = torch.device("cpu")
+_PAUSE_S = 0.2
+_CONNECTIONS = 4
+
+
+def load_parameters(client: Client, model: nn.Module, state_round: int | None = None) -> int:
+    """Put the trained parameters of checkpoint `state_round` (None: the latest) of the client's run into `model`;
+    return its number.
+
+    The latest of a finished run is its final state; this waits for it, because the coordinator takes its own last outer
+    step a moment after the run has finished. Raises Problem `not-found` for a checkpoint that does not exist, `gone`
+    for one that was deleted, ModelError for a model of another shape.
+    """
+    run = client.run_detail()
+    while state_round is None and run.state is RunState.FINISHED and run.state_digest is None:
+        client.pause(_PAUSE_S)
+        run = client.run_detail()
+    checkpoint = client.checkpoint(state_round)
+    difference = first_difference(checkpoint.layout.tensors, tensor_specs(model))
+    if difference:
+        raise ModelError(f"the model built here is not the model of the run {client.run}: {difference}")
+    fragments = DenseFragments(model, checkpoint.layout)
+    with ThreadPoolExecutor(_CONNECTIONS, "checkpoint") as connections:
+        for p, elements in enumerate(checkpoint.layout.elements):
+            limit_bytes = wire.max_payload_bytes("fp32", 2 * elements)
+            payload = client.checkpoint_fragment(checkpoint.round, checkpoint.fragments[p], limit_bytes, connections)
+            fragments.scatter(p, unpack_payload(payload, _HOST)[:elements])
+    return checkpoint.round
