@@ -288,8 +288,8 @@ def export(
     """Write a run's model as a Hugging Face directory, which `AutoModelForCausalLM.from_pretrained` loads.
 
     Needs the worker's libraries (torch, transformers), but no GPU. Adapters are written as peft has them, for the model
-    that they were trained on. The run's tokenizer goes with the model; bytes have none, their token ids are the bytes of
-    UTF-8 text. The model of a user's own function is written as model.safetensors beside the spec.
+    that they were trained on. The run's tokenizer goes with the model; bytes have none: their token ids are the bytes
+    of UTF-8 text. The model of a user's own function is written as model.safetensors beside the spec.
 
     \b
     Example:
