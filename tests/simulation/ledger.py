@@ -62,6 +62,7 @@ class Ledger:
     counts: dict[int, np.ndarray] = field(default_factory=dict)  # fragment -> how often each unit was contributed
     error_feedback: ErrorFeedback = field(default_factory=ErrorFeedback)
     free: set[int] = field(default_factory=set)  # the units in the pool
+    passed_over: set[int] = field(default_factory=set)  # those that were there while new ones were assigned
     round: int = 0
     units: int = 0
     checks: int = 0
@@ -103,6 +104,16 @@ class Ledger:
     def _row(self, key: tuple[int, int, str]) -> sqlite3.Row | None:
         rows = self._all("SELECT digest FROM contributions WHERE round = ? AND fragment = ? AND worker = ?", *key)
         return rows[0] if rows else None
+
+    # --- after every commit: between two steps a unit may leave the pool and return -------------------------------
+
+    def committed(self) -> None:
+        rows = self._all("SELECT start, stop, state FROM unit_ranges")
+        units = max((row["stop"] for row in rows), default=0)
+        free = {unit for row in rows if row["state"] == "free" for unit in range(row["start"], row["stop"])}
+        if units > self.units:
+            self.passed_over |= free & self.free
+        self.units, self.free = units, free
 
     # --- after every step -----------------------------------------------------------------------------------------
 
@@ -253,23 +264,19 @@ class Ledger:
     def _check_units(self, next_unit: int) -> None:
         rows = self._all("SELECT start, stop, state, worker FROM unit_ranges ORDER BY start")
         live = {row["name"] for row in self._all("SELECT name FROM workers WHERE state = 'live'")}
-        at, free = 0, set[int]()
+        at = 0
         for row in rows:
             where = f"units [{row['start']}, {row['stop']})"
             demand(row["start"] == at, "I6", f"{where} do not follow unit {at}: a unit is there twice, or nowhere")
             at = row["stop"]
             if row["state"] == "assigned":
                 demand(row["worker"] in live, "I6", f"{where} are held by {row['worker']}, which is gone")
-            if row["state"] == "free":
-                free.update(range(row["start"], row["stop"]))
             if row["state"] == "consumed":
                 used = np.stack([counts[row["start"] : row["stop"]] for counts in self.counts.values()])
                 demand(bool(np.all(used.max(axis=0) == 1)), "I6", f"{where} are consumed, but no contribution has them")
         demand(at == next_unit, "I6", f"the units up to {next_unit} were assigned, those from {at} on are nowhere")
         demand(at <= ELEMENTS, "setup", f"the simulation can tell {ELEMENTS} units apart, {at} were assigned")
-        passed_over = sorted(free & self.free) if at > self.units else []
-        demand(not passed_over, "I6", f"new units were assigned, and {passed_over} lay in the pool")
-        self.units, self.free = at, free
+        demand(not self.passed_over, "I6", f"new units were assigned, and {sorted(self.passed_over)} lay in the pool")
 
     def _check_coordinator(self, run: LiveRun) -> None:
         for fragment, (round_, digest) in enumerate(run.outer.states):
