@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outerstep import plan
 from outerstep.plan import Setting, Workload
-from outerstep.units import UNKNOWN, bytes_text, count_text
+from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text
 from protocol.spec import RunSpec, parse_spec
 from worker.inner.optimizers import hidden_matrices
 from worker.models.building import build_model
@@ -26,8 +27,31 @@ META = torch.device("meta")
 # The box and the line that the costs are for. An H100 SXM does 989 TFLOP/s in bf16 without sparsity (NVIDIA's data
 # sheet), of which training keeps less than a half.
 FLOPS, UTILISATION = 989e12, 0.45
+DAY_S = 86_400
 UP, DOWN, LATENCY_S = 110e6, 500e6, 0.04
 LINE = f"{DOWN / 1e6:.0f} Mbit/s down and {UP / 1e6:.0f} up"
+
+# The shapes of what the recipes fine-tune, as config.json has them on the hub: nothing is fetched for this page.
+PRETRAINED: dict[str, dict[str, Any]] = {
+    "HuggingFaceTB/SmolLM2-360M": {
+        "vocab_size": 49_152,
+        "hidden_size": 960,
+        "intermediate_size": 2560,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 15,
+        "num_key_value_heads": 5,
+        "tie_word_embeddings": True,
+    },
+    "HuggingFaceTB/SmolLM2-1.7B": {
+        "vocab_size": 49_152,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "tie_word_embeddings": True,
+    },
+}
 
 HEAD = f"""\
 # Recipes
@@ -51,7 +75,7 @@ Nothing here was run at this size by us; the tests run each recipe in miniature.
 
 - **tokens**: what all workers together train on; where that is more than the set has, in several epochs.
 - **GPU**: fp32 weights, gradients and the optimizer's state; activations of a micro-batch come on top.
-- **days**: of inner steps, and of all the syncs where training waits for them.
+- **time**: of inner steps, and of all the syncs where training waits for them.
 - **a sync**: the bytes of one worker, up and down; its share of the time is what is left of **in inner steps**.
 - **against all-reduce**: how many times more a fp32 all-reduce after every step would move.
 
@@ -79,7 +103,7 @@ def recipe(path: Path) -> Recipe:
     comment = " ".join(line.removeprefix("# ") for line in lines[: lines.index("")] if line.startswith("# "))
     spec = parse_spec(text)
     with META:
-        model = build_model(spec, META)
+        model = shape(spec)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     step_s = spec.unit_tokens * flops_per_token(model, spec.data.sequence_length) / (FLOPS * UTILISATION)
     workload = Workload(trained, UP, DOWN, step_s, spec.members.min_workers, LATENCY_S, spec.total_inner_steps)
@@ -90,6 +114,21 @@ def recipe(path: Path) -> Recipe:
     setting = plan.setting(workload, exchange, sync.schedule_steps)
     parameters = sum(each.numel() for each in model.parameters())
     return Recipe(path.name, comment, spec, trained, parameters, gpu_bytes(model, spec), step_s, setting)
+
+
+def shape(spec: RunSpec) -> nn.Module:
+    """Return the run's model without its values, with adapters of their shapes beside the matrices that get one."""
+    if spec.model.pretrained is None:
+        return build_model(spec, META)
+    model: nn.Module = AutoModelForCausalLM.from_config(LlamaConfig(**PRETRAINED[spec.model.pretrained]))
+    if spec.model.lora is not None:
+        model.requires_grad_(False)
+        rank = spec.model.lora.rank
+        for name, each in list(model.named_modules()):
+            if isinstance(each, nn.Linear) and name != "lm_head":
+                wide = nn.Linear(rank, each.out_features, bias=False)
+                each.adapter = nn.Sequential(nn.Linear(each.in_features, rank, bias=False), wide)
+    return model
 
 
 def flops_per_token(model: nn.Module, length: int) -> float:
@@ -111,16 +150,21 @@ def gpu_bytes(model: nn.Module, spec: RunSpec) -> int:
     return 4 * (sum(each.numel() for each in model.parameters()) + states)
 
 
-def days(each: Recipe) -> float:
-    """Return the days of the whole run."""
-    waits = 1.0 if each.spec.sync.overlap and each.setting.overlap is not None else each.setting.utilisation
-    return each.spec.total_inner_steps * each.step_s / waits / 86_400
+def time_text(each: Recipe) -> str:
+    """Return how long the whole run takes."""
+    seconds = each.spec.total_inner_steps * each.step_s / (1.0 if hidden(each) else each.setting.utilisation)
+    return duration_text(seconds) if seconds < DAY_S else f"{seconds / DAY_S:.1f} days"
+
+
+def hidden(each: Recipe) -> bool:
+    """Return True if the training goes on for as long as a sync takes."""
+    own, enough = each.spec.sync.overlap, each.setting.overlap
+    return enough is not None and (own == "eager" or (isinstance(enough, int) and own >= enough))
 
 
 def row(each: Recipe) -> str:
     spec, exchange = each.spec, each.setting.exchange
     tokens = spec.total_inner_steps * spec.unit_tokens * spec.members.min_workers
-    hidden = bool(spec.sync.overlap) and each.setting.overlap is not None
     cells = [
         f"[{each.file.removesuffix('.toml')}]({each.file})",
         str(spec.members.min_workers),
@@ -129,9 +173,9 @@ def row(each: Recipe) -> str:
         count_text(each.trained) + ("" if each.trained == each.parameters else f" of {count_text(each.parameters)}"),
         bytes_text(each.gpu_bytes),
         f"{each.step_s:.2f} s",
-        f"{days(each):.1f}",
+        time_text(each),
         f"{bytes_text(exchange.upload_bytes)}, {bytes_text(exchange.download_bytes)}",
-        "100 %, hidden" if hidden else f"{100 * each.setting.utilisation:.1f} %",
+        "100 %, hidden" if hidden(each) else f"{100 * each.setting.utilisation:.1f} %",
         f"{count_text(each.setting.factor)} ×" if spec.members.min_workers > 1 else UNKNOWN,
     ]
     return f"| {' | '.join(cells)} |\n"
@@ -145,7 +189,7 @@ COLUMNS = (
     "parameters",
     "GPU",
     "inner step",
-    "days",
+    "time",
     "a sync",
     "in inner steps",
     "against all-reduce",

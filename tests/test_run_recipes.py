@@ -23,6 +23,8 @@ def test_a_recipe_trains_in_miniature(path: Path, tmp_path: Path, monkeypatch: p
     """One worker on a real coordinator, to the end."""
     text = path.read_text(encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if "[model.lora]" in text:
+        pytest.importorskip("peft", reason="needs: pip install 'outerstep[peft]'")
     small = miniature(text, tmp_path)
     name = parse_spec(text).name
     with coordinator_thread(tmp_path / "coordinator") as coordinator:

@@ -7,10 +7,11 @@ from typing import Any
 
 from tests.support.text import write_text
 from tests.support.tokenizers import write_tokenizer
+from tests.support.trained import save_trained
 from worker.models.presets import PRESETS
 
 VOCABULARY = 300
-SMALL_MODEL = {
+SMALL_MODEL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -28,7 +29,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def miniature(text: str, home: Path) -> str:
-    """Return the spec `text`, TOML, with its sizes cut; its text and tokenizer are made below `home`."""
+    """Return the spec `text`, TOML, with its sizes cut; its text, tokenizer and weights are made below `home`."""
     document = tomllib.loads(text)
     for section, sizes in SMALL.items():
         own = document.setdefault(section, {})
@@ -38,6 +39,11 @@ def miniature(text: str, home: Path) -> str:
     data["tokenizer"] = str(write_tokenizer(home / "tokenizer"))
     if "preset" in model:
         model["config"] = {"model_type": "llama", **PRESETS[model.pop("preset")], **SMALL_MODEL}
+    if "pretrained" in model:
+        save_trained(home / "trained", **SMALL_MODEL)
+        model["pretrained"] = str(home / "trained")
+    if "lora" in model:
+        model["lora"]["rank"] = 2
     return toml_of(document)
 
 
