@@ -121,8 +121,11 @@ def _train(
         evaluate=measure,
         host=host_facts(device),
     )
-    with diloco:
-        train(diloco, model, optimizer, data, device)
+    try:
+        with diloco:
+            train(diloco, model, optimizer, data, device)
+    finally:
+        stop.set()  # whatever is still being fetched is not needed any more
 
 
 def host_facts(device: torch.device) -> dict[str, str | int | float]:
