@@ -6,8 +6,9 @@ bare torch loop of the same model, data and batch.
 Both run in one process and take turns: after every few inner steps of the worker, which has joined a real coordinator
 and trains as ever, a hook on its optimizer runs as many steps of the bare loop. So whatever else the machine does meets
 both alike. Each segment of the worker is compared with the bare ones before and after it; the result is the median of
-these ratios, and beside it their quartiles. The first and the last inner step of a round are not counted: they have
-parts of the sync.
+these ratios, and beside it their quartiles. `cpu` is the same in CPU seconds of the process, all of its threads
+together: what others do on the machine hardly changes that one. The first and the last inner step of a round are not
+counted: they have parts of the sync.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -89,39 +90,58 @@ max_tokens = 1024
 """
 
 
+class Seconds(NamedTuple):
+    """Seconds of the clock, and of the CPU by all threads of this process."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> "Seconds":
+        return cls(time.perf_counter(), time.process_time())
+
+    def since(self, began: "Seconds") -> "Seconds":
+        return Seconds(self.wall - began.wall, self.cpu - began.cpu)
+
+
 @dataclass
 class Turns:
     """Takes turns: the seconds of the worker's segments, and of the bare loop's before and after each. Called after
     every optimizer step of the process."""
 
     size: Size
-    bare: Callable[[], float]
-    worker_s: list[float] = field(default_factory=list)
-    bare_s: list[tuple[float, float]] = field(default_factory=list)
+    bare: Callable[[], Seconds]
+    worker: list[Seconds] = field(default_factory=list)
+    around: list[tuple[Seconds, Seconds]] = field(default_factory=list)
     _steps: int = 0
     _busy: bool = False
-    _began: float = 0.0
-    _bare_before: float = 0.0
+    _began: Seconds = field(default_factory=Seconds.now)
+    _before: Seconds = field(default_factory=Seconds.now)
 
     def __call__(self, *_: Any) -> None:
         if self._busy:
             return  # the bare loop's own step
-        now = time.perf_counter()
+        now = Seconds.now()
         done = self._steps % self.size.inner_steps
         self._steps += 1
         if done % self.size.segment or done == self.size.inner_steps - 1:
             return
         self._busy = True
-        bare_s = self.bare()
+        bare = self.bare()
         self._busy = False
         if done:
-            self.worker_s.append(now - self._began)
-            self.bare_s.append((self._bare_before, bare_s))
-        self._bare_before = bare_s
-        self._began = time.perf_counter()
+            self.worker.append(now.since(self._began))
+            self.around.append((self._before, bare))
+        self._before = bare
+        self._began = Seconds.now()
+
+    def ratios(self, clock: str) -> list[float]:
+        """Return the speed of each of the worker's segments as a share of the bare ones'; `clock`: wall or cpu."""
+        pairs = zip(self.worker, self.around, strict=True)
+        return [statistics.mean(getattr(each, clock) for each in around) / getattr(own, clock) for own, around in pairs]
 
 
-def bare_loop(spec: RunSpec, segment: int) -> Callable[[], float]:
+def bare_loop(spec: RunSpec, segment: int) -> Callable[[], Seconds]:
     """Return what trains on for `segment` steps, as a plain loop does, and returns the seconds that they took."""
     model, data = build_model(spec, torch.device("cpu")), TextData(spec)
     parameters = list(model.parameters())
@@ -129,9 +149,9 @@ def bare_loop(spec: RunSpec, segment: int) -> Callable[[], float]:
     model.train()
     unit = 0
 
-    def train() -> float:
+    def train() -> Seconds:
         nonlocal unit
-        began = time.perf_counter()
+        began = Seconds.now()
         for _ in range(segment):
             batch = data.unit(unit)
             logits = model(batch[:, :-1]).logits
@@ -141,7 +161,7 @@ def bare_loop(spec: RunSpec, segment: int) -> Callable[[], float]:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             unit += 1
-        return time.perf_counter() - began
+        return Seconds.now().since(began)
 
     return train
 
@@ -156,6 +176,7 @@ class Result:
     bare_tokens_per_second: float
     ratio: float
     quartiles: tuple[float, float]
+    cpu: float
 
 
 def measure(name: str, size: Size, threads: int) -> Result:
@@ -185,20 +206,21 @@ def measure(name: str, size: Size, threads: int) -> Result:
                 hook.remove()
         finally:
             coordinator.stop()
-    if code is not Exit.DONE or len(turns.worker_s) != ROUNDS * size.segments:
-        raise RuntimeError(f"the worker ended with {code!r} after {len(turns.worker_s)} segments")
-    ratios = [statistics.mean(bare) / worker for worker, bare in zip(turns.worker_s, turns.bare_s, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    bare_s = statistics.median(statistics.mean(both) for both in turns.bare_s)
+    if code is not Exit.DONE or len(turns.worker) != ROUNDS * size.segments:
+        raise RuntimeError(f"the worker ended with {code!r} after {len(turns.worker)} segments")
+    low, middle, high = statistics.quantiles(turns.ratios("wall"), n=4)
+    worker_s = statistics.median(each.wall for each in turns.worker)
+    bare_s = statistics.median(each.wall for both in turns.around for each in both)
     return Result(
         name,
         sum(parameter.numel() for parameter in build_model(spec, torch.device("cpu")).parameters()),
         spec.unit_tokens,
-        len(ratios),
-        round(size.segment_tokens / statistics.median(turns.worker_s), 1),
+        len(turns.worker),
+        round(size.segment_tokens / worker_s, 1),
         round(size.segment_tokens / bare_s, 1),
         round(middle, 4),
         (round(low, 4), round(high, 4)),
+        round(statistics.median(turns.ratios("cpu")), 4),
     )
 
 
@@ -224,7 +246,17 @@ def main() -> int:
 
 def _print(results: list[Result], threads: int, load: list[float]) -> None:
     table = Table(
-        *("model", "parameters", "tokens a step", "worker tokens/s", "bare tokens/s", "ratio", "quartiles", "segments"),
+        *(
+            "model",
+            "parameters",
+            "tokens a step",
+            "worker tokens/s",
+            "bare tokens/s",
+            "ratio",
+            "quartiles",
+            "cpu",
+            "segments",
+        ),
         title=f"The worker's loop between syncs, {threads} thread(s); load {', '.join(map(str, load))} at the end",
     )
     for result in results:
@@ -236,6 +268,7 @@ def _print(results: list[Result], threads: int, load: list[float]) -> None:
             f"{result.bare_tokens_per_second:,.0f}",
             f"{result.ratio:.2%}",
             f"{result.quartiles[0]:.2%} … {result.quartiles[1]:.2%}",
+            f"{result.cpu:.2%}",
             str(result.segments),
         )
     Console(width=140).print(table)

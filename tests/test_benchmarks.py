@@ -101,6 +101,7 @@ def test_the_loop_of_a_worker_is_compared_with_a_bare_one() -> None:
     assert tiny["worker_tokens_per_second"] > 0 < tiny["bare_tokens_per_second"]
     low, high = tiny["quartiles"]
     assert 0 < low <= tiny["ratio"] <= high
+    assert tiny["cpu"] > 0
     assert "tokens/s" in done.stdout
 
 
@@ -113,21 +114,28 @@ class Taken:
     def __call__(self) -> float:
         return self.seconds
 
-    def pass_by(self, seconds: float) -> float:
+    def pass_by(self, seconds: float) -> None:
         self.seconds += seconds
-        return seconds
 
 
 def test_turns_leave_out_the_sync_and_compare_with_the_bare_segments_around(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, bare_s = Taken(), iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     monkeypatch.setattr(time, "perf_counter", clock)
-    turns = loop.Turns(loop.Size("", 1, 1, segment=2, segments=2), lambda: clock.pass_by(next(bare_s)))
+    monkeypatch.setattr(time, "process_time", lambda: clock.seconds / 2)
+
+    def bare() -> loop.Seconds:
+        began = loop.Seconds.now()
+        clock.pass_by(next(bare_s))
+        return loop.Seconds.now().since(began)
+
+    turns = loop.Turns(loop.Size("", 1, 1, segment=2, segments=2), bare)
     for _ in range(2):
         for inner_step in range(6):
             clock.pass_by(100 if inner_step in (0, 5) else 10)  # the first and the last have parts of the sync
             turns()
-    assert turns.worker_s == [20, 20, 20, 20]
-    assert turns.bare_s == [(1, 2), (2, 3), (4, 5), (5, 6)]
+    assert turns.worker == [(20, 10)] * 4
+    assert [(before.wall, after.wall) for before, after in turns.around] == [(1, 2), (2, 3), (4, 5), (5, 6)]
+    assert turns.ratios("wall") == turns.ratios("cpu") == [1.5 / 20, 2.5 / 20, 4.5 / 20, 5.5 / 20]
 
 
 @pytest.mark.parametrize(

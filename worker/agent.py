@@ -67,7 +67,10 @@ def _run(
         torch.set_num_threads(settings.threads)
     try:
         with stop_on_signals(end_process) as stop:
-            work(device, stop)
+            try:
+                work(device, stop)
+            finally:
+                stop.set()  # whatever is still being fetched is not needed any more
     except Stopped:
         log.info("stopped")
     except Problem as problem:

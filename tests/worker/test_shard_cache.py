@@ -106,6 +106,17 @@ def test_what_somebody_began_badly_is_fetched_anew(tmp_path: Path) -> None:
     assert shelf.read == [(1, 40_000), (1, 0)]
 
 
+def test_who_was_killed_with_all_of_it_leaves_nothing_to_fetch(tmp_path: Path) -> None:
+    shelf = Shelf()
+    wanted = shelf.wanted(1)
+    for left in (content(1), content(1) + b"and more"):
+        (tmp_path / f"{wanted.digest}.{SIZE}.part").write_bytes(left)
+        ShardCache(tmp_path, 10 * SIZE, retry()).fetch(wanted)
+        assert (tmp_path / wanted.digest).read_bytes() == content(1)
+        (tmp_path / wanted.digest).unlink()
+    assert shelf.read == [(1, 0)]  # of what was longer nothing can be used
+
+
 def test_a_spoilt_file_is_fetched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shelf = Shelf()
     ShardCache(tmp_path, 10 * SIZE, retry()).fetch(shelf.wanted(1))

@@ -5,8 +5,10 @@ coordinator gives out units in order: it is as far on from this round's as that 
 fetched last and makes no room but of what is not expected, so a wrong one costs bytes and nothing else.
 """
 
+import atexit
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 
 from protocol.errors import OuterstepError
@@ -14,6 +16,7 @@ from worker.data.order import WINDOW_SHARDS, Order
 from worker.errors import NoRoom, Stopped
 
 THREADS = 4  # a long line is filled by several connections only
+_LEAVE_WITHIN_S = 3.0
 _LOOK_AGAIN_S = 5.0  # where there is no room: what is in the way will have been used some time
 
 log = logging.getLogger(__name__)
@@ -21,8 +24,9 @@ log = logging.getLogger(__name__)
 
 class FetchAhead:
     """`fetch(shard, before)` has a shard at hand, or raises NoRoom if that could only be made of those in `before`,
-    which are needed sooner; four threads call it, from the first call on. They are daemons: a process that ends leaves
-    what they do as a kill would, which the next one goes on with."""
+    which are needed sooner; four threads call it, from the first call on, until it raises Stopped. A process that ends
+    waits for them a little, as libraries at work in a thread may end it in their own way; then it leaves what they do
+    as a kill would, which the next one goes on with."""
 
     def __init__(self, fetch: Callable[[int, Collection[int]], None]) -> None:
         self._fetch = fetch
@@ -32,6 +36,7 @@ class FetchAhead:
         self._reached = 0  # and of the last shard that was used
         self._round: range | None = None  # units that were expected last
         self._threads: list[threading.Thread] = []
+        self._closed = False
 
     def __call__(self, order: Order, units: Sequence[int]) -> None:
         """Have the shards of these units fetched, and then those of the next round's."""
@@ -39,9 +44,21 @@ class FetchAhead:
         with self._changed:
             self._expected, self._next, self._reached = list(shards), 0, 0
             self._changed.notify_all()
-            while len(self._threads) < THREADS:
-                self._threads.append(threading.Thread(target=self._run, name="fetch", daemon=True))
-                self._threads[-1].start()
+            if not self._threads:
+                self._threads = [threading.Thread(target=self._run, name="fetch", daemon=True) for _ in range(THREADS)]
+                for thread in self._threads:
+                    thread.start()
+                atexit.register(self.close)
+
+    def close(self) -> None:
+        """Fetch nothing more, and wait a little for what is being fetched."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        give_up_at = time.monotonic() + _LEAVE_WITHIN_S
+        for thread in self._threads:
+            thread.join(max(give_up_at - time.monotonic(), 0))
+        atexit.unregister(self.close)
 
     @property
     def needed(self) -> list[int]:
@@ -74,7 +91,9 @@ class FetchAhead:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._next < len(self._expected))
+                    self._changed.wait_for(lambda: self._closed or self._next < len(self._expected))
+                    if self._closed:
+                        return
                     expected, place = self._expected, self._next
                     self._next += 1
                 self._have(expected, place)
@@ -85,13 +104,13 @@ class FetchAhead:
         while True:
             with self._changed:
                 needed_from = self._needed_from
-                if self._expected is not expected or place < needed_from:
+                if self._closed or self._expected is not expected or place < needed_from:
                     return
             try:
                 self._fetch(expected[place], expected[needed_from:place])
             except NoRoom:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._expected is not expected, _LOOK_AGAIN_S)
+                    self._changed.wait_for(lambda: self._closed or self._expected is not expected, _LOOK_AGAIN_S)
             except Stopped:
                 raise
             except (OuterstepError, OSError) as error:

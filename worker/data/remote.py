@@ -40,9 +40,6 @@ class Remote(Protocol):
     def whole(self, name: str, limit_bytes: int) -> bytes:
         """Return file `name`. Raises Transient, and DataError, also where it has more than `limit_bytes`."""
 
-    def close(self) -> None:
-        """End all connections."""
-
 
 def is_remote(source: str) -> bool:
     """Return True if `data.source` is a URL."""
@@ -119,9 +116,6 @@ class HttpFiles:
                 "with `hf auth login` or set HF_TOKEN"
             )
         raise _missing(url, str(status))
-
-    def close(self) -> None:
-        self._http.close()
 
 
 def _hub(source: str) -> HttpFiles:
@@ -200,9 +194,6 @@ class StoreFiles:
             raise DataError(f"{url}: this machine may not read it: {_first_line(error)}") from error
         except errors.BaseError as error:
             raise Transient(f"{url} cannot be fetched: {_first_line(error)}") from error
-
-    def close(self) -> None:
-        """Its connections end with it."""
 
 
 def _length(answer: httpx.Response) -> str:

@@ -147,7 +147,7 @@ class ShardCache:
                 return
             hasher = blake3()
             begun = size = _hash_into(hasher, part)
-            for piece in wanted.read(size):
+            for piece in wanted.read(size) if size < wanted.size else ():
                 if self._retry.stop.is_set():
                     raise Stopped("asked to stop while a shard was fetched")
                 _write(part, piece)
