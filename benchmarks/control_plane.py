@@ -24,7 +24,6 @@ import json
 import os
 import platform
 import re
-import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.coordinator import CoordinatorProcess, Running
+from benchmarks.harness.coordinator import Running, coordinator_process
 from benchmarks.harness.member import Member
 from protocol.digest import content_digest, digest
 from protocol.fragments import TensorSpec
@@ -193,7 +192,7 @@ def _report(round_: int) -> RoundReport:
 
 async def measure(running: Running, workers: int, round_s: float) -> dict[str, Any]:
     """Let all workers join and two rounds pass. Return the crowd's figures."""
-    token, port = running.token(Scope.WORKER), int(running.url.rsplit(":", 1)[1])
+    token, port = running.token(Scope.WORKER), running.port
     running.create_run(SPEC.format(workers=workers, lease_s=3 * HEARTBEAT_S))
     with running.client() as http:
         member = Member(http, "crowd", "w0000", TENSORS, data=None)
@@ -263,12 +262,6 @@ def pin(pid: int, cpus: set[int]) -> None:
         os.sched_setaffinity(int(thread.name), cpus)
 
 
-def _status(pid: int, name: str) -> int:
-    """Return a size from /proc/pid/status, in bytes."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.control_plane",
@@ -283,20 +276,12 @@ def main() -> None:
     round_s = arguments.round_s or (6.0 if arguments.quick else 30.0)
 
     first, *others = sorted(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory(prefix="outerstep-crowd-") as folder:
-        coordinator = CoordinatorProcess(Path(folder) / "data")
-        running = coordinator.start()
-        assert coordinator.process is not None
-        pid = coordinator.process.pid
-        try:
-            pin(pid, {first})
-            pin(os.getpid(), set(others) or {first})
-            report = asyncio.run(measure(running, arguments.workers, round_s))
-            report["peak_rss_mb"] = round(_status(pid, "VmHWM") / 1e6, 1)
-            ticks = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
-            report["cpu_s"] = round(sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK"), 1)
-        finally:
-            coordinator.stop()
+    with coordinator_process() as running:
+        pin(running.pid, {first})
+        pin(os.getpid(), set(others) or {first})
+        report = asyncio.run(measure(running, arguments.workers, round_s))
+        report["peak_rss_mb"] = round(running.memory("VmHWM") / 1e6, 1)
+        report["cpu_s"] = round(running.cpu_seconds(), 1)
     _print(report)
     if arguments.json:
         machine = {"cpus": os.cpu_count(), "python": platform.python_version()}

@@ -2,11 +2,11 @@
 
 import asyncio
 import socket
-import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
+
+from benchmarks.harness.loop_thread import LoopThread
 
 PIECE_BYTES = 1 << 14
 # Loopback's own segments (64 KiB) and buffers take megabytes from a sender at once. A line does not.
@@ -35,46 +35,19 @@ class _Way:
         return self._free_at
 
 
-class SlowLine:
+class SlowLine(LoopThread):
     """A relay of connections from `url` to 127.0.0.1:`port`, on a thread of its own. Rates are in bit/s, the latency is
     in seconds of a round trip; TCP's own bytes do not count. `up.bytes` and `down.bytes` have passed."""
 
     def __init__(self, port: int, *, up: float, down: float, latency_s: float) -> None:
+        super().__init__()
         self._port, self._delay_s = port, latency_s / 2
         self.up, self.down = _Way(up), _Way(down)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="line")
-        self._connections: set[asyncio.Task[None]] = set()
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        self._server: asyncio.Server = self._run(
-            asyncio.start_server(self._begin, sock=_listening(), limit=PIECE_BYTES)
-        )
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        super().__enter__()
+        self.url = f"http://127.0.0.1:{self._listen(self._relay, sock=_listening(), limit=PIECE_BYTES)}"
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._run(self._stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
-
-    async def _stop(self) -> None:
-        self._server.close()
-        for connection in list(self._connections):
-            connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-
-    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = asyncio.create_task(self._relay(reader, writer))
-        self._connections.add(connection)
-        connection.add_done_callback(self._connections.discard)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with _closing(writer), _connected(self._port) as (far_reader, far_writer), asyncio.TaskGroup() as ways:

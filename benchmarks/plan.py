@@ -17,16 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
-import httpx
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from benchmarks.harness.coordinator import Running, coordinator_process
 from benchmarks.line import SlowLine
-from benchmarks.sync import Coordinator
 from outerstep import plan
 from outerstep.plan import Workload
 from protocol.messages import RoundDetail, RunDetail, Stage
@@ -100,25 +98,22 @@ def train(url: str, run: str, token: str, rank: int, parameters: int) -> None:
             optimizer.step()
 
 
-def measure(coordinator: Coordinator, case: Case, name: str) -> dict[str, Any]:
+def measure(coordinator: Running, case: Case, name: str) -> dict[str, Any]:
     """Run one case. Return what was predicted and what was measured."""
     spec = SPEC.format(
         name=name, rounds=ROUNDS, up=case.up_codec, down=case.down_codec, fragment=case.fragment, workers=WORKERS
     )
-    port = urlsplit(coordinator.url).port
-    assert port is not None
-    workload = case.workload
-    headers = {"Authorization": f"Bearer {coordinator.token}"}
+    coordinator.create_run(spec)
+    port, workload = coordinator.port, case.workload
     with ExitStack() as resources:
-        http = resources.enter_context(httpx.Client(base_url=coordinator.url, headers=headers, trust_env=False))
-        http.post("/v1/runs", content=spec.encode()).raise_for_status()
+        http = resources.enter_context(coordinator.client())
         lines = [
             resources.enter_context(SlowLine(port, up=workload.up, down=workload.down, latency_s=workload.latency_s))
             for _ in range(WORKERS)
         ]
         workers = resources.enter_context(ThreadPoolExecutor(WORKERS, "worker"))
         ended = [
-            workers.submit(train, line.url, name, coordinator.token, rank, case.parameters)
+            workers.submit(train, line.url, name, coordinator.admin_token, rank, case.parameters)
             for rank, line in enumerate(lines)
         ]
         for each in ended:
@@ -185,7 +180,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="add one line of JSON with all figures")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with Coordinator.started() as coordinator:
+    with coordinator_process() as coordinator:
         cases = QUICK if arguments.quick else FULL
         results = [measure(coordinator, case, f"plan-{number}") for number, case in enumerate(cases)]
     Console(width=140).print(table(results))

@@ -17,7 +17,6 @@ were never idle.
 """
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
@@ -25,20 +24,15 @@ import platform
 import queue
 import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.synchronize import Barrier
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import psutil
 import torch
 import torch.distributed
@@ -46,6 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.floor import core_seconds
+from benchmarks.harness.coordinator import InProcess, coordinator_process
 from protocol.fragments import TensorSpec
 from protocol.messages import Action, JoinRequest, Metrics
 from protocol.wire import CHUNK_ELEMENTS, StateHeader
@@ -89,61 +84,22 @@ every_rounds = 1000
 class Plan:
     """One configuration to measure. `gloo_port` is None if gloo is left out."""
 
-    url: str
-    token: str
+    coordinator: InProcess
     run: str
     workers: int
     elements: int
     rounds: int
     gloo_port: int | None
-    coordinator_pid: int
 
 
-@dataclass
-class Coordinator:
-    """A coordinator process of its own, in a temporary directory."""
-
-    process: subprocess.Popen[str]
-    url: str
-    token: str
-
-    @classmethod
-    @contextlib.contextmanager
-    def started(cls) -> Iterator["Coordinator"]:
-        with tempfile.TemporaryDirectory(prefix="outerstep-sync-") as directory:
-            command = [sys.executable, "-m", "outerstep", "coordinator", "--data", directory, "--port", "0"]
-            process = subprocess.Popen(
-                [*command, "--log-level", "warning"], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
-            )
-            assert process.stdout is not None
-            try:
-                url = process.stdout.readline().split()[-1]
-                yield cls(process, url, (Path(directory) / "admin.token").read_text().strip())
-            finally:
-                process.terminate()
-                process.wait()
-
-    def memory(self, field: str) -> int:
-        """Return VmRSS or VmHWM of the process, in bytes."""
-        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-        raise KeyError(field)
-
-    def create_run(self, name: str, workers: int, rounds: int) -> None:
-        spec = SPEC.format(name=name, workers=workers, rounds=rounds)
-        headers = {"Authorization": f"Bearer {self.token}"}
-        httpx.post(f"{self.url}/v1/runs", content=spec.encode(), headers=headers).raise_for_status()
-
-
-def measure(coordinator: Coordinator, plan: Plan) -> dict[str, Any]:
+def measure(plan: Plan) -> dict[str, Any]:
     """Run one plan with `plan.workers` processes, or with threads, which need less memory, if gloo is left out."""
     context: Any = multiprocessing.get_context("spawn")
     if plan.gloo_port is None:
         context = SimpleNamespace(Barrier=threading.Barrier, Queue=queue.Queue, Process=threading.Thread)
     barrier, results = context.Barrier(plan.workers), context.Queue()
-    idle = coordinator.memory("VmRSS")
-    coordinator.create_run(plan.run, plan.workers, plan.rounds + 1)
+    idle = plan.coordinator.memory("VmRSS")
+    plan.coordinator.create_run(SPEC.format(name=plan.run, workers=plan.workers, rounds=plan.rounds + 1))
     processes = [context.Process(target=_worker, args=(plan, rank, barrier, results)) for rank in range(plan.workers)]
     for process in processes:
         process.start()
@@ -167,7 +123,7 @@ def measure(coordinator: Coordinator, plan: Plan) -> dict[str, Any]:
         "upload_bytes": reports[0]["upload_bytes"] // (plan.rounds + 1),
         "download_bytes": reports[0]["download_bytes"] // (plan.rounds + 1),
         "coordinator_idle_rss": idle,
-        "coordinator_rss_above_idle": coordinator.memory("VmHWM") - idle,
+        "coordinator_rss_above_idle": plan.coordinator.memory("VmHWM") - idle,
     }
     if plan.gloo_port is not None:
         report["gloo_fp32_s"] = round(seconds("gloo"), 4)
@@ -189,8 +145,9 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
         torch.distributed.init_process_group("gloo", rank=rank, world_size=plan.workers)
     delta = torch.randn(plan.elements, generator=torch.Generator().manual_seed(rank)) * 1e-3
     report: dict[str, Any] = {"sync": [], "gloo": [], "worker_cpu": [], "coordinator_cpu": []}
-    with open_http(plan.url) as http:
-        client = Client(http, plan.run, plan.token)
+    coordinator = plan.coordinator
+    with open_http(coordinator.url) as http:
+        client = Client(http, plan.run, coordinator.admin_token)
         spec = client.run_detail().spec
         request = JoinRequest(tensors=[TensorSpec(name="w", shape=[plan.elements])])
         membership = Membership(client, f"worker-{rank:03}", request, None)
@@ -214,7 +171,7 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
             # As `DiLoCo` does it: the digests while it asks for units, and again with the pseudo-gradients.
             assert all(state.fragment_digest(p) and state.is_intact(p) for p in range(len(state)))
             barrier.wait()
-            cpu, coordinator_cpu = time.process_time(), _cpu_seconds(plan.coordinator_pid)
+            cpu, coordinator_cpu = time.process_time(), coordinator.cpu_seconds()
             started = time.monotonic()
             flight = Flight(exchange, round_)
             for each in work:
@@ -224,8 +181,8 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
             report["worker_cpu"].append(time.process_time() - cpu)
             barrier.wait()
             # Of the whole machine's one coordinator, so that one worker tells of it.
-            report["coordinator_cpu"].append((_cpu_seconds(plan.coordinator_pid) - coordinator_cpu) * (rank == 0))
-            _await_idle(plan.coordinator_pid)
+            report["coordinator_cpu"].append((coordinator.cpu_seconds() - coordinator_cpu) * (rank == 0))
+            _await_idle(coordinator.pid)
             if plan.gloo_port is not None:
                 values = delta.clone()
                 barrier.wait()
@@ -242,11 +199,6 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
     if plan.gloo_port is not None:
         torch.distributed.destroy_process_group()
     results.put(report)
-
-
-def _cpu_seconds(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
 
 
 def _await_idle(pid: int) -> None:
@@ -289,18 +241,9 @@ def main() -> None:
 
     reports = []
     for number, elements in enumerate(sizes if arguments.only != "memory" else []):
-        with Coordinator.started() as coordinator:
-            plan = Plan(
-                coordinator.url,
-                coordinator.token,
-                f"sync-{number}",
-                arguments.workers,
-                int(elements),
-                rounds,
-                _free_port(),
-                coordinator.process.pid,
-            )
-            report = measure(coordinator, plan)
+        with coordinator_process() as coordinator:
+            plan = Plan(coordinator, f"sync-{number}", arguments.workers, int(elements), rounds, _free_port())
+            report = measure(plan)
         report["floor_cpu_s"] = {part: round(s, 3) for part, s in core_seconds(int(elements), plan.workers).items()}
         least_s = sum(report["floor_cpu_s"].values()) / (os.cpu_count() or 1)
         report["floor_ratio"] = round(least_s / report["gloo_fp32_s"], 3)
@@ -308,18 +251,9 @@ def main() -> None:
     memory = []
     crews = QUICK_CREWS if arguments.quick else CREWS
     for workers, elements in crews if arguments.only != "speed" else []:
-        with Coordinator.started() as coordinator:
-            plan = Plan(
-                coordinator.url,
-                coordinator.token,
-                f"rss-{workers}-{elements}",
-                workers,
-                elements,
-                MEMORY_ROUNDS,
-                None,
-                coordinator.process.pid,
-            )
-            memory.append(measure(coordinator, plan))
+        with coordinator_process() as coordinator:
+            plan = Plan(coordinator, f"rss-{workers}-{elements}", workers, elements, MEMORY_ROUNDS, None)
+            memory.append(measure(plan))
     _print(reports, memory)
     if arguments.json:
         total = [m["coordinator_idle_rss"] + m["coordinator_rss_above_idle"] for m in memory]

@@ -27,17 +27,15 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.coordinator import CoordinatorProcess, Running
+from benchmarks.harness.coordinator import Running, coordinator_process
 from benchmarks.harness.lines import Line, Rate, slow_lines, why_not
 from benchmarks.harness.relay import Relay
 from protocol.messages import Scope
@@ -145,12 +143,9 @@ class Bench:
     def started(cls, rate: Rate, elements: int) -> Iterator["Bench"]:
         with contextlib.ExitStack() as cleanup:
             names = [f"worker-{rank}" for rank in range(WORKERS)]
-            folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outerstep-wan-")))
             lines = cleanup.enter_context(slow_lines(names, rate))
-            coordinator = CoordinatorProcess(folder / "data")
-            running = coordinator.start()
-            cleanup.callback(coordinator.stop)
-            relay = cleanup.enter_context(Delay(coordinator.port))
+            running = cleanup.enter_context(coordinator_process())
+            relay = cleanup.enter_context(Delay(running.port))
             workers, iperf = [], []
             for name, line in lines.items():
                 address, port = relay.listen(line.address, name)

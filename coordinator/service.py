@@ -111,15 +111,18 @@ class Coordinator:
 
     def check_ready(self) -> None:
         """Raise Problem `not-ready` unless the database answers and the data directory takes writes."""
-        probe = self.data.scratch()
         try:
             with self.database.read() as session:
                 session.execute(select(RunRow.id).limit(1))
+        except (OSError, SQLAlchemyError) as error:
+            raise Problem("not-ready", f"the database: {error}", retry_after_s=5) from error
+        probe = self.data.scratch()
+        try:
             try:
                 probe.write_bytes(b"ready?")
             finally:
                 probe.unlink(missing_ok=True)  # fails like the write where the file system is read-only
-        except (OSError, SQLAlchemyError) as error:
+        except OSError as error:
             raise Problem("not-ready", f"{self.settings.data_dir}: {error}", retry_after_s=5) from error
 
     def identify(self, secret: str) -> Identity | None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,8 @@ from benchmarks import wan
 from benchmarks.control_plane import measure
 from benchmarks.floor import core_seconds
 from benchmarks.harness import lines
-from benchmarks.harness.coordinator import CoordinatorProcess
+from benchmarks.harness.coordinator import coordinator_process
+from benchmarks.line import SlowLine
 from protocol.wire import CHUNK_ELEMENTS
 
 ROOT = Path(__file__).parents[1]
@@ -113,14 +115,22 @@ def test_the_relay_adds_a_round_trip_and_changes_nothing() -> None:
     assert received == sent
 
 
+def test_the_end_of_a_relay_ends_its_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with SlowLine(server.getsockname()[1], up=1e6, down=1e6, latency_s=0) as line:
+            address = ("127.0.0.1", int(line.url.rsplit(":", 1)[1]))
+            near = socket.create_connection(address)
+            far, _ = server.accept()
+        with near, far:
+            assert near.recv(1) == far.recv(1) == b""
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+
+
 @pytest.mark.system
-def test_a_small_crowd_goes_through_its_rounds(tmp_path: Path) -> None:
-    coordinator = CoordinatorProcess(tmp_path / "data")
-    running = coordinator.start()
-    try:
+def test_a_small_crowd_goes_through_its_rounds() -> None:
+    with coordinator_process() as running:
         report = asyncio.run(measure(running, workers=8, round_s=0.5))
-    finally:
-        coordinator.stop()
     kinds = report["kinds"]
     assert report["missed_leases"] == 0
     assert kinds["contribute"]["count"] == 2 * 8

@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
+import psutil
 
 from benchmarks.harness import stores
 from coordinator.runs.live_run import LiveRun
@@ -30,11 +32,15 @@ class Running:
     admin_token: str
     data_dir: Path
 
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
     def client(self, token: str | None = None) -> httpx.Client:
         """An HTTP client of this coordinator, with the admin token unless another is given."""
         headers = {"Authorization": f"Bearer {token or self.admin_token}"}
-        # No TLS here, so do not spend 30 ms on reading certificates.
-        return httpx.Client(base_url=self.url, headers=headers, timeout=30, verify=False)
+        # No TLS here, so do not spend 30 ms on reading certificates; and no proxy, whatever the environment says.
+        return httpx.Client(base_url=self.url, headers=headers, timeout=30, verify=False, trust_env=False)
 
     def create_run(self, spec: str) -> None:
         with self.client() as client:
@@ -100,29 +106,50 @@ def coordinator_thread(
         runner.close()
 
 
+@dataclass
+class InProcess(Running):
+    """... in a process of its own, whose memory and CPU time can be looked at, from any process."""
+
+    pid: int
+
+    def memory(self, field: str) -> int:
+        """Return a size from /proc/pid/status, in bytes: VmRSS, or VmHWM, which is its peak."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+    def cpu_seconds(self) -> float:
+        times = psutil.Process(self.pid).cpu_times()
+        return times.user + times.system
+
+
 class CoordinatorProcess:
-    """... as a process of its own, to be killed. `start` returns when it serves; the port stays the same."""
+    """... as a process of its own, to be killed. `start` returns when it serves; the port stays the same.
 
-    def __init__(self, data_dir: Path, *, host: str = "127.0.0.1", python: Path = Path(sys.executable)) -> None:
-        self.data_dir, self.host = data_dir, host
+    It logs to a file beside `data_dir`; with `quiet` only warnings, to stderr.
+    """
+
+    def __init__(
+        self, data_dir: Path, *, host: str = "127.0.0.1", python: Path = Path(sys.executable), quiet: bool = False
+    ) -> None:
         self.port = 0
-        self._python = str(python)
         self.process: subprocess.Popen[str] | None = None
+        self._data_dir = data_dir
+        self._log = None if quiet else data_dir.parent / f"{data_dir.name}.log"
+        self._command = [str(python), "-m", "outerstep", "coordinator", "--data", str(data_dir), "--host", host]
+        self._command += ["--log-level", "warning"] if quiet else []
 
-    def start(self) -> Running:
-        command = [self._python, "-m", "outerstep", "coordinator", "--data", str(self.data_dir)]
-        log = (self.data_dir.parent / f"{self.data_dir.name}.log").open("a")
-        self.process = subprocess.Popen(
-            [*command, "--host", self.host, "--port", str(self.port)], stdout=subprocess.PIPE, stderr=log, text=True
-        )
-        log.close()
+    def start(self) -> InProcess:
+        with self._log.open("a") if self._log else nullcontext() as log:
+            command = [*self._command, "--port", str(self.port)]
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()  # blocks until it is ready, or ends at its death
         if "ready at" not in line:
-            raise RuntimeError(f"the coordinator did not start: see {log.name}")
-        url = line.split()[-1]
-        self.port = int(url.rsplit(":", 1)[1])
-        return Running(url, (self.data_dir / "admin.token").read_text().strip(), self.data_dir)
+            raise RuntimeError(f"the coordinator did not start: see {self._log or 'above'}")
+        token = (self._data_dir / "admin.token").read_text().strip()
+        running = InProcess(line.split()[-1], token, self._data_dir, self.process.pid)
+        self.port = running.port
+        return running
 
     def kill(self) -> None:
         """kill -9."""
@@ -138,3 +165,14 @@ class CoordinatorProcess:
             assert self.process.stdout is not None
             self.process.stdout.close()
             self.process = None
+
+
+@contextmanager
+def coordinator_process() -> Iterator[InProcess]:
+    """A coordinator process with a temporary directory, which says nothing but warnings."""
+    with TemporaryDirectory(prefix="outerstep-") as directory:
+        coordinator = CoordinatorProcess(Path(directory), quiet=True)
+        try:
+            yield coordinator.start()
+        finally:
+            coordinator.stop()

@@ -268,7 +268,7 @@ class Change:
         run = self.run
         logger.info("%s: %s", run.name, message)
         self.session.add(EventRow(run_id=run.id, at=run.world.now(), kind=kind, message=message, data=data))
-        run.events_recorded += 1
+        self.then(lambda: setattr(run, "events_recorded", run.events_recorded + 1))
         self.wake(EVENTS)
 
     def wake(self, topic: str | None = None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import APIRouter, Request
+from sqlalchemy import text
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from benchmarks.harness.member import Member, spec_toml
@@ -393,6 +394,17 @@ def test_ready_means_that_the_data_directory_takes_writes(tmp_path: Path) -> Non
         incoming.mkdir()
         assert client.get("/readyz").status_code == 200
         assert list(incoming.iterdir()) == []
+
+
+def test_ready_means_that_the_database_answers(tmp_path: Path) -> None:
+    """Not blamed on the data directory: the database may be elsewhere."""
+    with coordinator_thread(tmp_path / "data") as running, running.client() as client:
+        with running.coordinator.database.write() as session:
+            session.execute(text("ALTER TABLE runs RENAME TO gone"))
+        assert problem(client.get("/readyz"), "not-ready")["detail"].startswith("the database: ")
+        with running.coordinator.database.write() as session:
+            session.execute(text("ALTER TABLE gone RENAME TO runs"))
+        assert client.get("/readyz").status_code == 200
 
 
 def test_a_viewer_may_read_but_the_problem_prefix_is_the_same_for_all(shared: InThread, member: Member) -> None:

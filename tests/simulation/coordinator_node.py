@@ -71,6 +71,7 @@ class CoordinatorNode:
         shutil.copy(template(root.parent), self.data_dir / sqlite.FILE)
         self.on_crash: Callable[[], None] = lambda: None
         self.on_start: Callable[[], None] = lambda: None
+        self.on_commit: Callable[[], None] = lambda: None
         self.in_start = False
 
     @property
@@ -207,6 +208,7 @@ def crash_at_commits(node: CoordinatorNode, plain: Callable[[Database], Any]) ->
         finally:
             group.indivisible -= 1
         node.dirty = True
+        node.on_commit()
         if group is node.group:
             node.crash_point("after a commit")
 

@@ -6,22 +6,24 @@ to find it, so that the proof is quick; the test looks through the first 500 whe
 
 import builtins
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from sqlalchemy.orm import Session
 
 from coordinator.runs import opening, pools
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.members import Members
 from coordinator.runs.open_round import OpenRound
+from coordinator.runs.units import Range
 from coordinator.store import files
 from coordinator.store.blobs import Kind
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.store.tables import WorkerRow
+from coordinator.store.tables import UnitRangeRow, WorkerRow
 from coordinator.sync import contributing, deltas, outer_state, publishing
 from coordinator.workers import assigning, membership
 from protocol.digest import Buffer
@@ -172,6 +174,24 @@ def _forgets_units() -> list[Replacement]:
     return [(where, "units_left", lambda named, consumed: []) for where in (round_, rounds)]
 
 
+def _passes_over_the_pool() -> list[Replacement]:
+    def deal(
+        session: Session, of: Mapping[str, pools.Pool], round_: int, counts: Mapping[str, int]
+    ) -> dict[str, list[Range]]:
+        dealt: dict[str, list[Range]] = {}
+        for worker, count in counts.items():
+            pool = of[worker]
+            start, stop = pool.next, pool.next + count
+            pool.row.next_unit += count
+            row = UnitRangeRow(run_id=pool.run_id, start=start, stop=stop, state="assigned")
+            row.worker, row.round = worker, round_
+            session.add(row)
+            dealt[worker] = [(start, stop)]
+        return dealt
+
+    return [(opening, "deal_units", deal)]
+
+
 def _no_units_returned() -> list[Replacement]:
     return [(membership, "return_units", _nothing)]
 
@@ -246,6 +266,7 @@ MUTANTS = [
     Mutant("drops what was trained while a fragment travelled", ("I6",), 3, _drops_what_was_trained_meanwhile),
     Mutant("drops what the codec leaves out", ("I6",), 0, _drops_what_the_codec_leaves_out),
     Mutant("forgets units that no fragment has named", ("I6",), 3, _forgets_units),
+    Mutant("assigns new units while others lie in the pool", ("I6",), 0, _passes_over_the_pool),
     Mutant("returns no units of the dead", ("I6",), 0, _no_units_returned),
     Mutant("returns no units of rounds that were missed", ("I6",), 10, _forgotten_units_kept),
     Mutant("lets a worker carry units that were dealt again", ("I6", REFUSED), 385, _carries_whatever_it_says),

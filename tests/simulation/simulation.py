@@ -134,6 +134,7 @@ class Simulation:
         self.private = spec.data.private
         self.ledger = Ledger(self.node, self.workers, spec.outer, spec.sync.streams, self.private)
         self.node.on_crash, self.node.on_start = self.ledger.crashing, self._started
+        self.node.on_commit = self.ledger.committed
         for number in range(count):
             self.add_worker(f"w{number}")
         self.fate = Group("fate")
