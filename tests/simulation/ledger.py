@@ -11,7 +11,6 @@ I7  only the newest member token of a live lease is good for anything
 
 import json
 import sqlite3
-from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ class Ledger:
     error_feedback: ErrorFeedback = field(default_factory=ErrorFeedback)
     free: dict[int, set[int]] = field(default_factory=dict)  # by pool: the units in it
     units: dict[int, int] = field(default_factory=dict)  # by pool: how many were ever assigned
-    passed_over: set[int] = field(default_factory=set)  # units in a pool while new ones of it were assigned
+    passed_over: set[int] = field(default_factory=set)  # units that lay in a pool while new ones of it were assigned
     round: int = 0
     checks: int = 0
     _last_row: int = 0
@@ -113,17 +112,12 @@ class Ledger:
     # --- after every commit: between two steps a unit may leave the pool and return -------------------------------
 
     def committed(self) -> None:
-        rows = self._all("SELECT start, stop, state FROM unit_ranges")
-        units, free = defaultdict[int, int](int), defaultdict[int, set[int]](set)
-        for row in rows:
-            pool = row["start"] // UNITS_PER_WORKER if self.private else 0
-            units[pool] += row["stop"] - row["start"]
-            if row["state"] == "free":
-                free[pool].update(range(row["start"], row["stop"]))
-        for pool in units:
-            if units[pool] > self.units.get(pool, 0):
-                self.passed_over |= free[pool] & self.free.get(pool, set())
-        self.units, self.free = units, free
+        for first, rows in self._by_pool(self._all("SELECT start, stop, state FROM unit_ranges")).items():
+            units = max(row["stop"] for row in rows) - first
+            free = {unit for row in rows if row["state"] == "free" for unit in range(row["start"], row["stop"])}
+            if units > self.units.get(first, 0):
+                self.passed_over |= free & self.free.get(first, set())
+            self.units[first], self.free[first] = units, free
 
     # --- after every step -----------------------------------------------------------------------------------------
 
@@ -280,14 +274,22 @@ class Ledger:
     def _check_units(self) -> None:
         rows = self._all("SELECT start, stop, state, worker FROM unit_ranges ORDER BY start")
         live = {row["name"] for row in self._all("SELECT name FROM workers WHERE state = 'live'")}
+        ranges = self._by_pool(rows)
         of_whom = "SELECT place, next_unit FROM workers" if self.private else "SELECT 0 AS place, next_unit FROM runs"
         for pool in self._all(of_whom):
             first = pool["place"] * UNITS_PER_WORKER
-            ranges = [row for row in rows if first <= row["start"] < first + UNITS_PER_WORKER]
-            self._check_pool(first, first + pool["next_unit"], ranges, live)
-        demand(not self.passed_over, "I6", f"new units were assigned, and {sorted(self.passed_over)} lay in the pool")
+            self._check_pool(first, first + pool["next_unit"], ranges.pop(first, []), live)
+        demand(not ranges, "I6", f"there are units of nobody, from {sorted(ranges)} on")
         told = self._all("SELECT message FROM events WHERE kind = 'epoch-broken'")
         demand(not told, "I6", told[0]["message"] if told else "")
+
+    @staticmethod
+    def _by_pool(rows: list[sqlite3.Row]) -> dict[int, list[sqlite3.Row]]:
+        """Ranges of units by the first unit of their pool; where there is one pool for all, that is 0."""
+        pools: dict[int, list[sqlite3.Row]] = {}
+        for row in rows:
+            pools.setdefault(row["start"] // UNITS_PER_WORKER * UNITS_PER_WORKER, []).append(row)
+        return pools
 
     def _check_pool(self, first: int, next_unit: int, rows: list[sqlite3.Row], live: set[str]) -> None:
         at = first
@@ -306,6 +308,7 @@ class Ledger:
         demand(at == next_unit, "I6", f"the units up to {next_unit} were assigned, those from {at} on are nowhere")
         units = at - first
         demand(units <= ELEMENTS, "setup", f"the simulation can tell {ELEMENTS} units apart, {units} were assigned")
+        demand(not self.passed_over, "I6", f"new units were assigned, and {sorted(self.passed_over)} lay in the pool")
 
     def _check_coordinator(self, run: LiveRun) -> None:
         for fragment, (round_, digest) in enumerate(run.outer.states):

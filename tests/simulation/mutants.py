@@ -19,7 +19,6 @@ from coordinator.runs import opening, pools
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.members import Members
 from coordinator.runs.open_round import OpenRound
-from coordinator.runs.pools import Pool
 from coordinator.runs.units import Range
 from coordinator.store import files
 from coordinator.store.blobs import Kind
@@ -177,16 +176,16 @@ def _forgets_units() -> list[Replacement]:
 
 def _passes_over_the_pool() -> list[Replacement]:
     def deal(
-        session: Session, pools: Mapping[str, Pool], round_: int, counts: Mapping[str, int]
+        session: Session, of: Mapping[str, pools.Pool], round_: int, counts: Mapping[str, int]
     ) -> dict[str, list[Range]]:
         dealt: dict[str, list[Range]] = {}
         for worker, count in counts.items():
-            pool = pools[worker]
+            pool = of[worker]
             start, stop = pool.next, pool.next + count
+            pool.row.next_unit += count
             row = UnitRangeRow(run_id=pool.run_id, start=start, stop=stop, state="assigned")
             row.worker, row.round = worker, round_
             session.add(row)
-            pool.row.next_unit += count
             dealt[worker] = [(start, stop)]
         return dealt
 
