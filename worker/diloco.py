@@ -266,10 +266,12 @@ class DiLoCo:
                 "inner step: let them step in that order, each once per unit"
             )
 
-    def _after_inner_step(self, *_: Any) -> None:
+    def _after_inner_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Count one inner step, as the hook of the last optimizer."""
         rounds, heartbeat = self.joined.rounds, self.joined.heartbeat
-        if rounds.finished:
+        # A GradScaler has a fused optimizer skip within its kernel, so that its step is called all the same.
+        skipped = getattr(optimizer, "found_inf", None)
+        if rounds.finished or (skipped is not None and bool(skipped)):
             return
         self._steps.step()
         self._progress.step(self.inner_step)

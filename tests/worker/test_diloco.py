@@ -297,6 +297,29 @@ def test_skipped_steps_do_not_count(tmp_path: Path) -> None:
     assert seen == [(0, 0), (1, 1), (2, 2), (2, 3), (4, 4), (5, 5), (6, 6), (7, 7)]
 
 
+def test_a_step_that_a_fused_optimizer_skips_does_not_count(tmp_path: Path) -> None:
+    """A GradScaler calls it all the same, and its kernel skips: the step counted, with a unit that nothing was learnt
+    from."""
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=2), tmp_path)
+        model = toy.make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        scaler = torch.amp.GradScaler("cpu")
+        seen = []
+        with DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a") as diloco:
+            for unit in diloco.units():
+                seen.append((diloco.inner_step, unit))
+                x, y = toy.batch(unit)
+                scaler.scale(torch.nn.functional.mse_loss(model(x), y)).backward()
+                if unit == 1:
+                    next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        assert run.info().state == "finished"
+    assert seen == [(0, 0), (1, 1), (1, 2), (2, 3), (0, 4), (1, 5), (2, 6), (3, 7)]
+
+
 SKIPPED = {"first": {0}, "middle": {1, 2}, "last": {3}, "all": {0, 1, 2, 3}}
 
 

@@ -1,0 +1,101 @@
+"""An inner step on a GPU: nothing waits for it, its memory may run out, and a compiler makes the same of the model."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from worker.accounts.device_use import DeviceUse
+from worker.inner import loss as loss_module
+from worker.inner.compiling import compile_model
+from worker.inner.head import find_head
+from worker.inner.loss import Loss
+from worker.inner.micro_batch import MicroBatches
+from worker.inner.precision import Precision, loss_scaler
+from worker.inner.step import InnerStep
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with CUDA")
+
+CUDA = torch.device("cuda")
+VOCABULARY, LENGTH, ROWS = 8192, 256, 16
+
+
+@pytest.fixture(autouse=True)
+def all_memory() -> Iterator[None]:
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
+    )
+    config.use_cache = False
+    model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return model.float().to(CUDA).train()
+
+
+def batch() -> Tensor:
+    return torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1)).to(CUDA)
+
+
+def step_of(model: nn.Module, wanted: int | None, precision: Precision = "bf16", head: Any = None) -> InnerStep:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    loss, sizes = Loss(model, precision, head), MicroBatches(wanted, ROWS)
+    return InnerStep(loss, [optimizer], sizes, clip_norm=1.0, scaler=loss_scaler(precision, CUDA))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_no_step_waits_for_the_device(precision: Precision, compiled: bool) -> None:
+    model = llama()
+    head = find_head(model)
+    if compiled:
+        head = compile_model(model, head, CUDA)
+    step, tokens = step_of(model, 4, precision, head), batch()
+    for _ in range(2):  # the first ones compile, and make the optimizer's state
+        step.gradient(tokens)
+        step.apply()
+    torch.cuda.set_sync_debug_mode("error")
+    step.gradient(tokens)
+    step.apply()
+
+
+def test_an_out_of_memory_of_its_own() -> None:
+    """The allocator is held to half of what the whole batch takes."""
+    model, known = llama(), llama()
+    expected = step_of(known, 1)
+    step_of(model, ROWS).gradient(batch())
+    peak = DeviceUse(CUDA).peak_memory_bytes()
+    assert peak is not None
+    model.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(peak / 2 / torch.cuda.get_device_properties(CUDA).total_memory)
+    loss = step_of(model, None).gradient(batch())
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.testing.assert_close(loss, expected.gradient(batch()), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("logits", [2048, 1 << 20], ids=["in chunks", "at once"])
+def test_compiled_it_is_the_same_loss(monkeypatch: pytest.MonkeyPatch, logits: int) -> None:
+    monkeypatch.setattr(loss_module, "LOGITS_BYTES", 4 * VOCABULARY * logits)
+    plain, model = llama(), llama()
+    step = step_of(model, None, "bf16", compile_model(model, find_head(model), CUDA))
+    torch.testing.assert_close(step.gradient(batch()), step_of(plain, None).gradient(batch()), rtol=1e-3, atol=1e-3)
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert (one.grad - other.grad).norm() < 0.03 * other.grad.norm(), name
+
+
+def test_fp16_learns() -> None:
+    step, losses = step_of(llama(), 8, "fp16"), []
+    for _ in range(20):
+        losses.append(float(step.gradient(batch())))
+        step.apply()
+    assert losses[-1] < losses[0]
