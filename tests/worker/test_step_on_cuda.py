@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from protocol.spec import InnerSpec
 from worker.accounts.device_use import DeviceUse
 from worker.inner import loss as loss_module
 from worker.inner.compiling import compile_model
@@ -47,7 +48,7 @@ def batch() -> Tensor:
 def step_of(model: nn.Module, wanted: int | None, precision: Precision = "bf16", head: Any = None) -> InnerStep:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     loss, sizes = Loss(model, precision, head), MicroBatches(wanted, ROWS)
-    return InnerStep(loss, [optimizer], sizes, clip_norm=1.0, scaler=loss_scaler(precision, CUDA))
+    return InnerStep(loss, [optimizer], sizes, inner=InnerSpec(), scaler=loss_scaler(precision, CUDA))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
