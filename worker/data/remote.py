@@ -145,7 +145,7 @@ class StoreFiles:
         except ImportError as error:
             raise DataError(f"data.source = {source!r} needs obstore: pip install 'outerstep[remote]'") from error
         self._source, self._errors = source.rstrip("/"), exceptions
-        options = {
+        options: Any = {
             "connect_timeout": timedelta(seconds=10),
             "read_timeout": timedelta(seconds=30),
             "timeout": timedelta(minutes=10),
