@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from benchmarks.harness.member import DATA, TENSORS
-from protocol.messages import JoinRequest
+from protocol.messages import FrozenSummary, JoinRequest
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.examples import SPEC
 from tests.support.signals import default_signals
@@ -66,6 +66,25 @@ def test_an_overlap_is_shown(served: Served):
     text = SPEC.replace("demo", "overlapped") + 'sync.overlap = 4\nsync.offsets = "spread"\n'
     assert served.outerstep("run", "create", "-", stdin=text)[0] == 0
     assert "4 inner steps, fragments spread" in served.outerstep("run", "show", "overlapped")[1]
+
+
+def test_what_is_trained_is_shown_beside_what_is_frozen(served: Served):
+    create(served, "base")
+    spec = 'name = "adapted"\nsync.rounds = 1\nmodel = {pretrained = "llama", run = "base", lora.rank = 2}\n'
+    assert served.outerstep("run", "create", "-", stdin=spec)[0] == 0
+    frozen = FrozenSummary(digest="ab" * 32, elements=5_000_000)
+    with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.admin_token}"}) as http:
+        join = JoinRequest(tensors=TENSORS, data=DATA, frozen=frozen).model_dump(mode="json")
+        http.put("/v1/runs/adapted/workers/w", json=join).raise_for_status()
+    facts = " ".join(served.outerstep("run", "show", "adapted")[1].split())
+    assert "llama with adapters of rank 2 from the run base, 977 parameters in 1 fragments, 5 M frozen" in facts
+
+
+def test_a_whole_model_has_no_adapters_to_merge(served: Served, tmp_path: Path):
+    create(served, "whole")
+    code, _, err = served.outerstep("run", "export", "whole", "--out", str(tmp_path / "out"), "--merge")
+    assert (code, "the run whole has no adapters to merge: its export is the whole model" in err) == (3, True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_more_runs_than_a_page_holds_are_all_listed(served: Served):
