@@ -5,6 +5,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from coordinator.runs import held_out
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.open_round import OpenFragment, OpenRound
 from coordinator.runs.opening import status
@@ -28,6 +29,7 @@ from protocol.messages import (
     CheckpointDetail,
     CheckpointInfo,
     DiskBytes,
+    Evaluation,
     Event,
     FragmentInfo,
     FragmentState,
@@ -77,7 +79,7 @@ def _disk_bytes(run: LiveRun) -> DiskBytes:
 def _run_fields(run: LiveRun) -> dict[str, Any]:
     with run.world.database.read() as session:
         row = session.get_one(RunRow, run.id)
-        stored = {
+        stored: dict[str, Any] = {
             "spec_digest": row.spec_digest.hex(),
             "created_at": row.created_at,
             "tokens": row.tokens,
@@ -85,12 +87,8 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
             "divergences": row.divergences,
             "account": Account.model_validate(row.account),
         }
-        held_out_loss = session.scalar(
-            select(EvaluationRow.loss)
-            .where(EvaluationRow.run_id == run.id)
-            .order_by(EvaluationRow.round.desc())
-            .limit(1)
-        )
+        evaluated = session.scalar(select(func.max(EvaluationRow.round)).where(EvaluationRow.run_id == run.id))
+        stored |= _held_out(session, run, evaluated)
     with run.lock:
         seeding = run.state is RunState.RUNNING and not run.seeded
         final = run.final_digest
@@ -104,7 +102,6 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
             "fragments": None if run.model is None else len(run.model.layout.fragments),
             "elements": None if run.model is None else run.model.layout.total_elements,
             **stored,
-            "held_out_loss": held_out_loss,
             "state_digest": None if final is None else final.hex(),
         }
 
@@ -164,6 +161,7 @@ def round_detail(run: LiveRun, number: int) -> RoundDetail:
         return RoundDetail(
             **_round_fields(run, session, row),
             fragments=fragments,
+            evaluations=_by_worker(held_out.evaluations(session, run.id, number)),
             accounts=accounting.by_worker(session, run.id, number),
             late=[LateContribution(worker=each.worker, fragment=each.fragment, late_s=each.late_s) for each in late],
         )
@@ -180,7 +178,6 @@ def _round_fields(run: LiveRun, session: Session, row: RoundRow) -> dict[str, An
         if row.tokens is None
         else (row.quorum_at, row.collected_at, row.aggregated_at)
     )
-    evaluation = session.get(EvaluationRow, (run.id, row.round))
     state, reason = FragmentState.PUBLISHED, "published"
     if run.open is not None and run.open.number == row.round:
         state, reason = _least_advanced(run, run.open)
@@ -195,11 +192,22 @@ def _round_fields(run: LiveRun, session: Session, row: RoundRow) -> dict[str, An
         "closed_at": row.closed_at,
         "tokens": tokens,
         "loss": loss,
-        "held_out_loss": None if evaluation is None else evaluation.loss,
+        **_held_out(session, run, row.round),
         "upload_bytes": upload_bytes,
         "delta_bytes": delta_bytes,
         "account": Account.model_validate(row.account),
     }
+
+
+def _by_worker(measured: dict[str, Evaluation]) -> dict[str, Evaluation]:
+    return {worker: each for worker, each in measured.items() if worker != held_out.ALL}
+
+
+def _held_out(session: Session, run: LiveRun, round_: int | None) -> dict[str, Any]:
+    """Return what is shown of the held-out loss of state `round_` (None: of no state)."""
+    measured = {} if round_ is None else held_out.evaluations(session, run.id, round_)
+    mean = held_out.mean(measured.values())
+    return {"held_out_loss": None if mean is None else mean.loss}
 
 
 def _fragment(run: LiveRun, row: FragmentRow) -> FragmentInfo:

@@ -119,7 +119,7 @@ class RunInfo(_Reply):
     upload_bytes: int  # accepted contributions
     account: Account = Field(default_factory=Account)  # over all workers
     divergences: int = 0  # times that a worker was found to hold another state than the run's, and had to resync
-    held_out_loss: float | None  # the latest, nats per token
+    held_out_loss: float | None  # of the latest state that was evaluated: see `RoundInfo`
     state_digest: HexDigest | None  # of the finished run's outer state
 
 
@@ -146,9 +146,12 @@ class RunChange(_Request):
 
 
 class DataSummary(_Request):
-    """The identity of a worker's training set: a digest of its content, and its length in work units."""
+    """The identity of a worker's training set: a digest of its content, and its length in work units.
 
-    digest: HexDigest
+    With `data.private` the digest is null: it would tell whether a worker has a text that somebody else knows.
+    """
+
+    digest: HexDigest | None
     units: Annotated[int, Field(gt=0, lt=1 << 60)]
 
 
@@ -277,6 +280,7 @@ class Assignment(_Reply):
 class EpochInfo(_Reply):
     """The work units of one epoch. units == consumed + free + the sum of `assigned`; `consumed` never goes down."""
 
+    worker: str | None = None  # with private data: of whose training set
     epoch: int
     units: int | None  # null if the training set's length is unknown: then there is one epoch, without an end
     consumed: int  # trained on, in exactly one accepted contribution each
@@ -318,7 +322,9 @@ class RoundInfo(_Reply):
     closed_at: float | None  # the last delta was published
     tokens: int
     loss: float | None  # mean training loss over the contributors, weighted by tokens
-    held_out_loss: float | None  # of the state that the round started from
+    # Of the state that the round started from, nats per token: the mean over those who have measured it, weighted by
+    # tokens. With private data these are the round's workers, each on what it holds out; otherwise one of them.
+    held_out_loss: float | None
     upload_bytes: int  # accepted contributions
     delta_bytes: int
     account: Account = Field(default_factory=Account)  # over its workers
@@ -332,11 +338,20 @@ class LateContribution(_Reply):
     late_s: float
 
 
+class Evaluation(_Reply):
+    """A held-out loss, mean nats per token, and the number of tokens that it was measured on."""
+
+    loss: float
+    tokens: int
+
+
 class RoundDetail(RoundInfo):
-    """A round with its fragments. `accounts` are by worker; each reports on a round when it asks for the next."""
+    """A round with its fragments. `accounts` are by worker; each reports on a round when it asks for the next. So are
+    `evaluations`, of the state that the round started from."""
 
     fragments: list[FragmentInfo]
     accounts: dict[str, Account] = Field(default_factory=dict)
+    evaluations: dict[str, Evaluation] = Field(default_factory=dict)
     late: list[LateContribution] = Field(default_factory=list)
 
 

@@ -16,6 +16,9 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 PositiveInt = Annotated[int, Field(gt=0, lt=1 << 40)]
+
+# With private data worker k of a run, counted from 0 as they first joined, has the units [k, k + 1) times this.
+UNITS_PER_WORKER = 1 << 40
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -58,6 +61,13 @@ class DataSpec(_Section):
     )
     sequence_length: PositiveInt = Field(256, description="tokens per sequence")
     holdout: Fraction = Field(0.05, description="share of the files kept out of training, chosen by hash of their name")
+    private: bool = Field(
+        False,
+        description=(
+            "every worker brings a training set of its own, of which it tells the length alone: sets are not compared, "
+            "units are counted per worker, and every worker measures the loss on what it holds out itself"
+        ),
+    )
 
 
 class InnerSpec(_Section):
@@ -177,6 +187,11 @@ class SyncSpec(_Section):
         return self
 
     @property
+    def most_inner_steps(self) -> int:
+        """Inner steps that a worker is given per round, at most."""
+        return self.max_inner_steps if self.inner_steps == "auto" else self.inner_steps
+
+    @property
     def schedule_steps(self) -> int:
         """Inner steps per round as the schedules count them: H, or `nominal_inner_steps` if each worker has its own.
 
@@ -260,6 +275,26 @@ class RunSpec(_Section):
                 "worker has not sent yet is its momentum, and a second one on top makes the training unstable"
             )
         return self
+
+    @model_validator(mode="after")
+    def _private_units_have_room(self) -> "RunSpec":
+        units = self.sync.rounds * self.sync.most_inner_steps
+        if self.data.private and units >= UNITS_PER_WORKER:
+            raise ValueError(
+                f"data.private = true has room for {UNITS_PER_WORKER - 1} units per worker; sync.rounds and inner "
+                f"steps make it {units}; give less of either"
+            )
+        return self
+
+    def with_source(self, source: str | None) -> "RunSpec":
+        """Return the spec with another `data.source`, where one machine has the data elsewhere; None: as it is."""
+        if source is None:
+            return self
+        return self.model_copy(update={"data": self.data.model_copy(update={"source": source})})
+
+    def number_in_set(self, unit: int) -> int:
+        """Return the number of a work unit within its own training set: with private data, its worker's."""
+        return unit % UNITS_PER_WORKER if self.data.private else unit
 
     @property
     def unit_tokens(self) -> int:

@@ -99,7 +99,7 @@ def _train(settings: WorkerSettings, client: Client, run: RunDetail, device: tor
         raise DataError(
             f"the run {run.name} has data.source = 'custom': its workers are scripts of their own, with DiLoCo"
         )
-    data = TextData(spec)
+    data = TextData(spec.with_source(settings.data))
     model = build_model(spec, device)
     optimizer = build_inner_optimizer(model, spec.inner)
     measure = partial(evaluate, model, data, spec.evaluation.max_tokens, device) if len(data.held_out) else None

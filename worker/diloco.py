@@ -65,7 +65,8 @@ class DiLoCo:
     Leaving in the middle of a round, stopped or not, hands in the inner steps that were done, if a few seconds suffice.
 
     state_dir   where the snapshot is kept that lets a killed process go on; None: a restart begins like a new worker
-    data        the training set, compared between workers; None if the script does not say
+    data        the training set, compared between workers; None if the script does not say. Of private data the length
+                alone leaves this machine
     evaluate    measures the held-out loss of the model as it is; called when the coordinator asks this worker to
     host        what the coordinator shows about this machine
     clock       monotonic seconds
@@ -97,6 +98,8 @@ class DiLoCo:
         self._files = StateDir(state_dir) if state_dir is not None else None
         self._evaluate = evaluate
         self._progress = Progress(client.traffic, client.stages, clock)
+        if data is not None and run.spec.data.private:
+            data = data.model_copy(update={"digest": None})
         request = JoinRequest(tensors=tensor_specs(model), data=data, host=host or {})
         self._membership = Membership(client, name, request, self._files)
         self._steps = InnerSteps(run.spec)
@@ -171,7 +174,8 @@ class DiLoCo:
         return self.joined.rounds.finished or self.client.stop.is_set()
 
     def units(self) -> Iterator[int]:
-        """Yield the numbers of the work units to train on, one per inner step, until `finished`.
+        """Yield the numbers of the work units to train on, one per inner step, until `finished`. With private data they
+        are numbers within this worker's own training set.
 
         Asking for the next unit ends the previous one: if its step was skipped, as a GradScaler does, it is spent all
         the same, and the round has an inner step less. If the loop breaks out before a unit's step, that unit returns
@@ -183,7 +187,7 @@ class DiLoCo:
             due = first_units(assignment.units, assignment.inner_steps)
             for unit in chain.from_iterable(range(start, stop) for start, stop in due):
                 self._steps.begin_unit()
-                yield unit
+                yield self.spec.number_in_set(unit)
                 self._steps.end_unit()
                 if self.finished or rounds.assignment is not assignment:
                     break

@@ -30,6 +30,9 @@ class WorkerSettings(BaseModel):
         None, description="for snapshot and member token; default: ~/.local/state/outerstep/RUN/NAME"
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …; auto is the fastest there is")
+    data: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="where this machine has the training set; default: the run's data.source"
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: torch's own choice")
 
     @field_validator("url")

@@ -7,6 +7,7 @@ from coordinator.runs import pacing
 from coordinator.runs.bell import ASSIGNMENTS
 from coordinator.runs.live_run import LiveRun, Settling
 from coordinator.runs.open_round import OpenFragment, OpenRound, RoundAssignment
+from coordinator.runs.pools import pools_of
 from coordinator.runs.units import deal_units, workers_with_units
 from coordinator.store.tables import AssignmentRow, FragmentRow, RoundRow
 from protocol.messages import FragmentState, RunState
@@ -59,9 +60,9 @@ def open_next(settling: Settling) -> bool:
             session.add(FragmentRow(run_id=run.id, round=run.round, fragment=index, state=collecting, reason=""))
         opening.without_earlier_units = set(workers) - workers_with_units(session, run.id)
         inner_steps = {worker: inner_steps_of(run, worker) for worker in workers}
-        units = deal_units(session, change.row, run.round, inner_steps)
+        units = deal_units(session, pools_of(session, run, workers), run.round, inner_steps)
         for worker in workers:
-            evaluate = worker == workers[0] and is_evaluated(run)
+            evaluate = is_evaluated(run) and (run.spec.data.private or worker == workers[0])
             opening.assignments[worker] = RoundAssignment(inner_steps[worker], evaluate, units[worker])
             session.add(assignment_row(run, worker, opening.assignments[worker]))
         message = f"round {run.round} opened with {len(workers)} workers"

@@ -1,4 +1,4 @@
-"""Work units: which were assigned to whom, which were consumed, which are back in the pool.
+"""Work units: which were assigned to whom, which were consumed, which are back in their pool.
 
 A unit is one inner step's batch. Units are numbered without end through the epochs of the training set (unit g belongs
 to epoch g // units_per_epoch); each is consumed by exactly one accepted contribution. Ranges are half-open. `epochs.py`
@@ -6,14 +6,15 @@ counts and checks them.
 """
 
 from bisect import bisect_left, bisect_right
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
 
-from coordinator.store.tables import RunRow, UnitRangeRow
+from coordinator.runs.pools import Pool
+from coordinator.store.tables import UnitRangeRow
 from protocol.errors import Problem
 
 Range = tuple[int, int]
@@ -29,40 +30,58 @@ def assigned_units(session: Session, run_id: int, worker: str, round_: int) -> l
     return merged([(row.start, row.stop) for row in rows])
 
 
-def assign_units(session: Session, run: RunRow, worker: str, round_: int, count: int) -> list[Range]:
+def assign_units(session: Session, pool: Pool, worker: str, round_: int, count: int) -> list[Range]:
     """Assign `count` units for `round_` to `worker`: first those that came back to the pool, then new ones."""
-    return deal_units(session, run, round_, {worker: count})[worker]
+    return deal_units(session, {worker: pool}, round_, {worker: count})[worker]
 
 
-def deal_units(session: Session, run: RunRow, round_: int, counts: Mapping[str, int]) -> dict[str, list[Range]]:
-    """Assign to each worker its count of units for `round_`, one worker after the other."""
-    free = deque(
-        session.scalars(
-            select(UnitRangeRow)
-            .where(UnitRangeRow.run_id == run.id, UnitRangeRow.state == "free")
-            .order_by(UnitRangeRow.start)
-        )
-    )
+def deal_units(
+    session: Session, pools: Mapping[str, Pool], round_: int, counts: Mapping[str, int]
+) -> dict[str, list[Range]]:
+    """Assign to each worker its count of units of its pool for `round_`, one worker after the other."""
+    free = _free_units(session, pools)
     dealt: dict[str, list[Range]] = {}
     for worker, count in counts.items():
-        taken: list[Range] = []
-        while count and free:
-            row = free.popleft()
+        pool, taken = pools[worker], list[Range]()
+        returned = free[pool.first]
+        while count and returned:
+            row = returned.popleft()
             rest = _split(session, row, min(row.stop, row.start + count))
             if rest is not None:
-                free.appendleft(rest)
+                returned.appendleft(rest)
             row.state, row.worker, row.round = "assigned", worker, round_
             taken.append((row.start, row.stop))
             count -= row.stop - row.start
         if count:
-            new = (run.next_unit, run.next_unit + count)
+            start, stop = pool.next, pool.next + count
             session.add(
-                UnitRangeRow(run_id=run.id, start=new[0], stop=new[1], state="assigned", worker=worker, round=round_)
+                UnitRangeRow(run_id=pool.run_id, start=start, stop=stop, state="assigned", worker=worker, round=round_)
             )
-            run.next_unit = new[1]
-            taken.append(new)
+            pool.row.next_unit += count
+            taken.append((start, stop))
         dealt[worker] = merged(taken)
     return dealt
+
+
+def _free_units(session: Session, pools: Mapping[str, Pool]) -> dict[int, deque[UnitRangeRow]]:
+    """Return the ranges that came back to `pools`, in order, by the first unit of their pool."""
+    ends = {pool.first: pool.next for pool in pools.values()}
+    firsts, free = sorted(ends), defaultdict[int, deque[UnitRangeRow]](deque)
+    rows = session.scalars(
+        select(UnitRangeRow)
+        .where(
+            UnitRangeRow.run_id == next(iter(pools.values())).run_id,
+            UnitRangeRow.state == "free",
+            UnitRangeRow.start >= firsts[0],
+            UnitRangeRow.start < ends[firsts[-1]],
+        )
+        .order_by(UnitRangeRow.start)
+    )
+    for row in rows:
+        first = firsts[bisect_right(firsts, row.start) - 1]
+        if row.start < ends[first]:  # otherwise it is of a pool in between, of a worker that is not there
+            free[first].append(row)
+    return free
 
 
 def workers_with_units(session: Session, run_id: int) -> set[str]:
@@ -85,12 +104,12 @@ def return_units(session: Session, run_id: int, worker: str) -> None:
     )
 
 
-def reclaim_units(session: Session, run_id: int, worker: str, round_: int, carried: Sequence[Sequence[int]]) -> None:
+def reclaim_units(session: Session, pool: Pool, worker: str, round_: int, carried: Sequence[Sequence[int]]) -> None:
     """Let `worker` hold the units `carried`: it still has the work that it did on them in rounds before `round_`.
 
     Units that went back to the pool, because its lease ended meanwhile, are in no contribution: they are assigned to it
     again. Raises Problem `units-not-held` if one of them is assigned to another worker, is in a contribution to an
-    earlier round, is listed twice, or was assigned to `worker` itself again, for `round_`.
+    earlier round, is listed twice, is of another pool, or was assigned to `worker` itself again, for `round_`.
     """
     listed = sorted((start, stop) for start, stop in carried)
     if any(stop > start for (_, stop), (start, _) in pairwise(listed)):
@@ -98,11 +117,11 @@ def reclaim_units(session: Session, run_id: int, worker: str, round_: int, carri
     for start, stop in merged(listed):
         rows = session.scalars(
             select(UnitRangeRow)
-            .where(UnitRangeRow.run_id == run_id, UnitRangeRow.start < stop, UnitRangeRow.stop > start)
+            .where(UnitRangeRow.run_id == pool.run_id, UnitRangeRow.start < stop, UnitRangeRow.stop > start)
             .order_by(UnitRangeRow.start)
         ).all()
         at = start
-        for row in rows:
+        for row in rows if pool.first <= start and stop <= pool.next else ():
             if row.state == "free":
                 _split(session, row, stop)
                 own = row if row.start >= start else _split(session, row, start)

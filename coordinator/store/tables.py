@@ -5,7 +5,7 @@ Workers are referred to by their name, which together with the run is their iden
 
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, CheckConstraint, ForeignKey, LargeBinary, MetaData, String, UniqueConstraint
+from sqlalchemy import JSON, CheckConstraint, ForeignKey, Index, LargeBinary, MetaData, String, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 NAMING = {
@@ -72,11 +72,13 @@ class RunRow(Base):
 class WorkerRow(Base):
     """A member of a run. `epoch` counts its joins; `token_hash` is null while it holds no lease.
 
-    `contributions` counts the rounds that it contributed to.
+    `contributions` counts the rounds that it contributed to, `place` the workers that joined the run before it. With
+    private data `units` is the length of an epoch of its own training set, null if it has not told it; `next_unit` and
+    `checked_epochs` are of that set, as the run's are of a set that all have.
     """
 
     __tablename__ = "workers"
-    __table_args__ = (UniqueConstraint("run_id", "name"),)
+    __table_args__ = (UniqueConstraint("run_id", "name"), Index(None, "run_id", "place", unique=True))
 
     id: Mapped[int] = mapped_column(primary_key=True)
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"))
@@ -94,13 +96,18 @@ class WorkerRow(Base):
     upload_bytes: Mapped[int] = _counter()
     divergences: Mapped[int] = _counter()
     account: Mapped[dict[str, Any]] = _account()
+    place: Mapped[int] = _counter()
+    units: Mapped[int | None]
+    next_unit: Mapped[int] = _counter()
+    checked_epochs: Mapped[int] = _counter()
 
 
 class UnitRangeRow(Base):
     """Work units [start, stop): assigned to a worker, consumed by an accepted contribution, or back in the pool.
 
-    Units from `runs.next_unit` on have no row yet. Units are numbered through all epochs of the training set. Once a
-    round is over, adjacent consumed ranges become one, without a worker.
+    Units from `runs.next_unit` on have no row yet; with private data each worker's have a space of their own
+    (`pools.py`). Units are numbered through all epochs of the training set. Once a round is over, adjacent consumed
+    ranges become one, without a worker.
     """
 
     __tablename__ = "unit_ranges"
@@ -257,13 +264,16 @@ class CheckpointFragmentRow(Base):
 
 
 class EvaluationRow(Base):
-    """The held-out loss (nats per token) of the state before `round`."""
+    """The held-out loss (nats per token) of the state before `round`, as `worker` has measured it.
+
+    Of rounds that `retention` has summed up there is one row, in which several workers' mean has the worker "".
+    """
 
     __tablename__ = "evaluations"
 
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
     round: Mapped[int] = mapped_column(primary_key=True)
-    worker: Mapped[str] = mapped_column(String(64))
+    worker: Mapped[str] = mapped_column(String(64), primary_key=True)
     loss: Mapped[float]
     tokens: Mapped[int]
 

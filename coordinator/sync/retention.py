@@ -11,6 +11,7 @@ report stays; of older rounds only their sums. The newest `retention.events` eve
 from sqlalchemy import case, delete, func, select
 from sqlalchemy.orm import Session
 
+from coordinator.runs import held_out
 from coordinator.runs.live_run import LiveRun
 from coordinator.store.blobs import Kind, round_of
 from coordinator.store.tables import (
@@ -77,6 +78,7 @@ def _forget_history(run: LiveRun, session: Session, before: int) -> None:
         row.quorum_at, row.collected_at, row.aggregated_at = latest(session, run.id, row.round)
     if rows:
         session.flush()
+        held_out.sum_up(session, run.id, before)
         for table in (ContributionRow, LateContributionRow, FragmentRow, AssignmentRow, ReportRow):
             session.execute(delete(table).where(table.run_id == run.id, table.round < before))
 

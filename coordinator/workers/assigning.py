@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from functools import partial
 
-from sqlalchemy import delete
+from sqlalchemy import delete, select
 
 from coordinator.runs import steering
 from coordinator.runs.live_run import Change, LiveRun
 from coordinator.runs.open_round import OpenRound, RoundAssignment
 from coordinator.runs.opening import assignment_row, inner_steps_of, is_evaluated, status
+from coordinator.runs.pools import pools_of
 from coordinator.runs.units import assign_units, assigned_units, reclaim_units, return_forgotten_units
 from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow, EvaluationRow
 from protocol.messages import Action, Assignment, RunState
@@ -44,7 +45,8 @@ def assign(
         if carried or run.open is None:  # a crowd that asks about an open round changes nothing
             with run.change() as change:  # opens the round, if only this worker was missing
                 if carried:
-                    reclaim_units(change.session, run.id, worker, run.round, carried)
+                    pool = pools_of(change.session, run, [worker])[worker]
+                    reclaim_units(change.session, pool, worker, run.round, carried)
                     if run.open is not None:
                         change.then(partial(run.open.without_earlier_units.discard, worker))
                 change.then(partial(run.members.get_ready, worker))
@@ -97,19 +99,24 @@ def _ensure_assignment(
             return_forgotten_units(change.session, run.id, worker, run.round, carried)
         units = assigned_units(change.session, run.id, worker, run.round)
         if not units:  # its lease had ended, and they went back to the pool
-            units = assign_units(change.session, change.row, worker, run.round, row.inner_steps)
+            pool = pools_of(change.session, run, [worker])[worker]
+            units = assign_units(change.session, pool, worker, run.round, row.inner_steps)
         assignment = RoundAssignment(row.inner_steps, row.evaluate, units)
         change.then(partial(opening.assign, worker, assignment, carried))
     return assignment
 
 
 def _take_part(change: Change, worker: str) -> AssignmentRow:
-    """Return the worker's row for the open round; make it if there is none. The first worker of a round evaluates."""
+    """Return the worker's row for the open round; make it if there is none. The first worker of a round evaluates, or
+    where each has a held-out part of its own, all of them."""
     run, session = change.run, change.session
     row = session.get(AssignmentRow, (run.id, run.round, worker))
     if row is None:
-        first = session.query(AssignmentRow).filter_by(run_id=run.id, round=run.round).count() == 0
-        row = assignment_row(run, worker, RoundAssignment(inner_steps_of(run, worker), first and is_evaluated(run), []))
+        evaluates = run.spec.data.private or (
+            session.query(AssignmentRow).filter_by(run_id=run.id, round=run.round).count() == 0
+        )
+        evaluate = evaluates and is_evaluated(run)
+        row = assignment_row(run, worker, RoundAssignment(inner_steps_of(run, worker), evaluate, []))
         session.add(row)
         change.record("entered", f"{worker} entered round {run.round} while it was open", worker=worker)
     return row
@@ -126,10 +133,15 @@ def _is_seeder(run: LiveRun, worker: str) -> bool:
 
 
 def _is_final_evaluator(run: LiveRun, worker: str) -> bool:
-    """Return True if `worker` is to evaluate the final state: the first that asks, unless that was done."""
+    """Return True if `worker` is to evaluate the final state: the first that asks, unless that was done; or where each
+    has a held-out part of its own, whoever has not done it."""
+    private = run.spec.data.private
     with run.world.database.read() as session:
-        if session.get(EvaluationRow, (run.id, run.round)) is not None:
+        done = select(EvaluationRow).where(EvaluationRow.run_id == run.id, EvaluationRow.round == run.round)
+        if session.scalars(done.where(EvaluationRow.worker == worker) if private else done).first() is not None:
             return False
+    if private:
+        return True
     if run.members.evaluator is None:
         with run.change() as change:
             change.then(partial(run.members.appoint, "evaluator", worker))

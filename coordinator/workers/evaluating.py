@@ -7,11 +7,13 @@ from protocol.messages import EvaluationReport
 
 
 def evaluated(run: LiveRun, worker: str, round_: int, report: EvaluationReport) -> None:
-    """Record the held-out loss of state `round_`; a later report of the same state replaces an earlier one."""
+    """Record the held-out loss of state `round_`; a later report of the worker replaces its earlier one."""
     with run.change() as change:
         if round_ > run.round:
             raise Problem("round-not-open", f"state {round_} does not exist yet; the run is at {run.round}")
         change.session.merge(
             EvaluationRow(run_id=run.id, round=round_, worker=worker, loss=report.loss, tokens=report.tokens)
         )
-        change.record("evaluated", f"state {round_}: held-out loss {report.loss:.4f} nats per token", round=round_)
+        where = f", on what {worker} holds out" if run.spec.data.private else ""
+        message = f"state {round_}: held-out loss {report.loss:.4f} nats per token{where}"
+        change.record("evaluated", message, round=round_, worker=worker)

@@ -3,7 +3,7 @@
 import secrets
 from functools import partial
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from coordinator.runs.live_run import Change, LiveRun, Model
 from coordinator.runs.opening import status
@@ -14,6 +14,7 @@ from coordinator.workers import accounting
 from protocol.errors import LayoutError, Problem
 from protocol.fragments import first_difference, plan_fragments
 from protocol.messages import (
+    DataSummary,
     Directive,
     JoinReply,
     JoinRequest,
@@ -33,7 +34,8 @@ DIRECTIVES = {
 
 
 def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
-    """Let `worker` join. The first one fixes layout and training set; whoever has others is refused.
+    """Let `worker` join. The first one fixes layout and training set; whoever has others is refused, but for training
+    sets where each brings its own.
 
     Raises Problem: run-ended, banned, worker-name-taken, model-mismatch, data-mismatch.
     """
@@ -59,8 +61,10 @@ def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
                 retry_after_s=remaining_s,
             )
         if row is None:
-            row = WorkerRow(run_id=run.id, name=worker, epoch=0, metrics={})
+            row = WorkerRow(run_id=run.id, name=worker, epoch=0, metrics={}, place=_next_place(change))
             session.add(row)
+        if run.spec.data.private:
+            _bring_own_data(row, request.data)
         secret = request.member_token or new_secret()[0]
         hashed = secret_hash(secret)
         row.epoch += not repeated
@@ -78,10 +82,39 @@ def _is_secret_of(secret: str | None, hashed: bytes | None) -> bool:
     return secret is not None and hashed is not None and secrets.compare_digest(secret_hash(secret), hashed)
 
 
+def _next_place(change: Change) -> int:
+    """Return how many workers have ever joined the run. With 2^23 of them, private units' numbers come to an end."""
+    return change.session.scalars(select(func.count()).where(WorkerRow.run_id == change.run.id)).one()
+
+
+def _bring_own_data(row: WorkerRow, data: DataSummary | None) -> None:
+    """Note the length of the worker's own training set. Raises Problem if it had another one: its units would stand
+    for other rows."""
+    units = None if data is None else data.units
+    if row.epoch and row.units != units:
+        raise Problem(
+            "data-mismatch",
+            f"the training set of {row.name} has {_units(units)} per epoch, and had {_units(row.units)} when it joined "
+            "first; bring that one, or join with the new one under another name",
+        )
+    row.units = units
+
+
+def _units(count: int | None) -> str:
+    return "an unknown number of units" if count is None else f"{count} units"
+
+
 def _model(change: Change, request: JoinRequest) -> Model:
     """Return the run's model, which the first worker fixes. Raises Problem if this worker's model or training set is
     another."""
-    run, model = change.run, change.run.model
+    run, model, private = change.run, change.run.model, change.run.spec.data.private
+    if request.data is not None and (request.data.digest is None) != private:
+        raise Problem(
+            "data-mismatch",
+            f"data.digest is {request.data.digest}: with data.private = {str(private).lower()} a worker tells "
+            f"{'the length of its training set alone' if private else 'the digest of its training set'}",
+        )
+    data = None if private else request.data
     if model is None:
         try:
             sync = run.spec.sync
@@ -93,15 +126,15 @@ def _model(change: Change, request: JoinRequest) -> Model:
             )
         except LayoutError as error:
             raise Problem("model-mismatch", str(error)) from error
-        model = Model(layout=layout, data=request.data)
+        model = Model(layout=layout, data=data)
         change.set_model(model)
         return model
     if difference := first_difference(model.layout.tensors, request.tensors):
         raise Problem("model-mismatch", f"this worker's model is not the model of the run {run.name}: {difference}")
-    if request.data != model.data:
+    if data != model.data:
         raise Problem(
             "data-mismatch",
-            f"this worker's training set ({_data(request.data)}) is not the run's ({_data(model.data)}); "
+            f"this worker's training set ({_data(data)}) is not the run's ({_data(model.data)}); "
             f"make data.source = {run.spec.data.source!r} hold the same files everywhere",
         )
     return model

@@ -130,6 +130,7 @@ def units(
     token_file: TokenFileOption = None,
 ) -> None:
     """Show how far each epoch of the training set is: its work units that were trained on, are assigned, or are free.
+    With private data, of each worker's own set.
 
     \b
     Example:
@@ -140,9 +141,11 @@ def units(
     if output is Format.JSON:
         print_json(epochs)
         return
-    columns = [">epoch", ">units", ">trained on", ">assigned", ">free", "assigned to"]
+    private = ["worker"] if any(each.worker for each in epochs) else []
+    columns = [*private, ">epoch", ">units", ">trained on", ">assigned", ">free", "assigned to"]
     rows = [
         (
+            *([each.worker or UNKNOWN] if private else []),
             str(each.epoch),
             count_text(each.units),
             count_text(each.consumed),
@@ -350,6 +353,7 @@ def _facts(run: RunDetail) -> object:
         ("state", f"{run.state}: {run.reason}"),
         ("round", f"{run.round} of {run.rounds}, {_inner_steps(spec)} inner steps each"),
         ("model", f"{model}, {count_text(run.elements)} parameters in {run.fragments or UNKNOWN} fragments"),
+        *([("data", "private: each worker's own")] if spec.data.private else []),
         ("codec", f"{spec.sync.upload_codec} up, {spec.sync.download_codec} down"),
         *([("overlap", _overlap(spec))] if spec.sync.streams else []),
         ("workers", f"{run.live_workers} live, at least {spec.members.min_workers} needed"),

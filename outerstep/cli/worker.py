@@ -16,6 +16,7 @@ FLAGS = {
     "name": "--name",
     "state_dir": "--state",
     "device": "--device",
+    "data": "--data",
     "threads": "--threads",
 }
 
@@ -37,6 +38,12 @@ def worker(
     ] = None,
     device: Annotated[
         str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps … Default: auto, the fastest there is.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data", help="Where this machine has the training set. Default: data.source, as the run's spec has it."
+        ),
     ] = None,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="CPU threads of torch. Default: torch's own choice.")
@@ -60,6 +67,7 @@ def worker(
         "name": name,
         "state_dir": state,
         "device": device,
+        "data": data,
         "threads": threads,
     }
     raise typer.Exit(agent.run_worker(validated(settings.WorkerSettings, given, FLAGS)))

@@ -28,11 +28,11 @@ def test_the_pool_is_shown_by_epoch_and_checked_when_an_epoch_is_over(
     for member in members:
         member.assignment(0)
     assert info(shared, run, "/units")["items"] == [
-        {"epoch": 0, "units": 12, "consumed": 0, "assigned": {"a": 5, "b": 5}, "free": 2}
+        {"worker": None, "epoch": 0, "units": 12, "consumed": 0, "assigned": {"a": 5, "b": 5}, "free": 2}
     ]
     a.take_part(0)
     assert info(shared, run, "/units")["items"] == [
-        {"epoch": 0, "units": 12, "consumed": 5, "assigned": {"b": 5}, "free": 2}
+        {"worker": None, "epoch": 0, "units": 12, "consumed": 5, "assigned": {"b": 5}, "free": 2}
     ]
     b.take_part(0)
     for member in members:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from coordinator.runs.pools import Pool
 from coordinator.runs.units import (
     assign_units,
     assigned_units,
@@ -86,7 +87,7 @@ def test_every_unit_is_in_exactly_one_state_whatever_happens(database: Database,
         round_ = 0
         for what, worker, n in operations:
             if what == "assign":
-                units = assign_units(session, run, worker, round_, n)
+                units = assign_units(session, Pool(run), worker, round_, n)
                 given_units = [unit for start, stop in units for unit in range(start, stop)]
                 assert len(given_units) == n
                 assert all(expected.get(unit, ("new",))[0] in ("new", "free") for unit in given_units)
@@ -126,18 +127,18 @@ def test_every_unit_is_in_exactly_one_state_whatever_happens(database: Database,
 
 def test_units_that_came_back_go_out_first_and_a_range_is_cut_where_only_a_part_is_wanted(session: Session) -> None:
     run = new_run(session)
-    assert assign_units(session, run, "a", 0, 5) == [(0, 5)]
-    assert assign_units(session, run, "b", 0, 5) == [(5, 10)]
+    assert assign_units(session, Pool(run), "a", 0, 5) == [(0, 5)]
+    assert assign_units(session, Pool(run), "b", 0, 5) == [(5, 10)]
     return_units(session, run.id, "a")
-    assert assign_units(session, run, "c", 0, 3) == [(0, 3)]
-    assert assign_units(session, run, "b", 1, 4) == [(3, 5), (10, 12)]
+    assert assign_units(session, Pool(run), "c", 0, 3) == [(0, 3)]
+    assert assign_units(session, Pool(run), "b", 1, 4) == [(3, 5), (10, 12)]
     assert assigned_units(session, run.id, "b", 1) == [(3, 5), (10, 12)]
     assert run.next_unit == 12
 
 
 def test_all_fragments_of_one_contribution_may_name_the_same_units_but_no_later_one_may(session: Session) -> None:
     run = new_run(session)
-    assign_units(session, run, "a", 0, 5)
+    assign_units(session, Pool(run), "a", 0, 5)
     assert consume_units(session, run.id, "a", 0, [[0, 5]]) == 5
     assert consume_units(session, run.id, "a", 0, [[0, 5]]) == 0, "for the first time"
     with pytest.raises(Problem, match="used before"):
@@ -146,11 +147,11 @@ def test_all_fragments_of_one_contribution_may_name_the_same_units_but_no_later_
 
 def test_consumed_units_never_go_back_to_the_pool(session: Session) -> None:
     run = new_run(session)
-    assign_units(session, run, "a", 0, 5)
+    assign_units(session, Pool(run), "a", 0, 5)
     consume_units(session, run.id, "a", 0, [[0, 5]])
     return_units(session, run.id, "a")
     assert assigned_units(session, run.id, "a", 0) == [(0, 5)]
-    assert assign_units(session, run, "b", 0, 5) == [(5, 10)]
+    assert assign_units(session, Pool(run), "b", 0, 5) == [(5, 10)]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_consumed_units_never_go_back_to_the_pool(session: Session) -> None:
 )
 def test_units_that_a_worker_does_not_hold_are_refused(session: Session, worker: str, units: list) -> None:
     run = new_run(session)
-    assign_units(session, run, "a", 0, 5)
+    assign_units(session, Pool(run), "a", 0, 5)
     with pytest.raises(Problem) as refused:
         consume_units(session, run.id, worker, 0, units)
     assert refused.value.slug == "units-not-held"
@@ -177,18 +178,18 @@ def test_units_that_a_worker_does_not_hold_are_refused(session: Session, worker:
 
 def test_a_part_that_is_handed_in_leaves_the_rest_assigned_and_then_returns_it(session: Session) -> None:
     run = new_run(session)
-    assign_units(session, run, "a", 0, 5)
+    assign_units(session, Pool(run), "a", 0, 5)
     assert consume_units(session, run.id, "a", 0, [[0, 2]]) == 2
     assert consume_units(session, run.id, "a", 0, [[0, 2]]) == 0, "another fragment of the same contribution"
     assert assigned_units(session, run.id, "a", 0) == [(0, 5)]
     return_units(session, run.id, "a")
-    assert assign_units(session, run, "b", 1, 4) == [(2, 6)]
+    assert assign_units(session, Pool(run), "b", 1, 4) == [(2, 6)]
 
 
 def test_units_of_a_lost_contribution_are_held_again_or_back_in_the_pool(session: Session) -> None:
     run = new_run(session)
-    assign_units(session, run, "a", 0, 5)
-    assign_units(session, run, "b", 0, 5)
+    assign_units(session, Pool(run), "a", 0, 5)
+    assign_units(session, Pool(run), "b", 0, 5)
     consume_units(session, run.id, "a", 0, [[0, 5]])
     consume_units(session, run.id, "b", 0, [[5, 10]])
     assert unconsume_units(session, run.id, "a", 0, live=True) == 5
@@ -201,17 +202,17 @@ def test_units_of_a_lost_contribution_are_held_again_or_back_in_the_pool(session
 
 def test_units_of_carried_work_that_went_back_to_the_pool_are_held_again(session: Session) -> None:
     run = new_run(session)
-    assign_units(session, run, "a", 0, 5)
+    assign_units(session, Pool(run), "a", 0, 5)
     return_units(session, run.id, "a")  # it left, with late work on units 1 to 3
-    reclaim_units(session, run.id, "a", 1, [[1, 2], [2, 4]])
+    reclaim_units(session, Pool(run), "a", 1, [[1, 2], [2, 4]])
     assert states(session) == {
         **dict.fromkeys([0, 4], ("free", None)),
         **dict.fromkeys([1, 2, 3], ("assigned", "a")),
     }
     assert assigned_units(session, run.id, "a", 1) == [], "they are of an earlier round"
-    reclaim_units(session, run.id, "a", 1, [[1, 4]])
+    reclaim_units(session, Pool(run), "a", 1, [[1, 4]])
     assert consume_units(session, run.id, "a", 1, [[1, 4]]) == 3
-    reclaim_units(session, run.id, "a", 1, [[1, 4]])  # of its contribution to this round, other fragments may follow
+    reclaim_units(session, Pool(run), "a", 1, [[1, 4]])  # of its contribution to this round, other fragments may follow
 
 
 @pytest.mark.parametrize(
@@ -230,15 +231,15 @@ def test_work_whose_units_are_not_the_workers_any_more_is_refused(
     """Found by simulation seed 50756: a worker that had left and come back carried work on a unit that was dealt to it
     again; it trained on it a second time."""
     run = new_run(session)
-    assign_units(session, run, "a", 0, 5)
+    assign_units(session, Pool(run), "a", 0, 5)
     if happened == "consumed":
         consume_units(session, run.id, "a", 0, [[0, 5]])
     else:
         return_units(session, run.id, "a")
     if happened.startswith("dealt"):
-        assign_units(session, run, "b" if happened == "dealt to another" else "a", 1, 5)
+        assign_units(session, Pool(run), "b" if happened == "dealt to another" else "a", 1, 5)
     with pytest.raises(Problem) as refused:
-        reclaim_units(session, run.id, "a", 1, carried)
+        reclaim_units(session, Pool(run), "a", 1, carried)
     assert refused.value.slug == "units-not-held"
 
 
@@ -247,7 +248,7 @@ def test_units_of_missed_rounds_return_to_the_pool_but_not_those_of_carried_work
     one only; the units of the others were nobody's while it lived."""
     run = new_run(session)
     for round_ in range(4):
-        assign_units(session, run, "a", round_, 5)
+        assign_units(session, Pool(run), "a", round_, 5)
     return_forgotten_units(session, run.id, "a", 3, [[0, 5], [5, 7]])  # round 0 was late, and so was a part of round 1
     assert states(session) == {
         **dict.fromkeys(range(7), ("assigned", "a")),
@@ -263,9 +264,9 @@ def test_units_of_missed_rounds_return_to_the_pool_but_not_those_of_carried_work
 
 def test_the_units_of_a_contribution_are_counted_by_the_round_that_they_were_assigned_for(session: Session) -> None:
     run = new_run(session)
-    assign_units(session, run, "a", 0, 5)  # 0 to 5
-    assign_units(session, run, "b", 0, 5)  # 5 to 10
-    assign_units(session, run, "a", 1, 5)  # 10 to 15
+    assign_units(session, Pool(run), "a", 0, 5)  # 0 to 5
+    assign_units(session, Pool(run), "b", 0, 5)  # 5 to 10
+    assign_units(session, Pool(run), "a", 1, 5)  # 10 to 15
     session.flush()
     assert count_by_round(session, run.id, "a", 1, [[0, 5], [10, 13]]) == {0: 5, 1: 3}
     assert count_by_round(session, run.id, "a", 1, [[3, 12]]) == {0: 2, 1: 2}, "those of b are not its own"
@@ -275,6 +276,6 @@ def test_the_units_of_a_contribution_are_counted_by_the_round_that_they_were_ass
     assert count_by_round(session, run.id, "a", 1, [[0, 5], [10, 13]]) == {0: 5, 1: 3}, "of its other fragments"
     assert count_by_round(session, run.id, "a", 2, [[0, 5], [13, 15]]) == {1: 2}, "spent"
     return_units(session, run.id, "a")
-    reclaim_units(session, run.id, "a", 3, [[13, 15]])
+    reclaim_units(session, Pool(run), "a", 3, [[13, 15]])
     session.flush()
     assert count_by_round(session, run.id, "a", 3, [[13, 15]]) == {2: 2}, "claimed again in round 3"

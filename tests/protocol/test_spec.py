@@ -4,7 +4,7 @@ import pytest
 
 from protocol.codecs import CODECS
 from protocol.errors import SpecError
-from protocol.spec import MAX_SPEC_BYTES, RunSpec, parse_spec
+from protocol.spec import MAX_SPEC_BYTES, UNITS_PER_WORKER, RunSpec, parse_spec
 
 LEAST = """
 name = "demo"
@@ -22,6 +22,21 @@ def test_the_least_spec() -> None:
     assert (spec.outer.learning_rate, spec.outer.momentum) == (0.7, 0.9)
     assert spec.unit_tokens == 8 * 256
     assert spec.total_inner_steps == 2000
+
+
+def test_private_units_have_room() -> None:
+    """Each worker's numbers lie in a space of their own, which no run may leave."""
+    private = "[data]\nprivate = true\n"
+    spec = parse_spec(LEAST + private)
+    assert [spec.number_in_set(unit) for unit in (0, 7, UNITS_PER_WORKER, 3 * UNITS_PER_WORKER + 7)] == [0, 7, 0, 7]
+    assert parse_spec(LEAST).number_in_set(3 * UNITS_PER_WORKER) == 3 * UNITS_PER_WORKER
+    vast = LEAST.replace("rounds = 4", f"rounds = 4\ninner_steps = {UNITS_PER_WORKER // 4}")
+    assert parse_spec(vast).sync.most_inner_steps == UNITS_PER_WORKER // 4
+    with pytest.raises(SpecError, match="give less of either"):
+        parse_spec(vast + private)
+    auto = 'rounds = 1024\ninner_steps = "auto"\nround_s = 1.0\nmax_inner_steps = 1_073_741_824'
+    with pytest.raises(SpecError, match="give less of either"):
+        parse_spec(LEAST.replace("rounds = 4", auto) + private)
 
 
 def test_a_spec_survives_json() -> None:

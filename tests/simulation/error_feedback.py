@@ -17,6 +17,7 @@ from tests.simulation.worker_node import ELEMENTS, WorkerNode
 from worker.diloco import DiLoCo
 from worker.state.work import Carry
 
+Where = tuple[int, int]  # the first unit of a pool, and a fragment
 Shares = Mapping[int, set[float]]  # by unit: how much of its work, 1 being all; one of these
 
 
@@ -34,13 +35,13 @@ class LeftOut:
 class ErrorFeedback:
     """What the contributions have, and what they have not.
 
-    parts       by fragment: the sum of what was sent of each unit
-    blurred     the fragments that late work was carried into
+    parts       by pool of units and fragment: the sum of what was sent of each unit
+    blurred     the pools and fragments that late work was carried into
     left_out    by worker and fragment: of the last contribution
     """
 
-    parts: dict[int, np.ndarray] = field(default_factory=dict)
-    blurred: set[int] = field(default_factory=set)
+    parts: dict[Where, np.ndarray] = field(default_factory=dict)
+    blurred: set[Where] = field(default_factory=set)
     left_out: dict[tuple[str, int], LeftOut] = field(default_factory=dict)
 
     def check_sent(self, where: str, worker: WorkerNode, header: Any, sent: np.ndarray, whole: Shares) -> None:
@@ -72,16 +73,16 @@ class ErrorFeedback:
             where = f"round {left.round}, fragment {fragment}, {name}"
             demand(not lost, "I6", f"{where}: a part of the work of units {lost} is neither sent nor carried on")
 
-    def count(self, where: str, fragment: int, values: np.ndarray, *, late: bool) -> None:
+    def count(self, where: str, key: Where, values: np.ndarray, *, late: bool) -> None:
         """Add `values`, how much of each unit was sent. Where no late work has blurred that, no sum is far from 0 or 1:
         it is off by half of what was sent last, at most."""
         if late:
-            self.blurred.add(fragment)
-        total = self.parts.setdefault(fragment, np.zeros(ELEMENTS))
+            self.blurred.add(key)
+        total = self.parts.setdefault(key, np.zeros(ELEMENTS))
         total += values
         far = np.flatnonzero((total < -0.6) | (total > 1.6))
         demand(
-            fragment in self.blurred or not len(far),
+            key in self.blurred or not len(far),
             "I6",
             f"{where}: of units {far.tolist()} {total[far]} times the work is contributed",
         )

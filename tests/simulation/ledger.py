@@ -23,7 +23,7 @@ from coordinator.runs.live_run import LiveRun
 from coordinator.store import sqlite
 from coordinator.store.blobs import RunNames, round_of
 from protocol.codecs import CODECS
-from protocol.spec import OuterSpec
+from protocol.spec import UNITS_PER_WORKER, OuterSpec
 from protocol.wire import Payload
 from tests.simulation.coordinator_node import Answer, CoordinatorNode
 from tests.simulation.error_feedback import ErrorFeedback
@@ -51,6 +51,7 @@ class Ledger:
     workers: dict[str, WorkerNode]
     outer: OuterSpec
     streams: bool = False  # fragments travel while training goes on
+    private: bool = False  # each worker has units of its own
     contributions: dict[Key, dict[str, Kept]] = field(default_factory=dict)
     acknowledged: dict[tuple[int, int, str], bytes] = field(default_factory=dict)
     fixed: dict[Key, dict[str, int]] = field(default_factory=dict)
@@ -59,12 +60,13 @@ class Ledger:
     means: dict[Key, np.ndarray] = field(default_factory=dict)  # the delta's values
     digests: dict[Key, bytes] = field(default_factory=dict)
     tokens: dict[str, tuple[str, int]] = field(default_factory=dict)
-    counts: dict[int, np.ndarray] = field(default_factory=dict)  # fragment -> how often each unit was contributed
+    # (first unit of the pool, fragment) -> how often each unit of the pool was contributed
+    counts: dict[Key, np.ndarray] = field(default_factory=dict)
     error_feedback: ErrorFeedback = field(default_factory=ErrorFeedback)
-    free: set[int] = field(default_factory=set)  # the units in the pool
-    passed_over: set[int] = field(default_factory=set)  # those that were there while new ones were assigned
+    free: dict[int, set[int]] = field(default_factory=dict)  # by pool: the units in it
+    units: dict[int, int] = field(default_factory=dict)  # by pool: how many were ever assigned
+    passed_over: set[int] = field(default_factory=set)  # units that lay in a pool while new ones of it were assigned
     round: int = 0
-    units: int = 0
     checks: int = 0
     _last_row: int = 0
     _database: sqlite3.Connection | None = None
@@ -98,6 +100,8 @@ class Ledger:
             kept = self._row(key)
             demand(kept is not None, "I2", f"{key} was acknowledged, and has no row")
         elif len(parts) == 6 and parts[4] == "workers":
+            told = json.loads(request.content)["data"]
+            demand(told is None or not self.private or told["digest"] is None, "private", f"{path} told {told}")
             reply = json.loads(answer[2])
             self.tokens[reply["member_token"]] = (reply["worker"], reply["epoch"])
 
@@ -108,12 +112,12 @@ class Ledger:
     # --- after every commit: between two steps a unit may leave the pool and return -------------------------------
 
     def committed(self) -> None:
-        rows = self._all("SELECT start, stop, state FROM unit_ranges")
-        units = max((row["stop"] for row in rows), default=0)
-        free = {unit for row in rows if row["state"] == "free" for unit in range(row["start"], row["stop"])}
-        if units > self.units:
-            self.passed_over |= free & self.free
-        self.units, self.free = units, free
+        for first, rows in self._by_pool(self._all("SELECT start, stop, state FROM unit_ranges")).items():
+            units = max(row["stop"] for row in rows) - first
+            free = {unit for row in rows if row["state"] == "free" for unit in range(row["start"], row["stop"])}
+            if units > self.units.get(first, 0):
+                self.passed_over |= free & self.free.get(first, set())
+            self.units[first], self.free[first] = units, free
 
     # --- after every step -----------------------------------------------------------------------------------------
 
@@ -129,7 +133,7 @@ class Ledger:
             self._check_held_units(worker)
 
     def _check_database(self) -> None:
-        runs = self._all("SELECT round, next_unit FROM runs")
+        runs = self._all("SELECT round FROM runs")
         if not runs:
             return
         demand(runs[0]["round"] >= self.round, "I4", f"the run went back from round {self.round} to {runs[0]['round']}")
@@ -137,7 +141,7 @@ class Ledger:
         self._check_seeding()
         self._check_contributions()
         self._check_fragments()
-        self._check_units(runs[0]["next_unit"])
+        self._check_units()
         if self.node.up:
             self._check_coordinator(self.node.run)
 
@@ -180,14 +184,15 @@ class Ledger:
         """Read from a contribution's bytes which units it was trained on: each of its own round's units counts 1, each
         that is carried the share, less the means that it was carried past."""
         round_, fragment = key
+        first = self._first_unit(header.worker)
         share, sent = header.carried_share, values.copy()
         for carried in header.carried:
             values += np.float32(share) * self.means[carried, fragment]
         own = np.zeros(ELEMENTS, bool)
         query = "SELECT start, stop FROM unit_ranges WHERE worker = ? AND round = ?"
         for row in self._all(query, header.worker, round_):
-            own[row["start"] : row["stop"]] = True
-        named = [unit for start, stop in header.units for unit in range(start, stop)]
+            own[row["start"] - first : row["stop"] - first] = True
+        named = [unit - first for start, stop in header.units for unit in range(start, stop)]
         if CODECS[header.codec].error_feedback:
             of_earlier = {share, 1.0} if self.streams else {share}
             whole = {unit: {1.0} if own[unit] else of_earlier for unit in named}
@@ -196,12 +201,12 @@ class Ledger:
             own |= np.abs(values - 1) < 0.3
         values = np.where(own, values, values / share)
         if CODECS[header.codec].error_feedback:
-            self.error_feedback.count(where, fragment, values, late=bool(header.carried))
-            self.counts.setdefault(fragment, np.zeros(ELEMENTS, int))[named] = 1
+            self.error_feedback.count(where, (first, fragment), values, late=bool(header.carried))
+            self.counts.setdefault((first, fragment), np.zeros(ELEMENTS, int))[named] = 1
             return
         counts = np.rint(values).astype(int)
         demand(bool(np.all(np.abs(values - counts) < 0.3)), "I6", f"{where}: these are no whole units")
-        total = self.counts.setdefault(fragment, np.zeros(ELEMENTS, int))
+        total = self.counts.setdefault((first, fragment), np.zeros(ELEMENTS, int))
         total += counts
         twice = np.flatnonzero(total > 1)
         demand(not len(twice), "I6", f"{where}: the work of units {twice.tolist()} is contributed twice")
@@ -261,21 +266,48 @@ class Ledger:
         self.states[key] = (theta, momentum)
         self.digests[key] = blake3(blake3(theta.tobytes()).digest() + blake3(momentum.tobytes()).digest()).digest()
 
-    def _check_units(self, next_unit: int) -> None:
+    def _first_unit(self, worker: str) -> int:
+        """The first unit of the pool that the worker's units are of."""
+        place = self._all("SELECT place FROM workers WHERE name = ?", worker)[0]["place"]
+        return place * UNITS_PER_WORKER if self.private else 0
+
+    def _check_units(self) -> None:
         rows = self._all("SELECT start, stop, state, worker FROM unit_ranges ORDER BY start")
         live = {row["name"] for row in self._all("SELECT name FROM workers WHERE state = 'live'")}
-        at = 0
+        ranges = self._by_pool(rows)
+        of_whom = "SELECT place, next_unit FROM workers" if self.private else "SELECT 0 AS place, next_unit FROM runs"
+        for pool in self._all(of_whom):
+            first = pool["place"] * UNITS_PER_WORKER
+            self._check_pool(first, first + pool["next_unit"], ranges.pop(first, []), live)
+        demand(not ranges, "I6", f"there are units of nobody, from {sorted(ranges)} on")
+        told = self._all("SELECT message FROM events WHERE kind = 'epoch-broken'")
+        demand(not told, "I6", told[0]["message"] if told else "")
+
+    @staticmethod
+    def _by_pool(rows: list[sqlite3.Row]) -> dict[int, list[sqlite3.Row]]:
+        """Ranges of units by the first unit of their pool; where there is one pool for all, that is 0."""
+        pools: dict[int, list[sqlite3.Row]] = {}
+        for row in rows:
+            pools.setdefault(row["start"] // UNITS_PER_WORKER * UNITS_PER_WORKER, []).append(row)
+        return pools
+
+    def _check_pool(self, first: int, next_unit: int, rows: list[sqlite3.Row], live: set[str]) -> None:
+        at = first
         for row in rows:
             where = f"units [{row['start']}, {row['stop']})"
             demand(row["start"] == at, "I6", f"{where} do not follow unit {at}: a unit is there twice, or nowhere")
+            of_another = self.private and row["state"] == "assigned" and self._first_unit(row["worker"]) != first
+            demand(not of_another, "I6", f"{where} are assigned to {row['worker']}, whose they are not")
             at = row["stop"]
             if row["state"] == "assigned":
                 demand(row["worker"] in live, "I6", f"{where} are held by {row['worker']}, which is gone")
             if row["state"] == "consumed":
-                used = np.stack([counts[row["start"] : row["stop"]] for counts in self.counts.values()])
+                taken = slice(row["start"] - first, row["stop"] - first)
+                used = np.stack([counts[taken] for (pool, _), counts in self.counts.items() if pool == first])
                 demand(bool(np.all(used.max(axis=0) == 1)), "I6", f"{where} are consumed, but no contribution has them")
         demand(at == next_unit, "I6", f"the units up to {next_unit} were assigned, those from {at} on are nowhere")
-        demand(at <= ELEMENTS, "setup", f"the simulation can tell {ELEMENTS} units apart, {at} were assigned")
+        units = at - first
+        demand(units <= ELEMENTS, "setup", f"the simulation can tell {ELEMENTS} units apart, {units} were assigned")
         demand(not self.passed_over, "I6", f"new units were assigned, and {sorted(self.passed_over)} lay in the pool")
 
     def _check_coordinator(self, run: LiveRun) -> None:

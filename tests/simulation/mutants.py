@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from sqlalchemy.orm import Session
 
-from coordinator.runs import opening
+from coordinator.runs import opening, pools
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.members import Members
 from coordinator.runs.open_round import OpenRound
@@ -23,7 +23,7 @@ from coordinator.runs.units import Range
 from coordinator.store import files
 from coordinator.store.blobs import Kind
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.store.tables import RunRow, UnitRangeRow
+from coordinator.store.tables import UnitRangeRow, WorkerRow
 from coordinator.sync import contributing, deltas, outer_state, publishing
 from coordinator.workers import assigning, membership
 from protocol.digest import Buffer
@@ -175,14 +175,18 @@ def _forgets_units() -> list[Replacement]:
 
 
 def _passes_over_the_pool() -> list[Replacement]:
-    def deal(session: Session, run: RunRow, round_: int, counts: Mapping[str, int]) -> dict[str, list[Range]]:
+    def deal(
+        session: Session, of: Mapping[str, pools.Pool], round_: int, counts: Mapping[str, int]
+    ) -> dict[str, list[Range]]:
         dealt: dict[str, list[Range]] = {}
         for worker, count in counts.items():
-            start, run.next_unit = run.next_unit, run.next_unit + count
-            row = UnitRangeRow(run_id=run.id, start=start, stop=run.next_unit, state="assigned")
+            pool = of[worker]
+            start, stop = pool.next, pool.next + count
+            pool.row.next_unit += count
+            row = UnitRangeRow(run_id=pool.run_id, start=start, stop=stop, state="assigned")
             row.worker, row.round = worker, round_
             session.add(row)
-            dealt[worker] = [(start, run.next_unit)]
+            dealt[worker] = [(start, stop)]
         return dealt
 
     return [(opening, "deal_units", deal)]
@@ -198,6 +202,16 @@ def _forgotten_units_kept() -> list[Replacement]:
 
 def _carries_whatever_it_says() -> list[Replacement]:
     return [(assigning, "reclaim_units", _nothing)]
+
+
+def _one_pool_for_all() -> list[Replacement]:
+    real = pools.pools_of
+
+    def of_the_first(session: Any, run: LiveRun, workers: Any) -> dict[str, Any]:
+        first = session.query(WorkerRow).filter_by(run_id=run.id, place=0).one().name
+        return dict.fromkeys(workers, real(session, run, [first])[first])
+
+    return [(where, "pools_of", of_the_first) for where in (opening, assigning)]
 
 
 def _units_consumed_elsewhere() -> list[Replacement]:
@@ -256,6 +270,7 @@ MUTANTS = [
     Mutant("returns no units of the dead", ("I6",), 0, _no_units_returned),
     Mutant("returns no units of rounds that were missed", ("I6",), 10, _forgotten_units_kept),
     Mutant("lets a worker carry units that were dealt again", ("I6", REFUSED), 385, _carries_whatever_it_says),
+    Mutant("deals private units to other workers", ("I6",), 1, _one_pool_for_all),
     Mutant("consumes units outside the transaction", ("I6",), 0, _units_consumed_elsewhere),
     Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 14, _trusts_its_state_file),
     Mutant("fuses two operations of the outer step", ("I3",), 0, _fused_outer_step),

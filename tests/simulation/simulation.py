@@ -17,6 +17,7 @@ from blake3 import blake3
 
 from coordinator.runs.opening import status
 from coordinator.store.database import Database
+from protocol.messages import DataSummary
 from protocol.spec import parse_spec
 from tests.simulation.coordinator_node import CoordinatorNode, crash_at_commits
 from tests.simulation.faults import Faults
@@ -39,6 +40,7 @@ name = "sim"
 factory = "tests.simulation.worker_node:Toy"
 [data]
 source = "custom"
+{data}
 [sync]
 rounds = {rounds}
 {pace}
@@ -65,6 +67,11 @@ def _pace(rng: random.Random, inner_steps: int) -> str:
         return f"inner_steps = {inner_steps}"
     budget = f"nominal_inner_steps = {inner_steps}\nmin_inner_steps = 1\nmax_inner_steps = 4"
     return f'inner_steps = "auto"\nround_s = {rng.choice([1.5, 3.0])}\n{budget}'
+
+
+def _data(rng: random.Random) -> str:
+    """In a quarter of the seeds every worker brings a training set of its own."""
+    return "" if rng.randrange(4) else "private = true"
 
 
 def _schedule(rng: random.Random, inner_steps: int) -> str:
@@ -108,6 +115,7 @@ class Simulation:
         inner_steps = rng.randint(1, 3)
         self.spec = SPEC.format(
             rounds=self.rounds,
+            data=_data(random.Random(f"{seed} data")),
             pace=_pace(random.Random(f"{seed} pace"), inner_steps),
             schedule=_schedule(random.Random(f"{seed} schedule"), inner_steps),
             upload=rng.choice(["fp32", "ternary", "int8"]),
@@ -123,7 +131,8 @@ class Simulation:
         self.weather = Weather()
         self.workers: dict[str, WorkerNode] = {}
         spec = parse_spec(self.spec)
-        self.ledger = Ledger(self.node, self.workers, spec.outer, spec.sync.streams)
+        self.private = spec.data.private
+        self.ledger = Ledger(self.node, self.workers, spec.outer, spec.sync.streams, self.private)
         self.node.on_crash, self.node.on_start = self.ledger.crashing, self._started
         self.node.on_commit = self.ledger.committed
         for number in range(count):
@@ -152,6 +161,7 @@ class Simulation:
             self.fragments,
             speed_s=rng.choice([0.3, 1.0, 1.0, 4.0]),
             keeps_state=rng.random() < 0.85,
+            data=DataSummary(digest="0d" * 32, units=3 + len(self.workers)) if self.private else None,
         )
 
     def _over(self) -> bool:
@@ -212,7 +222,7 @@ class Simulation:
         now = self.scheduler.now
         if self.scheduler.steps > MAX_STEPS:
             raise Violation(f"I5: {MAX_STEPS} steps, and no end: {self._why()}")
-        self.trace.update(f"{now!r} {self.ledger.round} {self.ledger.units}".encode())
+        self.trace.update(f"{now!r} {self.ledger.round} {sum(self.ledger.units.values())}".encode())
         self.ledger.check()
         if self.ledger.round != self.last_round:
             self.last_round, self.progressed_at = self.ledger.round, now

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from protocol.errors import Problem, Remedy
-from protocol.messages import EvaluationReport
+from protocol.messages import DataSummary, EvaluationReport
 from tests.simulation.disk import Disk
 from tests.simulation.network import Line
 from tests.simulation.scheduler import Group, Killed, Scheduler
@@ -47,10 +47,12 @@ class WorkerNode:
         fragments: int,
         speed_s: float,
         keeps_state: bool,
+        data: DataSummary | None,
     ) -> None:
         self.name, self.scheduler, self.rng, self.root, self.line, self.token = name, scheduler, rng, root, line, token
         self.over = over  # whether the run is
         self.fragments, self.speed_s, self.keeps_state = fragments, speed_s, keeps_state
+        self.data = data
         self.disk = Disk()
         self.generation = 0
         self.state_dir = root / f"{name}-0"
@@ -106,6 +108,7 @@ class WorkerNode:
                 run=client.run_detail(),
                 name=self.name,
                 state_dir=self.state_dir if self.keeps_state else None,
+                data=self.data,
                 evaluate=lambda: EvaluationReport(loss=1.0, tokens=1),
                 clock=lambda: scheduler.now,
             )

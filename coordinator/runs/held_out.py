@@ -1,0 +1,47 @@
+"""The held-out loss of a state: the mean over the workers that have measured it, weighted by tokens.
+
+One worker measures it for all, as all hold out the same text; where each brings its own, all of them do.
+"""
+
+from collections.abc import Collection
+
+from sqlalchemy import delete, func, select
+from sqlalchemy.orm import Session
+
+from coordinator.store.tables import EvaluationRow
+from protocol.messages import Evaluation
+
+ALL = ""  # the worker of a mean over several
+
+
+def evaluations(session: Session, run_id: int, round_: int) -> dict[str, Evaluation]:
+    """Return what was measured of state `round_`, by worker."""
+    rows = session.scalars(
+        select(EvaluationRow)
+        .where(EvaluationRow.run_id == run_id, EvaluationRow.round == round_)
+        .order_by(EvaluationRow.worker)
+    )
+    return {row.worker: Evaluation(loss=row.loss, tokens=row.tokens) for row in rows}
+
+
+def mean(measured: Collection[Evaluation]) -> Evaluation | None:
+    """Return the mean, weighted by tokens, of what several have measured; None of nothing."""
+    if len(measured) <= 1:  # not even rounding may change what one worker has measured for all
+        return next(iter(measured), None)
+    tokens = sum(each.tokens for each in measured)
+    return Evaluation(loss=sum(each.loss * each.tokens for each in measured) / tokens, tokens=tokens)
+
+
+def sum_up(session: Session, run_id: int, before: int) -> None:
+    """Replace what several workers have measured of a state before `before` by its mean."""
+    of_several = (
+        select(EvaluationRow.round)
+        .where(EvaluationRow.run_id == run_id, EvaluationRow.round < before)
+        .group_by(EvaluationRow.round)
+        .having(func.count() > 1)
+    )
+    for round_ in session.scalars(of_several).all():
+        found = mean(evaluations(session, run_id, round_).values())
+        assert found is not None
+        session.execute(delete(EvaluationRow).where(EvaluationRow.run_id == run_id, EvaluationRow.round == round_))
+        session.add(EvaluationRow(run_id=run_id, round=round_, worker=ALL, loss=found.loss, tokens=found.tokens))

@@ -1,0 +1,188 @@
+"""Private data: every worker trains on a set of its own, of which the coordinator knows the length alone."""
+
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from benchmarks.harness.coordinator import InThread, SettableClock
+from benchmarks.harness.member import TENSORS, Member, spec_toml
+from coordinator.store.tables import RunRow
+from protocol.messages import DataSummary, JoinRequest
+from protocol.spec import UNITS_PER_WORKER
+from tests.coordinator.crew import crew, events, info, play_round, problem, recovered
+
+B = UNITS_PER_WORKER  # the first unit of the second worker
+
+
+def bring(running: InThread, run: str, name: str, units: int | None) -> Member:
+    """A new member with a training set of `units`; None: it does not say."""
+    data = None if units is None else DataSummary(digest=None, units=units)
+    member = Member(running.client(), run, name, data=data)
+    member.join(running.admin_token)
+    return recovered(member)
+
+
+def private_crew(running: InThread, run: str, sets: dict[str, int | None], **spec: Any) -> list[Member]:
+    running.create_run(spec_toml(run, data="private = true", **spec))
+    members = [bring(running, run, name, units) for name, units in sets.items()]
+    assert members[0].assignment(None).action == "seed"
+    members[0].seed()
+    return members
+
+
+def ready(members: list[Member], round_: int) -> None:
+    """The round opens, as the last of them asks."""
+    for member in members:
+        member.assignment(round_)
+
+
+def test_every_worker_is_dealt_units_of_its_own_set(shared: InThread, run: str) -> None:
+    members = private_crew(shared, run, {"a": 12, "b": 7}, rounds=3, min_workers=2)
+    for round_ in range(3):
+        ready(members, round_)
+        assert [member.assignment(round_).units for member in members] == [
+            [[5 * round_, 5 * round_ + 5]],
+            [[B + 5 * round_, B + 5 * round_ + 5]],
+        ]
+        play_round(members, round_)
+    shown = info(shared, run, "/units")["items"]
+    assert [(each["worker"], each["epoch"], each["units"], each["consumed"]) for each in shown] == [
+        ("b", 2, 7, 1),
+        ("b", 1, 7, 7),
+        ("b", 0, 7, 7),
+        ("a", 1, 12, 3),
+        ("a", 0, 12, 12),
+    ]
+    paged, after = [], ""
+    while after is not None:
+        page = info(shared, run, f"/units?limit=2{after and '&after='}{after}")
+        paged += page["items"]
+        after = page["next"]
+    assert paged == shown
+    told = [(event["data"], event["message"].split(":")[0]) for event in events(shared, run, "epoch-complete")]
+    assert told == [
+        ({"worker": "b", "epoch": 0}, "epoch 0 of b's own data is complete"),
+        ({"worker": "a", "epoch": 0}, "epoch 0 of a's own data is complete"),
+        ({"worker": "b", "epoch": 1}, "epoch 1 of b's own data is complete"),
+    ]
+    assert events(shared, run, "epoch-broken") == []
+
+
+def test_units_that_come_back_are_dealt_to_nobody_but_their_worker(shared: InThread, run: str) -> None:
+    a, b = private_crew(shared, run, {"a": 100, "b": 100}, rounds=3)
+    for member in (a, b):
+        member.assignment(0)
+    a.http.delete(a.path()).raise_for_status()
+    b.take_part(0)
+    b.step(0)
+    assert b.take_part(1).units == [[B + 5, B + 10]]
+    b.step(1)
+    assert info(shared, run, "/units")["items"][1]["free"] == 100, "all of a's"
+    again = bring(shared, run, "a", 100)
+    for theta, momentum, of_b, momentum_of_b in zip(again.theta, again.momentum, b.theta, b.momentum, strict=True):
+        theta[:], momentum[:] = of_b, momentum_of_b
+    assert again.assignment(2).units == [[0, 5]], "those that it had before"
+
+
+@pytest.mark.parametrize("what", ["evicted", "banned"])
+def test_the_units_of_whom_the_operator_sends_away_wait_for_it(shared: InThread, run: str, what: str) -> None:
+    a, b = private_crew(shared, run, {"a": 100, "b": 100}, rounds=3)
+    for member in (a, b):
+        member.assignment(0)
+    with shared.client() as operator:
+        operator.patch(a.path(), json={"state": what}).raise_for_status()
+        b.take_part(0)
+        b.step(0)
+        assert b.take_part(1).units == [[B + 5, B + 10]]
+        if what == "banned":
+            operator.patch(a.path(), json={"state": "readmitted"}).raise_for_status()
+    assert bring(shared, run, "a", 100).assignment(1).action == "recover"
+    assert [each["free"] for each in info(shared, run, "/units")["items"]] == [85, 100]
+
+
+def test_a_worker_cannot_take_the_units_of_another_as_work_that_it_carries(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    a, b = private_crew(shared, run, {"a": 100, "b": 100}, rounds=3)
+    for member in (a, b):
+        member.assignment(0)
+    a.http.delete(a.path()).raise_for_status()
+    b.take_part(0)
+    b.step(0)
+    refused = b.http.put(b.path("/assignment"), json={"state_round": 1, "carried": [[0, 5]]})
+    assert "units [0, 5)" in problem(refused, "units-not-held")["detail"]
+
+
+def test_nothing_but_the_length_of_a_set_is_told(shared: InThread, run: str) -> None:
+    """A digest would tell whether a worker has a text that somebody else knows."""
+    private_crew(shared, run, {"a": 12, "b": None}, rounds=3)
+    with shared.coordinator.database.read() as session:
+        assert session.scalars(select(RunRow.data).where(RunRow.name == run)).one() is None
+    with shared.client() as http:
+        request = JoinRequest(tensors=TENSORS, data=DataSummary(digest="ab" * 32, units=12))
+        reply = http.put(f"/v1/runs/{run}/workers/c", json=request.model_dump(mode="json"))
+        assert "tells the length of its training set alone" in problem(reply, "data-mismatch")["detail"]
+        assert http.get(f"/v1/runs/{run}/workers/c").status_code == 404
+
+
+def test_a_set_that_all_have_is_not_taken_without_its_digest(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run))
+    with shared.client() as http:
+        request = JoinRequest(tensors=TENSORS, data=DataSummary(digest=None, units=12))
+        reply = http.put(f"/v1/runs/{run}/workers/c", json=request.model_dump(mode="json"))
+        assert "tells the digest of its training set" in problem(reply, "data-mismatch")["detail"]
+
+
+@pytest.mark.parametrize("units", [13, None])
+def test_a_worker_that_comes_back_with_another_set_is_refused(shared: InThread, run: str, units: int | None) -> None:
+    """Its units would stand for other rows: some would be trained on twice, others never."""
+    (a,) = private_crew(shared, run, {"a": 12}, rounds=3)
+    a.http.delete(a.path()).raise_for_status()
+    with shared.client() as http:
+        data = None if units is None else DataSummary(digest=None, units=units)
+        request = JoinRequest(tensors=TENSORS, data=data).model_dump(mode="json")
+        detail = problem(http.put(a.path(), json=request), "data-mismatch")["detail"]
+    assert "had 12 units when it joined first; bring that one, or join with the new one under another name" in detail
+    bring(shared, run, "a", 12)
+
+
+def test_the_held_out_loss_is_the_mean_of_what_the_workers_measure(shared: InThread, run: str) -> None:
+    """Each holds out a part of its own set, so that one of them cannot speak for the others."""
+    members = private_crew(shared, run, {"a": 12, "b": 12}, rounds=2, min_workers=2, checkpoints="every_rounds = 1")
+    ready(members, 0)
+    assert all(member.assignment(0).evaluate for member in members)
+    for member, report in zip(members, ({"loss": 2.0, "tokens": 300}, {"loss": 3.0, "tokens": 100}), strict=True):
+        member.http.put(f"/v1/runs/{run}/rounds/0/evaluation", json=report).raise_for_status()
+    assert info(shared, run)["held_out_loss"] == info(shared, run, "/rounds/0")["held_out_loss"] == 2.25
+    by_worker = info(shared, run, "/rounds/0")["evaluations"]
+    assert {worker: each["loss"] for worker, each in by_worker.items()} == {"a": 2.0, "b": 3.0}
+    for round_ in range(2):
+        play_round(members, round_)
+    shared.await_state(run, 2)
+    assert all(member.assignment(2).evaluate for member in members), "the last state as well"
+    members[1].http.put(f"/v1/runs/{run}/rounds/2/evaluation", json={"loss": 1.5, "tokens": 1}).raise_for_status()
+    assert [member.assignment(2).evaluate for member in members] == [True, False]
+    assert info(shared, run)["held_out_loss"] == 1.5
+
+
+def test_the_mean_outlives_what_it_was_made_of(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run, rounds=4, data="private = true", checkpoints="every_rounds = 1\nkeep = 1\n[retention]\nrounds = 1"))  # fmt: skip
+    members = [bring(shared, run, name, 12) for name in "ab"]
+    members[0].assignment(None)
+    members[0].seed()
+    for member, loss in zip(members, (2.0, 3.0), strict=True):
+        member.assignment(0)
+        report = {"loss": loss, "tokens": 100}
+        member.http.put(f"/v1/runs/{run}/rounds/0/evaluation", json=report).raise_for_status()
+    for round_ in range(4):
+        play_round(members, round_)
+        shared.await_state(run, round_ + 1)
+    old = info(shared, run, "/rounds/0")
+    assert (old["held_out_loss"], old["evaluations"]) == (2.5, {})
+
+
+def test_one_worker_measures_for_all_where_they_hold_out_the_same(shared: InThread, run: str) -> None:
+    members = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
+    ready(members, 0)
+    assert [member.assignment(0).evaluate for member in members] == [True, False]
