@@ -207,7 +207,10 @@ def _held_out(session: Session, run: LiveRun, round_: int | None) -> dict[str, A
     """Return what is shown of the held-out loss of state `round_` (None: of no state)."""
     measured = {} if round_ is None else held_out.evaluations(session, run.id, round_)
     mean = held_out.mean(measured.values())
-    return {"held_out_loss": None if mean is None else mean.loss}
+    return {
+        "held_out_loss": None if mean is None else mean.loss,
+        "held_out_bits_per_byte": None if mean is None else mean.bits_per_byte,
+    }
 
 
 def _fragment(run: LiveRun, row: FragmentRow) -> FragmentInfo:

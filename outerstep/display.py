@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outerstep.follow import Look
-from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, loss_text
+from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text
 from protocol.messages import Event, FragmentState, RoundInfo, RunInfo, WorkerInfo
 
 SHOWN_ROUNDS = 8
@@ -101,7 +101,7 @@ class LiveDisplay:
             Text(f"run {run.name}", style="bold"),
             ProgressBar(total=run.rounds, completed=run.round, width=30),
             Text(f"{run.round} of {run.rounds} rounds"),
-            Text(f"held-out loss {loss_text(run.held_out_loss)}", style="bold"),
+            Text(f"held-out loss {held_out_text(run.held_out_loss, run.held_out_bits_per_byte)}", style="bold"),
         )
         reason = Text(look.trouble, style="red") if look.trouble else Text(f"{run.state}: {run.reason}", style="dim")
         events = [Text(event_line(event), style="dim") for event in self.events]
@@ -112,8 +112,9 @@ class LiveDisplay:
 
 
 def round_line(item: RoundInfo) -> str:
+    held_out = held_out_text(item.held_out_loss, item.held_out_bits_per_byte)
     return (
-        f"round {item.round:<4d} loss {loss_text(item.loss)}  held-out at start {loss_text(item.held_out_loss)}  "
+        f"round {item.round:<4d} loss {loss_text(item.loss)}  held-out at start {held_out}  "
         f"{count_text(tokens_per_second(item))} tokens/s  up {bytes_text(item.upload_bytes)}  "
         f"delta {bytes_text(item.delta_bytes)}  {duration_text(round_seconds(item))}"
     )
@@ -129,7 +130,8 @@ def event_line(event: Event) -> str:
 
 
 def end_line(run: RunInfo) -> str:
-    return f"run {run.name}: {run.reason}; last held-out loss {loss_text(run.held_out_loss)}"
+    last = held_out_text(run.held_out_loss, run.held_out_bits_per_byte)
+    return f"run {run.name}: {run.reason}; last held-out loss {last}"
 
 
 def round_seconds(item: RoundInfo) -> float | None:
@@ -173,7 +175,7 @@ def round_table(rounds: Iterable[RoundInfo]) -> Table:
                 str(item.round),
                 item.state.value,
                 loss_text(item.loss),
-                loss_text(item.held_out_loss),
+                held_out_text(item.held_out_loss, item.held_out_bits_per_byte),
                 count_text(tokens_per_second(item)),
                 bytes_text(item.upload_bytes),
                 bytes_text(item.delta_bytes),

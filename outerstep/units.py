@@ -32,6 +32,11 @@ def loss_text(loss: float | None) -> str:
     return UNKNOWN if loss is None else f"{loss:.4f}"
 
 
+def held_out_text(loss: float | None, bits_per_byte: float | None) -> str:
+    """Format a held-out loss, in nats per token: '1.8561 (2.6778 bits/byte)', or without the bits where unknown."""
+    return loss_text(loss) if bits_per_byte is None else f"{loss_text(loss)} ({loss_text(bits_per_byte)} bits/byte)"
+
+
 def duration_text(seconds: float | None) -> str:
     """Format seconds: 75.2 -> '1 min 15 s'; below a minute with one decimal."""
     if seconds is None:

@@ -4,10 +4,11 @@ Requests refuse unknown keys; replies may gain keys, so clients must ignore thos
 Times are seconds since 1970 (UTC) unless the name ends in `_s`, a duration in seconds. Digests are hexadecimal.
 """
 
+import math
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 from protocol.fragments import Layout, TensorSpec
 from protocol.spec import RunSpec
@@ -120,6 +121,7 @@ class RunInfo(_Reply):
     account: Account = Field(default_factory=Account)  # over all workers
     divergences: int = 0  # times that a worker was found to hold another state than the run's, and had to resync
     held_out_loss: float | None  # of the latest state that was evaluated: see `RoundInfo`
+    held_out_bits_per_byte: float | None = None
     state_digest: HexDigest | None  # of the finished run's outer state
 
 
@@ -325,6 +327,7 @@ class RoundInfo(_Reply):
     # Of the state that the round started from, nats per token: the mean over those who have measured it, weighted by
     # tokens. With private data these are the round's workers, each on what it holds out; otherwise one of them.
     held_out_loss: float | None
+    held_out_bits_per_byte: float | None = None  # the same in bits per byte of text; null if the bytes are not known
     upload_bytes: int  # accepted contributions
     delta_bytes: int
     account: Account = Field(default_factory=Account)  # over its workers
@@ -339,10 +342,17 @@ class LateContribution(_Reply):
 
 
 class Evaluation(_Reply):
-    """A held-out loss, mean nats per token, and the number of tokens that it was measured on."""
+    """A held-out loss, as `EvaluationReport` tells it."""
 
     loss: float
     tokens: int
+    bytes: int | None = None
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The loss in bits per byte of text, by which tokenizers can be compared; None if the bytes are not known."""
+        return None if self.bytes is None else self.loss / math.log(2) * self.tokens / self.bytes
 
 
 class RoundDetail(RoundInfo):
@@ -363,8 +373,12 @@ class ContributionReply(_Reply):
 
 
 class EvaluationReport(_Request):
+    """A held-out loss, mean nats per token, the number of tokens that it was measured on, and the bytes of text that
+    these stand for; null if that is not known."""
+
     loss: Finite
     tokens: Annotated[int, Field(gt=0, lt=1 << 60)]
+    bytes: Annotated[int, Field(gt=0, lt=1 << 60)] | None = None
 
 
 # --- checkpoints, events, tokens ----------------------------------------------------------------------------------

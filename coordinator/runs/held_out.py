@@ -21,7 +21,7 @@ def evaluations(session: Session, run_id: int, round_: int) -> dict[str, Evaluat
         .where(EvaluationRow.run_id == run_id, EvaluationRow.round == round_)
         .order_by(EvaluationRow.worker)
     )
-    return {row.worker: Evaluation(loss=row.loss, tokens=row.tokens) for row in rows}
+    return {row.worker: Evaluation(loss=row.loss, tokens=row.tokens, bytes=row.bytes) for row in rows}
 
 
 def mean(measured: Collection[Evaluation]) -> Evaluation | None:
@@ -29,7 +29,12 @@ def mean(measured: Collection[Evaluation]) -> Evaluation | None:
     if len(measured) <= 1:  # not even rounding may change what one worker has measured for all
         return next(iter(measured), None)
     tokens = sum(each.tokens for each in measured)
-    return Evaluation(loss=sum(each.loss * each.tokens for each in measured) / tokens, tokens=tokens)
+    sizes = [each.bytes for each in measured if each.bytes is not None]
+    return Evaluation(
+        loss=sum(each.loss * each.tokens for each in measured) / tokens,
+        tokens=tokens,
+        bytes=sum(sizes) if len(sizes) == len(measured) else None,
+    )
 
 
 def sum_up(session: Session, run_id: int, before: int) -> None:
@@ -44,4 +49,5 @@ def sum_up(session: Session, run_id: int, before: int) -> None:
         found = mean(evaluations(session, run_id, round_).values())
         assert found is not None
         session.execute(delete(EvaluationRow).where(EvaluationRow.run_id == run_id, EvaluationRow.round == round_))
-        session.add(EvaluationRow(run_id=run_id, round=round_, worker=ALL, loss=found.loss, tokens=found.tokens))
+        stored = found.model_dump(include={"loss", "tokens", "bytes"})
+        session.add(EvaluationRow(run_id=run_id, round=round_, worker=ALL, **stored))

@@ -264,7 +264,8 @@ class CheckpointFragmentRow(Base):
 
 
 class EvaluationRow(Base):
-    """The held-out loss (nats per token) of the state before `round`, as `worker` has measured it.
+    """The held-out loss (nats per token) of the state before `round`, as `worker` has measured it on `tokens`, which
+    stand for `bytes` of text; null if that is not known.
 
     Of rounds that `retention` has summed up there is one row, in which several workers' mean has the worker "".
     """
@@ -276,6 +277,7 @@ class EvaluationRow(Base):
     worker: Mapped[str] = mapped_column(String(64), primary_key=True)
     loss: Mapped[float]
     tokens: Mapped[int]
+    bytes: Mapped[int | None]
 
 
 class EventRow(Base):

@@ -3,7 +3,7 @@
 from coordinator.runs.live_run import LiveRun
 from coordinator.store.tables import EvaluationRow
 from protocol.errors import Problem
-from protocol.messages import EvaluationReport
+from protocol.messages import Evaluation, EvaluationReport
 
 
 def evaluated(run: LiveRun, worker: str, round_: int, report: EvaluationReport) -> None:
@@ -11,9 +11,9 @@ def evaluated(run: LiveRun, worker: str, round_: int, report: EvaluationReport) 
     with run.change() as change:
         if round_ > run.round:
             raise Problem("round-not-open", f"state {round_} does not exist yet; the run is at {run.round}")
-        change.session.merge(
-            EvaluationRow(run_id=run.id, round=round_, worker=worker, loss=report.loss, tokens=report.tokens)
-        )
+        change.session.merge(EvaluationRow(run_id=run.id, round=round_, worker=worker, **report.model_dump()))
+        bits = Evaluation(**report.model_dump()).bits_per_byte
+        compared = "" if bits is None else f", {bits:.4f} bits per byte"
         where = f", on what {worker} holds out" if run.spec.data.private else ""
-        message = f"state {round_}: held-out loss {report.loss:.4f} nats per token{where}"
+        message = f"state {round_}: held-out loss {report.loss:.4f} nats per token{compared}{where}"
         change.record("evaluated", message, round=round_, worker=worker)

@@ -14,7 +14,7 @@ from outerstep.cli.faults import UsageError, import_extra
 from outerstep.cli.printing import Format, FormatOption, console, print_json, time_text
 from outerstep.display import display_for, round_table, table, worker_table
 from outerstep.follow import FIRST_ROUNDS, follow
-from outerstep.units import UNKNOWN, bytes_text, count_text, loss_text
+from outerstep.units import UNKNOWN, bytes_text, count_text, held_out_text
 from protocol.errors import SpecError
 from protocol.messages import SUCCESSIVE, Account, RunChange, RunDetail, RunInfo, WorkerChange
 from protocol.spec import RunSpec, parse_spec
@@ -82,7 +82,7 @@ def list_runs(
             f"{run.round}/{run.rounds}",
             str(run.live_workers),
             count_text(run.tokens),
-            loss_text(run.held_out_loss),
+            held_out_text(run.held_out_loss, run.held_out_bits_per_byte),
             run.reason,
         )
         for run in runs
@@ -363,7 +363,7 @@ def _facts(run: RunDetail) -> object:
         ("workers' time", _shares(run.account)),
         ("on disk", bytes_text(sum(run.disk_bytes.model_dump().values()))),
         ("divergences", str(run.divergences)),
-        ("held-out loss", loss_text(run.held_out_loss)),
+        ("held-out loss", held_out_text(run.held_out_loss, run.held_out_bits_per_byte)),
         ("created", time_text(run.created_at)),
         ("spec digest", run.spec_digest),
         ("state digest", run.state_digest or UNKNOWN),

@@ -14,10 +14,10 @@ from protocol.messages import SUCCESSIVE, RoundInfo, RunDetail, Stage, WorkerInf
 class Summary:
     """The figures of a demo run.
 
-    Losses are held out, in nats per byte. Bytes are per worker, the mean over the workers: `upload_bytes` and
-    `download_bytes` are the payloads that the workers counted (contributions and deltas, the initial state, and what
-    was sent again), `allreduce_bytes` what per-step fp32 all-reduce sends, and receives as well. `stage_seconds` are
-    per worker too, by `protocol.messages.Stage`.
+    Losses are held out, in nats per token and in bits per byte. Bytes are per worker, the mean over the workers:
+    `upload_bytes` and `download_bytes` are the payloads that the workers counted (contributions and deltas, the initial
+    state, and what was sent again), `allreduce_bytes` what per-step fp32 all-reduce sends, and receives as well.
+    `stage_seconds` are per worker too, by `protocol.messages.Stage`.
     """
 
     workers: int
@@ -25,6 +25,8 @@ class Summary:
     seconds: float
     first_loss: float | None
     final_loss: float | None
+    first_bits_per_byte: float | None
+    final_bits_per_byte: float | None
     replicas_identical: bool
     upload_bytes: int
     download_bytes: int
@@ -41,13 +43,15 @@ def summarise(
     run: RunDetail, rounds: Sequence[RoundInfo], workers: Sequence[WorkerInfo], *, seconds: float, sample: str
 ) -> Summary:
     """Return the summary of a run that has ended; `rounds` are all of its rounds, in any order."""
-    first_losses = [item.held_out_loss for item in rounds if item.round == 0]
+    first = next((item for item in rounds if item.round == 0), None)
     return Summary(
         workers=len(workers),
         rounds=run.round,
         seconds=round(seconds, 1),
-        first_loss=first_losses[0] if first_losses else None,
+        first_loss=None if first is None else first.held_out_loss,
         final_loss=run.held_out_loss,
+        first_bits_per_byte=None if first is None else first.held_out_bits_per_byte,
+        final_bits_per_byte=run.held_out_bits_per_byte,
         replicas_identical=replicas_identical(run, workers),
         upload_bytes=round(mean(worker.metrics.upload_bytes for worker in workers)),
         download_bytes=round(mean(worker.metrics.download_bytes for worker in workers)),
@@ -75,14 +79,13 @@ def replicas_identical(run: RunDetail, workers: Sequence[WorkerInfo]) -> bool:
 def summary_text(summary: Summary, run: RunDetail, prompt: str) -> str:
     """Return the summary as lines of text."""
     steps = run.round * run.spec.sync.schedule_steps
-    first = "not measured" if summary.first_loss is None else f"{summary.first_loss:.3f}"
-    final = "not measured" if summary.final_loss is None else f"{summary.final_loss:.3f}"
     if summary.replicas_identical:
         replicas = f"{summary.workers} workers and the coordinator are bit-identical (BLAKE3 {run.state_digest})"
     else:
         replicas = "NOT identical: see the workers' logs"
     lines = [
-        f"Held-out loss     {first} → {final} nats per byte",
+        f"Held-out loss     {_from_to(summary.first_loss, summary.final_loss)} nats per token",
+        f"                  {_from_to(summary.first_bits_per_byte, summary.final_bits_per_byte)} bits per byte",
         f"Replicas          {replicas}",
         f"Bytes per worker  {bytes_text(summary.upload_bytes)} up, {bytes_text(summary.download_bytes)} down "
         f"({summary.codec}, {summary.rounds} rounds of {run.spec.sync.schedule_steps} inner steps)",
@@ -104,6 +107,10 @@ def summary_text(summary: Summary, run: RunDetail, prompt: str) -> str:
         *(f"    {line}".rstrip() for line in summary.sample.splitlines()),
     ]
     return "\n".join(lines)
+
+
+def _from_to(first: float | None, final: float | None) -> str:
+    return " → ".join("not measured" if each is None else f"{each:.3f}" for each in (first, final))
 
 
 def _time_lines(summary: Summary, total_s: float) -> list[str]:

@@ -1,5 +1,6 @@
 """Joining, leases, leaving and being lost; who gets which work; who seeds; what the operator may do to a run."""
 
+import math
 import threading
 from pathlib import Path
 
@@ -315,9 +316,12 @@ def test_two_members_that_are_told_a_round_hear_of_its_end_by_the_same_state(sha
     assert [member.assignment(1).action for member in members] == ["finish", "finish"]
     assert {member.name for member in members if member.assignment(1).evaluate} == {"a"}
     assert members[0].assignment(0).action == "recover"
-    evaluated = members[0].http.put(f"/v1/runs/{run}/rounds/1/evaluation", json={"loss": 1.25, "tokens": 10})
+    evaluated = members[0].http.put(
+        f"/v1/runs/{run}/rounds/1/evaluation", json={"loss": 1.25, "tokens": 10, "bytes": 40}
+    )
     assert evaluated.status_code == 204
     assert info(shared, run)["held_out_loss"] == 1.25
+    assert info(shared, run)["held_out_bits_per_byte"] == pytest.approx(1.25 / math.log(2) * 10 / 40)
     assert not any(member.assignment(1).evaluate for member in members)
     problem(Member(shared.client(), run, "c").http.put(
         f"/v1/runs/{run}/workers/c", json=JoinRequest(tensors=TENSORS, data=DATA).model_dump(mode="json")

@@ -1,5 +1,6 @@
 """Private data: every worker trains on a set of its own, of which the coordinator knows the length alone."""
 
+import math
 from typing import Any
 
 import pytest
@@ -155,6 +156,7 @@ def test_the_held_out_loss_is_the_mean_of_what_the_workers_measure(shared: InThr
     for member, report in zip(members, ({"loss": 2.0, "tokens": 300}, {"loss": 3.0, "tokens": 100}), strict=True):
         member.http.put(f"/v1/runs/{run}/rounds/0/evaluation", json=report).raise_for_status()
     assert info(shared, run)["held_out_loss"] == info(shared, run, "/rounds/0")["held_out_loss"] == 2.25
+    assert info(shared, run)["held_out_bits_per_byte"] is None, "nobody said how many bytes these tokens stand for"
     by_worker = info(shared, run, "/rounds/0")["evaluations"]
     assert {worker: each["loss"] for worker, each in by_worker.items()} == {"a": 2.0, "b": 3.0}
     for round_ in range(2):
@@ -173,13 +175,14 @@ def test_the_mean_outlives_what_it_was_made_of(shared: InThread, run: str) -> No
     members[0].seed()
     for member, loss in zip(members, (2.0, 3.0), strict=True):
         member.assignment(0)
-        report = {"loss": loss, "tokens": 100}
+        report = {"loss": loss, "tokens": 100, "bytes": 500}
         member.http.put(f"/v1/runs/{run}/rounds/0/evaluation", json=report).raise_for_status()
     for round_ in range(4):
         play_round(members, round_)
         shared.await_state(run, round_ + 1)
     old = info(shared, run, "/rounds/0")
     assert (old["held_out_loss"], old["evaluations"]) == (2.5, {})
+    assert old["held_out_bits_per_byte"] == pytest.approx(2.5 / math.log(2) / 5)
 
 
 def test_one_worker_measures_for_all_where_they_hold_out_the_same(shared: InThread, run: str) -> None:

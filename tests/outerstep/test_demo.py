@@ -117,7 +117,14 @@ def test_the_demo_trains_sums_up_and_leaves_what_it_says(tmp_path: Path):
     assert summary["final_loss"] < summary["first_loss"] - 1.5
     assert 0 < summary["seconds"] < 150
     assert summary["sample"].startswith("def ")
-    for expected in ("round 0 ", "round 1 ", "nats per byte", "bit-identical", summary["sample"].splitlines()[0]):
+    for expected in (
+        "round 0 ",
+        "round 1 ",
+        "nats per token",
+        "bits per byte",
+        "bit-identical",
+        summary["sample"].splitlines()[0],
+    ):
         assert expected in out
     assert not list((tmp_path / "temporary").glob("outerstep-demo-*"))
     assert (kept / "logs" / "worker-1.log").read_text()

@@ -12,7 +12,9 @@ from protocol.messages import RoundInfo, RunDetail, WorkerInfo
 from protocol.spec import parse_spec
 from tests.outerstep.examples import DIGEST, round_document, run_document, worker_document
 
-FINISHED = RunDetail.model_validate(run_document(state="finished", round=4, held_out_loss=1.5, state_digest=DIGEST))
+FINISHED = RunDetail.model_validate(
+    run_document(state="finished", round=4, held_out_loss=1.5, held_out_bits_per_byte=2.0, state_digest=DIGEST)
+)
 ROUNDS = [RoundInfo.model_validate(round_document(number, held_out_loss=5 - number)) for number in (3, 2, 1, 0)]
 
 
@@ -30,6 +32,8 @@ def test_the_json_has_exactly_the_documented_keys():
         "seconds": 61.2,
         "first_loss": 5.0,
         "final_loss": 1.5,
+        "first_bits_per_byte": None,
+        "final_bits_per_byte": 2.0,
         "replicas_identical": True,
         "upload_bytes": 3000,
         "download_bytes": 3000,
@@ -71,7 +75,8 @@ def test_the_text_says_the_figures_and_the_formula():
     summary = summarise(FINISHED, ROUNDS, workers({}, {}), seconds=61.2, sample="x = 1\n\ny = 2")
     text = summary_text(summary, FINISHED, "def ")
     for expected in (
-        "5.000 → 1.500 nats per byte",
+        "5.000 → 1.500 nats per token",
+        "not measured → 2.000 bits per byte",
         "2 workers and the coordinator are bit-identical",
         "4 kB up, 6 kB down (int8, 4 rounds of 10 inner steps)",
         "per-step fp32 all-reduce: 160 kB up and as much down, 40 and 27 times as much",

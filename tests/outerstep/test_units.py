@@ -3,7 +3,16 @@ from collections.abc import Callable
 
 import pytest
 
-from outerstep.units import bytes_text, count_text, duration_text, loss_text, parse_count, parse_rate, parse_seconds
+from outerstep.units import (
+    bytes_text,
+    count_text,
+    duration_text,
+    held_out_text,
+    loss_text,
+    parse_count,
+    parse_rate,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +52,8 @@ def test_durations(seconds: float | None, text: str):
 
 def test_losses():
     assert (loss_text(None), loss_text(1.23456)) == ("–", "1.2346")
+    assert held_out_text(1.23456, None) == "1.2346"
+    assert held_out_text(1.23456, 1.78109) == "1.2346 (1.7811 bits/byte)"
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ GOLDEN: list[tuple[BaseModel, str]] = [
         messages.LeaseReply(directive=messages.Directive.STOP, reason="the run is finished", lease_s=60.0),
         '{"directive":"stop","reason":"the run is finished","lease_s":60.0}',
     ),
-    (messages.EvaluationReport(loss=1.25, tokens=4096), '{"loss":1.25,"tokens":4096}'),
+    (messages.EvaluationReport(loss=1.25, tokens=4096, bytes=17_000), '{"loss":1.25,"tokens":4096,"bytes":17000}'),
     (messages.TokenRequest(scope=messages.Scope.WORKER), '{"scope":"worker","note":""}'),
     (messages.RunChange(state="paused"), '{"state":"paused"}'),
     (
@@ -83,6 +83,7 @@ BAD: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (messages.Metrics, {"round": -1}),
     (messages.Metrics, {"round": 1 << 63}),
     (messages.EvaluationReport, {"loss": float("inf"), "tokens": 1}),
+    (messages.EvaluationReport, {"loss": 1.0, "tokens": 1, "bytes": 0}),
     (messages.TokenRequest, {"scope": "root"}),
     (messages.TokenRequest, {"scope": "viewer", "note": "x" * 201}),
     (messages.JoinRequest, {"tensors": [{"name": "", "shape": []}]}),

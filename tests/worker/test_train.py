@@ -88,5 +88,6 @@ def test_evaluation(tmp_path: Path) -> None:
     report = evaluate(model, data, 65, CPU)
     assert report.tokens == 60
     assert report.loss == pytest.approx(math.log(256))
+    assert report.bytes == 60, "a token is a byte"
     assert model.modes == [False, False]
     assert model.training

@@ -30,10 +30,13 @@ _BUILD_SPECIFIC = "_sysconfigdata"  # these describe the machine that Python was
 
 
 class TextData:
-    """A run's training and held-out text. `training` and `held_out` are uint8 token ids.
+    """A run's training and held-out text. `training` and `held_out` are uint8 token ids; `bytes_per_token` is of the
+    held-out text.
 
     Raises DataError if the files cannot be read or are too few for one work unit.
     """
+
+    bytes_per_token = 1.0
 
     def __init__(self, spec: RunSpec) -> None:
         self._length = spec.data.sequence_length

@@ -19,4 +19,5 @@ def evaluate(model: nn.Module, data: TextData, max_tokens: int, device: torch.de
         total += float(mean_loss(model, batch.to(device))) * count
         tokens += count
     model.train(was_training)
-    return EvaluationReport(loss=total / tokens, tokens=tokens)
+    size = round(tokens * data.bytes_per_token)
+    return EvaluationReport(loss=total / tokens, tokens=tokens, bytes=size)
