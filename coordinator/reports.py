@@ -55,7 +55,9 @@ def run_info(run: LiveRun) -> RunInfo:
 
 def run_detail(run: LiveRun) -> RunDetail:
     """Return the run with its parsed spec and the bytes of its files."""
-    return RunDetail(**_run_fields(run), spec=run.spec, disk_bytes=_disk_bytes(run))
+    data = None if run.model is None else run.model.data
+    digest = None if data is None else data.digest
+    return RunDetail(**_run_fields(run), spec=run.spec, disk_bytes=_disk_bytes(run), data_digest=digest)
 
 
 def spec_toml(run: LiveRun) -> str:

@@ -137,6 +137,7 @@ class DiskBytes(_Reply):
 
 class RunDetail(RunInfo):
     disk_bytes: DiskBytes
+    data_digest: HexDigest | None = None  # of the training set that all have; null before the first worker has told it
     spec: RunSpec
 
 

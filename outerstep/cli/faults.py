@@ -77,9 +77,11 @@ def check_not_hidden(package: str) -> None:
 
 
 def import_extra(module: str, *, extra: str, command: str) -> ModuleType:
-    """Import `module`, which needs our package `extra` and the libraries of pip's `outerstep[extra]`. Raises UsageError
-    if the libraries are not installed, or if a file of the user's hides the package."""
-    check_not_hidden(extra)
+    """Import `module`, which needs the libraries of pip's `outerstep[extra]` and, if there is one of this name, our
+    package `extra`. Raises UsageError if the libraries are not installed, or if a file of the user's hides the
+    package."""
+    if extra in OUR_PACKAGES:
+        check_not_hidden(extra)
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -39,6 +39,8 @@ def plain(value: Any) -> Any:
             return value.model_dump(mode="json")
         case dict():
             return {key: plain(item) for key, item in value.items()}
+        case str() | int() | float() | None:
+            return value
         case _:
             return [plain(item) for item in value]
 

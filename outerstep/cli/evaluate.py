@@ -1,0 +1,92 @@
+"""The command `outerstep run evaluate`."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outerstep.cli.connection import DEFAULT_URL, TokenFileOption, TokenOption, UrlOption, find_token, operator_client
+from outerstep.cli.faults import UsageError, import_extra
+from outerstep.cli.printing import print_json
+from outerstep.cli.run import RunArgument
+from outerstep.units import count_text, held_out_text
+
+COMMAND = "outerstep run evaluate"
+
+
+def evaluate(
+    run: RunArgument,
+    state: Annotated[
+        int | None,
+        typer.Option(
+            "--round", min=0, help="The checkpoint to evaluate: the model before this round. Default: the latest."
+        ),
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option("--export", help="Evaluate the model of this directory, by `outerstep run export`, instead."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            help="Evaluate on what is held out of this text. Default: the run's data.source, which has to be the text "
+            "that the run is trained on.",
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--tasks", metavar="TASK,…", help="With --export: also these tasks of lm-eval, by name or YAML file."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps …")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="JSON for programs.")] = False,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """Measure the held-out loss of a checkpoint or an export of a run, on this machine.
+
+    On the run's own held-out tokens, evaluation.max_tokens at most. Needs the worker's libraries (torch, transformers),
+    but no GPU.
+
+    \b
+    Example:
+      outerstep run evaluate my-run --round 100
+      outerstep run evaluate my-run --export ./model --tasks hellaswag,arc_easy
+    """
+    if state is not None and export is not None:
+        raise UsageError("give --round or --export, not both")
+    if tasks is not None and export is None:
+        raise UsageError("--tasks needs --export: lm-eval's tasks are measured on what `outerstep run export` writes")
+    evaluating = import_extra("outerstep.evaluating", extra="worker", command=COMMAND)
+    secret = find_token(token, token_file, os.environ)
+    with operator_client(url, secret, None) as client:
+        detail = client.run(run)
+        asked = evaluating.Asked(state=state, exported=export, source=data, device=device)
+        try:
+            found = evaluating.evaluate_model(client.http, secret, detail, asked)
+        except ValueError as error:
+            raise UsageError(f"--device: {error}") from error
+    measured = {} if tasks is None or export is None else _measured(export, tasks, device)
+    if as_json:
+        print_json({"held_out": found, "tasks": measured})
+        return
+    typer.echo(
+        f"held-out loss {held_out_text(found.loss, found.bits_per_byte)}, over {count_text(found.tokens)} tokens"
+    )
+    for task, metrics in measured.items():
+        figures = ((name.removesuffix(",none"), value) for name, value in metrics.items() if isinstance(value, float))
+        typer.echo(f"{task}: {', '.join(f'{name} {value:.4f}' for name, value in figures)}")
+
+
+def _measured(export: Path, tasks: str, device: str) -> dict[str, dict[str, Any]]:
+    """Return what lm-eval measures, by task."""
+    module = import_extra("outerstep.tasks", extra="lm-eval", command=f"{COMMAND} --tasks")
+    try:
+        results: dict[str, dict[str, Any]] = module.run_tasks(export, tasks.split(","), device)
+    except ValueError as error:
+        raise UsageError(f"--tasks: {error}") from error
+    return results

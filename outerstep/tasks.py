@@ -1,0 +1,46 @@
+"""lm-eval's tasks on an export. Importing this needs lm-eval, and the worker's libraries."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import AutoTokenizer
+
+from outerstep.evaluating import load_export
+from worker.agent import choose_device
+from worker.errors import ModelError
+
+
+def run_tasks(directory: Path, tasks: Sequence[str], device: str) -> dict[str, dict[str, Any]]:
+    """Return what lm-eval measures of an export: by task, its metrics. A task is one of lm-eval's, or a YAML file.
+
+    Raises ModelError for a directory without a tokenizer, or without the model; ValueError for a task that is unknown.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{directory} has no tokenizer, which lm-eval's tasks need: {error}") from error
+    manager = TaskManager()
+    chosen = [_task(task, manager) for task in tasks]
+    model = HFLM(pretrained=load_export(directory).to(choose_device(device)), tokenizer=tokenizer)
+    found = simple_evaluate(model=model, tasks=chosen, task_manager=manager)
+    results: dict[str, dict[str, Any]] = found["results"]
+    return results
+
+
+def _task(name: str, manager: TaskManager) -> str | dict[str, Any]:
+    if not name.endswith((".yaml", ".yml")):
+        if name not in manager.all_tasks:
+            raise ValueError(f"lm-eval has no task {name!r}")
+        return name
+    try:
+        config = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{name} is no task: {error}") from error
+    if not isinstance(config, dict) or "task" not in config:
+        raise ValueError(f"{name} is no task: it has no key `task`")
+    return config

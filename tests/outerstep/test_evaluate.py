@@ -1,0 +1,185 @@
+"""`outerstep run evaluate`: the loss of checkpoints and exports on this machine, on what the run holds out."""
+
+import importlib.util
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.harness.coordinator import InThread, coordinator_thread
+from protocol.messages import Scope
+from tests.outerstep.conftest import Served
+from tests.support.specs import tiny_spec
+from worker.agent import run_worker
+from worker.settings import WorkerSettings
+
+RUN = "evaluated"
+
+
+def write(directory: Path, words: str) -> Path:
+    directory.mkdir()
+    for index in range(5):
+        (directory / f"{index}.txt").write_text(f"{words}, chapter {index}. " * 40)
+    return directory
+
+
+class Trained:
+    """A finished run of two rounds on its coordinator."""
+
+    def __init__(self, running: InThread, text: Path) -> None:
+        self.running, self.text = running, text
+        self.served = Served(running.url, running.data_dir, child=None)  # type: ignore[arg-type]
+        with running.client() as http:
+            self.run = http.get(f"/v1/runs/{RUN}").json()
+            self.rounds = http.get(f"/v1/runs/{RUN}/rounds").json()["items"]
+
+    def evaluate(self, *arguments: str) -> dict[str, Any]:
+        code, out, err = self.served.outerstep("run", "evaluate", RUN, "--json", *arguments)
+        assert code == 0, err
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    def refused(self, *arguments: str) -> tuple[int, str]:
+        code, out, err = self.served.outerstep("run", "evaluate", RUN, *arguments)
+        assert out == ""
+        return code, err
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory):
+    root = tmp_path_factory.mktemp("evaluate")
+    text = write(root / "text", "all work and no play")
+    with coordinator_thread(root / "coordinator") as running:
+        running.create_run(tiny_spec(RUN, text, seed=1, rounds=2, min_workers=1))
+        settings = {"url": running.url, "run": RUN, "token": running.token(Scope.WORKER), "name": "a"}
+        assert run_worker(WorkerSettings(**settings, state_dir=root / "state", device="cpu", threads=1)) == 0
+        yield Trained(running, text)
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("exported") / "model"
+    assert trained.served.outerstep("run", "export", RUN, "--out", str(directory))[0] == 0
+    return directory
+
+
+def test_a_checkpoint_has_the_loss_that_the_worker_has_measured(trained: Trained) -> None:
+    last, first = trained.evaluate(), trained.evaluate("--round", "0", "--device", "cpu")
+    assert last["held_out"]["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-6)
+    assert first["held_out"]["loss"] == pytest.approx(trained.rounds[-1]["held_out_loss"], abs=1e-6)
+    assert last["held_out"]["bits_per_byte"] == pytest.approx(trained.run["held_out_bits_per_byte"], abs=1e-6)
+    assert last["held_out"]["bits_per_byte"] == pytest.approx(last["held_out"]["loss"] / math.log(2))
+    assert last["tasks"] == {}
+    code, out, _ = trained.served.outerstep("run", "evaluate", RUN)
+    assert (code, out.split(" (")[0]) == (0, f"held-out loss {last['held_out']['loss']:.4f}")
+
+
+def test_an_export_has_the_loss_of_what_was_exported(trained: Trained, exported: Path) -> None:
+    found = trained.evaluate("--export", str(exported))
+    assert found["held_out"]["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-5)
+
+
+def test_other_text_is_evaluated_on_only_if_it_is_asked_for(trained: Trained, tmp_path: Path) -> None:
+    """What lies at the run's data.source on this machine may be something else: its loss would be taken for the run's."""
+    other = write(tmp_path / "other", "the quick brown fox jumps over the lazy dog")
+    assert trained.evaluate("--data", str(other))["held_out"]["loss"] > trained.run["held_out_loss"] + 0.01
+    chapter = trained.text / "0.txt"
+    before = chapter.read_text()
+    chapter.write_text(before + "!")
+    try:
+        code, said = trained.refused()
+    finally:
+        chapter.write_text(before)
+    assert code == 3
+    assert "holds other text on this machine" in said
+    assert "give --data" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        pytest.param(["--round", "7"], 3, "no checkpoint 7", id="no such checkpoint"),
+        pytest.param(["--round", "0", "--export", "x"], 2, "not both", id="two models"),
+        pytest.param(["--tasks", "hellaswag"], 2, "--tasks needs --export", id="tasks of a checkpoint"),
+        pytest.param(["--export", "/nowhere"], 3, "/nowhere is not what `outerstep run export` writes", id="nothing there"),
+        pytest.param(["--data", "/nowhere"], 3, "'/nowhere' names no files", id="no text"),
+        pytest.param(["--device", "abacus"], 2, "device 'abacus' cannot be used", id="no such device"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_evaluated_is_told(trained: Trained, arguments: list[str], code: int, said: str) -> None:
+    found, message = trained.refused(*arguments)
+    assert (found, said in message) == (code, True), message
+
+
+def test_text_of_which_nothing_is_held_out_is_told(trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("short. " * 60)
+    code, said = trained.refused("--data", str(tmp_path / "one.txt"))
+    assert (code, "nothing is held out, or less than one sequence of 32 tokens" in said) == (3, True), said
+
+
+def test_parameters_that_are_not_finite_are_told(trained: Trained, exported: Path, tmp_path: Path) -> None:
+    """They have no loss; a nan among the figures would be all that is seen of it."""
+    for name in ("config.json", "spec.toml"):
+        (tmp_path / name).write_bytes((exported / name).read_bytes())
+    tensors = load_file(exported / "model.safetensors")
+    broken = sorted(tensors)[0]
+    tensors[broken][0] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    code, said = trained.refused("--export", str(tmp_path))
+    assert (code, f"the tensor {broken} of the model has values that are not finite" in said) == (3, True), said
+
+
+TASK = """
+task: copying
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {questions}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: ["play", "xqzj"]
+doc_to_target: 0
+metric_list:
+  - metric: acc
+"""
+
+
+def test_the_tasks_of_lm_eval_are_measured(trained: Trained, exported: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'outerstep[lm-eval]'")
+    questions = tmp_path / "questions.json"
+    questions.write_text("\n".join(json.dumps({"question": f"all work and {n} no "}) for n in range(8)))
+    (tmp_path / "copying.yaml").write_text(TASK.format(questions=questions))
+    task = str(tmp_path / "copying.yaml")
+    code, said = trained.refused("--export", str(exported), "--tasks", task)
+    assert (code, "has no tokenizer, which lm-eval's tasks need" in said) == (3, True), said
+    with_tokenizer = tmp_path / "model"
+    shutil.copytree(exported, with_tokenizer)
+    byte_tokenizer().save_pretrained(with_tokenizer)
+    code, said = trained.refused("--export", str(with_tokenizer), "--tasks", "no-such-task")
+    assert (code, "lm-eval has no task 'no-such-task'" in said) == (2, True), said
+    found = trained.evaluate("--export", str(with_tokenizer), "--tasks", task)
+    assert 0 <= found["tasks"]["copying"]["acc,none"] <= 1
+    assert found["held_out"]["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-5)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the letters of ASCII, numbered as bytes are."""
+    tokenizer = Tokenizer(WordLevel({chr(number): number for number in range(256)}, unk_token="?"))
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=chr(0), pad_token=chr(0))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
+def test_without_lm_eval_the_line_to_type_is_told(trained: Trained, exported: Path) -> None:
+    code, out, err = trained.served.outerstep("run", "evaluate", RUN, "--export", str(exported), "--tasks", "hellaswag")
+    assert (code, out) == (2, "")
+    assert "needs lm_eval, which is not installed; run: pip install 'outerstep[lm-eval]'" in err
