@@ -20,6 +20,7 @@ from protocol.messages import (
     Event,
     NewToken,
     Page,
+    RoundDetail,
     RoundInfo,
     RunChange,
     RunDetail,
@@ -82,6 +83,9 @@ class Client:
     def rounds(self, run: str) -> Iterator[RoundInfo]:
         """Yield the run's rounds, newest first."""
         return self._pages(_path(run, "rounds"), RoundInfo)
+
+    def round(self, run: str, number: int) -> RoundDetail:
+        return self._ask("GET", _path(run, "rounds", str(number)), RoundDetail)
 
     def events(self, run: str, after: int = 0) -> Iterator[Event]:
         """Yield the events after number `after`, oldest first, up to now."""

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from outerstep import __version__
-from outerstep.cli import coordinator, demo, evaluate, plan, run, token, worker
+from outerstep.cli import coordinator, demo, evaluate, plan, run, token, track, worker
 from outerstep.cli.faults import CommandGroup
 from protocol.exit_codes import IN_WORDS
 
@@ -55,6 +55,7 @@ app.command()(coordinator.coordinator)
 app.command()(coordinator.migrate)
 app.command(epilog=IN_WORDS)(worker.worker)
 run.app.command()(evaluate.evaluate)
+run.app.command()(track.track)
 app.add_typer(run.app, name="run")
 app.add_typer(token.app, name="token")
 app.command()(demo.demo)

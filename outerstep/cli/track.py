@@ -1,0 +1,77 @@
+"""The command `outerstep run track`."""
+
+import importlib
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outerstep.cli.connection import DEFAULT_URL, TokenFileOption, TokenOption, UrlOption, operator_client
+from outerstep.cli.faults import UsageError, import_extra
+from outerstep.cli.run import RunArgument
+from outerstep.display import event_line
+from outerstep.tracking import TRACKERS, TrackerName
+from outerstep.tracking.records import Record, follow_records, tracked_name
+
+PATIENCE_S = 30.0
+
+
+def track(
+    run: RunArgument,
+    to: Annotated[TrackerName, typer.Option("--to", help="Where to.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file (jsonl) or directory to write. Default: RUN.jsonl, or RUN-tensorboard and so on, here."
+        ),
+    ] = None,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """Track a run's rounds and events in a tracker, from any machine, until the run is over and its workers have left.
+
+    Started again it goes on where it was, with neither gap nor repetition; a restart of the coordinator is waited for.
+    The step of a figure is its round. jsonl needs nothing; the others have an extra each, and their own settings
+    (WANDB_MODE=offline, TRACKIO_SPACE_ID …).
+
+    \b
+    Example:
+      outerstep run track my-run --to wandb
+      outerstep run track my-run --to jsonl --out my-run.jsonl
+    """
+    kind = TRACKERS[to]
+    command = f"outerstep run track --to {to}"
+    module = (
+        import_extra(kind.module, extra=kind.extra, command=command)
+        if kind.extra
+        else importlib.import_module(kind.module)
+    )
+    with operator_client(url, token, token_file) as client:
+        detail = client.run(run)
+        place = out or Path(kind.out.format(run=run))
+        try:
+            tracker = module.Tracker(place, tracked_name(detail), detail)
+            try:
+                for record in follow_records(
+                    client, run, tracker.first, patience_s=PATIENCE_S, sleep=time.sleep, tell=_tell
+                ):
+                    tracker.write(record)
+                    _print(record)
+            finally:
+                tracker.close()
+        except OSError as error:
+            raise UsageError(f"--out: {error}") from error
+    typer.echo(f"the run {run} is tracked to its end, in {place}")
+
+
+def _print(record: Record) -> None:
+    for event in record.events:
+        typer.echo(event_line(event))
+    figures = ", ".join(f"{name} {value:.6g}" for name, value in record.figures.items())
+    typer.echo(f"{'state' if record.final else 'round'} {record.round}: {figures}")
+
+
+def _tell(trouble: str) -> None:
+    typer.echo(f"outerstep: {trouble}; asking again", err=True)
