@@ -101,9 +101,8 @@ def _train(
         raise DataError(
             f"the run {run.name} has data.source = 'custom': its workers are scripts of their own, with DiLoCo"
         )
-    data = open_training_set(spec, stop=stop)
     model = build_model(spec, device)
-    check_vocabulary(model, data.vocabulary)
+    data = open_training_set(spec, check=partial(check_vocabulary, model), stop=stop)
     optimizer = build_inner_optimizer(model, spec.inner)
     measure = partial(evaluate, model, data, spec.evaluation.max_tokens, device) if data.held_out_tokens else None
     parameters = sum(parameter.numel() for parameter in model.parameters())
