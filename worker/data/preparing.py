@@ -16,8 +16,8 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
@@ -122,16 +122,17 @@ def _prepare(
     sizes = [source.size for source in recipe.sources]
     of = None if None in sizes else sum(size or 0 for size in sizes)
     try:
-        for result in _results(recipe, progress, item, processes):
-            training.add(result.training)
-            held_out.add(result.held_out)
-            training.sync()
-            held_out.sync()
-            progress.done(result, training.grown, held_out.grown)
-            _write(out / _PROGRESS, progress.model_dump_json())
-            tell(HowFar(progress.size, of, _tokens(training.grown) + _tokens(held_out.grown)))
-            if stop is not None and stop.is_set():
-                raise Stopped("stopped while the training set was prepared")
+        with closing(_results(recipe, progress, item, processes)) as results:  # and so the processes end
+            for result in results:
+                training.add(result.training)
+                held_out.add(result.held_out)
+                training.sync()
+                held_out.sync()
+                progress.done(result, training.grown, held_out.grown)
+                _write(out / _PROGRESS, progress.model_dump_json())
+                tell(HowFar(progress.size, of, _tokens(training.grown) + _tokens(held_out.grown)))
+                if stop is not None and stop.is_set():
+                    raise Stopped("stopped while the training set was prepared")
         training.finish_shard()
         held_out.finish_shard()
     finally:
@@ -140,7 +141,7 @@ def _prepare(
     return _finish(recipe, out, made_from, training.grown, held_out.grown)
 
 
-def _results(recipe: Recipe, progress: _Progress, item: Item, processes: int) -> Iterator[Result]:
+def _results(recipe: Recipe, progress: _Progress, item: Item, processes: int) -> Generator[Result, None, None]:
     """Yield what becomes of the tasks that are not done yet, source by source."""
     while progress.source < len(recipe.sources):
         tasks = recipe.sources[progress.source].tasks(progress.tasks, progress.rows, recipe.task_bytes)
