@@ -114,7 +114,7 @@ class DataSummary(_Request):
 
     digest: HexDigest | None = None
     units: Annotated[int, Field(gt=0, lt=1 << 60)]
-    tokenizer: Annotated[str, Field(max_length=1024)] | None = None
+    tokenizer: Annotated[str, Field(max_length=4096)] | None = None
     tokenizer_digest: HexDigest | None = None
 
     @model_serializer(mode="wrap")

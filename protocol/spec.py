@@ -126,7 +126,7 @@ class DataSpec(_Section):
         0.05,
         description=(
             "share kept out of training: of text files by hash of their name, of other documents by hash of their "
-            "text; of .bin files those called val are; a token set has its own"
+            "text; of .bin files those called val, or the end; a token set has its own"
         ),
     )
     private: bool = Field(

@@ -58,9 +58,9 @@ def set_up(spec: RunSpec, settings: BoxSettings, device: torch.device, *, stop: 
             f"the run {spec.name} has data.source = 'custom': its workers are scripts of their own, with DiLoCo"
         )
     shards = CacheSettings(settings.data_cache or cache_directory(), int(settings.data_cache_gb * 1e9))
-    data = open_training_set(spec.with_source(settings.data), stop=stop, shards=shards)
     model = build_model(spec, device)
-    check_vocabulary(model, data.vocabulary)
+    check = partial(check_vocabulary, model)
+    data = open_training_set(spec.with_source(settings.data), check=check, stop=stop, shards=shards)
     if settings.parameters == "bf16":
         cast_parameters(model, torch.bfloat16)
     use = _device_use(spec, settings, model, precision, device)

@@ -97,6 +97,30 @@ def test_processes_change_nothing(lines: Path, tokenizer: str, tmp_path: Path) -
     assert content(tmp_path / "alone") == content(tmp_path / "two")
 
 
+def test_killed_before_the_first_task_is_done(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+    """There were shards and nothing that said whose, so the same command was refused."""
+    prepare(recipe(lines, tokenizer), tmp_path / "undisturbed", processes=1)
+    out = tmp_path / "out"
+    (lines.parent / "broken.jsonl").write_text("{")
+    with pytest.raises(DataError, match="not JSON"):
+        prepare(recipe(lines.parent / "broken.jsonl", tokenizer), out, processes=1)
+    progress = json.loads((out / "progress.json").read_text())
+    assert progress["tasks"] == 0
+    (out / "progress.json").write_text(json.dumps(progress | {"made_from": recipe(lines, tokenizer).digest()}))
+    (out / "train-00000.bin").write_bytes(b"of the first task")
+    prepare(recipe(lines, tokenizer), out, processes=1)
+    assert content(out) == content(tmp_path / "undisturbed")
+
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    (fresh / "progress.json.new").write_text("{")  # killed while it wrote its first file
+    prepare(recipe(lines, tokenizer), fresh, processes=1)
+    assert content(fresh) == content(tmp_path / "undisturbed")
+    (fresh / "progress.json").write_text("{}")  # killed after the index, before the progress was gone
+    prepare(recipe(lines, tokenizer), fresh, processes=1)
+    assert content(fresh) == content(tmp_path / "undisturbed")
+
+
 class Killed(Exception):
     """What ends a process between two tasks."""
 
@@ -239,11 +263,11 @@ def test_two_do_not_work_in_one_directory(lines: Path, tokenizer: str, tmp_path:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "cut', r"docs.jsonl, line 201, is not JSON \(.*\); mend the line or remove it"),
-        ('{"content": "x", "id": 1}', r"line 201,: it has no 'text'; name the column .* 'content', 'id'"),
-        ('{"text": null}', "line 201,: its 'text' is NoneType, not text"),
-        ('["text"]', "line 201,: an object with a text in 'text' is wanted, this is list"),
-        ('{"text": "\\ud800"}', "line 201,: .*half a character"),
+        ('{"text": "cut', r"docs.jsonl, line 201: this is not JSON \(.*\); mend the line or remove it"),
+        ('{"content": "x", "id": 1}', r"line 201: it has no 'text'; name the column .* 'content', 'id'"),
+        ('{"text": null}', "line 201: its 'text' is NoneType, not text"),
+        ('["text"]', "line 201: an object with a text in 'text' is wanted, this is list"),
+        ('{"text": "\\ud800"}', "line 201: .*half a character"),
     ],
 )
 def test_a_line_that_has_no_text(lines: Path, tokenizer: str, tmp_path: Path, line: str, message: str) -> None:

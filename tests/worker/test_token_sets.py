@@ -162,6 +162,26 @@ def test_the_same_text_elsewhere_is_the_same_set(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
+def test_a_vocabulary_is_refused_before_anything_is_prepared(prepared: Path, tmp_path: Path, cache: Path) -> None:
+    class TooSmall(Exception):
+        pass
+
+    def check(vocabulary: int) -> None:
+        assert vocabulary == 282
+        raise TooSmall
+
+    for source in (tmp_path / "text", prepared):
+        with pytest.raises(TooSmall):
+            open_training_set(spec(source, str(tmp_path / "tokenizer")), check=check)
+    assert not cache.exists()
+
+
+def test_a_directory_of_text_may_have_an_index_of_its_own(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text", seed=1)
+    (text / "index.json").write_text('{"pages": []}')
+    assert isinstance(open_training_set(spec(text)), TextData)
+
+
 def test_text_as_bytes_is_not_prepared(tmp_path: Path, cache: Path) -> None:
     text = write_text(tmp_path / "text", seed=1)
     for tokenizer in (None, "bytes"):

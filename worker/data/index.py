@@ -116,6 +116,12 @@ def dtype_for(vocabulary: int) -> DtypeName:
     return "uint8" if vocabulary <= DTYPES["uint8"] else "uint16" if vocabulary <= DTYPES["uint16"] else "uint32"
 
 
+def is_token_set(directory: Path) -> bool:
+    """Return True if the directory has the index of a token set, in whatever state; text may have an index.json too."""
+    file = directory / FILE
+    return file.is_file() and (any(directory.glob("*.bin")) or b'"tokenizer_digest"' in file.read_bytes())
+
+
 def read_index(file: Path) -> Index:
     """Return the index in `file`. Raises DataError if it cannot be read or contradicts itself."""
     try:

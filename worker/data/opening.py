@@ -15,7 +15,7 @@ from pathlib import Path
 from protocol.spec import DataSpec, RunSpec
 from worker.data import bins
 from worker.data.files import source_files
-from worker.data.index import FILE, Index, check_sizes, check_tokenizer, read_index
+from worker.data.index import FILE, Index, check_sizes, check_tokenizer, is_token_set, read_index
 from worker.data.preparing import HowFar, Recipe, prepare
 from worker.data.remote import is_remote
 from worker.data.sequences import Sequences
@@ -34,24 +34,33 @@ log = logging.getLogger(__name__)
 
 
 def open_training_set(
-    spec: RunSpec, *, stop: threading.Event | None = None, shards: CacheSettings | None = None
+    spec: RunSpec,
+    *,
+    check: Callable[[int], object] = lambda vocabulary: None,
+    stop: threading.Event | None = None,
+    shards: CacheSettings | None = None,
 ) -> TrainingSet:
     """Return the run's training set on this machine, prepared if it has to be, until `stop` is set. `shards` says where
     those of a set behind a URL are kept.
 
-    Raises DataError, and Stopped.
+    `check` is called with the vocabulary as soon as that is known, before hours are spent on preparing. Raises
+    DataError, Stopped, and what `check` raises.
     """
     data = spec.data
     tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
     if is_remote(data.source):
-        return open_remote_set(spec, tokenizer, shards or CacheSettings(), stop or threading.Event())
+        remote = open_remote_set(spec, tokenizer, shards or CacheSettings(), stop or threading.Event())
+        check(remote.vocabulary)
+        return remote
     directory = Path(data.source).expanduser()
-    if (directory / FILE).is_file():
-        return open_token_set(spec, directory, tokenizer)
-    kinds = _kinds(data)
-    if kinds == {BIN}:
-        return _open_bins(spec, tokenizer)
+    prepared = is_token_set(directory)
+    kinds = set() if prepared else _kinds(data)
+    if prepared or kinds == {BIN}:
+        opened = open_token_set(spec, directory, tokenizer) if prepared else _open_bins(spec, tokenizer)
+        check(opened.vocabulary)
+        return opened
     tokenizer = tokenizer or load_tokenizer(IN_BYTES)
+    check(tokenizer.vocabulary)
     if TEXT in kinds and tokenizer.name == IN_BYTES:
         return TextData(spec)
     recipe = Recipe([find_source(data.source, data.column, data.holdout)], tokenizer)

@@ -16,8 +16,8 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
@@ -36,7 +36,7 @@ from worker.errors import DataError, Stopped
 
 SHARD_TOKENS = 1 << 26
 TOKENIZER = "tokenizer"
-_PROGRESS = "progress.json"
+_PROGRESS, _NEW = "progress.json", ".new"
 _ASK_AGAIN_S = 0.5
 _ELSEWHERE = "choose another directory, or delete it"
 
@@ -101,7 +101,7 @@ def prepare(
         with _alone_in(out, stop):
             return _prepare(recipe, out, processes or cores(), tell, stop)
     except OSError as error:
-        raise DataError(f"{out}: {error}; the same command goes on where this one was") from error
+        raise DataError(f"while {out} was prepared: {error}; the same command goes on where this one was") from error
 
 
 def _prepare(
@@ -113,6 +113,7 @@ def _prepare(
         if index.made_from != made_from:
             raise DataError(f"{out} has another token set, of {index.source}; {_ELSEWHERE}")
         check_sizes(index.shards, index.item, out)
+        (out / _PROGRESS).unlink(missing_ok=True)  # of whoever was killed between the two
         return index
     item = item_of(dtype_for(recipe.tokenizer.vocabulary))
     progress = _read_progress(out, made_from, item)
@@ -121,16 +122,17 @@ def _prepare(
     sizes = [source.size for source in recipe.sources]
     of = None if None in sizes else sum(size or 0 for size in sizes)
     try:
-        for result in _results(recipe, progress, item, processes):
-            training.add(result.training)
-            held_out.add(result.held_out)
-            training.sync()
-            held_out.sync()
-            progress.done(result, training.grown, held_out.grown)
-            _write(out / _PROGRESS, progress.model_dump_json())
-            tell(HowFar(progress.size, of, _tokens(training.grown) + _tokens(held_out.grown)))
-            if stop is not None and stop.is_set():
-                raise Stopped("stopped while the training set was prepared")
+        with closing(_results(recipe, progress, item, processes)) as results:  # and so the processes end
+            for result in results:
+                training.add(result.training)
+                held_out.add(result.held_out)
+                training.sync()
+                held_out.sync()
+                progress.done(result, training.grown, held_out.grown)
+                _write(out / _PROGRESS, progress.model_dump_json())
+                tell(HowFar(progress.size, of, _tokens(training.grown) + _tokens(held_out.grown)))
+                if stop is not None and stop.is_set():
+                    raise Stopped("stopped while the training set was prepared")
         training.finish_shard()
         held_out.finish_shard()
     finally:
@@ -139,7 +141,7 @@ def _prepare(
     return _finish(recipe, out, made_from, training.grown, held_out.grown)
 
 
-def _results(recipe: Recipe, progress: _Progress, item: Item, processes: int) -> Iterator[Result]:
+def _results(recipe: Recipe, progress: _Progress, item: Item, processes: int) -> Generator[Result, None, None]:
     """Yield what becomes of the tasks that are not done yet, source by source."""
     while progress.source < len(recipe.sources):
         tasks = recipe.sources[progress.source].tasks(progress.tasks, progress.rows, recipe.task_bytes)
@@ -174,9 +176,11 @@ def _read_progress(out: Path, made_from: str, item: Item) -> _Progress:
     try:
         progress = _Progress.model_validate_json((out / _PROGRESS).read_bytes())
     except FileNotFoundError:
-        if any(out.iterdir()):
+        if any(path.name != f"{_PROGRESS}{_NEW}" for path in out.iterdir()):
             raise DataError(f"{out} is not empty and no token set; {_ELSEWHERE}") from None
-        return _Progress(made_from=made_from)
+        progress = _Progress(made_from=made_from)
+        _write(out / _PROGRESS, progress.model_dump_json())  # before any shard: from now on this is a beginning
+        return progress
     except ValidationError as error:
         raise DataError(f"{out / _PROGRESS} cannot be read: {error}; {BEGIN_AGAIN}") from error
     if progress.made_from != made_from:
@@ -194,7 +198,7 @@ def _tokens(grown: Grown) -> int:
 
 def _write(file: Path, text: str) -> None:
     """Give `file` this content: after a crash there is the old one or the new one, whole."""
-    temporary = file.with_name(f"{file.name}.new")
+    temporary = file.with_name(file.name + _NEW)
     with temporary.open("w", encoding="utf-8") as opened:
         opened.write(text)
         opened.flush()
@@ -212,18 +216,22 @@ def _alone_in(out: Path, stop: threading.Event | None) -> Iterator[None]:
     """Hold the directory's lock, which ends with the process."""
     descriptor = os.open(out, os.O_RDONLY)
     try:
-        while True:
-            try:
-                flock(descriptor, LOCK_EX | LOCK_NB)
-                break
-            except BlockingIOError:
-                if stop is None:
-                    raise DataError(
-                        f"another process works in {out}; wait for it, or choose another directory"
-                    ) from None
-                log.info("another process prepares %s: waiting for it", out)
+        if not _locked(descriptor):
+            if stop is None:
+                raise DataError(f"another process works in {out}; wait for it, or choose another directory")
+            log.info("another process prepares %s: waiting for it", out)
+            while not _locked(descriptor):
                 if stop.wait(_ASK_AGAIN_S):
-                    raise Stopped("stopped while another process prepared the training set") from None
+                    raise Stopped("stopped while another process prepared the training set")
         yield
     finally:
         os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    """Return True if the lock is had, False if another process has it."""
+    try:
+        flock(descriptor, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -17,8 +17,10 @@ PREFIX = "hub:"
 
 @dataclass(frozen=True)
 class RowsTask:
-    """Rows that were read."""
+    """Rows that were read, from number `first` on."""
 
+    source: str
+    first: int
     texts: tuple[str, ...]
     size: int
     hold: Hold
@@ -28,8 +30,11 @@ class RowsTask:
         return len(self.texts)
 
     def pieces(self) -> Iterator[Piece]:
-        for text in self.texts:
-            yield from document(text, self.hold)
+        for number, text in enumerate(self.texts, start=self.first):
+            try:
+                yield from document(text, self.hold)
+            except UnicodeEncodeError as error:
+                raise DataError(f"{self.source}, row {number}: half a character ({error})") from error
 
 
 def hub_tasks(source: str, column: str, hold: Hold, skip: int, task_bytes: int = TASK_BYTES) -> Iterator[RowsTask]:
@@ -43,10 +48,10 @@ def hub_tasks(source: str, column: str, hold: Hold, skip: int, task_bytes: int =
         texts.append(text)
         size += len(text)
         if size >= task_bytes:
-            yield RowsTask(tuple(texts), size, hold)
-            texts, size = [], 0
+            yield RowsTask(source, skip, tuple(texts), size, hold)
+            texts, size, skip = [], 0, number + 1
     if texts:
-        yield RowsTask(tuple(texts), size, hold)
+        yield RowsTask(source, skip, tuple(texts), size, hold)
 
 
 def _stream(source: str, skip: int) -> Iterator[dict[str, Any]]:

@@ -43,20 +43,20 @@ class LinesTask:
         try:
             found = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{self._where(at)} is not JSON ({error}); mend the line or remove it") from error
+            raise DataError(f"{self._where(at)}: this is not JSON ({error}); mend the line or remove it") from error
         text = found.get(self.column) if isinstance(found, dict) else None
         if not isinstance(text, str):
             raise DataError(f"{self._where(at)}: {no_text(found, self.column)}")
         try:
             yield from document(text, self.hold)
         except UnicodeEncodeError as error:
-            raise DataError(f"{self._where(at)}: {error}: half a character; mend the line or remove it") from error
+            raise DataError(f"{self._where(at)}: half a character ({error}); mend the line or remove it") from error
 
     def _where(self, at: int) -> str:
         """Name the line that begins at byte `at`; they are counted only now that somebody wants to know."""
         with self.path.open("rb") as file:
             before = sum(piece.count(b"\n") for piece in _pieces_of(file, at))
-        return f"{self.path}, line {before + 1},"
+        return f"{self.path}, line {before + 1}"
 
 
 def _pieces_of(file: Any, length: int) -> Iterator[bytes]:

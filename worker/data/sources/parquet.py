@@ -26,8 +26,16 @@ class RowsTask:
     rows = 0
 
     def pieces(self) -> Iterator[Piece]:
+        pyarrow = _pyarrow()
+        try:
+            yield from self._pieces(pyarrow)
+        except (pyarrow.ArrowException, UnicodeError) as error:
+            where = f"{self.path}, rows {self.first} to {self.stop - 1} of row group {self.group}"
+            raise DataError(f"{where} cannot be read: {error}; fetch the file again, or mend it") from error
+
+    def _pieces(self, pyarrow: ModuleType) -> Iterator[Piece]:
         row = 0
-        with _pyarrow().parquet.ParquetFile(self.path) as file:
+        with pyarrow.parquet.ParquetFile(self.path) as file:
             for batch in file.iter_batches(_BATCH_ROWS, row_groups=[self.group], columns=[self.column]):
                 if row + len(batch) > self.first:
                     for number, text in enumerate(batch.column(0).to_pylist(), start=row):
