@@ -83,12 +83,14 @@ rounds = 1
     assert [group["lr"] for each in (muon, adamw) for group in each.param_groups] == [0.01, 0.01]
 
 
-def test_a_model_of_your_own_has_its_last_linear_for_a_head() -> None:
+def test_a_model_of_your_own_has_its_last_linear_for_a_head(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     model = toy.make_model()
     muon, adamw = build_inner_optimizers(model, inner("muon", muon_learning_rate=0.5, learning_rate=0.25))
     assert names_of(model, muon) == {"0.weight"}
     assert names_of(model, adamw) == {"0.bias", "2.weight"}
     assert (muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]) == (0.5, 0.25)
+    assert caplog.messages == ["Muon trains 1 matrices of 640 parameters in all, AdamW the other 64"]
 
 
 def test_muon_and_adamw_take_steps_of_one_length() -> None:

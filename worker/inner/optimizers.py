@@ -4,6 +4,7 @@ Each takes the model and the spec's [inner] and returns the optimizers that make
 which they step, with the peak learning rate in every group.
 """
 
+import logging
 from collections import Counter
 from itertools import chain
 
@@ -14,6 +15,8 @@ from torch.optim import Optimizer
 from protocol.spec import OPTIMIZERS, InnerSpec
 from worker.errors import ModelError
 from worker.user_code import imported
+
+log = logging.getLogger(__name__)
 
 
 def adamw(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
@@ -50,6 +53,8 @@ def muon(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
         nesterov=False,
         adjust_lr_fn="match_rms_adamw",
     )
+    counts = [sum(each.numel() for each in part) for part in (hidden, rest)]
+    log.info("Muon trains %d matrices of %d parameters in all, AdamW the other %d", len(hidden), *counts)
     return [optimizer, _adamw(rest, inner)] if rest else [optimizer]
 
 
