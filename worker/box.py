@@ -40,6 +40,7 @@ class Box:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: InnerStep
+    micro_batches: MicroBatches
     use: DeviceUse
     evaluate: Callable[[], EvaluationReport] | None
 
@@ -66,8 +67,9 @@ def set_up(spec: RunSpec, settings: BoxSettings, device: torch.device) -> Box:
     loss = Loss(model, precision, head)
     sizes = _micro_batches(spec, settings, model, loss, device)
     step = InnerStep(loss, [optimizer], sizes, clip_norm=spec.inner.clip_norm, scaler=loss_scaler(precision, device))
-    measure = partial(evaluate, model, data, spec.evaluation.max_tokens, device, loss, sizes)
-    return Box(spec, device, precision, data, model, optimizer, step, use, measure if len(data.held_out) else None)
+    evaluated = partial(evaluate, model, data, spec.evaluation.max_tokens, device, loss, sizes)
+    measure = evaluated if len(data.held_out) else None
+    return Box(spec, device, precision, data, model, optimizer, step, sizes, use, measure)
 
 
 def _device_use(
@@ -89,12 +91,13 @@ def _micro_batches(
 ) -> MicroBatches:
     """Return the size that is wanted. `auto` begins with the whole batch; on a CPU, where too much swaps or kills, and
     does not fail, with what keeps the logits within LOGITS_BYTES."""
+    if settings.micro_batch != "auto":
+        return MicroBatches(settings.micro_batch, spec.inner.batch_size)
     at_most = spec.inner.batch_size
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if device.type == "cpu" and loss.head is None and vocabulary:
-        at_most = min(at_most, max(LOGITS_BYTES // (4 * vocabulary * spec.data.sequence_length), 1))
-    wanted = None if settings.micro_batch == "auto" else settings.micro_batch
-    sizes = MicroBatches(wanted, at_most)
-    if sizes.size < spec.inner.batch_size:
-        log.info("micro-batches of %d of the batch's %d sequences", sizes.size, spec.inner.batch_size)
-    return sizes
+        fit = max(LOGITS_BYTES // (4 * vocabulary * spec.data.sequence_length), 1)
+        if fit < at_most:
+            log.info("micro-batches of %d of %d sequences, so that their logits take 1 GiB at most", fit, at_most)
+            at_most = fit
+    return MicroBatches(None, at_most)
