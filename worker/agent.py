@@ -164,12 +164,13 @@ def _step_log(settings: BoxSettings) -> Iterator[StepLog | None]:
 def _say_what_trains(run: str, settings: BoxSettings, box: Box) -> None:
     parameters = sum(parameter.numel() for parameter in box.model.parameters())
     log.info(
-        "run %s as %s: %d parameters on %s in %s; kernels %s",
+        "run %s as %s: %d parameters on %s in %s, %d sequences at once; kernels %s",
         run,
         settings.name,
         parameters,
         box.device,
         box.precision,
+        min(box.micro_batches.size, box.spec.inner.batch_size),
         KERNELS,
     )
 

@@ -45,6 +45,7 @@ class Box:
     optimizers: list[torch.optim.Optimizer]
     schedule: Schedule
     step: InnerStep
+    micro_batches: MicroBatches
     use: DeviceUse
     evaluate: Callable[[], EvaluationReport] | None
 
@@ -81,6 +82,7 @@ def set_up(spec: RunSpec, settings: BoxSettings, device: torch.device, *, stop: 
         optimizers=optimizers,
         schedule=Schedule(spec, optimizers),
         step=InnerStep(loss, optimizers, sizes, inner=spec.inner, scaler=loss_scaler(precision, device)),
+        micro_batches=sizes,
         use=use,
         evaluate=partial(evaluate, model, data, spec.evaluation.max_tokens, device, loss, sizes)
         if data.held_out_tokens
@@ -107,12 +109,13 @@ def _micro_batches(
 ) -> MicroBatches:
     """Return the size that is wanted. `auto` begins with the whole batch; on a CPU, where too much swaps or kills, and
     does not fail, with what keeps the logits within LOGITS_BYTES."""
+    if settings.micro_batch != "auto":
+        return MicroBatches(settings.micro_batch, spec.inner.batch_size)
     at_most = spec.inner.batch_size
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if device.type == "cpu" and loss.head is None and vocabulary:
-        at_most = min(at_most, max(LOGITS_BYTES // (4 * vocabulary * spec.data.sequence_length), 1))
-    wanted = None if settings.micro_batch == "auto" else settings.micro_batch
-    sizes = MicroBatches(wanted, at_most)
-    if sizes.size < spec.inner.batch_size:
-        log.info("micro-batches of %d of the batch's %d sequences", sizes.size, spec.inner.batch_size)
-    return sizes
+        fit = max(LOGITS_BYTES // (4 * vocabulary * spec.data.sequence_length), 1)
+        if fit < at_most:
+            log.info("micro-batches of %d of %d sequences, so that their logits take 1 GiB at most", fit, at_most)
+            at_most = fit
+    return MicroBatches(None, at_most)

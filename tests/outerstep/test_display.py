@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from outerstep.display import LineDisplay, LiveDisplay, display_for
+from outerstep.display import LineDisplay, LiveDisplay, display_for, worker_table
 from outerstep.follow import Look
 from protocol.messages import Event, RoundInfo, RunInfo, WorkerInfo
 from tests.outerstep.examples import event_document, round_document, run_document, worker_document
@@ -86,3 +86,21 @@ def test_the_picture_holds_progress_workers_the_last_rounds_and_events():
     ):
         assert expected in picture, picture
     assert "0.1000" not in picture, "only the last 8 rounds are shown"
+
+
+def test_the_use_of_a_gpu_is_shown_where_one_is_known():
+    plain = [WorkerInfo.model_validate(worker_document(name)) for name in ("a", "b")]
+    told = plain[0].model_copy(
+        update={"metrics": plain[0].metrics.model_copy(update={"mfu": 0.4567, "peak_memory_bytes": 61_300_000_000})}
+    )
+    assert "MFU" not in printed_table(plain)
+    header, first, second = printed_table([told, plain[1]]).splitlines()
+    assert header.split()[-2:] == ["MFU", "memory"]
+    assert first.split()[-3:] == ["45.7%", "61.3", "GB"]
+    assert second.split()[-2:] == ["–", "–"]
+
+
+def printed_table(workers: list[WorkerInfo]) -> str:
+    out = io.StringIO()
+    Console(file=out, width=160).print(worker_table(workers))
+    return out.getvalue()

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from benchmarks.harness.coordinator import coordinator_thread
+from outerstep.cli import app
 from protocol.exit_codes import Exit
+from protocol.messages import Scope
 from protocol.spec import RunSpec, parse_spec
 from worker.agent import run_alone
 from worker.alone import AloneSteps, train_alone
@@ -169,3 +173,27 @@ def test_every_precision_learns(spec: RunSpec, tmp_path: Path, changes: dict[str
     before = box.evaluate().loss
     trained(spec, box, tmp_path, threading.Event())
     assert box.evaluate().loss < before
+
+
+def test_the_command_takes_the_spec_from_the_coordinator_or_from_a_file(
+    spec: RunSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither joins the run: it stays as it is, and the same command again has nothing left to do."""
+    caplog.set_level("INFO")
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        f'name = "text"\ndata.source = "{spec.data.source}"\ndata.sequence_length = 16\ninner.batch_size = 2\n'
+        'model.preset = "tiny"\nsync.rounds = 2\nsync.inner_steps = 1\nevaluation.max_tokens = 64\n'
+    )
+    state = ["--state", str(tmp_path / "state"), "--device", "cpu", "--name", "a"]
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        coordinator.create_run(toml.read_text())
+        url = [coordinator.url, "--run", "text", "--token", coordinator.token(Scope.VIEWER)]
+        assert CliRunner().invoke(app, ["worker", *url, "--no-sync", *state]).exit_code == Exit.DONE
+        with coordinator.client() as http:
+            assert http.get("/v1/runs/text/workers").json()["items"] == []
+    assert "state 2: held-out loss" in caplog.text
+    caplog.clear()
+    assert CliRunner().invoke(app, ["worker", "--no-sync", "--spec", str(toml), *state]).exit_code == Exit.DONE
+    assert "resuming at round 2" in caplog.text
+    assert "round 0" not in caplog.text

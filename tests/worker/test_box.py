@@ -44,11 +44,11 @@ def test_auto_on_a_cpu_bounds_the_logits_and_says_so(
     """Only where they cannot be made a part at a time: too much memory of a CPU swaps, or kills, and tells nobody."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(box_module, "LOGITS_BYTES", 4 * 256 * 16)  # one sequence
-    set_up(spec, box_settings(tmp_path), CPU)
+    assert set_up(spec, box_settings(tmp_path), CPU).micro_batches.size == 2
     assert "micro-batches" not in caplog.text
     monkeypatch.setattr(box_module, "find_head", lambda model: None)
-    set_up(spec, box_settings(tmp_path), CPU)
-    assert "micro-batches of 1 of the batch's 2 sequences" in caplog.text
+    assert set_up(spec, box_settings(tmp_path), CPU).micro_batches.size == 1
+    assert "micro-batches of 1 of 2 sequences, so that their logits take 1 GiB at most" in caplog.text
 
 
 def test_the_flops_are_counted_where_there_is_a_peak(spec: Any, tmp_path: Path) -> None:

@@ -79,8 +79,21 @@ def test_peaks(name: str, precision: str, tera: float) -> None:
     assert peak_flops(name, precision) == pytest.approx(tera * 1e12)
 
 
-def test_an_unknown_device_has_no_utilisation() -> None:
-    assert peak_flops("NVIDIA Something New", "bf16") is None
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA Something New",
+        "NVIDIA RTX A4000",
+        "NVIDIA RTX A1000",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+    ],
+)
+def test_what_only_sounds_like_a_known_device_has_no_peak(name: str) -> None:
+    assert peak_flops(name, "bf16") is None
+
+
+def test_without_either_figure_there_is_no_utilisation() -> None:
     assert DeviceUse(CPU, 100.0, None).utilisation(5.0) is None
     assert DeviceUse(CPU, None, 1000.0).utilisation(5.0) is None
     assert DeviceUse(CPU, 100.0, 1000.0).utilisation(5.0) == 0.5

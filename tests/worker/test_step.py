@@ -105,6 +105,20 @@ def test_what_cannot_be_smaller_is_told() -> None:
         step_of(Small(fits=0), None).gradient(batch())
 
 
+def test_an_optimizer_whose_state_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No micro-batch helps there, nor does starting again, which the exit code of an unexpected fault asks for."""
+
+    def step(self: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model = Small()
+    inner = step_of(model, None)
+    inner.gradient(batch())
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(BoxError, match="the inner optimizer's step does not fit into the memory: CUDA out of memory"):
+        inner.apply()
+
+
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     assert is_out_of_memory(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))

@@ -1,14 +1,16 @@
 """How well a worker's device is used: model FLOPs utilisation, and peak memory."""
 
+import re
 import resource
 import sys
 from dataclasses import dataclass
 
 import torch
 
-# Dense peaks in TFLOP/s by the makers' data sheets: bf16 and fp16 with fp32 accumulation, TF32, fp32. A name is part of
-# what torch calls the device; of several that fit, the first counts.
+# Dense peaks in TFLOP/s by the makers' data sheets: bf16 and fp16 with fp32 accumulation, TF32, fp32. A name is a part,
+# of whole words, of what torch calls the device; of several that fit, the first counts.
 PEAKS: dict[str, tuple[float, float, float]] = {
+    "GB200": (2500, 1250, 80),
     "B200": (2250, 1125, 75),
     "H200": (989.4, 494.7, 66.9),
     "H100 NVL": (835, 417.5, 60),
@@ -33,12 +35,16 @@ PEAKS: dict[str, tuple[float, float, float]] = {
     "MI300X": (1307.4, 653.7, 163.4),
 }
 
+_OTHERS = re.compile(r"\b(Laptop|Max-Q|MIG|Ti|D)\b")  # of the same name, and slower or faster
+
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Return the FLOP/s that a device of this name can do at most; None where that is not known here."""
     column = {"bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2}[precision]
+    if _OTHERS.search(device_name):
+        return None
     for name, peaks in PEAKS.items():
-        if name in device_name:
+        if re.search(rf"\b{name}\b", device_name):
             return peaks[column] * 1e12 or None
     return None
 

@@ -1,8 +1,6 @@
 """The held-out loss."""
 
 import math
-import sys
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +34,8 @@ def evaluate(
     was_training = model.training
     model.eval()
     total, tokens = 0.0, 0
-    with _as_written():
+    # As it was written, where it is compiled: what is done so rarely, with shapes of its own, is not worth compiling.
+    with torch.compiler.set_stance("force_eager"):
         for batch in data.held_out_batches(max_tokens):
             on_device = batch.to(device)
             sizes = micro_batches or MicroBatches(len(batch), len(batch))
@@ -47,9 +46,3 @@ def evaluate(
         raise ModelError(f"the held-out loss is {total}: the model's parameters are not finite, or far too large")
     size = None if data.bytes_per_token is None else round(tokens * data.bytes_per_token)
     return EvaluationReport(loss=total / tokens, tokens=tokens, bytes=size)
-
-
-def _as_written() -> AbstractContextManager[object]:
-    """Return a context in which a compiled model runs uncompiled: what is done so rarely is not worth compiling."""
-    # The module takes seconds to import; where it is not, nothing is compiled.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

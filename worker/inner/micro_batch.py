@@ -56,7 +56,7 @@ class MicroBatches:
                 "bf16 or --parameters bf16"
             ) from error
         self.size = (tried + 1) // 2
-        log.warning("micro-batches of %d sequences do not fit into the memory; trying %d", tried, self.size)
+        log.warning("micro-batches of %d sequences do not fit into the memory; from now on of %d", tried, self.size)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from protocol.spec import InnerSpec
+from worker.errors import BoxError
 from worker.inner.clipping import clip_gradients
 from worker.inner.loss import Loss
-from worker.inner.micro_batch import MicroBatches
+from worker.inner.micro_batch import MicroBatches, is_out_of_memory
 
 
 class InnerStep:
@@ -48,7 +49,7 @@ class InnerStep:
 
     def apply(self) -> None:
         """Clip the gradient, take the optimizers' step with it, and drop it. An fp16 gradient that is not finite is
-        dropped without a step, by all optimizers alike."""
+        dropped without a step, by all optimizers alike. Raises BoxError where the optimizers' state does not fit."""
         if self._scaler is not None:
             for optimizer in self._optimizers:
                 self._scaler.unscale_(optimizer)
@@ -58,15 +59,27 @@ class InnerStep:
             finite = self._is_finite(norm)
             self._scaler.update()
         if finite:
-            for optimizer in self._optimizers:
-                # Not through the scaler, which lets a fused optimizer skip a step in silence, and each one for itself.
-                optimizer.step()
+            self._take_steps()
         self._drop_gradient()
 
     def _is_finite(self, norm: Tensor | None) -> bool:
         if norm is None:
             norm = nn.utils.get_total_norm(each.grad for each in self._parameters if each.grad is not None)
         return bool(norm.isfinite())
+
+    def _take_steps(self) -> None:
+        """Step, but not through the scaler, which lets a fused optimizer skip in silence, and each one for itself."""
+        try:
+            for optimizer in self._optimizers:
+                optimizer.step()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            told = str(error).splitlines()[0]
+            raise BoxError(
+                f"the inner optimizer's step does not fit into the memory: {told}; try --parameters bf16, or a "
+                "GPU with more"
+            ) from error
 
     def _drop_gradient(self) -> None:
         for optimizer in self._optimizers:
