@@ -1,5 +1,6 @@
 """Token sets as a run opens them: prepared ones, .bin files, and sources that are prepared first; and damaged ones."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -349,6 +350,17 @@ def test_a_shard_that_is_cut_while_it_is_trained_on(prepared: Path) -> None:
     cut(prepared / "train-00003.bin")
     with pytest.raises(DataError, match="train-00003.bin was cut short: .* fetch it again, or prepare the set again"):
         rows(data)
+
+
+def test_a_disk_that_fails(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = open_training_set(spec(prepared))
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("os.preadv", fail)
+    with pytest.raises(DataError, match=r"train-\d+.bin cannot be read at \d+: .*Input/output error; fetch it again"):
+        data.unit(0)
 
 
 @pytest.mark.parametrize(

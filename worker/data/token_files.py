@@ -46,7 +46,10 @@ class TokenFiles:
         for row, shard, offset in zip(out, shards.tolist(), offsets.tolist(), strict=True):
             file = self._open_file(shard)
             begin = self._shards[shard].offset + offset
-            count = os.preadv(file.fileno(), [row.data], begin)
+            try:
+                count = os.preadv(file.fileno(), [row.data], begin)
+            except OSError as error:
+                raise DataError(f"{file.name} cannot be read at {begin}: {error}; {AGAIN}") from error
             if count != row.nbytes:
                 raise DataError(
                     f"{file.name} was cut short: {count} bytes are left of {row.nbytes} at {begin}; {AGAIN}"
