@@ -40,9 +40,9 @@ GOLDEN: list[tuple[BaseModel, str]] = [
         '"fragments":[[{"tensor":0,"start":0,"stop":3}],[{"tensor":0,"start":3,"stop":6}]]}}',
     ),
     (
-        messages.Metrics(round=1, inner_step=2, loss=0.5, upload_bytes=3),
-        '{"round":1,"inner_step":2,"loss":0.5,"tokens_per_second":null,"inner_steps_per_second":null,"upload_bytes":3,'
-        '"download_bytes":0,"phase":null}',
+        messages.Metrics(round=1, inner_step=2, loss=0.5, mfu=0.4, upload_bytes=3),
+        '{"round":1,"inner_step":2,"loss":0.5,"tokens_per_second":null,"inner_steps_per_second":null,"mfu":0.4,'
+        '"peak_memory_bytes":null,"upload_bytes":3,"download_bytes":0,"phase":null}',
     ),
     (messages.AssignmentRequest(state_round=3, carried=[[4, 6]]), '{"state_round":3,"carried":[[4,6]],"report":null}'),
     (
