@@ -4,7 +4,6 @@ Its settings are theirs: TRACKIO_DIR, TRACKIO_SPACE_ID, TRACKIO_SERVER_URL. It w
 `finish` waits for that; so each record is a short session, which is resumed for the next.
 """
 
-import os
 from contextlib import ExitStack, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -44,7 +43,7 @@ class Tracker:
     def _session(self) -> trackio.Run:
         try:
             return trackio.init(
-                project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+                project=PROJECT,
                 name=self._name,
                 config=self._config,
                 resume="allow",
