@@ -1,6 +1,7 @@
 """Late, round after round: what was not acknowledged is carried along, whole, whatever the codec, over crashes too."""
 
 import threading
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from protocol.codecs import F32
 from protocol.errors import Problem
+from protocol.messages import Assignment
 from protocol.wire import ContributionHeader, Payload, pack_header
 from tests.support.waiting import wait_until
 from tests.worker import toy
@@ -173,6 +175,56 @@ def test_late_work_that_is_too_little_for_the_codec_is_sent_later(
         left_out = first == 0
         assert np.abs(whole[0, p][left_out]).max() > 0, "all late work was sent at once, so nothing is proved"
         np.testing.assert_allclose(whole[2, p], whole[1, p] - first, atol=1e-6)
+
+
+class RedealtClient(LateClient):
+    """Its lease has ended, it is told as it contributes to round 1; and what it is dealt then is all that its
+    contribution names, the late work's units as well."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.attempts: list[ContributionHeader] = []
+        self.redealt: list[Assignment] = []
+
+    def contribute(self, member_token, header, frames, **options):
+        if header.round == 1:
+            self.attempts.append(header)
+            if not self.redealt:
+                raise Problem("units-not-held", "the lease has ended")
+        super().contribute(member_token, header, frames, **options)
+
+    def assignment(self, *arguments):
+        answer = super().assignment(*arguments)
+        if not self.attempts or self.redealt:
+            return answer
+        self.redealt.append(answer.model_copy(update={"units": self.attempts[0].units}))
+        return self.redealt[0]
+
+
+def test_late_work_whose_units_are_dealt_to_it_again_is_trained_again(tmp_path: Path) -> None:
+    """Seed 205044: the worker found that it held all units of its work again and contributed it once more. But the late
+    ones were this round's now, and weigh: so it was refused for good, and the process ended."""
+    late, arrived, everybody = {(0, p) for p in range(FRAGMENTS)}, Arrivals(), threading.Barrier(3)
+    clients: list[RedealtClient] = []
+
+    def late_client(*arguments: Any) -> RedealtClient:
+        clients.append(RedealtClient(*arguments, late=late, arrived=arrived, dies=lambda what, number: False))
+        return clients[0]
+
+    def meet(diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (0, 1):
+            everybody.wait(60)
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=2, members=AT_ONCE), tmp_path)
+        patient = {"client_class": partial(PatientClient, late=late, arrived=arrived), "on_step": meet}
+        run.workers(["a", "b", "c"], a=patient, b=patient, c={"client_class": late_client, "on_step": meet})
+        info = run.final()
+        assert {run.told(name).state_digest for name in "abc"} == {info.state_digest}
+    (client,) = clients
+    assert client.redealt
+    once_more = Counter(header.fragment for header in client.attempts if header.carried)
+    assert set(once_more.values()) == {1}
 
 
 def test_late_work_survives_a_crash(tmp_path: Path) -> None:

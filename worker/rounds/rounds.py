@@ -168,11 +168,14 @@ class Rounds:
 
     def _reclaiming(self, round_: Round, act: Callable[[], None]) -> None:
         """`act`; where the lease had ended, the units went back to the pool. If nobody took them, they are ours again,
-        and the round's work is contributed again, if all of it is at hand."""
+        and the round's work is contributed again, if all of it is at hand and nothing of it is carried: units that are
+        dealt again are of this round, and weigh."""
         try:
             act()
         except WorkLost:
-            if not round_.has_all_work or not self._holds_again(round_.work[0]):
+            if not (round_.has_all_work and all(each.all_weighs for each in round_.work)):
+                raise
+            if not self._holds_again(round_.work[0]):
                 raise
             round_.contribute(round_.work)
 

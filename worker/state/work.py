@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from worker.state.units import UnitRanges
+from worker.state.units import UnitRanges, count
 
 T = TypeVar("T")
 
@@ -120,6 +120,11 @@ class Contribution:
     norm: float
     delta: Tensor
     late: Late | None = None
+
+    @property
+    def all_weighs(self) -> bool:
+        """True if no work of other rounds is in it."""
+        return self.late is None and self.weight == count(self.units)
 
     def missed(self, missed: Missed) -> Late:
         """Return the late work on it, once the round has closed without it."""
