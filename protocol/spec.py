@@ -47,7 +47,7 @@ class ModelSpec(_Section):
 
 
 class DataSpec(_Section):
-    """The training set: text, or token ids. docs/data.md says what each source is."""
+    """The training set: text, or token ids. Sources are on the worker, or where it can fetch them."""
 
     source: str = Field(
         "python-stdlib",

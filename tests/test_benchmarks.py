@@ -1,7 +1,8 @@
-"""The benchmarks of lines and of the control plane, at sizes that say nothing about speed: what they print is complete.
+"""The benchmarks of lines, of the control plane and of preparing, at sizes that say nothing about speed: what they print is complete.
 And how all of them are named."""
 
 import asyncio
+import importlib.util
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import loop, wan
+from benchmarks import loop, prepare, wan
 from benchmarks.control_plane import measure
 from benchmarks.floor import core_seconds
 from benchmarks.harness import lines
@@ -39,6 +40,19 @@ def test_the_floor_of_a_sync_has_core_seconds_for_every_part() -> None:
     parts = core_seconds(2 * CHUNK_ELEMENTS + 5, 3)
     assert set(parts) == {"encode", "average", "outer step", "digests", "sockets", "disk"}
     assert all(seconds > 0 for seconds in parts.values())
+
+
+def test_preparing_is_measured_beside_datasets_where_that_is_installed() -> None:
+    report = prepare.measure(300_000, processes=1, repeats=1)
+    assert report["text_bytes"] >= 300_000
+    there = importlib.util.find_spec("datasets") is not None
+    assert set(report["seconds"]) == set(report["tokens"]) == {"outerstep", *(["datasets"] if there else [])}
+    counts = list(report["tokens"].values())
+    assert 50_000 < min(counts) <= max(counts) < min(counts) + 10, "but for where a long document is cut"
+    for name, spent in report["seconds"].items():
+        assert report["mb_per_second_per_process"][name] == pytest.approx(report["text_bytes"] / 1e6 / spent)
+        assert name in prepare.table(report)
+    assert (report["ratio"] is not None) == there
 
 
 @pytest.mark.system

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from outerstep import __version__
-from outerstep.cli import coordinator, demo, plan, run, token, worker
+from outerstep.cli import coordinator, data, demo, plan, run, token, worker
 from outerstep.cli.faults import CommandGroup
 from protocol.exit_codes import IN_WORDS
 
@@ -56,6 +56,7 @@ app.command()(coordinator.migrate)
 app.command(epilog=IN_WORDS)(worker.worker)
 app.add_typer(run.app, name="run")
 app.add_typer(token.app, name="token")
+app.add_typer(data.app, name="data")
 app.command()(demo.demo)
 app.command()(plan.plan)
 

@@ -15,14 +15,19 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.exit_codes import Exit
-from protocol.messages import RunDetail, Scope, WorkerInfo
+from protocol.messages import JoinRequest, LeaveRequest, RunDetail, Scope, WorkerInfo
+from tests.support.tokenizers import write_tokenizer
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy
 from worker.agent import run_worker
+from worker.data.opening import open_training_set
+from worker.data.text import TextData
 from worker.export import export, load_checkpoint, sample
 from worker.link.client import Client, open_http
+from worker.models.building import build_model
 from worker.settings import WorkerSettings
+from worker.state.fragments import tensor_specs
 
 RUN = """
 name = "text"
@@ -168,11 +173,6 @@ def test_another_training_set_is_refused(coordinator: InThread, text: Path, tmp_
     coordinator.create_run(RUN.format(source=text, rounds=1).replace("rounds = 1", "rounds = 100000"))
     with open_http(coordinator.url) as http:
         # A first worker fixes the training set, and leaves.
-        from protocol.messages import JoinRequest, LeaveRequest
-        from worker.data.text import TextData
-        from worker.models.building import build_model
-        from worker.state.fragments import tensor_specs
-
         client = Client(http, "text", coordinator.token(Scope.WORKER))
         spec = client.run_detail().spec
         request = JoinRequest(tensors=tensor_specs(build_model(spec, torch.device("cpu"))), data=TextData(spec).summary)
@@ -182,6 +182,49 @@ def test_another_training_set_is_refused(coordinator: InThread, text: Path, tmp_
     assert run_worker(settings(coordinator, tmp_path, name="taken")) == Exit.REFUSED
     (text / "more.txt").write_text("another training set")
     assert run_worker(settings(coordinator, tmp_path)) == Exit.REFUSED
+
+
+def of_tokens(text: Path, tokenizer: Path, *, rounds: int, vocabulary: int = 320) -> str:
+    shape = (
+        f'[model.config]\nmodel_type = "llama"\nvocab_size = {vocabulary}\nhidden_size = 32\nintermediate_size = 64\n'
+        "num_hidden_layers = 1\nnum_attention_heads = 2\n"
+    )
+    spec = RUN.format(source=text, rounds=rounds).replace('[model]\npreset = "tiny"\n', shape)
+    return spec.replace("holdout = 0.1", f'holdout = 0.1\ntokenizer = "{tokenizer}"')
+
+
+def test_a_run_of_tokens(
+    coordinator: InThread,
+    text: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker tokenises its text before it joins; and then whoever has another tokenizer is refused by its name."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("worker.data.preparing.cores", lambda: 1)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    caplog.set_level(logging.INFO)
+    coordinator.create_run(of_tokens(text, tokenizer, rounds=2))
+    assert run_worker(settings(coordinator, tmp_path)) == Exit.DONE
+    assert "the tokenizer has 282: 38 rows are never trained" in caplog.text
+    with coordinator.client() as http:
+        rounds = http.get("/v1/runs/text/rounds").json()["items"]
+    assert rounds[-1]["held_out_loss"] == pytest.approx(5.77, abs=0.2), "the logarithm of 320"
+
+    coordinator.create_run(of_tokens(text, tokenizer, rounds=2, vocabulary=256).replace('"text"', '"small"', 1))
+    assert run_worker(settings(coordinator, tmp_path, run="small")) == Exit.REFUSED
+    assert "vocab_size = 256 is too small: the training set has token ids up to 281" in caplog.text
+
+    coordinator.create_run(of_tokens(text, tokenizer, rounds=2).replace('"text"', '"two"', 1))
+    with open_http(coordinator.url) as http:
+        client = Client(http, "two", coordinator.token(Scope.WORKER))
+        spec = client.run_detail().spec
+        tensors = tensor_specs(build_model(spec, torch.device("cpu")))
+        client.join("first", JoinRequest(tensors=tensors, data=open_training_set(spec).summary))
+    write_tokenizer(tokenizer, "other words, and other merges")
+    assert run_worker(settings(coordinator, tmp_path, run="two")) == Exit.REFUSED
+    assert f"training set was made by the tokenizer {tokenizer} (BLAKE3 " in caplog.text
 
 
 def test_settings_have_sensible_defaults() -> None:

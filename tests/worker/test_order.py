@@ -1,5 +1,6 @@
 """The order of a set of many shards: a pure function of seed and number, in which a worker's units lie in few shards."""
 
+import random
 import threading
 
 import numpy as np
@@ -108,3 +109,44 @@ def test_the_memory_is_that_of_windows_not_of_the_set() -> None:
     assert order.units_per_epoch == 10**9 // 512
     info = order._window.cache_info()  # noqa: SLF001 - what it keeps is what is promised
     assert (info.currsize, info.maxsize) == (1, 2)
+
+
+def shuffled(n: int, *words: int) -> list[int]:
+    """An order of 0 to n - 1, drawn by a twister that is seeded with these words."""
+    _, key, position, *_ = np.random.RandomState(list(words)).get_state(legacy=True)
+    twister = random.Random()
+    twister.setstate((3, (*map(int, key), int(position)), None))
+    order = list(range(n))
+    for i in range(n - 1, 0, -1):
+        j = draw(twister, i)
+        order[i], order[j] = order[j], order[i]
+    return order
+
+
+def test_the_order_is_what_docs_wire_format_says() -> None:
+    """With a Mersenne twister and nothing else of numpy."""
+    tokens = [40, 8, 137, 65, 70, 9, 241, 17, 73, 89, 33, 3, 1, 50, 170, 25, 105, 57, 19, 321]  # three windows
+    length, batch, seed = 8, 3, 21
+    order = Order([(each - 1) // length for each in tokens], batch, seed)
+    total = sum((each - 1) // length for each in tokens)
+    assert order.units_per_epoch == total // batch
+    for epoch in range(2):
+        shards = shuffled(len(tokens), seed, epoch, 0)
+        places: list[tuple[int, int]] = []
+        for w, start in enumerate(range(0, len(shards), 8)):
+            window = shards[start : start + 8]
+            sequences = [(shard, row) for shard in window for row in range((tokens[shard] - 1) // length)]
+            words = (seed, epoch, w) if w else (seed, epoch)
+            places += [sequences[each] for each in shuffled(len(sequences), *words)]
+        for unit in range(total // batch):
+            found = order.places(epoch * (total // batch) + unit)
+            expected = places[unit * batch : (unit + 1) * batch]
+            assert list(zip(found.shards.tolist(), found.rows.tolist(), strict=True)) == expected
+
+
+def draw(twister: random.Random, most: int) -> int:
+    mask = (1 << most.bit_length()) - 1
+    while True:
+        value = twister.getrandbits(32) & mask
+        if value <= most:
+            return value

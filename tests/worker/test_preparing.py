@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from tests.support.text import write_text
 from tests.support.tokenizers import END, write_tokenizer
@@ -312,3 +313,24 @@ def test_a_shard_that_was_deleted_meanwhile(lines: Path, tokenizer: str, tmp_pat
         shard.unlink()
         with pytest.raises(DataError, match=f"{shard.name} is missing"):
             prepare(recipe(lines, tokenizer), out, processes=1)
+
+
+def test_the_digests_are_what_docs_wire_format_says(tmp_path: Path) -> None:
+    def of(value: object) -> str:
+        return blake3(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()).hexdigest()
+
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer")))
+    document = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
+    assert tokenizer.digest == of({key: document[key] for key in document.keys() - {"truncation", "padding"}})
+
+    (tmp_path / "text.jsonl").write_text('{"text": "a worker"}\n{"text": "waits"}\n' * 50)
+    source = find_source(str(tmp_path / "text.jsonl"), "text", 0.0)
+    index = prepare(Recipe([source], tokenizer, shard_tokens=100), tmp_path / "set", processes=1)
+    written = json.loads((tmp_path / "set" / "index.json").read_text())
+    named = ["format", "dtype", "vocabulary", "tokenizer_digest", "end", "training", "held_out"]
+    content = {key: written[key] for key in named}
+    for part in ("training", "held_out"):
+        content[part] = [{key: shard[key] for key in shard.keys() - {"file", "offset"}} for shard in content[part]]
+    assert index.digest() == of(content)
+    for shard in written["training"]:
+        assert blake3((tmp_path / "set" / shard["file"]).read_bytes()).hexdigest() == shard["digest"]

@@ -61,9 +61,9 @@ class TokenFiles:
 
     def _tell_of_an_id(self, out: Tokens, shards: Integers, starts: Integers) -> None:
         row, column = np.unravel_index(int(out.argmax()), out.shape)
-        shard = self._shards[int(shards[row])]
+        file = self._open_file(int(shards[row]))
         raise DataError(
-            f"{shard.file} of the set has the token id {out[row, column]} at token {starts[row] + column}, the "
+            f"{file.name} has the token id {out[row, column]} at token {starts[row] + column}, the "
             f"vocabulary of the set is {self._vocabulary}: its index is wrong; prepare the set again"
         )
 
@@ -86,6 +86,15 @@ class InDirectory:
             verify(shard, file, path, self._itemsize)
             self._verified.add(number)
         return file
+
+
+def verify_file(shard: Shard, path: Path, itemsize: int) -> None:
+    """Raise DataError unless the shard, in this file, has the bytes that its digest is of."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            verify(shard, file, path, itemsize)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}; {AGAIN}") from error
 
 
 def verify(shard: Shard, file: IO[bytes], path: Path, itemsize: int) -> None:

@@ -86,8 +86,12 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _fast(content: bytes, file: Path) -> Any:
-    from tokenizers import Tokenizer as Fast
-
+    try:
+        from tokenizers import Tokenizer as Fast
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{file} needs tokenizers, which is not installed; run: pip install 'outerstep[worker]'"
+        ) from error
     try:
         fast = Fast.from_str(content.decode())
     except Exception as error:  # tokenizers raises Exception itself

@@ -27,7 +27,7 @@ class RowsTask:
 
     def pieces(self) -> Iterator[Piece]:
         row = 0
-        with _pyarrow().ParquetFile(self.path) as file:
+        with _pyarrow().parquet.ParquetFile(self.path) as file:
             for batch in file.iter_batches(_BATCH_ROWS, row_groups=[self.group], columns=[self.column]):
                 if row + len(batch) > self.first:
                     for number, text in enumerate(batch.column(0).to_pylist(), start=row):
@@ -59,19 +59,18 @@ def row_tasks(files: Named, column: str, hold: Hold, task_bytes: int = TASK_BYTE
 
 def _groups(path: Path, column: str) -> list[tuple[int, int]]:
     """Return rows and uncompressed bytes of the column for each row group of a file."""
-    from pyarrow import ArrowException, types
-
+    pyarrow = _pyarrow()
     try:
-        with _pyarrow().ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(path) as file:
             schema, metadata = file.schema_arrow, file.metadata
-    except (ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a parquet file that can be read: {error}") from error
     if column not in schema.names:
         raise DataError(
             f"{path} has no column {column!r}; name the one that has the text (data.column, --column): "
             f"{', '.join(map(repr, schema.names))}"
         )
-    kind = schema.field(column).type
+    kind, types = schema.field(column).type, pyarrow.types
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
         raise DataError(f"{path}: the column {column!r} is {kind}, not text; name another one (data.column, --column)")
@@ -82,9 +81,9 @@ def _groups(path: Path, column: str) -> list[tuple[int, int]]:
 
 def _pyarrow() -> ModuleType:
     try:
-        from pyarrow import parquet
+        import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise DataError(
             "parquet files need pyarrow, which is not installed; run: pip install 'outerstep[data]'"
         ) from error
-    return parquet
+    return pyarrow

@@ -1,0 +1,169 @@
+"""The commands `outerstep data prepare|show`."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from outerstep.cli.faults import UsageError, import_extra
+from outerstep.cli.printing import console
+from outerstep.display import table
+from outerstep.units import UNKNOWN, bytes_text, count_text, parse_count
+
+app = typer.Typer(help="Prepare token sets to train on, and look into them.", no_args_is_help=True)
+
+_load = partial(import_extra, extra="worker")
+
+
+@app.command()
+def prepare(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A directory or glob of text, .jsonl or .parquet files, or hub:NAME[:CONFIG[:SPLIT]].",
+        ),
+    ],
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            "--tokenizer", help="A directory with a tokenizer.json, a repository of the Hugging Face hub, or bytes."
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory for the token set.")],
+    holdout: Annotated[
+        float, typer.Option("--holdout", min=0.0, max=0.99, help="Share of the documents that is held out.")
+    ] = 0.005,
+    held_out: Annotated[
+        str | None, typer.Option("--held-out", metavar="SOURCE", help="Hold out this source instead, all of it.")
+    ] = None,
+    column: Annotated[
+        str, typer.Option("--column", help="What has the text, in JSON lines, parquet files and on the hub.")
+    ] = "text",
+    shard_tokens: Annotated[
+        str, typer.Option("--shard-tokens", metavar="COUNT", help="Tokens per shard; 64M are 128 MB as uint16.")
+    ] = "67108864",
+) -> None:
+    """Tokenise text on all cores, into a directory that data.source can name.
+
+    After a kill the same command goes on where it was, and ends with the same bytes. Documents are held out by hash of
+    their text (text files by hash of their name), so whatever the tokenizer is, the same ones are.
+
+    \b
+    Example:
+      outerstep data prepare 'c4/*.jsonl' --tokenizer mistralai/Mistral-7B-v0.1 --out /data/c4
+    with this run.toml:
+      data.source = "/data/c4"
+    """
+    command = "outerstep data prepare"
+    preparing = _load("worker.data.preparing", command=command)
+    sources = _load("worker.data.sources.source", command=command)
+    tokenizers = _load("worker.data.tokenizer", command=command)
+    given = [sources.find_source(source, column, 0.0 if held_out else holdout)]
+    if held_out is not None:
+        given.append(sources.find_source(held_out, column, 1.0))
+    recipe = preparing.Recipe(given, tokenizers.load_tokenizer(tokenizer), _shard_tokens(shard_tokens))
+    with _bar() as tell:
+        index = preparing.prepare(recipe, out, tell=tell)
+    for line in _summary(index, out):
+        typer.echo(line)
+
+
+@app.command()
+def show(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A token set.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every shard and check its digest.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON for programs, instead of a table.")] = False,
+) -> None:
+    """Show a token set, and check that its files are there and as long as they have to be.
+
+    \b
+    Example:
+      outerstep data show /data/c4 --verify
+    """
+    indexes = _load("worker.data.index", command="outerstep data show")
+    index = indexes.read_index(directory / indexes.FILE)
+    indexes.check_sizes(index.shards, index.item, directory)
+    if verify:
+        files = _load("worker.data.token_files", command="outerstep data show")
+        for shard in index.shards:
+            files.verify_file(shard, directory / shard.file, index.item.itemsize)
+    if as_json:
+        facts = {"digest": index.digest(), "bytes_per_token": index.bytes_per_token, "verified": verify}
+        typer.echo(json.dumps({**facts, **index.model_dump()}, indent=2, ensure_ascii=False))
+        return
+    out = console()
+    for name, value in _facts(index, verify):
+        out.print(f"{name:<16}{value}", markup=False)
+    out.print()
+    out.print(_parts(index))
+
+
+def _shard_tokens(text: str) -> int:
+    try:
+        count = parse_count(text)
+    except ValueError as error:
+        raise UsageError(f"--shard-tokens: {error}") from error
+    if not 1024 <= count < 1 << 40:
+        raise UsageError(f"--shard-tokens = {text}: give at least 1024; 64M is a good size")
+    return count
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[Any], None]]:
+    """Yield what shows how far the work is, on a terminal."""
+    columns = (
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        bar = progress.add_task("", total=None)
+
+        def tell(how_far: Any) -> None:
+            description = f"{count_text(how_far.tokens)} tokens"
+            progress.update(bar, completed=how_far.done, total=how_far.of, description=description)
+
+        yield tell
+
+
+def _summary(index: Any, out: Path) -> Iterator[str]:
+    tokens = [sum(shard.tokens for shard in shards) for shards in (index.training, index.held_out)]
+    yield f"{out}: {count_text(tokens[0])} tokens to train on, {count_text(tokens[1])} held out"
+    if not tokens[1]:
+        yield "nothing is held out, so a run has no held-out loss: give --holdout or --held-out, and another --out"
+
+
+def _facts(index: Any, verified: bool) -> Iterator[tuple[str, str]]:
+    digest = "" if index.tokenizer_digest is None else f" (BLAKE3 {index.tokenizer_digest})"
+    per_token = index.bytes_per_token
+    yield "source", index.source
+    yield "tokenizer", f"{index.tokenizer or UNKNOWN}{digest}"
+    yield "vocabulary", f"{index.vocabulary:,} ids, {index.dtype}"
+    yield "end", UNKNOWN if index.end is None else f"{index.end} after each document"
+    yield "bytes per token", UNKNOWN if per_token is None else f"{per_token:.3f}"
+    yield "digest", index.digest()
+    yield "files", "all there, digests verified" if verified else "all there, sizes checked; --verify checks digests"
+
+
+def _parts(index: Any) -> Any:
+    rows = []
+    for name, shards in (("training", index.training), ("held out", index.held_out)):
+        documents, size = (_sum([getattr(shard, key) for shard in shards]) for key in ("documents", "bytes"))
+        tokens = sum(shard.tokens for shard in shards)
+        rows.append((name, f"{len(shards)}", f"{tokens:,}", count_text(documents), bytes_text(size)))
+    return table(["part", ">shards", ">tokens", ">documents", ">text"], rows)
+
+
+def _sum(counts: list[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None

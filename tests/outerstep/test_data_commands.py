@@ -1,0 +1,92 @@
+"""`outerstep data prepare` and `show`, as they are typed."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from outerstep.cli import app
+from tests.support.text import write_text
+from tests.support.tokenizers import write_tokenizer
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Command:
+    monkeypatch.setattr("worker.data.preparing.cores", lambda: 1)
+    return lambda *arguments: CliRunner().invoke(app, ["data", *map(str, arguments)])
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text", seed=2, files=20, words=300)
+
+
+def test_a_set_is_prepared_and_shown(command: Command, text: Path, tmp_path: Path) -> None:
+    tokenizer, out = write_tokenizer(tmp_path / "tokenizer"), tmp_path / "out"
+    done = command("prepare", text, "--tokenizer", tokenizer, "--out", out, "--holdout", 0.2, "--shard-tokens", "2k")
+    assert done.exit_code == 0, done.stderr
+    assert f"{out}: " in done.stdout
+    assert "tokens to train on" in done.stdout
+    again = command("prepare", text, "--tokenizer", tokenizer, "--out", out, "--holdout", 0.2, "--shard-tokens", "2k")
+    assert again.stdout == done.stdout
+
+    shown = command("show", out)
+    assert shown.exit_code == 0
+    assert "282 ids, uint16" in shown.stdout
+    assert "0 after each document" in shown.stdout
+    assert "sizes checked; --verify checks digests" in shown.stdout
+    facts = json.loads(command("show", out, "--json", "--verify").stdout)
+    assert facts["verified"] is True
+    assert sum(shard["documents"] for shard in facts["training"] + facts["held_out"]) == 20
+    assert facts["tokenizer"] == str(tokenizer)
+    assert f"{facts['bytes_per_token']:.3f}" in shown.stdout
+    assert facts["digest"] in shown.stdout
+
+    (out / "train-00000.bin").write_bytes(bytes(4000))
+    assert command("show", out).exit_code == 0
+    altered = command("show", out, "--verify")
+    assert altered.exit_code == 3
+    assert "train-00000.bin was altered" in altered.stderr
+
+
+def test_a_source_that_is_held_out(command: Command, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_text('{"body": "held out"}\n')
+    (tmp_path / "train.jsonl").write_text('{"body": "trained on"}\n' * 9)
+    arguments = (tmp_path / "train.jsonl", "--held-out", tmp_path / "test.jsonl", "--column", "body")
+    done = command("prepare", *arguments, "--tokenizer", "bytes", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "out" / "held-out-00000.bin").read_bytes() == b"held out"
+    assert (tmp_path / "out" / "train-00000.bin").read_bytes() == b"trained on" * 9
+
+
+def test_nothing_held_out_is_told(command: Command, text: Path, tmp_path: Path) -> None:
+    done = command("prepare", text, "--tokenizer", "bytes", "--out", tmp_path / "out", "--holdout", 0)
+    assert "nothing is held out, so a run has no held-out loss: give --holdout or --held-out" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["prepare", "{}/none", "--tokenizer", "bytes", "--out", "{}/o"], 3, "names no files on this machine"),
+        (["prepare", "{}/text", "--tokenizer", "{}/none", "--out", "{}/o"], 3, "nor the id of one on the hub"),
+        (
+            ["prepare", "{}/text", "--tokenizer", "bytes", "--out", "{}/o", "--shard-tokens", "x"],
+            2,
+            "--shard-tokens: 'x'",
+        ),
+        (["prepare", "{}/text", "--tokenizer", "bytes", "--out", "{}/o", "--shard-tokens", "9"], 2, "at least 1024"),
+        (["prepare", "{}/text", "--tokenizer", "bytes", "--out", "{}/text"], 3, "is not empty and no token set"),
+        (["show", "{}/text"], 3, "index.json cannot be read: "),
+    ],
+)
+def test_what_cannot_be_done(
+    command: Command, text: Path, tmp_path: Path, arguments: list[str], code: int, said: str
+) -> None:
+    done = command(*(argument.format(tmp_path) for argument in arguments))
+    assert done.exit_code == code
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1

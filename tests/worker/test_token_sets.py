@@ -1,0 +1,444 @@
+"""Token sets as a run opens them: prepared ones, .bin files, and sources that are prepared first; and damaged ones."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from protocol.spec import RunSpec, parse_spec
+from tests.support.text import write_text
+from tests.support.tokenizers import write_tokenizer
+from worker.data import bins
+from worker.data.index import Index, read_index
+from worker.data.opening import cache_directory, open_training_set
+from worker.data.preparing import Recipe, prepare
+from worker.data.sources.source import find_source
+from worker.data.text import TextData
+from worker.data.tokenizer import load_tokenizer
+from worker.data.training_set import TrainingSet
+from worker.errors import DataError, Stopped
+
+HEADER = 256  # int32
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("worker.data.preparing.cores", lambda: 1)
+    return tmp_path / "cache"
+
+
+def spec(
+    source: Path | str, tokenizer: str | None = None, *, length: int = 8, batch: int = 3, data: str = ""
+) -> RunSpec:
+    named = "" if tokenizer is None else f"tokenizer = {tokenizer!r}\n"
+    return parse_spec(
+        f'name = "r"\nmodel.preset = "tiny"\nsync.rounds = 1\ninner.batch_size = {batch}\n'
+        f"[data]\nsource = {str(source)!r}\n{named}sequence_length = {length}\n{data}"
+    )
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    """A token set of 10 shards of 500 tokens or fewer, and two held out."""
+    text = write_text(tmp_path / "text", seed=3, files=10, words=600)
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer")))
+    prepare(Recipe([find_source(str(text), "text", 0.2)], tokenizer, 1000), tmp_path / "set", processes=1)
+    return tmp_path / "set"
+
+
+def rows(data: TrainingSet, epochs: int = 1) -> list[tuple[int, ...]]:
+    return [tuple(row) for unit in range(epochs * data.units_per_epoch) for row in data.unit(unit).tolist()]
+
+
+def change(directory: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Let the index lie."""
+    index = json.loads((directory / "index.json").read_text())
+    edit(index)
+    (directory / "index.json").write_text(json.dumps(index))
+
+
+def test_an_epoch_is_every_sequence_of_every_shard_once(prepared: Path) -> None:
+    data = open_training_set(spec(prepared))
+    index = read_index(prepared / "index.json")
+    assert len(index.training) > 8, "more than a window"
+    wanted = []
+    for shard in index.training:
+        tokens = np.fromfile(prepared / shard.file, "<u2").tolist()
+        wanted += [tuple(tokens[start : start + 9]) for start in range(0, len(tokens) - 8, 8)]
+    found = rows(data)
+    assert len(found) == len(wanted) // 3 * 3
+    assert all(row in wanted for row in found)
+    assert sorted(found) != sorted(rows(data, 2)[len(found) :]) or len(wanted) % 3 == 0
+    assert data.unit(0).dtype == torch.int64
+    assert data.vocabulary == index.vocabulary == 282
+    assert data.held_out_tokens == sum(shard.tokens for shard in index.held_out)
+
+
+def test_held_out_sequences_are_taken_evenly_from_all_shards(prepared: Path) -> None:
+    data, index = open_training_set(spec(prepared)), read_index(prepared / "index.json")
+    assert len(index.held_out) > 1
+    every = [tuple(row) for batch in data.held_out_batches(10**6) for row in batch.tolist()]
+    wanted = []
+    for shard in index.held_out:
+        tokens = np.fromfile(prepared / shard.file, "<u2").tolist()
+        wanted += [tuple(tokens[start : start + 9]) for start in range(0, len(tokens) - 8, 8)]
+    assert every == wanted
+    some = [tuple(row) for batch in data.held_out_batches(80) for row in batch.tolist()]
+    assert some == [wanted[number * len(wanted) // 10] for number in range(10)]
+
+
+def test_the_summary_names_the_tokenizer(prepared: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
+    summary = open_training_set(spec(prepared)).summary
+    assert (summary.tokenizer, summary.tokenizer_digest) == (tokenizer.name, tokenizer.digest)
+    assert summary == open_training_set(spec(prepared, str(tmp_path / "tokenizer"))).summary
+
+
+def test_the_digest_is_of_what_is_in_the_shards_and_not_of_names(prepared: Path, tmp_path: Path) -> None:
+    before = open_training_set(spec(prepared)).summary.digest
+    (prepared / "train-00000.bin").rename(prepared / "first.bin")
+    change(prepared, lambda index: index["training"][0].update(file="first.bin"))
+    change(prepared, lambda index: index.update(tokenizer="elsewhere/tokenizer", source="elsewhere"))
+    assert open_training_set(spec(prepared)).summary.digest == before
+    change(prepared, lambda index: index["training"].reverse())
+    assert open_training_set(spec(prepared)).summary.digest != before
+
+
+def test_threads_read_what_one_reads(prepared: Path) -> None:
+    alone, shared = open_training_set(spec(prepared)), open_training_set(spec(prepared))
+    expected = rows(alone)
+    found: dict[int, list[list[int]]] = {}
+
+    def read(first: int) -> None:
+        for unit in range(first, shared.units_per_epoch, 4):
+            found[unit] = shared.unit(unit).tolist()
+
+    threads = [threading.Thread(target=read, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [tuple(row) for unit in sorted(found) for row in found[unit]] == expected
+
+
+def test_text_is_prepared_once_per_machine(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, tokenizer = write_text(tmp_path / "text", seed=1), str(write_tokenizer(tmp_path / "tokenizer"))
+    with caplog.at_level("INFO"):
+        data = open_training_set(spec(text, tokenizer))
+    assert f"by the tokenizer {tokenizer} in {cache / 'outerstep' / 'data'}" in caplog.text
+    assert 0.005 < data.held_out_tokens / (data.units_per_epoch * 24) < 0.5
+    assert data.bytes_per_token is not None
+    assert 1 < data.bytes_per_token < 10
+
+    def fail(*_: object) -> None:
+        raise AssertionError("it was tokenised again")
+
+    monkeypatch.setattr("worker.data.preparing.tokenised", fail)
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        assert open_training_set(spec(text, tokenizer)).summary == data.summary
+    assert caplog.text == ""
+    (text / "00.txt").write_text("another text")
+    with pytest.raises(AssertionError, match="tokenised again"):
+        open_training_set(spec(text, tokenizer))
+
+
+def test_the_same_text_elsewhere_is_the_same_set(tmp_path: Path) -> None:
+    """Whatever its files are called, and the tokenizer: so two workers agree."""
+    digests = set()
+    for place in ("a", "b"):
+        text, tokenizer = write_text(tmp_path / place / "x", seed=1), write_tokenizer(tmp_path / place / "t")
+        digests.add(open_training_set(spec(text, str(tokenizer))).summary.digest)
+    assert len(digests) == 1
+
+
+def test_text_as_bytes_is_not_prepared(tmp_path: Path, cache: Path) -> None:
+    text = write_text(tmp_path / "text", seed=1)
+    for tokenizer in (None, "bytes"):
+        data = open_training_set(spec(text, tokenizer))
+        assert isinstance(data, TextData)
+        assert (data.vocabulary, data.bytes_per_token) == (256, 1.0)
+    assert not cache.exists()
+
+
+def test_json_lines_as_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "docs.jsonl"
+    file.write_text("".join(json.dumps({"content": f"document {number}, "}) + "\n" for number in range(100)))
+    data = open_training_set(spec(file, data='column = "content"\nholdout = 0.0'))
+    assert data.vocabulary == 256
+    text = "".join(f"document {number}, " for number in range(100))
+    found = [bytes(row).decode() for row in rows(data)]
+    assert len(found) == data.units_per_epoch * 3 == (len(text) - 1) // 8 // 3 * 3
+    assert all(each in text for each in found)
+
+
+def test_a_stopped_worker_does_not_prepare_on(tmp_path: Path) -> None:
+    text, tokenizer = write_text(tmp_path / "text", seed=1), str(write_tokenizer(tmp_path / "tokenizer"))
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Stopped, match="while the training set was prepared"):
+        open_training_set(spec(text, tokenizer), stop=stop)
+
+
+# --- .bin files ---------------------------------------------------------------------------------------------------
+
+
+def write_bin(path: Path, tokens: "np.ndarray[Any, Any]", magic: int | None = None) -> Path:
+    """As nanoGPT does, or with llm.c's header."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        if magic is not None:
+            header = np.zeros(HEADER, "<i4")
+            header[:3] = magic, 1, len(tokens)
+            file.write(header.tobytes())
+        file.write(tokens.tobytes())
+    return path
+
+
+def numbers(first: int, count: int, dtype: str = "<u2") -> "np.ndarray[Any, Any]":
+    return np.arange(first, first + count).astype(dtype)
+
+
+def test_nanogpt_s_files(tmp_path: Path) -> None:
+    write_bin(tmp_path / "d" / "train.bin", numbers(0, 1000))
+    write_bin(tmp_path / "d" / "val.bin", numbers(1000, 300))
+    data = open_training_set(spec(tmp_path / "d"))
+    starts = {row[0] for row in rows(data)}
+    assert starts < set(range(0, 992, 8))
+    assert len(starts) == 123, "of 124 sequences, 41 units of three"
+    assert data.vocabulary == 1300
+    assert data.held_out_tokens == 300
+    assert next(iter(data.held_out_batches(8))).tolist() == [list(range(1000, 1009))]
+    assert data.bytes_per_token is None
+    assert data.summary.tokenizer is None
+
+
+@pytest.mark.parametrize(("magic", "dtype", "first"), [(20240520, "<u2", 0), (20240801, "<u4", 100_000)])
+def test_llm_c_s_files(tmp_path: Path, magic: int, dtype: str, first: int) -> None:
+    write_bin(tmp_path / "d" / "fineweb_train_000001.bin", numbers(first, 500, dtype), magic)
+    write_bin(tmp_path / "d" / "fineweb_train_000002.bin", numbers(first + 500, 500, dtype), magic)
+    write_bin(tmp_path / "d" / "fineweb_val_000000.bin", numbers(first, 100, dtype), magic)
+    data = open_training_set(spec(tmp_path / "d"))
+    starts = {row[0] - first for row in rows(data)}
+    assert starts <= {*range(0, 496, 8), *range(500, 996, 8)}
+    assert len(starts) == 123
+    assert data.vocabulary == first + 1000
+    assert data.held_out_tokens == 100
+
+
+def test_a_large_file_is_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bins, "SHARD_TOKENS", 400)
+    path = write_bin(tmp_path / "d" / "tokens.bin", numbers(0, 1000), 20240520)
+    index = bins.index_of([("tokens.bin", path)], "d", 0.1, None)
+    assert [(shard.offset, shard.tokens) for shard in index.training] == [(1024, 400), (1824, 400), (2624, 100)]
+    assert [(shard.offset, shard.tokens) for shard in index.held_out] == [(2824, 100)]
+    data = open_training_set(spec(tmp_path / "d", data="holdout = 0.1"))
+    starts = {row[0] for row in rows(data)}
+    assert starts <= {*range(0, 392, 8), *range(400, 792, 8), *range(800, 896, 8)}
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (1024 + 100, "train.bin has 1124 bytes, its header says 500 tokens of uint16, which are 2024: it is cut"),
+        (1024 + 1002, "it is cut or damaged"),
+    ],
+)
+def test_a_file_that_is_cut(tmp_path: Path, size: int, message: str) -> None:
+    path = write_bin(tmp_path / "d" / "train.bin", numbers(0, 500), 20240520)
+    with path.open("r+b") as file:
+        file.truncate(size)
+    with pytest.raises(DataError, match=message):
+        open_training_set(spec(tmp_path / "d"))
+
+
+def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
+    write_bin(tmp_path / "d" / "a.bin", numbers(0, 500), 20240520)
+    write_bin(tmp_path / "d" / "b.bin", numbers(0, 500, "<u4"), 20240801)
+    with pytest.raises(DataError, match=r"ids of two sizes: .*a.bin \(uint16\) and .*b.bin \(uint32\)"):
+        open_training_set(spec(tmp_path / "d"))
+    (tmp_path / "odd.bin").write_bytes(b"odd")
+    with pytest.raises(DataError, match="odd.bin has 3 bytes, which is no whole number of uint16 ids"):
+        open_training_set(spec(tmp_path / "odd.bin"))
+
+
+def test_files_by_another_tokenizer(tmp_path: Path) -> None:
+    write_bin(tmp_path / "d" / "train.bin", numbers(0, 500))
+    tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
+    with pytest.raises(DataError, match="has the token id 499, data.tokenizer = .* has ids up to 281: the files were"):
+        open_training_set(spec(tmp_path / "d", tokenizer))
+    write_bin(tmp_path / "d" / "train.bin", numbers(0, 200))
+    assert open_training_set(spec(tmp_path / "d", tokenizer)).vocabulary == 282
+
+
+# --- what is wrong with a token set -------------------------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(100)
+
+
+def grow(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"xx")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            Path.unlink,
+            "train-00003.bin is missing .No such file or directory., which .*index.json names; fetch it again",
+        ),
+        (cut, "train-00003.bin has 100 bytes, .*index.json says 2000: it is cut short; fetch it again, or prepare"),
+        (grow, "train-00003.bin has 2002 bytes, .*index.json says 2000: it is longer than it was"),
+    ],
+)
+def test_a_damaged_shard_is_told_at_the_start(prepared: Path, damage: Callable[[Path], None], message: str) -> None:
+    damage(prepared / "train-00003.bin")
+    with pytest.raises(DataError, match=message):
+        open_training_set(spec(prepared))
+
+
+def test_an_altered_shard_is_told_when_it_is_used_first(prepared: Path) -> None:
+    data = open_training_set(spec(prepared))
+    content = bytearray((prepared / "train-00003.bin").read_bytes())
+    content[77] ^= 1
+    (prepared / "train-00003.bin").write_bytes(content)
+    with pytest.raises(
+        DataError, match="train-00003.bin was altered: the digest of its 1000 tokens is .*, the index says"
+    ):
+        rows(data)
+
+
+def test_a_shard_that_is_cut_while_it_is_trained_on(prepared: Path) -> None:
+    """By a memory map, the process would end by SIGBUS, without a word."""
+    data = open_training_set(spec(prepared))
+    rows(data)
+    cut(prepared / "train-00003.bin")
+    with pytest.raises(DataError, match="train-00003.bin was cut short: .* fetch it again, or prepare the set again"):
+        rows(data)
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        (lambda index: index.update(dtype="uint64"), "index.json is not the index of a token set: dtype = 'uint64'"),
+        (lambda index: index.update(dtype="uint32"), "train-00000.bin has 2000 bytes, .* says 4000: it is cut short"),
+        (lambda index: index.update(dtype="uint8"), "dtype uint8 has no room for a vocabulary of 282"),
+        (lambda index: index.update(format=2), "format = 2: input should be 1"),
+        (lambda index: index.update(end=300), "end = 300 is not below vocabulary = 282"),
+        (lambda index: index["training"][0].update(tokens=999), "train-00000.bin has 2000 bytes, .* says 1998"),
+        (lambda index: index["training"][0].update(tokens=0), "training.0.tokens = 0: input should be greater than 0"),
+        (lambda index: index["training"][0].update(file="../../etc/passwd"), "not the name of a file below the index"),
+        (lambda index: index["training"][0].update(file="/etc/passwd"), "not the name of a file below the index"),
+        (lambda index: index.update(training=[]), "has 0 training tokens; one work unit needs 3 sequences of 8"),
+        (lambda index: index.pop("training"), "training: this key is missing"),
+    ],
+)
+def test_an_index_that_lies(prepared: Path, lie: Callable[[dict[str, Any]], object], message: str) -> None:
+    change(prepared, lie)
+    with pytest.raises(DataError, match=message):
+        open_training_set(spec(prepared))
+
+
+def test_ids_that_the_index_does_not_know(prepared: Path) -> None:
+    change(prepared, lambda index: index.update(vocabulary=200))
+    data = open_training_set(spec(prepared))
+    with pytest.raises(
+        DataError, match=r"train-.*bin has the token id 2\d\d at token \d+, the vocabulary of the set is 200"
+    ):
+        rows(data)
+
+
+def test_an_index_that_is_no_json(prepared: Path) -> None:
+    (prepared / "index.json").write_text("{")
+    with pytest.raises(DataError, match="index.json is not the index of a token set: .*; prepare the set again"):
+        open_training_set(spec(prepared))
+
+
+def test_a_set_by_another_tokenizer(prepared: Path, tmp_path: Path) -> None:
+    other = write_tokenizer(tmp_path / "other", "another text altogether")
+    with pytest.raises(
+        DataError, match=r"was made by the tokenizer '.*tokenizer' \(BLAKE3 .*data.tokenizer is '.*other'"
+    ):
+        open_training_set(spec(prepared, str(other)))
+    with pytest.raises(DataError, match="data.tokenizer is 'bytes'; name that one, or none, or prepare the set again"):
+        open_training_set(spec(prepared, "bytes"))
+
+
+def test_too_few_tokens(prepared: Path) -> None:
+    with pytest.raises(
+        DataError, match="one work unit needs 3 sequences of 5000 tokens and one more: 15001; give more"
+    ):
+        open_training_set(spec(prepared, length=5000))
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+PEAK = """
+import resource, sys
+from tests.worker.test_token_sets import spec
+from worker.data.opening import open_training_set
+
+data = open_training_set(spec(sys.argv[1], length=1024, batch=64))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for unit in (0, data.units_per_epoch // 2, data.units_per_epoch - 1):
+    data.unit(unit)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, before, data.units_per_epoch)
+"""
+
+
+def sparse_set(directory: Path, shards: int) -> Path:
+    """Shards of 16 M tokens of nothing, which take no room on the disk; their digest is computed once."""
+    from blake3 import blake3
+
+    directory.mkdir()
+    tokens = 1 << 24
+    hasher = blake3()
+    for _ in range(32):
+        hasher.update(bytes(1 << 20))
+    listed = []
+    for number in range(shards):
+        with (directory / f"train-{number:05}.bin").open("wb") as file:
+            file.truncate(2 * tokens)
+        listed.append({"file": f"train-{number:05}.bin", "tokens": tokens, "digest": hasher.hexdigest()})
+    index = {"dtype": "uint16", "vocabulary": 300, "tokenizer": None, "tokenizer_digest": None, "end": None}
+    Index.model_validate(index | {"source": "nothing", "training": listed, "held_out": []})
+    (directory / "index.json").write_text(json.dumps(index | {"source": "nothing", "training": listed, "held_out": []}))
+    return directory
+
+
+def test_memory_does_not_grow_with_the_set(tmp_path: Path) -> None:
+    """32 MB and 4 GB, units from all of it: what it takes beyond a process that has opened the set, in kB."""
+    peaks = []
+    for shards in (1, 128):
+        directory = sparse_set(tmp_path / str(shards), shards)
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK, str(directory)],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        grown, opened, units = map(int, done.stdout.split())
+        assert units == ((1 << 24) - 1) // 1024 * shards // 64
+        peaks.append(grown + opened)
+    assert peaks[1] - peaks[0] < 32_000, f"{peaks} kB"
+
+
+def test_the_cache_is_where_the_system_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory() == Path.home() / ".cache/outerstep/data"
