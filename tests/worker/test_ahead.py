@@ -122,7 +122,7 @@ def test_a_fault_is_told_and_the_others_are_fetched(order: Order, caplog: pytest
 
 def test_a_worker_that_stops_fetches_nothing_more(order: Order) -> None:
     fetched = Fetched(faults={windows(order, 0)[1]: Stopped("asked to stop")})
-    fetch = FetchAhead(fetched)
+    fetch, others = FetchAhead(fetched), set(threading.enumerate())
     fetch(order, range(20))
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "fetch"])
+    wait_until(lambda: set(threading.enumerate()) <= others)
     assert fetched.shards == windows(order, 0)[:2]

@@ -152,7 +152,8 @@ class StoreFiles:
             "allow_http": True,  # where AWS_ENDPOINT_URL or its like says so: a store of one's own
         }
         try:
-            self._store: Any = store.from_url(
+            from_url: Any = store.from_url  # its annotations are of one store or another, this is of any
+            self._store = from_url(
                 self._source,
                 client_options=options,
                 retry_config={"max_retries": 0},  # the caller tries again, and says so

@@ -64,9 +64,9 @@ class TokenFiles:
 
     def _tell_of_an_id(self, out: Tokens, shards: Integers, starts: Integers) -> None:
         row, column = np.unravel_index(int(out.argmax()), out.shape)
-        shard = self._shards[int(shards[row])]
+        file = self._open_file(int(shards[row]))
         raise DataError(
-            f"{shard.file} of the set has the token id {out[row, column]} at token {starts[row] + column}, the "
+            f"{file.name} has the token id {out[row, column]} at token {starts[row] + column}, the "
             f"vocabulary of the set is {self._vocabulary}: its index is wrong; prepare the set again"
         )
 
