@@ -90,11 +90,11 @@ class Records:
         for event in list(self._client.events(self._run, after=self.seen)):
             self._events.append(event)
             self.seen = event.id
-            if _published(event) is not None and event.data["round"] < self.next:
+            if _is_published(event) and event.data["round"] < self.next:
                 self._events.clear()  # they are in the record of that round
-        while published := [round_ for event in self._events if (round_ := _published(event)) is not None]:
+        while (published := next(filter(_is_published, self._events), None)) is not None:
             # The event of a round may be deleted, if whoever tracks comes late: the round itself never is.
-            yield self._record(with_events=published[0] == self.next)
+            yield self._record(with_events=published.data["round"] == self.next)
         if over:
             while self.next < run.round:
                 yield self._record(with_events=False)
@@ -107,7 +107,7 @@ class Records:
         if self._tokens is None:
             self._tokens = sum(item.tokens for item in self._client.rounds(self._run) if item.round < self.next)
         item = self._client.round(self._run, self.next)
-        count = [_published(event) for event in self._events].index(self.next) + 1 if with_events else 0
+        count = next(n for n, event in enumerate(self._events, 1) if _is_published(event)) if with_events else 0
         own, self._events = self._events[:count], self._events[count:]
         self._tokens += item.tokens
         self.next += 1
@@ -123,9 +123,9 @@ class Records:
         return Record(run.round, own[-1].at, held_out, own, final=True)
 
 
-def _published(event: Event) -> int | None:
-    """Return the round whose publication the event tells; None for another event."""
-    return int(event.data["round"]) if event.kind == "round-published" else None
+def _is_published(event: Event) -> bool:
+    """Return True if the event tells that a round is published."""
+    return event.kind == "round-published"
 
 
 def _figures(item: RoundDetail, tokens: int) -> dict[str, float]:
