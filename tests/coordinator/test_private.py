@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import httpx
 import pytest
 from sqlalchemy import select
 
@@ -117,11 +118,28 @@ def test_a_worker_cannot_take_the_units_of_another_as_work_that_it_carries(
     assert "units [0, 5)" in problem(refused, "units-not-held")["detail"]
 
 
+def test_private_sets_are_of_one_tokenizer(shared: InThread, run: str) -> None:
+    """The same ids must mean the same text, whatever the text is."""
+    told = {"tokenizer": "words", "tokenizer_digest": "ab" * 32, "units": 12}
+    shared.create_run(spec_toml(run, data="private = true", rounds=3))
+    with shared.client() as http:
+
+        def joined(name: str, **data: Any) -> httpx.Response:
+            request = JoinRequest(tensors=TENSORS, data=DataSummary(**data))
+            return http.put(f"/v1/runs/{run}/workers/{name}", json=request.model_dump(mode="json"))
+
+        assert joined("a", **told).status_code == 200
+        assert joined("b", **told | {"units": 5}).status_code == 200
+        other = problem(joined("c", **told | {"tokenizer_digest": "cd" * 32}), "data-mismatch")["detail"]
+        assert "made by the tokenizer words (BLAKE3 cdcd" in other
+        assert "made by the tokenizer bytes" in problem(joined("d", units=12), "data-mismatch")["detail"]
+
+
 def test_nothing_but_the_length_of_a_set_is_told(shared: InThread, run: str) -> None:
     """A digest would tell whether a worker has a text that somebody else knows."""
     private_crew(shared, run, {"a": 12, "b": None}, rounds=3)
     with shared.coordinator.database.read() as session:
-        assert session.scalars(select(RunRow.data).where(RunRow.name == run)).one() is None
+        assert session.scalars(select(RunRow.data).where(RunRow.name == run)).one() == {"units": 12}
     with shared.client() as http:
         request = JoinRequest(tensors=TENSORS, data=DataSummary(digest="ab" * 32, units=12))
         reply = http.put(f"/v1/runs/{run}/workers/c", json=request.model_dump(mode="json"))
