@@ -75,8 +75,10 @@ def test_the_tree_in_the_readme_is_the_tree() -> None:
 @pytest.mark.system
 def test_a_run_of_your_own_goes_as_the_readme_says(tmp_path: Path) -> None:
     _, serve, create, join = blocks("sh")
-    (toml,) = blocks("toml")
+    toml, *sections = blocks("toml")
     parse_spec(toml)
+    for section in sections:
+        parse_spec(f'name = "r"\n{section}\n[sync]\nrounds = 1')
     for long, short in SMALL.items():
         assert long in toml
         toml = toml.replace(long, short)

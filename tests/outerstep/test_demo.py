@@ -1,6 +1,7 @@
 """The demo as a user runs it: a process of its own, with a real coordinator and real workers under it."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -103,6 +104,8 @@ def test_the_demo_trains_sums_up_and_leaves_what_it_says(tmp_path: Path):
         "seconds",
         "first_loss",
         "final_loss",
+        "first_bits_per_byte",
+        "final_bits_per_byte",
         "replicas_identical",
         "upload_bytes",
         "download_bytes",
@@ -115,6 +118,7 @@ def test_the_demo_trains_sums_up_and_leaves_what_it_says(tmp_path: Path):
     assert summary["replicas_identical"] is True
     assert 5 < summary["first_loss"] < 6.5
     assert summary["final_loss"] < summary["first_loss"] - 1.5
+    assert summary["final_bits_per_byte"] == pytest.approx(summary["final_loss"] / math.log(2))
     assert 0 < summary["seconds"] < 150
     assert summary["sample"].startswith("def ")
     for expected in (

@@ -101,7 +101,7 @@ class Ledger:
             demand(kept is not None, "I2", f"{key} was acknowledged, and has no row")
         elif len(parts) == 6 and parts[4] == "workers":
             told = json.loads(request.content)["data"]
-            demand(told is None or not self.private or told["digest"] is None, "private", f"{path} told {told}")
+            demand(told is None or not self.private or "digest" not in told, "private", f"{path} told {told}")
             reply = json.loads(answer[2])
             self.tokens[reply["member_token"]] = (reply["worker"], reply["epoch"])
 
