@@ -74,7 +74,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "initial": {"errors", "models", "link"},
         "inner": {"errors", "user_code", "data", "models"},
         "box": {"errors", "settings", "accounts", "data", "models", "inner"},
-        "train": {"accounts", "data", "inner", "box"},
+        "train": {"accounts", "data", "box"},
         "alone": {"errors", "accounts", "state", "box", "train"},
         "agent": {
             *("errors", "settings", "accounts", "state", "link", "inner"),

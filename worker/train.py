@@ -10,7 +10,6 @@ from torch import Tensor
 from worker.accounts.step_log import StepLog
 from worker.box import Box
 from worker.data.loader import batches
-from worker.inner.schedules import learning_rate
 
 
 class Steps(Protocol):
@@ -51,7 +50,7 @@ def train(steps: Steps, box: Box, log: StepLog | None = None) -> None:
                 round=steps.round,
                 inner_step=steps.inner_step,
                 unit=unit,
-                learning_rate=learning_rate(spec, steps.global_step, spec.inner.learning_rate) * steps.warmup_scale,
+                learning_rate=box.optimizers[-1].param_groups[0]["lr"],  # AdamW's where Muon steps before it
             )
         box.step.apply()  # after the last one of a round: sync, and the next round's parameters
 

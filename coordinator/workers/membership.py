@@ -135,7 +135,8 @@ def _model(change: Change, request: JoinRequest) -> Model:
         raise Problem(
             "model-mismatch",
             f"this worker's frozen parameters ({request.frozen or 'none'}) are not those of the run {run.name} "
-            f"({model.frozen}); load the same weights everywhere, of the same directory or revision",
+            f"({model.frozen}); load the same weights everywhere, of the same directory or revision, and without "
+            "--parameters bf16 where they are fp32",
         )
     if difference := _data_difference(request.data, model.data, run.spec.data):
         raise Problem("data-mismatch", difference)

@@ -76,6 +76,23 @@ def test_migrating_again_changes_nothing_and_keeps_the_rows(tmp_path: Path) -> N
     database.close()
 
 
+def test_runs_of_an_older_database_go_on(engine: sa.Engine) -> None:
+    """Each worker gets a place in its own run, and what was measured of a state stays."""
+    joined = [(1, "b"), (2, "x"), (1, "a"), (2, "b")]
+    with engine.begin() as connection:
+        command.downgrade(config(connection), "0003")
+        for run in (1, 2):
+            connection.execute(sa.text(RUN.format(run, f"run-{run}")))
+        for run, name in joined:
+            connection.execute(sa.text(WORKER), {"run": run, "name": name})
+        connection.execute(sa.text("INSERT INTO evaluations VALUES (1, 3, 'b', 2.5, 64)"))
+        command.upgrade(config(connection), "head")
+        workers = connection.execute(sa.text("SELECT run_id, name, place, next_unit, units FROM workers")).all()
+        assert set(workers) == {(1, "b", 0, 0, None), (1, "a", 1, 0, None), (2, "x", 0, 0, None), (2, "b", 1, 0, None)}
+        assert connection.execute(sa.text("SELECT * FROM evaluations")).all() == [(1, 3, "b", 2.5, 64, None)]
+        assert connection.execute(sa.text("SELECT frozen FROM runs")).all() == [(None,), (None,)]
+
+
 def test_the_database_is_as_durable_as_the_design_says(tmp_path: Path) -> None:
     database = Database(sqlite.url_in(tmp_path))
     with database.read() as session:
@@ -116,6 +133,7 @@ def test_a_full_disk_is_told_from_other_faults() -> None:
 
 
 RUN = "INSERT INTO runs (id, name, spec_toml, spec_digest, state, created_at, round, next_unit) VALUES ({}, '{}', '', x'00', 'running', 0, 0, 0)"
+WORKER = "INSERT INTO workers (run_id, name, state, epoch, joined_at, host, metrics) VALUES (:run, :name, 'live', 1, 0, '{}', '{}')"
 UNITS = "INSERT INTO unit_ranges (run_id, start, stop, state, worker, round, consumed_round) VALUES (1, {}, {}, {}, {}, 0, {})"
 FRAGMENT = "INSERT INTO fragments (run_id, round, fragment, state, reason, delta_digest) VALUES (1, 0, {}, {}, '', {})"
 CONTRIBUTION = "INSERT INTO contributions VALUES ({}, 0, 0, 'w', x'00', 1, 1, 1, 1.0, 1.0, 0.0)"

@@ -39,6 +39,8 @@ PARTS: dict[str, tuple[int, list[str]]] = {
 NEEDED = {
     "torch": "torch",
     "transformers": "transformers",
+    "tokenizers": "tokenizers",
+    "huggingface_hub": "huggingface_hub",
     "safetensors": "safetensors",
     "pytest": "pytest",
     "hypothesis": "hypothesis",

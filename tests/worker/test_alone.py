@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 from benchmarks.harness.coordinator import coordinator_thread
 from outerstep.cli import app
 from protocol.exit_codes import Exit
 from protocol.messages import Scope
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec import InnerSpec, RunSpec, parse_spec
 from worker.agent import run_alone
 from worker.alone import AloneSteps, train_alone
 from worker.box import Box, set_up
@@ -149,6 +150,19 @@ def test_the_command_s_body_tells_and_logs_the_held_out_loss(
     assert steps[0]["learning_rate"] == pytest.approx(1.5e-3)
     assert f"state {ROUNDS}: held-out loss {held_out[ROUNDS]:.4f}" in caplog.text
     assert "round 0: loss" in caplog.text
+
+
+def own_optimizer(model: nn.Module, inner: InnerSpec) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def test_the_log_has_the_learning_rate_of_an_optimizer_of_one_s_own(spec: RunSpec, tmp_path: Path) -> None:
+    """It told the run's learning_rate, which that optimizer does not have."""
+    inner = spec.inner.model_copy(update={"optimizer": f"{__name__}:own_optimizer"})
+    log = tmp_path / "steps.jsonl"
+    assert run_alone(box_settings(tmp_path, log=log), spec.model_copy(update={"inner": inner})) == Exit.DONE
+    first = json.loads(log.read_text().splitlines()[1])
+    assert (first["step"], first["learning_rate"]) == (0, 0.25), "half of its own peak, of two warmup steps the first"
 
 
 @pytest.mark.parametrize(
