@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from protocol.messages import DataSummary, Evaluation, RunDetail
+from protocol.messages import Evaluation, RunDetail
 from protocol.spec import parse_spec
 from worker.agent import choose_device
 from worker.data.opening import open_training_set
@@ -20,15 +20,11 @@ from worker.data.training_set import TrainingSet
 from worker.errors import DataError, ModelError
 from worker.export import load_checkpoint
 from worker.inner.evaluation import evaluate
-from worker.inner.head import find_head
-from worker.inner.loss import Loss
-from worker.inner.micro_batch import MicroBatches
 from worker.link.client import Client
-from worker.models.building import build_model, check_vocabulary
-from worker.models.pretrained import ADAPTERS, CONFIG
+from worker.models.building import build_model
+from worker.models.presets import BYTES
 
 HOST = torch.device("cpu")
-SEQUENCES_AT_ONCE = 8  # the run's batch may be of GPUs, and this machine a small one
 
 
 @dataclass(frozen=True)
@@ -59,26 +55,17 @@ def evaluate_model(http: httpx.Client, token: str, run: RunDetail, asked: Asked)
     else:
         model = load_export(asked.exported)
     check_finite(model)
-    check_vocabulary(model, data.vocabulary)
-    model = model.to(device)
-    loss, sizes = Loss(model, head=find_head(model)), MicroBatches(None, SEQUENCES_AT_ONCE)
-    report = evaluate(model, data, run.spec.evaluation.max_tokens, device, loss, sizes)
+    report = evaluate(model.to(device), data, run.spec.evaluation.max_tokens, device)
     return Evaluation(**report.model_dump())
 
 
 def held_out_data(run: RunDetail, source: str | None) -> TrainingSet:
-    """Return the data of the run, or those at `source`. Raises DataError if they are not there, are of another
-    tokenizer than the run's, are not the run's though no `source` was given, or if nothing of them is held out."""
+    """Return the data of the run, or those at `source`. Raises DataError if they are not there, are not the run's
+    though no `source` was given, or if nothing of them is held out."""
     spec = run.spec.with_source(source)
     if spec.data.source == "custom":
         raise DataError(f"the run {run.name} has data.source = 'custom', which its scripts alone can read; give --data")
     data = open_training_set(spec)
-    trained_on = None if run.spec.data.source == "custom" else run.data
-    if trained_on is not None and data.summary.tokenizer_digest != trained_on.tokenizer_digest:
-        raise DataError(
-            f"data.source = {spec.data.source!r} has token ids of {_tokenizer(data.summary)}, and the run is trained "
-            f"on those of {_tokenizer(trained_on)}: give --data of that tokenizer"
-        )
     known = None if run.data is None else run.data.digest
     if source is None and known not in (None, data.summary.digest):
         raise DataError(
@@ -93,23 +80,21 @@ def held_out_data(run: RunDetail, source: str | None) -> TrainingSet:
     return data
 
 
-def _tokenizer(data: DataSummary) -> str:
-    name = data.tokenizer or "bytes"
-    return name if data.tokenizer_digest is None else f"{name} (BLAKE3 {data.tokenizer_digest})"
-
-
 def load_export(directory: Path) -> nn.Module:
     """Return the model of a directory that `outerstep run export` has written, on the CPU. Raises ModelError."""
     try:
-        if any((directory / name).is_file() for name in (CONFIG, ADAPTERS)):
-            model: nn.Module = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=torch.float32, local_files_only=True
-            )
+        if (directory / "config.json").is_file():
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
         else:
             model = build_model(parse_spec((directory / "spec.toml").read_text()), HOST)
             load_model(model, directory / "model.safetensors")
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{directory} is not what `outerstep run export` writes: {error}") from error
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", BYTES)
+    if vocabulary < BYTES:
+        raise ModelError(
+            f"{directory}: its vocabulary has {vocabulary} tokens; text is read as bytes, which are {BYTES}"
+        )
     return model.float().eval()
 
 

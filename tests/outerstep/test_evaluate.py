@@ -13,19 +13,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
-from outerstep import evaluating
 from protocol.messages import Scope
 from tests.outerstep.conftest import Served
 from tests.support.specs import tiny_spec
-from tests.support.token_sets import write_token_set
 from worker.agent import run_worker
-from worker.data.index import FILE
-from worker.inner import loss
-from worker.models.building import logits_of
 from worker.settings import WorkerSettings
 
 RUN = "evaluated"
@@ -124,38 +118,6 @@ def test_other_text_is_evaluated_on_only_if_it_is_asked_for(trained: Trained, tm
 def test_what_cannot_be_evaluated_is_told(trained: Trained, arguments: list[str], code: int, said: str) -> None:
     found, message = trained.refused(*arguments)
     assert (found, said in message) == (code, True), message
-
-
-def test_a_few_sequences_go_through_at_once(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the run's batch, all of whose logits no small machine has the memory for."""
-    sizes: list[int] = []
-
-    def counted(model: nn.Module, tokens: Tensor) -> Tensor:
-        sizes.append(len(tokens))
-        return logits_of(model, tokens)
-
-    monkeypatch.setattr(evaluating, "SEQUENCES_AT_ONCE", 3)
-    monkeypatch.setattr(loss, "logits_of", counted)
-    found = trained.evaluate("--device", "cpu")
-    assert found["held_out"]["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-6)
-    assert max(sizes) == 3, "of batches of 4"
-
-
-def test_ids_of_another_tokenizer_are_refused(trained: Trained, tmp_path: Path) -> None:
-    """The loss on them was a number like any other."""
-    index = write_token_set(tmp_path / "set", shards=1, tokens=200, vocabulary=256)
-    made_by = {"tokenizer": "words", "tokenizer_digest": "ab" * 32}
-    (tmp_path / "set" / FILE).write_text(index.model_copy(update=made_by).text())
-    code, said = trained.refused("--data", str(tmp_path / "set"))
-    assert (code, "has token ids of words (BLAKE3 abab" in said, "on those of bytes" in said) == (3, True, True), said
-
-
-def test_ids_that_the_model_does_not_have_are_told(trained: Trained, exported: Path, tmp_path: Path) -> None:
-    """Some of them were an IndexError of torch's, or on a GPU an assertion."""
-    write_token_set(tmp_path / "set", shards=1, tokens=400, vocabulary=300)
-    for model in ([], ["--export", str(exported)]):
-        code, said = trained.refused("--data", str(tmp_path / "set"), *model)
-        assert (code, "vocab_size = 256 is too small" in said) == (3, True), said
 
 
 def test_text_of_which_nothing_is_held_out_is_told(trained: Trained, tmp_path: Path) -> None:
