@@ -62,12 +62,6 @@ def set_up(spec: RunSpec, settings: BoxSettings, device: torch.device, *, stop: 
     model = build_model(spec, device)
     check = partial(check_vocabulary, model)
     data = open_training_set(spec.with_source(settings.data), check=check, stop=stop, shards=shards)
-    if data.held_out_tokens and not data.held_out_sequences:
-        log.warning(
-            "the %d tokens that are held out are less than one sequence of %d: this worker measures no held-out loss",
-            data.held_out_tokens,
-            spec.data.sequence_length,
-        )
     if settings.parameters == "bf16":
         cast_parameters(model, torch.bfloat16)
     use = _device_use(spec, settings, model, precision, device)
@@ -91,7 +85,7 @@ def set_up(spec: RunSpec, settings: BoxSettings, device: torch.device, *, stop: 
         micro_batches=sizes,
         use=use,
         evaluate=partial(evaluate, model, data, spec.evaluation.max_tokens, device, loss, sizes)
-        if data.held_out_sequences
+        if data.held_out_tokens
         else None,
     )
 

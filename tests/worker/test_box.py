@@ -148,13 +148,3 @@ def test_a_machine_that_cannot_compile_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "compile", compile_)
     with pytest.raises(BoxError, match=r"--compile: .*\(RuntimeError: No working C\+\+ compiler found\); install"):
         compiling.compile_model(nn.Linear(2, 2), None, CPU)
-
-
-def test_too_little_held_out_for_one_sequence_is_told(
-    spec: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The first evaluation divided by nothing, as a fault that starting again would mend, for ever."""
-    (tmp_path / "short.txt").write_text("all work and no play " * 5)
-    box = set_up(spec, box_settings(tmp_path, data=str(tmp_path / "short.txt")), CPU)
-    assert box.evaluate is None
-    assert "the 10 tokens that are held out are less than one sequence of 16" in caplog.text

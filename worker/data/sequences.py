@@ -71,7 +71,6 @@ class Sequences:
         self._training, self._held_out = training, held_out
         self.vocabulary, self.bytes_per_token = vocabulary, bytes_per_token
         self.held_out_tokens = sum(held_out.tokens)
-        self.held_out_sequences = sum(self._sequences(held_out))
         sequences = self._sequences(training)
         self.order = Order(sequences, self._batch, spec.seed)
         self.units_per_epoch = self.order.units_per_epoch

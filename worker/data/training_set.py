@@ -28,10 +28,6 @@ class TrainingSet(Protocol):
         """Tokens of the held-out part; 0 if nothing is held out."""
 
     @property
-    def held_out_sequences(self) -> int:
-        """Whole sequences of the held-out part, which are what can be evaluated on."""
-
-    @property
     def bytes_per_token(self) -> float | None:
         """Bytes of text per token of the held-out part; None if nobody knows, or nothing is held out."""
 
