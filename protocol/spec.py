@@ -132,8 +132,8 @@ class DataSpec(_Section):
     private: bool = Field(
         False,
         description=(
-            "every worker brings a training set of its own, of which it tells the length alone: sets are not compared, "
-            "units are counted per worker, and every worker measures the loss on what it holds out itself"
+            "every worker brings a training set of its own, of which it tells the length and tokenizer alone: sets are "
+            "not compared, units are counted per worker, and every worker measures the loss on what it holds out itself"
         ),
     )
 

@@ -70,7 +70,7 @@ class DiLoCo:
 
     state_dir   where the snapshot is kept that lets a killed process go on; None: a restart begins like a new worker
     data        the training set, compared between workers; None if the script does not say. Of private data the length
-                alone leaves this machine
+                and the tokenizer alone leave this machine
     evaluate    measures the held-out loss of the model as it is; called when the coordinator asks this worker to
     initial     puts state 0 into the model, called if this worker is to seed the run; None: the model holds it
     host        what the coordinator shows about this machine
