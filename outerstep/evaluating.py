@@ -3,28 +3,33 @@ transformers."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_model
+from safetensors.torch import load_file, load_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from protocol.messages import Evaluation, RunDetail
+from protocol.messages import DataSummary, Evaluation, RunDetail
 from protocol.spec import parse_spec
 from worker.agent import choose_device
+from worker.data.index import described
 from worker.data.opening import open_training_set
+from worker.data.tokenizer import IN_BYTES
 from worker.data.training_set import TrainingSet
 from worker.errors import DataError, ModelError
 from worker.export import load_checkpoint
 from worker.inner.evaluation import evaluate
+from worker.inner.micro_batch import MicroBatches
 from worker.link.client import Client
-from worker.models.building import build_model
-from worker.models.presets import BYTES
+from worker.models.building import build_model, check_vocabulary
+from worker.models.pretrained import ADAPTERS, CONFIG
 
 HOST = torch.device("cpu")
+TOKENS_AT_ONCE = 4096  # a whole batch of a run may be half a million, whose logits no machine has room for
 
 
 @dataclass(frozen=True)
@@ -54,18 +59,21 @@ def evaluate_model(http: httpx.Client, token: str, run: RunDetail, asked: Asked)
         model = load_checkpoint(Client(http, run.name, token), asked.state)
     else:
         model = load_export(asked.exported)
+    check_vocabulary(model, data.vocabulary)
     check_finite(model)
-    report = evaluate(model.to(device), data, run.spec.evaluation.max_tokens, device)
+    sizes = MicroBatches(None, max(TOKENS_AT_ONCE // run.spec.data.sequence_length, 1))
+    report = evaluate(model.to(device), data, run.spec.evaluation.max_tokens, device, micro_batches=sizes)
     return Evaluation(**report.model_dump())
 
 
 def held_out_data(run: RunDetail, source: str | None) -> TrainingSet:
-    """Return the data of the run, or those at `source`. Raises DataError if they are not there, are not the run's
-    though no `source` was given, or if nothing of them is held out."""
+    """Return the data of the run, or those at `source`. Raises DataError if they are not there, have ids by another
+    tokenizer than the run's, are not the run's though no `source` was given, or if nothing of them is held out."""
     spec = run.spec.with_source(source)
     if spec.data.source == "custom":
         raise DataError(f"the run {run.name} has data.source = 'custom', which its scripts alone can read; give --data")
     data = open_training_set(spec)
+    _check_tokenizer(run, spec.data.source, data.summary)
     known = None if run.data is None else run.data.digest
     if source is None and known not in (None, data.summary.digest):
         raise DataError(
@@ -80,22 +88,55 @@ def held_out_data(run: RunDetail, source: str | None) -> TrainingSet:
     return data
 
 
+def _check_tokenizer(run: RunDetail, source: str, ours: DataSummary) -> None:
+    """Raise DataError for ids of another tokenizer than the run's; of a script's own data nobody knows it."""
+    theirs = run.data
+    if theirs is None or run.spec.data.source == "custom" or theirs.tokenizer_digest == ours.tokenizer_digest:
+        return
+    here, there = (described(each.tokenizer or IN_BYTES, each.tokenizer_digest) for each in (ours, theirs))
+    raise DataError(
+        f"data.source = {source!r} has token ids by {here}, the run {run.name} is trained on those by {there}, to "
+        "which they are other text; give --data by that tokenizer, as `outerstep data prepare` makes it"
+    )
+
+
 def load_export(directory: Path) -> nn.Module:
-    """Return the model of a directory that `outerstep run export` has written, on the CPU. Raises ModelError."""
+    """Return the model of a directory that `outerstep run export` has written, on the CPU; of adapters, what they make
+    with the model that they belong to. Raises ModelError."""
     try:
-        if (directory / "config.json").is_file():
-            model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
+        if (directory / CONFIG).is_file():
+            model = _transformers_model(directory)
         else:
             model = build_model(parse_spec((directory / "spec.toml").read_text()), HOST)
-            load_model(model, directory / "model.safetensors")
+            if (directory / ADAPTERS).is_file():
+                model = _with_adapters(model, directory)
+            else:
+                load_model(model, directory / "model.safetensors")
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{directory} is not what `outerstep run export` writes: {error}") from error
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", BYTES)
-    if vocabulary < BYTES:
-        raise ModelError(
-            f"{directory}: its vocabulary has {vocabulary} tokens; text is read as bytes, which are {BYTES}"
-        )
     return model.float().eval()
+
+
+def _transformers_model(directory: Path) -> nn.Module:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+    )
+    model: nn.Module = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):  # transformers draws them at random
+        raise ValueError(f"its weights lack {len(missing)} tensors of the model, {missing[0]} for one")
+    return model
+
+
+def _with_adapters(model: Any, directory: Path) -> nn.Module:
+    """Return what the adapters in the directory make with `model`, which peft has wrapped."""
+    import peft  # it is here: `model` is built by it
+
+    tensors = load_file(directory / "adapter_model.safetensors")
+    if tensors.keys() != peft.get_peft_model_state_dict(model, save_embedding_layers=False).keys():
+        raise ValueError("adapter_model.safetensors has not the adapters that spec.toml describes")
+    peft.set_peft_model_state_dict(model, tensors)
+    merged: nn.Module = model.merge_and_unload()
+    return merged
 
 
 def check_finite(model: nn.Module) -> None:

@@ -62,6 +62,9 @@ def set_up(spec: RunSpec, settings: BoxSettings, device: torch.device, *, stop: 
     model = build_model(spec, device)
     check = partial(check_vocabulary, model)
     data = open_training_set(spec.with_source(settings.data), check=check, stop=stop, shards=shards)
+    if spec.data.holdout and not data.held_out_tokens:
+        told = "nothing is held out, or less than a sequence of %d tokens: this worker measures no held-out loss"
+        log.warning(told, spec.data.sequence_length)
     if settings.parameters == "bf16":
         cast_parameters(model, torch.bfloat16)
     use = _device_use(spec, settings, model, precision, device)

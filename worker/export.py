@@ -15,7 +15,6 @@ from worker.link.checkpoints import load_parameters
 from worker.link.client import Client
 from worker.models.building import build_model, logits_of
 from worker.models.presets import BYTES
-from worker.state.frozen import frozen_summary
 
 _HOST = torch.device("cpu")
 TEMPERATURE = 0.8
@@ -27,17 +26,9 @@ def load_checkpoint(client: Client, state_round: int | None = None) -> nn.Module
     """Return the run's model with the parameters of checkpoint `state_round` (None: the latest, as `load_parameters`
     has it), on the CPU, for evaluation.
 
-    Raises what `load_parameters` raises, ModelError also if the model cannot be built here, or with other frozen
-    parameters than the run's.
+    Raises what `load_parameters` raises, ModelError also if the model cannot be built here.
     """
-    run = client.run_detail()
-    model = build_model(run.spec, _HOST)
-    frozen = frozen_summary(model)
-    if run.frozen is not None and frozen != run.frozen:
-        raise ModelError(
-            f"the frozen parameters here ({frozen or 'none'}) are not those of the run {client.run} ({run.frozen}); "
-            "load the weights that its workers have"
-        )
+    model = build_model(client.run_detail().spec, _HOST)
     load_parameters(client, model, state_round)
     return model.eval()
 

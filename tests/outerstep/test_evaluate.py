@@ -13,13 +13,20 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
+from outerstep import evaluating
 from protocol.messages import Scope
 from tests.outerstep.conftest import Served
 from tests.support.specs import tiny_spec
+from tests.support.tokenizers import write_tokenizer
+from tests.support.trained import save_trained
+from tests.worker.runs import create, work
 from worker.agent import run_worker
+from worker.data.preparing import Recipe, prepare
+from worker.data.sources.source import find_source
+from worker.data.tokenizer import load_tokenizer
 from worker.settings import WorkerSettings
 
 RUN = "evaluated"
@@ -183,3 +190,80 @@ def test_without_lm_eval_the_line_to_type_is_told(trained: Trained, exported: Pa
     code, out, err = trained.served.outerstep("run", "evaluate", RUN, "--export", str(exported), "--tasks", "hellaswag")
     assert (code, out) == (2, "")
     assert "needs lm_eval, which is not installed; run: pip install 'outerstep[lm-eval]'" in err
+
+
+# --- other tokenizers, adapters, large batches --------------------------------------------------------------------
+
+
+def test_a_batch_goes_through_the_model_in_parts(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's batch may be 512 sequences of 1024 tokens, whose logits take 67 GB; the worker takes them in parts."""
+    rows: list[int] = []
+    forward = LlamaForCausalLM.forward
+
+    def counted(model: LlamaForCausalLM, tokens: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        rows.append(len(tokens))
+        return forward(model, tokens, *arguments, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
+    monkeypatch.setattr(evaluating, "TOKENS_AT_ONCE", 2 * 32)
+    assert trained.evaluate()["held_out"]["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-5)
+    assert max(rows) == 2
+
+
+def test_text_by_another_tokenizer_is_not_evaluated_on(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ids are those of other text to the model: their loss would be a number, and mean nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer")))
+    recipe = Recipe([find_source(str(trained.text), "text", 0.3)], tokenizer)
+    prepare(recipe, tmp_path / "set", processes=1)
+    code, said = trained.refused("--data", str(tmp_path / "set"))
+    assert (code, "is trained on those by 'bytes', to which they are other text" in said) == (3, True), said
+
+
+def test_ids_that_a_model_does_not_have_are_told(trained: Trained, tmp_path: Path) -> None:
+    """An export of another run, for one; it ended as an index out of range."""
+    shape: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    LlamaForCausalLM(LlamaConfig(vocab_size=100, **shape)).save_pretrained(tmp_path / "small")
+    code, said = trained.refused("--export", str(tmp_path / "small"))
+    assert (code, "vocab_size = 100 is too small: the training set has token ids up to 255" in said) == (3, True), said
+
+
+def test_an_export_that_lacks_a_tensor_is_told(trained: Trained, exported: Path, tmp_path: Path) -> None:
+    """transformers would draw it at random, and say so in a log."""
+    (tmp_path / "config.json").write_bytes((exported / "config.json").read_bytes())
+    tensors = load_file(exported / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    code, said = trained.refused("--export", str(tmp_path))
+    assert (code, "its weights lack 1 tensors of the model, model.norm.weight for one" in said) == (3, True), said
+
+
+def test_adapters_are_evaluated_with_the_model_that_they_belong_to(trained: Trained, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs: pip install 'outerstep[peft]'")
+    save_trained(tmp_path / "base")
+    model = f'pretrained = "{tmp_path / "base"}", lora.rank = 2, lora.target_modules = ["q_proj", "v_proj"]'
+    create(trained.running, tmp_path, "adapted", model)
+    assert work(trained.running, tmp_path, "adapted") == 0
+    directory = tmp_path / "adapters"
+    assert trained.served.outerstep("run", "export", "adapted", "--out", str(directory))[0] == 0
+
+    def loss(*arguments: str) -> float:
+        code, out, err = trained.served.outerstep("run", "evaluate", "adapted", "--json", *arguments)
+        assert code == 0, err
+        found: float = json.loads(out)["held_out"]["loss"]
+        return found
+
+    assert loss("--export", str(directory)) == pytest.approx(loss(), abs=1e-5)
+    assert loss("--export", str(directory)) != pytest.approx(loss("--round", "0"), abs=1e-6)
+    adapters = load_file(directory / "adapter_model.safetensors")
+    del adapters[sorted(adapters)[0]]
+    save_file(adapters, directory / "adapter_model.safetensors")
+    code, _, said = trained.served.outerstep("run", "evaluate", "adapted", "--export", str(directory))
+    assert (code, "has not the adapters that spec.toml describes" in said) == (3, True), said

@@ -148,3 +148,17 @@ def test_a_whole_model_has_nothing_to_merge(coordinator: InThread, tmp_path: Pat
     create(coordinator, tmp_path, "whole", 'preset = "tiny"', rounds=1)
     with open_http(coordinator.url) as http, pytest.raises(ModelError, match="has no adapters to merge"):
         export(Client(http, "whole", coordinator.token(Scope.VIEWER)), tmp_path / "out", merge=True)
+
+
+def test_adapters_do_not_go_on_from_those_on_another_base(
+    coordinator: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They would fit by their shape, and make a model of it that nobody has trained."""
+    save_trained(tmp_path / "trained")
+    create(coordinator, tmp_path, "first", lora(tmp_path / "trained"))
+    assert work(coordinator, tmp_path, "first") == Exit.DONE
+    save_trained(tmp_path / "other", seed=8)
+    create(coordinator, tmp_path, "second", lora(tmp_path / "other") + ', run = "first"')
+    assert work(coordinator, tmp_path, "second") == Exit.REFUSED
+    assert "model.run = 'first': the frozen parameters here" in caplog.text
+    assert shown(coordinator, "second").state == "seeding"

@@ -51,6 +51,16 @@ def test_auto_on_a_cpu_bounds_the_logits_and_says_so(
     assert "micro-batches of 1 of 2 sequences, so that their logits take 1 GiB at most" in caplog.text
 
 
+def test_less_than_a_sequence_held_out_is_no_evaluation_and_is_told(
+    spec: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mean over no tokens ended the worker at the first evaluation, and again after every restart."""
+    (tmp_path / "short.txt").write_text("all work and no play. " * 7)  # 14 of its 147 bytes are held out
+    box = set_up(spec.with_source(str(tmp_path / "short.txt")), box_settings(tmp_path), CPU)
+    assert box.evaluate is None
+    assert "less than a sequence of 16 tokens: this worker measures no held-out loss" in caplog.text
+
+
 def test_the_flops_are_counted_where_there_is_a_peak(spec: Any, tmp_path: Path) -> None:
     assert set_up(spec, box_settings(tmp_path), CPU).use.flops_per_token is None
     use = set_up(spec, box_settings(tmp_path, peak_flops=1e12, activation_checkpointing=True), CPU).use

@@ -268,6 +268,7 @@ def test_two_do_not_work_in_one_directory(lines: Path, tokenizer: str, tmp_path:
         ('{"text": null}', "line 201: its 'text' is NoneType, not text"),
         ('["text"]', "line 201: an object with a text in 'text' is wanted, this is list"),
         ('{"text": "\\ud800"}', "line 201: .*half a character"),
+        ("[" * 100_000, "line 201: this is not JSON"),  # deeper than Python goes
     ],
 )
 def test_a_line_that_has_no_text(lines: Path, tokenizer: str, tmp_path: Path, line: str, message: str) -> None:

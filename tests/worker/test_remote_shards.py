@@ -227,6 +227,24 @@ def test_a_cache_that_is_too_small_is_told_before_anything_is_fetched(server: Fi
         assert asked(server) == set()
 
 
+def test_a_cache_without_room_for_what_is_held_out_is_told_at_the_start(server: FileServer, tmp_path: Path) -> None:
+    """The first evaluation waited for room that no other worker could make."""
+    index = Index.model_validate_json(server.files["/sets/one/index.json"])
+    large = index.held_out[0].model_copy(update={"tokens": 30 * TOKENS})
+    changed = index.model_copy(update={"held_out": [large]})
+    server.files["/sets/one/index.json"] = changed.text().encode()
+    with (
+        file_server(server) as url,
+        pytest.raises(DataError, match="an evaluation needs a shard of this set, 6.01e-05 GB"),
+    ):
+        opened(url, tmp_path)
+
+
+def test_an_address_that_is_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="index.json cannot be fetched: Invalid port: 'port'"):
+        open_remote_set(spec("https://host:port/set"), None, CacheSettings(tmp_path), threading.Event())
+
+
 def test_another_version_of_an_address_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"is no repository of the hub: hf://datasets/NAME/SET"):
         open_remote_set(spec("hf://datasets/only"), None, CacheSettings(tmp_path), threading.Event())

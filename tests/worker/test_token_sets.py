@@ -375,6 +375,7 @@ def test_a_disk_that_fails(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (lambda index: index["training"][0].update(tokens=0), "training.0.tokens = 0: input should be greater than 0"),
         (lambda index: index["training"][0].update(file="../../etc/passwd"), "not the name of a file below the index"),
         (lambda index: index["training"][0].update(file="/etc/passwd"), "not the name of a file below the index"),
+        (lambda index: index["training"][0].update(file="a\0.bin"), "not the name of a file below the index"),
         (lambda index: index.update(training=[]), "has 0 training tokens; one work unit needs 3 sequences of 8"),
         (lambda index: index.pop("training"), "training: this key is missing"),
     ],

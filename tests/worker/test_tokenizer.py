@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tests.support.tokenizers import END, write_tokenizer
 from worker.data.tokenizer import load_tokenizer
@@ -69,6 +71,23 @@ def test_an_end_that_is_no_token(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, end="</s>")
     with pytest.raises(DataError, match="tokenizer_config.json names the eos_token '</s>', which .* does not have"):
         load_tokenizer(str(tmp_path))
+
+
+def test_an_end_without_its_text(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, end=None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"lstrip": False}}))
+    with pytest.raises(DataError, match="tokenizer_config.json names the eos_token .* does not have"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_text_that_it_has_no_ids_for(tmp_path: Path) -> None:
+    """Some tokenizers name an id for what they do not know, and do not have it."""
+    Tokenizer(WordLevel({END: 0, "worker": 1}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    encode = load_tokenizer(str(tmp_path)).encoder()
+    assert encode(["worker"])[0].tolist() == [1]
+    with pytest.raises(DataError, match=r"tokenizer.json cannot tokenise this text: .*; mend it, or name another"):
+        encode(["nobody"])
 
 
 @pytest.mark.parametrize(

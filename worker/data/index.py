@@ -49,7 +49,7 @@ class Shard(_Part):
     @classmethod
     def _below_the_index(cls, file: str) -> str:
         path = PurePosixPath(file)
-        if path.is_absolute() or ".." in path.parts or not path.name:
+        if path.is_absolute() or ".." in path.parts or not path.name or not file.isprintable():
             raise ValueError("this is not the name of a file below the index")
         return file
 

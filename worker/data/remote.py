@@ -94,7 +94,7 @@ class HttpFiles:
             with self._http.stream("GET", f"{self._base}/{quote(name)}", headers=headers) as answer:
                 self._check(name, answer)
                 yield answer
-        except httpx.UnsupportedProtocol as error:
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise DataError(f"{self.url(name)} cannot be fetched: {error}") from error
         except httpx.TransportError as error:
             raise Transient(f"{self.url(name)} cannot be fetched: {type(error).__name__}: {error}") from error

@@ -70,7 +70,7 @@ class Sequences:
         self._length, self._batch = spec.data.sequence_length, spec.inner.batch_size
         self._training, self._held_out = training, held_out
         self.vocabulary, self.bytes_per_token = vocabulary, bytes_per_token
-        self.held_out_tokens = sum(held_out.tokens)
+        self.held_out_tokens = sum(tokens for tokens in held_out.tokens if tokens > self._length)
         sequences = self._sequences(training)
         self.order = Order(sequences, self._batch, spec.seed)
         self.units_per_epoch = self.order.units_per_epoch

@@ -92,11 +92,14 @@ def _alone(shards: list[Shard]) -> list[Shard]:
 
 
 def _check_room(index: Index, settings: CacheSettings) -> None:
-    """Raise DataError unless the cache has room for all that one unit may need: the shards of two windows."""
+    """Raise DataError unless the cache has room for all that one unit may need, the shards of two windows, and for any
+    that is held out: room that it never has would be waited for."""
     most = heapq.nlargest(2 * WINDOW_SHARDS, (shard.tokens for shard in index.training))
-    needed = sum(most) * index.item.itemsize
+    unit, held_out = sum(most), max((shard.tokens for shard in index.held_out), default=0)
+    needed = max(unit, held_out) * index.item.itemsize
     if needed > settings.limit_bytes:
+        who = f"one work unit needs up to {len(most)} shards" if unit >= held_out else "an evaluation needs a shard"
         raise DataError(
-            f"the data cache {settings.directory} may have {settings.limit_bytes / 1e9:.3g} GB; one work unit needs up "
-            f"to {len(most)} shards of this set, {needed / 1e9:.3g} GB: give it more by --data-cache-gb"
+            f"the data cache {settings.directory} may have {settings.limit_bytes / 1e9:.3g} GB; {who} of "
+            f"this set, {needed / 1e9:.3g} GB: give it more by --data-cache-gb"
         )

@@ -48,7 +48,10 @@ class Tokenizer:
         fast = _fast(self.file.read_bytes(), self.file)
 
         def encode(texts: Sequence[str]) -> list[Ids]:
-            found = fast.encode_batch_fast(texts, add_special_tokens=False)
+            try:
+                found = fast.encode_batch_fast(texts, add_special_tokens=False)
+            except Exception as error:  # tokenizers raises Exception itself
+                raise DataError(f"{self.file} cannot tokenise this text: {error}; mend it, or name another") from error
             return [np.array(each.ids, np.uint32) for each in found]
 
         return encode
@@ -114,7 +117,7 @@ def _end(directory: Path, fast: Any, name: str) -> int:
     for file in (directory / each for each in _END_FILES):
         token = _read_json(file).get("eos_token") if file.is_file() else None
         if token is not None:
-            text = token["content"] if isinstance(token, dict) else str(token)
+            text = str(token.get("content") if isinstance(token, dict) else token)
             found = fast.token_to_id(text)
             if found is None:
                 raise DataError(f"{file} names the eos_token {text!r}, which {directory / FILE} does not have")

@@ -25,7 +25,7 @@ class TrainingSet(Protocol):
 
     @property
     def held_out_tokens(self) -> int:
-        """Tokens of the held-out part; 0 if nothing is held out."""
+        """Tokens of the held-out shards that have a whole sequence; 0 if there is none."""
 
     @property
     def bytes_per_token(self) -> float | None:

@@ -12,6 +12,7 @@ from worker.codecs import unpack_payload
 from worker.errors import ModelError
 from worker.link.client import Client
 from worker.state.fragments import DenseFragments, tensor_specs
+from worker.state.frozen import frozen_summary
 
 _HOST = torch.device("cpu")
 _PAUSE_S = 0.2
@@ -24,12 +25,18 @@ def load_parameters(client: Client, model: nn.Module, state_round: int | None = 
 
     The latest of a finished run is its final state; this waits for it, because the coordinator takes its own last outer
     step a moment after the run has finished. Raises Problem `not-found` for a checkpoint that does not exist, `gone`
-    for one that was deleted, ModelError for a model of another shape.
+    for one that was deleted, ModelError for a model of another shape, or with other frozen parameters than the run's.
     """
     run = client.run_detail()
     while state_round is None and run.state is RunState.FINISHED and run.state_digest is None:
         client.pause(_PAUSE_S)
         run = client.run_detail()
+    frozen = frozen_summary(model)
+    if run.frozen is not None and frozen != run.frozen:
+        raise ModelError(
+            f"the frozen parameters here ({frozen or 'none'}) are not those of the run {client.run} ({run.frozen}); "
+            "load the weights that its workers have"
+        )
     checkpoint = client.checkpoint(state_round)
     difference = first_difference(checkpoint.layout.tensors, tensor_specs(model))
     if difference:

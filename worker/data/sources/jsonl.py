@@ -42,7 +42,7 @@ class LinesTask:
     def _document(self, line: bytes, at: int) -> Iterator[Piece]:
         try:
             found = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{self._where(at)}: this is not JSON ({error}); mend the line or remove it") from error
         text = found.get(self.column) if isinstance(found, dict) else None
         if not isinstance(text, str):
