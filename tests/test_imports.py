@@ -70,7 +70,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "data": {"errors", "tuning", "link"},
         "rounds": {"errors", "accounts", "codecs", "tuning", "state", "link"},
         "diloco": {"accounts", "state", "link", "rounds"},
-        "export": {"errors", "data", "models", "state", "link"},
+        "export": {"errors", "data", "models", "link"},
         "initial": {"errors", "models", "link"},
         "inner": {"errors", "user_code", "data", "models"},
         "box": {"errors", "settings", "accounts", "data", "models", "inner"},
