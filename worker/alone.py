@@ -97,9 +97,10 @@ class AloneSteps:
         self._evaluate()
 
     def upcoming(self) -> Iterator[int]:
-        """Yield the numbers of the units after the one in hand."""
+        """Yield the numbers of the units after the one in hand, up to the end of the next round: what of a set behind a
+        URL is expected is fetched and not given up, so it must not be all of it."""
         sync = self._box.spec.sync
-        return iter(range(self._unit + 1, sync.rounds * sync.schedule_steps))
+        return iter(range(self._unit + 1, min(self.round + 2, sync.rounds) * sync.schedule_steps))
 
     def _end_round(self) -> None:
         loss = self._progress.end_inner_steps(self.inner_step, self.inner_step * self._box.spec.unit_tokens)

@@ -140,6 +140,9 @@ def _model(change: Change, request: JoinRequest) -> Model:
         )
     if difference := _data_difference(request.data, model.data, run.spec.data):
         raise Problem("data-mismatch", difference)
+    if private and model.data is None and request.data is not None:  # the first that tells of its tokenizer
+        model = model.model_copy(update={"data": request.data})
+        change.set_model(model)
     return model
 
 

@@ -135,6 +135,21 @@ def test_private_sets_are_of_one_tokenizer(shared: InThread, run: str) -> None:
         assert "made by the tokenizer bytes" in problem(joined("d", units=12), "data-mismatch")["detail"]
 
 
+def test_the_tokenizer_is_that_of_the_first_worker_that_tells_one(shared: InThread, run: str) -> None:
+    """A script that told nothing came first: then no tokenizers were compared at all."""
+    private_crew(shared, run, {"a": None}, rounds=3)
+    with shared.client() as http:
+
+        def joined(name: str, digest: str) -> httpx.Response:
+            data = DataSummary(tokenizer="words", tokenizer_digest=digest * 32, units=12)
+            request = JoinRequest(tensors=TENSORS, data=data)
+            return http.put(f"/v1/runs/{run}/workers/{name}", json=request.model_dump(mode="json"))
+
+        assert joined("b", "ab").status_code == 200
+        assert joined("c", "ab").status_code == 200
+        assert "made by the tokenizer words" in problem(joined("d", "cd"), "data-mismatch")["detail"]
+
+
 def test_nothing_but_the_length_of_a_set_is_told(shared: InThread, run: str) -> None:
     """A digest would tell whether a worker has a text that somebody else knows."""
     private_crew(shared, run, {"a": 12, "b": None}, rounds=3)

@@ -69,6 +69,19 @@ def trained(spec: RunSpec, box: Box, tmp_path: Path, stop: threading.Event) -> l
     return [parameter.detach().clone() for parameter in box.model.parameters()]
 
 
+def test_what_is_expected_is_this_round_and_the_next_and_not_all_of_the_run(spec: RunSpec, tmp_path: Path) -> None:
+    """Of a set behind a URL all shards that are expected are fetched, and are not made room of."""
+    box = set_up(spec, box_settings(tmp_path), CPU)
+    with StateDir(tmp_path / "state") as files:
+        steps = AloneSteps(box, "a", files, threading.Event(), None)
+        seen = []
+        for unit in steps.units():
+            seen.append((unit, list(steps.upcoming())))
+            steps.report_loss(torch.zeros(()))
+            steps.count()
+    assert seen == [(0, [1, 2, 3]), (1, [2, 3]), (2, [3, 4, 5]), (3, [4, 5]), (4, [5]), (5, [])]
+
+
 def test_it_is_a_plain_training_loop_of_the_run_s_length(spec: RunSpec, tmp_path: Path) -> None:
     """Written out: the same batches, learning rates and clipping, and no outer step."""
     box = set_up(spec, box_settings(tmp_path), CPU)

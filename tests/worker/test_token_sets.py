@@ -475,3 +475,17 @@ def test_memory_does_not_grow_with_the_set(tmp_path: Path) -> None:
 def test_the_cache_is_where_the_system_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_directory() == Path.home() / ".cache/outerstep/data"
+
+
+def test_private_ids_that_nobody_knows_the_tokenizer_of_are_refused(tmp_path: Path) -> None:
+    """They would be averaged with others of any tokenizer: with private data nothing else is compared."""
+    source = tmp_path / "ids"
+    source.mkdir()
+    np.arange(1000, dtype="<u2").tofile(source / "train.bin")
+    assert open_training_set(spec(source)).units_per_epoch
+    with pytest.raises(DataError, match=f"{source}': nobody knows which tokenizer .* name it by data.tokenizer"):
+        open_training_set(spec(source, data="private = true"))
+    words = str(write_tokenizer(tmp_path / "tokenizer"))
+    few = load_tokenizer(words).vocabulary
+    (np.arange(1000, dtype="<u2") % few).tofile(source / "train.bin")
+    assert open_training_set(spec(source, words, data="private = true")).summary.tokenizer_digest is not None

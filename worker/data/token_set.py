@@ -4,12 +4,18 @@ from protocol.spec import RunSpec
 from worker.data.index import Index
 from worker.data.sequences import Ahead, Sequences
 from worker.data.token_files import TokenFiles
+from worker.errors import DataError
 
 
 def token_sequences(
     spec: RunSpec, index: Index, training: TokenFiles, held_out: TokenFiles, ahead: Ahead | None = None
 ) -> Sequences:
-    """Return the token set of an index, whose parts are read by `training` and `held_out`."""
+    """Return the token set of an index, whose parts are read by `training` and `held_out`. Raises DataError."""
+    if spec.data.private and index.tokenizer is None:
+        raise DataError(
+            f"data.source = {spec.data.source!r}: nobody knows which tokenizer made these ids, and with data.private "
+            "that is all by which workers know that the same ids mean the same text: name it by data.tokenizer"
+        )
     return Sequences(
         spec,
         training,
