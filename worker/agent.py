@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from types import FrameType
 
@@ -132,7 +132,7 @@ def _train(
             host=host_facts(device) | {"precision": box.precision},
             use=box.use,
         )
-        with diloco:
+        with closing(box.data), diloco:
             train(diloco, box, step_log)
 
 
@@ -144,7 +144,8 @@ def _work_alone(settings: BoxSettings, spec: RunSpec, device: torch.device, stop
         load_initial = initial_parameters(box.model, spec.model)
         if load_initial is not None:
             load_initial()
-        train_alone(box, settings.name, files, stop, step_log)
+        with closing(box.data):
+            train_alone(box, settings.name, files, stop, step_log)
 
 
 @contextmanager

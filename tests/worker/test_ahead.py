@@ -8,7 +8,7 @@ import pytest
 from protocol.errors import Transient
 from tests.support.waiting import wait_until
 from worker.data import ahead
-from worker.data.ahead import FetchAhead
+from worker.data.ahead import Closing, FetchAhead
 from worker.data.order import WINDOW_SHARDS, Order
 from worker.errors import DataError, NoRoom, Stopped
 
@@ -46,6 +46,10 @@ class Fetched:
             raise self._faults[shard]
 
 
+def fetch_ahead(fetched: Fetched) -> FetchAhead:
+    return FetchAhead(fetched, Closing(threading.Event()))
+
+
 def windows(order: Order, *numbers: int) -> list[int]:
     return [shard for number in numbers for shard in order.shards(number * UNITS_PER_WINDOW)]
 
@@ -57,7 +61,7 @@ def expect(fetch: FetchAhead, order: Order, *units: Sequence[int]) -> None:
 
 def test_they_are_fetched_in_the_order_of_need_and_none_that_is_needed_sooner_makes_room(order: Order) -> None:
     fetched = Fetched()
-    fetch = FetchAhead(fetched)
+    fetch = fetch_ahead(fetched)
     fetch(order, range(20, 40))  # window 1, and by the guess window 2
     wait_until(lambda: len(fetched.shards) == 2 * WINDOW_SHARDS)
     fetch.close()
@@ -78,7 +82,7 @@ def test_the_next_round_is_as_far_on_as_this_one_was(order: Order, told: list[Se
     asked: list[int] = []
     noting = Order([10] * SHARDS, batch_size=4, seed=0)
     noting.shards = lambda number: asked.append(number) or order.shards(number)  # type: ignore[method-assign,func-returns-value]
-    fetch = FetchAhead(Fetched())
+    fetch = fetch_ahead(Fetched())
     expect(fetch, noting, *told)
     fetch.close()
     assert asked[-len(guess) :] == list(guess)
@@ -86,7 +90,7 @@ def test_the_next_round_is_as_far_on_as_this_one_was(order: Order, told: list[Se
 
 def test_where_there_is_no_room_it_goes_on_once_something_was_used(order: Order) -> None:
     fetched = Fetched(room=2 * WINDOW_SHARDS - 1)
-    fetch = FetchAhead(fetched)
+    fetch = fetch_ahead(fetched)
     fetch(order, range(60))
     assert fetched.refused.wait(30)
     assert fetched.shards == windows(order, 0, 1)
@@ -101,7 +105,7 @@ def test_where_there_is_no_room_it_goes_on_once_something_was_used(order: Order)
 def test_what_was_passed_by_is_not_fetched_any_more(order: Order) -> None:
     """The training was faster."""
     fetched = Fetched(room=0)
-    fetch = FetchAhead(fetched)
+    fetch = fetch_ahead(fetched)
     fetch(order, range(60))
     assert fetched.refused.wait(30)
     fetch.reached(windows(order, 2)[-1])
@@ -113,7 +117,7 @@ def test_what_was_passed_by_is_not_fetched_any_more(order: Order) -> None:
 def test_a_fault_is_told_and_the_others_are_fetched(order: Order, caplog: pytest.LogCaptureFixture) -> None:
     first, second = windows(order, 0)[:2]
     fetched = Fetched(faults={first: DataError("the first is not there"), second: Transient("no line")})
-    fetch = FetchAhead(fetched)
+    fetch = fetch_ahead(fetched)
     fetch(order, range(20))
     wait_until(lambda: len(fetched.shards) == 2 * WINDOW_SHARDS)
     fetch.close()
@@ -122,7 +126,8 @@ def test_a_fault_is_told_and_the_others_are_fetched(order: Order, caplog: pytest
 
 def test_a_worker_that_stops_fetches_nothing_more(order: Order) -> None:
     fetched = Fetched(faults={windows(order, 0)[1]: Stopped("asked to stop")})
-    fetch, others = FetchAhead(fetched), set(threading.enumerate())
+    fetch, others = fetch_ahead(fetched), set(threading.enumerate())
     fetch(order, range(20))
     wait_until(lambda: set(threading.enumerate()) <= others)
+    fetch.close()
     assert fetched.shards == windows(order, 0)[:2]

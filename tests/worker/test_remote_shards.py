@@ -2,6 +2,8 @@
 
 import sys
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +19,11 @@ from tests.support.file_server import FileServer, file_server
 from tests.support.token_sets import write_token_set
 from tests.support.waiting import wait_until
 from worker.agent import run_worker
+from worker.data.ahead import THREADS
 from worker.data.index import Index
 from worker.data.opening import open_training_set
 from worker.data.sequences import Sequences
+from worker.data.shard_cache import ShardCache, Wanted
 from worker.data.shards import CacheSettings, open_remote_set
 from worker.errors import DataError, Stopped
 from worker.settings import WorkerSettings
@@ -60,9 +64,20 @@ def server(directory: Path) -> FileServer:
     return FileServer({f"/sets/one/{path.name}": path.read_bytes() for path in directory.iterdir()})
 
 
-def opened(url: str, tmp_path: Path, *, shards: int = 20, stop: threading.Event | None = None) -> Sequences:
-    settings = CacheSettings(tmp_path / "cache", shards * BYTES)
-    return open_remote_set(spec(f"{url}/sets/one"), None, settings, stop or threading.Event())
+Opened = Callable[..., Sequences]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Opened]:
+    """Opens the set behind a URL, in a cache for so many shards; at the end nothing is fetched any more."""
+    with ExitStack() as closed:
+
+        def opened(url: str, *, shards: int = 20, stop: threading.Event | None = None) -> Sequences:
+            settings = CacheSettings(tmp_path / "cache", shards * BYTES)
+            data = open_remote_set(spec(f"{url}/sets/one"), None, settings, stop or threading.Event())
+            return closed.enter_context(closing(data))
+
+        yield opened
 
 
 def units(data: Sequences, numbers: range) -> list[torch.Tensor]:
@@ -75,7 +90,7 @@ def final_digest(coordinator: InThread) -> str | None:
 
 
 def test_units_and_held_out_batches_are_those_of_the_same_set_in_a_directory(
-    server: FileServer, directory: Path, tmp_path: Path
+    server: FileServer, directory: Path, opened: Opened, tmp_path: Path
 ) -> None:
     """In less room than the set takes, and never in more."""
     local, most = open_training_set(spec(str(directory))), 0
@@ -86,7 +101,7 @@ def test_units_and_held_out_batches_are_those_of_the_same_set_in_a_directory(
 
     server.before = look
     with file_server(server) as url:
-        remote = opened(url, tmp_path)
+        remote = opened(url)
         assert (remote.summary, remote.units_per_epoch) == (local.summary, local.units_per_epoch)
         assert (remote.vocabulary, remote.bytes_per_token) == (local.vocabulary, local.bytes_per_token)
         for unit in range(UNITS):
@@ -98,9 +113,9 @@ def test_units_and_held_out_batches_are_those_of_the_same_set_in_a_directory(
     assert 10 * BYTES < most <= 20 * BYTES
 
 
-def test_only_the_held_out_shards_that_are_read_are_fetched(server: FileServer, tmp_path: Path) -> None:
+def test_only_the_held_out_shards_that_are_read_are_fetched(server: FileServer, opened: Opened) -> None:
     with file_server(server) as url:
-        remote = opened(url, tmp_path)
+        remote = opened(url)
         assert sum(len(batch) for batch in remote.held_out_batches(2 * 100)) == 2
         assert sorted(path for path, _ in server.asked) == [
             "/sets/one/held-out-0.bin",
@@ -118,11 +133,11 @@ def asked(server: FileServer) -> set[str]:
 
 
 def test_shards_are_fetched_ahead_of_their_units_and_of_those_of_the_next_round(
-    server: FileServer, tmp_path: Path
+    server: FileServer, opened: Opened
 ) -> None:
     """Two workers take five units each: this one the first five of ten, so it will have those from 30 on."""
     with file_server(server) as url:
-        data = opened(url, tmp_path, shards=SHARDS)
+        data = opened(url, shards=SHARDS)
         data.expect(range(10, 15))  # the round after this is guessed to go on there
         wait_until(lambda: asked(server) == names_of(data, range(10, 20)))
         data.expect(range(40, 45))  # there are other workers: the guess is 70
@@ -139,11 +154,11 @@ def test_shards_are_fetched_ahead_of_their_units_and_of_those_of_the_next_round(
 
 
 def test_what_is_fetched_ahead_makes_no_room_of_what_is_needed_sooner_and_goes_on_when_that_was_used(
-    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: FileServer, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.data.ahead._LOOK_AGAIN_S", 0.01)
     with file_server(server) as url:
-        data = opened(url, tmp_path, shards=16)
+        data = opened(url, shards=16)
         data.expect(range(60))  # three windows; there is room for two
         first, third = names_of(data, range(20)), names_of(data, range(40, 60))
         wait_until(lambda: asked(server) == names_of(data, range(40)))
@@ -154,7 +169,46 @@ def test_what_is_fetched_ahead_makes_no_room_of_what_is_needed_sooner_and_goes_o
         assert all(server.count(path) == 1 for path in server.files if path in third | first)
 
 
-def test_a_server_that_knows_no_ranges_will_do(server: FileServer, directory: Path, tmp_path: Path) -> None:
+def test_a_thread_that_is_late_is_not_overtaken_by_one_that_is_needed_later(
+    server: FileServer, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found its room taken, deleted what had just been fetched there, and nobody fetched that ahead again."""
+    index = Index.model_validate_json(server.files["/sets/one/index.json"])
+    tried = threading.Event()
+    fetch_now = ShardCache.fetch
+
+    def fetch(cache: ShardCache, wanted: Wanted, before: Sequence[Wanted]) -> None:
+        if wanted.digest == late:
+            assert tried.wait(60)
+        try:
+            fetch_now(cache, wanted, before)
+        finally:
+            if wanted.digest == beyond:
+                tried.set()
+
+    monkeypatch.setattr(ShardCache, "fetch", fetch)
+    with file_server(server) as url:
+        data = opened(url, shards=16)
+        in_order = list(dict.fromkeys(shard for unit in range(60) for shard in data.order.shards(unit)))
+        late, beyond = (index.training[shard].digest for shard in in_order[15:17])
+        data.expect(range(60))  # three windows; there is room for two
+        wait_until(lambda: asked(server) >= names_of(data, range(40)))
+        assert asked(server) == names_of(data, range(40))
+
+
+def test_no_thread_goes_on_fetching_for_a_set_that_is_closed(server: FileServer, opened: Opened) -> None:
+    """Threads that waited for the server of another test wrote of it into the log of the last one."""
+    others = set(threading.enumerate())
+    with file_server(server) as url:
+        data = opened(url)
+        server.fault = lambda path: 503
+        data.expect(range(20))
+        wait_until(lambda: len(asked(server)) == THREADS)
+    data.close()
+    wait_until(lambda: set(threading.enumerate()) <= others)
+
+
+def test_a_server_that_knows_no_ranges_will_do(server: FileServer, directory: Path, opened: Opened) -> None:
     server.ranges = False
     cut = {"/sets/one/train-3.bin": 1}
 
@@ -165,7 +219,7 @@ def test_a_server_that_knows_no_ranges_will_do(server: FileServer, directory: Pa
     server.fault = fault
     local = open_training_set(spec(str(directory)))
     with file_server(server) as url:
-        remote = opened(url, tmp_path, shards=SHARDS)
+        remote = opened(url, shards=SHARDS)
         window = next(range(w * 20, w * 20 + 20) for w in range(5) if 3 in remote.order.shards(w * 20))
         assert all(torch.equal(remote.unit(unit), local.unit(unit)) for unit in window)
         assert server.count("/sets/one/train-3.bin") == 2
@@ -174,8 +228,8 @@ def test_a_server_that_knows_no_ranges_will_do(server: FileServer, directory: Pa
 # --- what is wrong for good ---------------------------------------------------------------------------------------
 
 
-def first_shard(url: str, tmp_path: Path) -> str:
-    return f"train-{opened(url, tmp_path).order.shards(0)[0]}.bin"
+def first_shard(data: Sequences) -> str:
+    return f"train-{data.order.shards(0)[0]}.bin"
 
 
 @pytest.mark.parametrize(
@@ -187,17 +241,17 @@ def first_shard(url: str, tmp_path: Path) -> str:
     ],
 )
 def test_a_shard_that_is_missing_cut_or_altered_is_told_where_it_is_needed(
-    server: FileServer, tmp_path: Path, spoil, said: str
+    server: FileServer, opened: Opened, tmp_path: Path, spoil, said: str
 ) -> None:
     with file_server(server) as url:
-        name = first_shard(url, tmp_path)
+        name = first_shard(opened(url))
         path = f"/sets/one/{name}"
         spoilt = spoil(server.files[path])
         if spoilt is None:
             del server.files[path]
         else:
             server.files[path] = spoilt
-        data = opened(url, tmp_path)
+        data = opened(url)
         data.expect(range(5))
         with pytest.raises(DataError, match=said) as raised:
             units(data, range(20))
@@ -208,26 +262,26 @@ def test_a_shard_that_is_missing_cut_or_altered_is_told_where_it_is_needed(
     ("status", "said"),
     [(403, "may not read it; make it public"), (401, "HF_TOKEN"), (404, "is not there"), (418, "is not there")],
 )
-def test_a_set_that_may_not_be_read_is_told_at_once(server: FileServer, tmp_path: Path, status: int, said: str) -> None:
+def test_a_set_that_may_not_be_read_is_told_at_once(server: FileServer, opened: Opened, status: int, said: str) -> None:
     server.fault = lambda path: status
     with file_server(server) as url, pytest.raises(DataError, match=said):
-        opened(url, tmp_path)
+        opened(url)
 
 
-def test_an_index_that_is_none_is_told_at_once(server: FileServer, tmp_path: Path) -> None:
+def test_an_index_that_is_none_is_told_at_once(server: FileServer, opened: Opened) -> None:
     server.files["/sets/one/index.json"] = b"<html>Sign in to the Wi-Fi"
     with file_server(server) as url, pytest.raises(DataError, match="index.json is not the index of a token set"):
-        opened(url, tmp_path)
+        opened(url)
 
 
-def test_a_cache_that_is_too_small_is_told_before_anything_is_fetched(server: FileServer, tmp_path: Path) -> None:
+def test_a_cache_that_is_too_small_is_told_before_anything_is_fetched(server: FileServer, opened: Opened) -> None:
     with file_server(server) as url:
         with pytest.raises(DataError, match="up to 16 shards of this set, 3.2e-05 GB: give it more by --data-cache-gb"):
-            opened(url, tmp_path, shards=15)
+            opened(url, shards=15)
         assert asked(server) == set()
 
 
-def test_a_cache_without_room_for_what_is_held_out_is_told_at_the_start(server: FileServer, tmp_path: Path) -> None:
+def test_a_cache_without_room_for_what_is_held_out_is_told_at_the_start(server: FileServer, opened: Opened) -> None:
     """The first evaluation waited for room that no other worker could make."""
     index = Index.model_validate_json(server.files["/sets/one/index.json"])
     large = index.held_out[0].model_copy(update={"tokens": 30 * TOKENS})
@@ -237,7 +291,7 @@ def test_a_cache_without_room_for_what_is_held_out_is_told_at_the_start(server: 
         file_server(server) as url,
         pytest.raises(DataError, match="an evaluation needs a shard of this set, 6.01e-05 GB"),
     ):
-        opened(url, tmp_path)
+        opened(url)
 
 
 def test_an_address_that_is_none_is_told(tmp_path: Path) -> None:
@@ -254,21 +308,21 @@ def test_another_version_of_an_address_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_away_is_waited_for(
-    server: FileServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: FileServer, opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     answers = iter([503, 429])
     server.fault = lambda path: next(answers, None)
     with file_server(server) as url:
-        opened(url, tmp_path).unit(0)
+        opened(url).unit(0)
     assert "index.json answers 503; trying again in" in caplog.text
     assert f"data.source = '{url}/sets/one' answers again after" in caplog.text
 
 
-def test_a_worker_that_is_asked_to_stop_does_not_wait_for_the_line(server: FileServer, tmp_path: Path) -> None:
+def test_a_worker_that_is_asked_to_stop_does_not_wait_for_the_line(server: FileServer, opened: Opened) -> None:
     stop = threading.Event()
     with file_server(server) as url:
-        data = opened(url, tmp_path, stop=stop)
+        data = opened(url, stop=stop)
         server.fault = lambda path: 503
         server.before = lambda path: stop.set()
         with pytest.raises(Stopped):
@@ -339,6 +393,7 @@ def test_a_run_ends_in_the_same_parameters_wherever_its_set_is(tmp_path: Path) -
                     data_cache_gb=1.0,
                 )
                 assert run_worker(settings) == Exit.DONE
+                wait_until(lambda: all(thread.name != "fetch" for thread in threading.enumerate()))
                 wait_until(lambda: final_digest(coordinator) is not None)
                 digests.append(final_digest(coordinator))
     assert digests[0] == digests[1]

@@ -177,11 +177,35 @@ def test_no_room_is_made_of_what_is_needed_sooner(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         cache.fetch(shelf.wanted(number))
         used_at(tmp_path, number, 1000 + number)
-    cache.fetch(shelf.wanted(4), keep=digests(1, 2))
+    cache.fetch(shelf.wanted(4), [shelf.wanted(1), shelf.wanted(2)])
     assert names(tmp_path) == digests(1, 2, 4)
     with pytest.raises(NoRoom, match="--data-cache-gb"):
-        cache.fetch(shelf.wanted(5), keep=digests(1, 2, 4))
+        cache.fetch(shelf.wanted(5), [shelf.wanted(number) for number in (1, 2, 4)])
     assert names(tmp_path) == digests(1, 2, 4)
+
+
+def test_room_is_left_for_what_is_needed_sooner_and_not_begun(tmp_path: Path) -> None:
+    shelf, cache = Shelf(), ShardCache(tmp_path, 3 * SIZE, retry())
+    for number in (1, 2):  # of no use any more
+        cache.fetch(shelf.wanted(number))
+        used_at(tmp_path, number, 1000 + number)
+    sooner = [shelf.wanted(3), shelf.wanted(4)]
+    with pytest.raises(NoRoom):
+        cache.fetch(shelf.wanted(6), [*sooner, shelf.wanted(5)])
+    assert names(tmp_path) == digests(1, 2), "nothing is deleted for what finds no room all the same"
+    cache.fetch(shelf.wanted(5), sooner)
+    for wanted in sooner:
+        cache.fetch(wanted, sooner)
+    assert shelf.read == [(1, 0), (2, 0), (5, 0), (3, 0), (4, 0)]
+    assert names(tmp_path) == digests(3, 4, 5)
+
+
+def test_what_is_needed_at_once_leaves_no_room(tmp_path: Path) -> None:
+    shelf, cache = Shelf(), ShardCache(tmp_path, 2 * SIZE, retry())
+    cache.fetch(shelf.wanted(1))
+    with cache.open(shelf.wanted(2), keep=digests(1, 2, 3)) as file:
+        assert file.read() == content(2)
+    assert names(tmp_path) == digests(1, 2)
 
 
 def test_a_part_that_nobody_fetches_any_more_is_room_and_one_in_work_is_not(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from protocol.errors import OuterstepError
 from worker.data.order import WINDOW_SHARDS, Order
 from worker.errors import NoRoom, Stopped
+from worker.link.retry import Signal
 
 THREADS = 4  # a long line is filled by several connections only
 _LEAVE_WITHIN_S = 3.0
@@ -22,21 +23,38 @@ _LOOK_AGAIN_S = 5.0  # where there is no room: what is in the way will have been
 log = logging.getLogger(__name__)
 
 
-class FetchAhead:
-    """`fetch(shard, before)` has a shard at hand, or raises NoRoom if that could only be made of those in `before`,
-    which are needed sooner; four threads call it, from the first call on, until it raises Stopped. A process that ends
-    waits for them a little, as libraries at work in a thread may end it in their own way; then it leaves what they do
-    as a kill would, which the next one goes on with."""
+class Closing:
+    """A `Signal` for what is fetched ahead: set once `stop` is, or by `close`. Only `close` wakes who waits, as nobody
+    waits for them."""
 
-    def __init__(self, fetch: Callable[[int, Collection[int]], None]) -> None:
-        self._fetch = fetch
+    def __init__(self, stop: Signal) -> None:
+        self._stop, self._closed = stop, threading.Event()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def is_set(self) -> bool:
+        return self._closed.is_set() or self._stop.is_set()
+
+    def wait(self, timeout: float) -> bool:
+        self._closed.wait(timeout)
+        return self.is_set()
+
+
+class FetchAhead:
+    """`fetch(shard, before)` has a shard at hand, or raises NoRoom if that is only where those in `before` are or will
+    be, which are needed sooner; four threads call it, from the first call on, until it raises Stopped, as it does soon
+    after `closing` is set. Whoever has one closes it; a process that ends does so too, as libraries at work in a thread
+    may end it in their own way. What a thread does then is left as a kill would, which the next one goes on with."""
+
+    def __init__(self, fetch: Callable[[int, Collection[int]], None], closing: Closing) -> None:
+        self._fetch, self._closing = fetch, closing
         self._changed = threading.Condition()
         self._expected: list[int] = []
         self._next = 0  # place among the expected of what is fetched next
         self._reached = 0  # and of the last shard that was used
         self._round: range | None = None  # units that were expected last
         self._threads: list[threading.Thread] = []
-        self._closed = False
 
     def __call__(self, order: Order, units: Sequence[int]) -> None:
         """Have the shards of these units fetched, and then those of the next round's."""
@@ -52,8 +70,8 @@ class FetchAhead:
 
     def close(self) -> None:
         """Fetch nothing more, and wait a little for what is being fetched."""
+        self._closing.close()
         with self._changed:
-            self._closed = True
             self._changed.notify_all()
         give_up_at = time.monotonic() + _LEAVE_WITHIN_S
         for thread in self._threads:
@@ -91,8 +109,8 @@ class FetchAhead:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed or self._next < len(self._expected))
-                    if self._closed:
+                    self._changed.wait_for(lambda: self._closing.is_set() or self._next < len(self._expected))
+                    if self._closing.is_set():
                         return
                     expected, place = self._expected, self._next
                     self._next += 1
@@ -104,13 +122,15 @@ class FetchAhead:
         while True:
             with self._changed:
                 needed_from = self._needed_from
-                if self._closed or self._expected is not expected or place < needed_from:
+                if self._closing.is_set() or self._expected is not expected or place < needed_from:
                     return
             try:
                 self._fetch(expected[place], expected[needed_from:place])
             except NoRoom:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed or self._expected is not expected, _LOOK_AGAIN_S)
+                    self._changed.wait_for(
+                        lambda: self._closing.is_set() or self._expected is not expected, _LOOK_AGAIN_S
+                    )
             except Stopped:
                 raise
             except (OuterstepError, OSError) as error:

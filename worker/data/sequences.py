@@ -4,7 +4,7 @@ Sequence i of a shard is its tokens [i·L, i·L + L], the L targets being the to
 reaches into the next shard, which may be on another machine; a shard's last tokens, L at most, are not used.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -46,8 +46,13 @@ class InMemory:
         return out
 
 
-# Has shards fetched ahead: is told the order and the units that are asked for next.
-Ahead = Callable[[Order, Sequence[int]], object]
+class Ahead(Protocol):
+    """Has shards fetched ahead, until it is closed."""
+
+    def __call__(self, order: Order, units: Sequence[int]) -> None:
+        """Note the units that are asked for next."""
+
+    def close(self) -> None: ...
 
 
 class Sequences:
@@ -93,6 +98,11 @@ class Sequences:
         """Have the shards of these units fetched ahead, as `TrainingSet` says."""
         if self._ahead is not None:
             self._ahead(self.order, units)
+
+    def close(self) -> None:
+        """Have nothing fetched ahead any more, as `TrainingSet` says."""
+        if self._ahead is not None:
+            self._ahead.close()
 
     def held_out_batches(self, max_tokens: int) -> Iterator[Tensor]:
         """Yield at most `max_tokens` held-out tokens, as `TrainingSet` says."""

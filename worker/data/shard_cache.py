@@ -11,15 +11,17 @@ next one, from where it ends. A part counts with the bytes that it will have, an
 beginning, so the directory's limit holds however many workers fetch.
 
 Room is made by deleting what was used longest ago: in an epoch no shard comes back, so that is what is least needed.
-Who has a shard open goes on reading it when another worker's room was made of it.
+Who has a shard open goes on reading it when another worker's room was made of it. What is fetched ahead leaves room for
+what is needed sooner and not begun, whichever thread comes first: it would be deleted for that again.
 """
 
+import copy
 import errno
 import fcntl
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ from blake3 import blake3
 
 from protocol.errors import Transient
 from worker.errors import DataError, NoRoom, Stopped
-from worker.link.retry import Retry
+from worker.link.retry import Retry, Signal
 
 _PIECE_BYTES = 1 << 20
 _LOOK_AGAIN_S = 0.2  # where another worker fetches what is wanted
@@ -79,7 +81,7 @@ class ShardCache:
     transient is tried again. Raises DataError, at once, if it cannot be written."""
 
     def __init__(self, directory: Path, limit_bytes: int, retry: Retry) -> None:
-        self._directory, self.limit_bytes, self._retry = directory, limit_bytes, retry
+        self._directory, self.limit_bytes, self.retry = directory, limit_bytes, retry
         self._verified: set[str] = set()
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -87,6 +89,12 @@ class ShardCache:
                 pass
         except OSError as error:
             raise self._unusable(error) from error
+
+    def until(self, stop: Signal) -> "ShardCache":
+        """Return the same with another signal that ends fetching and waiting."""
+        other = copy.copy(self)
+        other.retry = self.retry.until(stop)
+        return other
 
     def open(self, wanted: Wanted, keep: Collection[str] = ()) -> IO[bytes]:
         """Return the file of a shard, fetched if it has to be, its bytes compared with its digest once by this process.
@@ -97,7 +105,7 @@ class ShardCache:
             try:
                 file = (self._directory / wanted.digest).open("rb", buffering=0)
             except FileNotFoundError:
-                self._retry(lambda: self._fetch_in_any_case(wanted, keep))
+                self.retry(lambda: self._fetch_in_any_case(wanted, keep))
                 continue  # somebody may have made room of it already
             if self._is_right(wanted, file):
                 os.utime(file.fileno())
@@ -106,11 +114,11 @@ class ShardCache:
             log.warning("%s of the data cache is not what it was: it is fetched again", file.name)
             Path(str(file.name)).unlink(missing_ok=True)
 
-    def fetch(self, wanted: Wanted, keep: Collection[str] = ()) -> None:
-        """Have a shard in the directory. Raises DataError, Stopped, and NoRoom if all that could be deleted is in
-        `keep`."""
+    def fetch(self, wanted: Wanted, before: Collection[Wanted] = ()) -> None:
+        """Have a shard in the directory. Raises DataError, Stopped, and NoRoom if there is no room but where those in
+        `before` are or will be."""
         if not (self._directory / wanted.digest).exists():
-            self._retry(lambda: self._fetch(wanted, keep))
+            self.retry(lambda: self._fetch(wanted, {each.digest: each.size for each in before}))
 
     def _is_right(self, wanted: Wanted, file: IO[bytes]) -> bool:
         if wanted.digest not in self._verified:
@@ -123,15 +131,16 @@ class ShardCache:
 
     def _fetch_in_any_case(self, wanted: Wanted, keep: Collection[str]) -> None:
         try:
-            self._fetch(wanted, keep)
+            self._fetch(wanted, dict.fromkeys(keep, 0))  # nothing is needed sooner
         except NoRoom:
             try:
-                self._fetch(wanted, ())
+                self._fetch(wanted, {})
             except NoRoom as error:  # other workers fetch: they will be through
                 raise Transient(str(error)) from error
 
-    def _fetch(self, wanted: Wanted, keep: Collection[str]) -> None:
-        """Try once, from where the last try broke off."""
+    def _fetch(self, wanted: Wanted, keep: Mapping[str, int]) -> None:
+        """Try once, from where the last try broke off. Digests in `keep` are not deleted, and those that are not there
+        have so many bytes of room left."""
         try:
             self._try(wanted, keep)
         except OSError as error:
@@ -141,14 +150,14 @@ class ShardCache:
                 self._delete(wanted.size, keep)
             raise Transient(f"the disk of the data cache {self._directory} is full") from error
 
-    def _try(self, wanted: Wanted, keep: Collection[str]) -> None:
+    def _try(self, wanted: Wanted, keep: Mapping[str, int]) -> None:
         with self._part(wanted, keep) as part:
             if part is None:
                 return
             hasher = blake3()
             begun = size = _hash_into(hasher, part)
             for piece in wanted.read(size) if size < wanted.size else ():
-                if self._retry.stop.is_set():
+                if self.retry.stop.is_set():
                     raise Stopped("asked to stop while a shard was fetched")
                 _write(part, piece)
                 hasher.update(piece)
@@ -167,7 +176,7 @@ class ShardCache:
             self._verified.add(wanted.digest)
 
     @contextmanager
-    def _part(self, wanted: Wanted, keep: Collection[str]) -> Iterator[IO[bytes] | None]:
+    def _part(self, wanted: Wanted, keep: Mapping[str, int]) -> Iterator[IO[bytes] | None]:
         """Open and lock the part of a shard, at its end; None if the shard is there by then."""
         path = self._directory / f"{wanted.digest}.{wanted.size}.part"
         while True:
@@ -175,23 +184,27 @@ class ShardCache:
                 if (self._directory / wanted.digest).exists():
                     break
                 if not path.exists():
-                    self._make_room(wanted.size, keep)
+                    self._make_room(wanted, keep)
                 part = path.open("ab+", buffering=0)
             with part:
                 if not _lock_now(part):
-                    self._retry.pause(_LOOK_AGAIN_S)
+                    self.retry.pause(_LOOK_AGAIN_S)
                 elif _is_at(part, path):  # and was neither finished nor deleted meanwhile
                     yield part
                     return
         yield None
 
-    def _make_room(self, size: int, keep: Collection[str]) -> None:
-        """Delete until there is room for `size` bytes. Raises NoRoom."""
-        excess = sum(entry.size for entry in self._entries()) + size - self.limit_bytes
-        if excess > 0 and self._delete(excess, keep) < excess:
+    def _make_room(self, wanted: Wanted, keep: Mapping[str, int]) -> None:
+        """Delete until there is room for what is wanted, and what is missing of `keep`. Raises NoRoom."""
+        entries, needed = self._entries(), {**keep, wanted.digest: wanted.size}
+        missing = needed.keys() - {entry.digest for entry in entries}
+        excess = sum(entry.size for entry in entries) + sum(needed[digest] for digest in missing) - self.limit_bytes
+        most = sum(entry.size for entry in entries if entry.digest not in keep)
+        if excess > 0 and (excess > most or self._delete(excess, keep) < excess):
             raise NoRoom(
                 f"the data cache {self._directory} of {self.limit_bytes / 1e9:.3g} GB has no room for another "
-                f"{size / 1e9:.3g} GB: all that is in it is needed, or being fetched; give it more by --data-cache-gb"
+                f"{wanted.size / 1e9:.3g} GB: all that is in it is needed, or being fetched; give it more by "
+                "--data-cache-gb"
             )
 
     def _delete(self, wanted_bytes: int, keep: Collection[str]) -> int:

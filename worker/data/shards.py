@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from protocol.spec import RunSpec
-from worker.data.ahead import FetchAhead
+from worker.data.ahead import Closing, FetchAhead
 from worker.data.index import FILE, Index, Shard, check_tokenizer, parse_index
 from worker.data.order import WINDOW_SHARDS
 from worker.data.remote import Remote, open_remote
@@ -46,7 +46,8 @@ def open_remote_set(
 ) -> Sequences:
     """Return the token set at the URL `data.source`, made by `tokenizer` if that is known.
 
-    Waits for a line that is down, until `stop` is set. Raises DataError and Stopped.
+    Waits for a line that is down, until `stop` is set. Whoever expects units of it closes it. Raises DataError and
+    Stopped.
     """
     source = spec.data.source
     remote, retry = open_remote(source), Retry(stop, peer=f"data.source = {source!r}")
@@ -60,7 +61,9 @@ def open_remote_set(
     def digests(numbers: Iterable[int]) -> set[str]:
         return {training[number].digest for number in numbers}
 
-    ahead = FetchAhead(lambda number, before: cache.fetch(training[number], digests(before)))
+    closing = Closing(stop)
+    beside = cache.until(closing)
+    ahead = FetchAhead(lambda number, before: beside.fetch(training[number], [training[b] for b in before]), closing)
 
     def open_training(number: int) -> IO[bytes]:
         ahead.reached(number)

@@ -36,8 +36,11 @@ class TrainingSet(Protocol):
         and the number. Raises DataError if the data cannot be read or is not what it was."""
 
     def expect(self, units: Sequence[int]) -> None:
-        """Note that these units are asked for next, in this order; what they need may be fetched ahead. Does not
-        wait."""
+        """Note that these units are asked for next, in this order; what they need may be fetched ahead, until `close`.
+        Does not wait."""
+
+    def close(self) -> None:
+        """Have nothing fetched ahead any more, and end the threads that do; those in a request after a little."""
 
     def held_out_batches(self, max_tokens: int) -> Iterator[Tensor]:
         """Yield at most `max_tokens` held-out tokens in batches, int64[<= batch_size, sequence_length + 1].
