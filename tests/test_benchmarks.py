@@ -89,6 +89,7 @@ def test_a_sync_over_slow_lines_is_measured() -> None:
     assert all(0 < training["share_in_steps"] < 1 for training in report["training"])
 
 
+@pytest.mark.system
 def test_the_loop_of_a_worker_is_compared_with_a_bare_one() -> None:
     command = [sys.executable, "-m", "benchmarks.loop", "--quick", "--json"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

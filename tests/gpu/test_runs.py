@@ -78,8 +78,12 @@ def play(running: InThread, tmp_path: Path, devices: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("upload", "sync", "mixed"),
-    [("int8", CLASSIC, False), ("int8", CLASSIC, True), ("int4", STREAMING, True), ("ternary", STREAMING, False)],
-    ids=["int8", "int8, mixed", "int4, overlap, mixed", "ternary, overlap"],
+    [
+        pytest.param("int8", CLASSIC, False, id="int8"),
+        pytest.param("int8", CLASSIC, True, id="int8, mixed", marks=pytest.mark.system),
+        pytest.param("int4", STREAMING, True, id="int4, overlap, mixed", marks=pytest.mark.system),
+        pytest.param("ternary", STREAMING, False, id="ternary, overlap", marks=pytest.mark.system),
+    ],
 )
 def test_all_replicas_end_with_the_same_bits_and_have_learned(
     upload: str, sync: str, mixed: bool, text: Path, tmp_path: Path, device: torch.device

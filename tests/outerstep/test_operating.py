@@ -89,8 +89,9 @@ def test_a_whole_model_has_no_adapters_to_merge(served: Served, tmp_path: Path):
 
 def test_more_runs_than_a_page_holds_are_all_listed(served: Served):
     names = [f"many-{number:03d}" for number in range(105)]
-    for name in names:
-        create(served, name)
+    with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.admin_token}"}) as http:
+        for name in names:
+            http.post("/v1/runs", content=SPEC.replace("demo", name)).raise_for_status()
     listed = [run["name"] for run in json.loads(served.outerstep("run", "ls", "--format", "json")[1])]
     assert [name for name in listed if name.startswith("many-")] == names
 
@@ -175,16 +176,18 @@ def test_a_taken_port_and_a_taken_directory_are_told(served: Served, tmp_path: P
     assert (code, "in use by another coordinator" in err) == (3, True)
 
 
-def test_settings_of_the_coordinator_are_checked_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_settings_of_the_coordinator_are_checked_and_named(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("OUTERSTEP_COORDINATOR_PORT", "eight")
-    code, err = coordinator_command("--data", str(tmp_path / "data"), "--log-level", "loud")
+    code, _, err = served.outerstep("coordinator", "--data", str(tmp_path / "data"), "--log-level", "loud")
     assert (code, err.count("\n")) == (2, 1)
     assert "OUTERSTEP_COORDINATOR_PORT = 'eight': " in err
     assert "--log-level = 'loud': " in err
     monkeypatch.delenv("OUTERSTEP_COORDINATOR_PORT")
     key = tmp_path / "key.pem"
     key.touch()
-    code, err = coordinator_command("--data", str(tmp_path / "data"), "--tls-key", str(key))
+    code, _, err = served.outerstep("coordinator", "--data", str(tmp_path / "data"), "--tls-key", str(key))
     assert (code, err) == (2, "outerstep: --tls-key needs --tls-certificate\n")
     assert not (tmp_path / "data").exists()
 
@@ -211,9 +214,9 @@ def test_migrate_takes_the_databases_url(served: Served, tmp_path: Path, monkeyp
     assert (tmp_path / "other.db").is_file()
 
 
-def test_a_database_that_cannot_be_is_refused_without_its_password(tmp_path: Path):
-    code, err = coordinator_command(
-        "--data", str(tmp_path / "data"), "--database-url", "postgresql://me:secret@db/runs"
+def test_a_database_that_cannot_be_is_refused_without_its_password(served: Served, tmp_path: Path):
+    code, _, err = served.outerstep(
+        "coordinator", "--data", str(tmp_path / "data"), "--database-url", "postgresql://me:secret@db/runs"
     )
     assert (code, err.count("\n")) == (2, 1)
     assert "--database-url, or its variable: there is no backend for postgresql: use one of sqlite" in err
