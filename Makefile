@@ -1,5 +1,5 @@
 # make demo    train a small model with 4 workers and a coordinator, all on this machine
-# make test    the tests of every part and 20 seeds of the simulation, in about 6 minutes on two cores: while you work
+# make test    the tests of every part and 12 seeds of the simulation, in about 6 minutes on two cores: while you work
 # make check   format, lint, types and all tests: what must hold before a change is merged. Beside `make test` also whole
 #              systems (marked `system`): kills at every crash point, a soak, installations, the demo, planted bugs, 300
 #              seeds of the simulation. `make --jobs=2 check` runs the two side by side, in about a quarter of an hour;

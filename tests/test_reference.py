@@ -1,5 +1,9 @@
-"""A real run (processes, HTTP, SQLite) equals a single-process DiLoCo written independently, bit for bit."""
+"""A real run (processes, HTTP, SQLite) equals a single-process DiLoCo written independently, bit for bit. One with
+workers in threads is for `make test`."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.harness.coordinator import Running, coordinator_thread
+from benchmarks.harness.coordinator import InThread, Running, coordinator_thread
+from protocol.exit_codes import Exit
 from protocol.messages import CheckpointDetail, Scope
 from protocol.spec import RunSpec, parse_spec
 from protocol.wire import Payload
@@ -15,8 +20,10 @@ from tests.support.reference import fragment_bounds, run_reference
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text
 from tests.support.workers import WorkerProcess
+from tests.worker.runs import work
 
 WORKERS = 3
+NAMES = [f"w{index}" for index in range(WORKERS)]
 
 
 def final_state(running: Running, run: str) -> tuple[CheckpointDetail, np.ndarray]:
@@ -33,18 +40,27 @@ def final_state(running: Running, run: str) -> tuple[CheckpointDetail, np.ndarra
     return checkpoint, np.concatenate(parts)
 
 
-def run_for_real(tmp_path: Path, spec: str) -> tuple[CheckpointDetail, np.ndarray, list[dict[str, Any]]]:
+def in_processes(running: InThread, run: str, directory: Path) -> None:
+    token = running.token(Scope.WORKER)
+    workers = [WorkerProcess(running.url, run, name, token, directory / name) for name in NAMES]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        assert worker.wait() == 0, worker.log.read_text()
+
+
+def in_threads(running: InThread, run: str, directory: Path) -> None:
+    with ThreadPoolExecutor(WORKERS) as threads:
+        assert set(threads.map(partial(work, running, directory, run), NAMES)) == {Exit.DONE}
+
+
+def run_for_real(
+    tmp_path: Path, spec: str, play: Callable[[InThread, str, Path], None]
+) -> tuple[CheckpointDetail, np.ndarray, list[dict[str, Any]]]:
     name = parse_spec(spec).name
     with coordinator_thread(tmp_path / "data") as running:
         running.create_run(spec)
-        token = running.token(Scope.WORKER)
-        workers = [
-            WorkerProcess(running.url, name, f"w{index}", token, tmp_path / f"w{index}") for index in range(WORKERS)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            assert worker.wait() == 0, worker.log.read_text()
+        play(running, name, tmp_path)
         checkpoint, theta = final_state(running, name)
         with running.client() as client:
             told = client.get(f"/v1/runs/{name}/workers").json()["items"]
@@ -57,20 +73,21 @@ def one_thread() -> None:
 
 
 @pytest.mark.parametrize(
-    ("upload", "download"),
+    ("upload", "download", "play"),
     [
-        pytest.param("fp32", "fp32", marks=pytest.mark.system),
-        ("int8", "int8"),
-        pytest.param("ternary", "int4", marks=pytest.mark.system),
+        ("int8", "int8", in_threads),
+        pytest.param("fp32", "fp32", in_processes, marks=pytest.mark.system),
+        pytest.param("int8", "int8", in_processes, marks=pytest.mark.system),
+        pytest.param("ternary", "int4", in_processes, marks=pytest.mark.system),
     ],
 )
 def test_three_workers_and_four_rounds_equal_the_reference_bit_for_bit(
-    tmp_path: Path, upload: str, download: str
+    tmp_path: Path, upload: str, download: str, play: Callable[[InThread, str, Path], None]
 ) -> None:
     text = write_text(tmp_path / "text", seed=1)
     codecs = f'upload_codec = "{upload}"\ndownload_codec = "{download}"'
     spec = tiny_spec("reference", text, seed=7, rounds=4, min_workers=WORKERS, sync=codecs)
-    checkpoint, theta, told = run_for_real(tmp_path, spec)
+    checkpoint, theta, told = run_for_real(tmp_path, spec, play)
     parsed: RunSpec = parse_spec(spec)
     reference = run_reference(parsed, WORKERS)
 
