@@ -24,7 +24,9 @@ from worker.models.building import build_model
 
 CPU = torch.device("cpu")
 OWN = f"{__name__}:sgd_for_each"
-EVERY = pytest.mark.parametrize("name", ["adamw", "muon", "sgd", OWN])
+NAMES = ["adamw", "muon", "sgd", OWN]
+EVERY = pytest.mark.parametrize("name", NAMES)
+SPREAD = 'offsets = "spread"\noverlap = 2'
 
 
 def inner(name: str, **settings: Any) -> InnerSpec:
@@ -316,8 +318,16 @@ def work(run: Toy, state_dir: Path, dies_at: int | None = None) -> None:
                     client.die()
 
 
-@pytest.mark.parametrize("sync", ["", 'offsets = "spread"\noverlap = 2'], ids=["classic", "spread"])
-@EVERY
+@pytest.mark.parametrize(
+    ("name", "sync"),
+    [
+        *(pytest.param(name, "", id=f"{name}-classic") for name in NAMES),
+        *(
+            pytest.param(name, SPREAD, id=f"{name}-spread", marks=() if name == "muon" else pytest.mark.system)
+            for name in NAMES
+        ),
+    ],
+)
 def test_a_resume_is_exact(tmp_path: Path, name: str, sync: str) -> None:
     """Killed in the middle of the second round, before its last fragment is sent, and there again, the run ends in the
     same bits, whatever state the optimizers have."""
