@@ -12,8 +12,8 @@ from torch import nn
 from protocol.messages import EvaluationReport
 from protocol.spec import RunSpec
 from worker.accounts.device_use import DeviceUse, peak_flops
+from worker.data.fetching.shards import CacheSettings, cache_directory
 from worker.data.opening import open_training_set
-from worker.data.shards import CacheSettings, cache_directory
 from worker.data.training_set import TrainingSet
 from worker.errors import DataError
 from worker.inner.checkpointing import checkpoint_activations

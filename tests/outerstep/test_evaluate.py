@@ -24,9 +24,9 @@ from tests.support.tokenizers import write_tokenizer
 from tests.support.trained import save_trained
 from tests.worker.runs import create, work
 from worker.agent import run_worker
-from worker.data.preparing import Recipe, prepare
+from worker.data.making.preparing import Recipe, prepare
 from worker.data.sources.source import find_source
-from worker.data.tokenizer import load_tokenizer
+from worker.data.tokens.tokenizer import load_tokenizer
 from worker.settings import WorkerSettings
 
 RUN = "evaluated"

@@ -17,10 +17,10 @@ from tests.support.file_server import FileServer, file_server
 from tests.support.token_sets import write_token_set
 from tests.support.waiting import wait_until
 from worker.agent import run_worker
-from worker.data.index import Index
+from worker.data.fetching.shards import CacheSettings, open_remote_set
 from worker.data.opening import open_training_set
 from worker.data.sequences import Sequences
-from worker.data.shards import CacheSettings, open_remote_set
+from worker.data.tokens.index import Index
 from worker.errors import DataError, Stopped
 from worker.settings import WorkerSettings
 
@@ -141,7 +141,7 @@ def test_shards_are_fetched_ahead_of_their_units_and_of_those_of_the_next_round(
 def test_what_is_fetched_ahead_makes_no_room_of_what_is_needed_sooner_and_goes_on_when_that_was_used(
     server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.data.ahead._LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("worker.data.fetching.ahead._LOOK_AGAIN_S", 0.01)
     with file_server(server) as url:
         data = opened(url, tmp_path, shards=16)
         data.expect(range(60))  # three windows; there is room for two

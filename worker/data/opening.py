@@ -13,19 +13,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from protocol.spec import DataSpec, RunSpec
-from worker.data import bins
-from worker.data.files import source_files
-from worker.data.index import FILE, Index, check_sizes, check_tokenizer, is_token_set, read_index
-from worker.data.preparing import HowFar, Recipe, prepare
-from worker.data.remote import is_remote
+from worker.data.fetching.remote import is_remote
+from worker.data.fetching.shards import CacheSettings, open_remote_set
+from worker.data.making.preparing import HowFar, Recipe, prepare
 from worker.data.sequences import Sequences
-from worker.data.shards import CacheSettings, open_remote_set
+from worker.data.sources.files import source_files
 from worker.data.sources.hub import PREFIX
 from worker.data.sources.source import BIN, TEXT, find_source, kind_of
 from worker.data.text import TextData
-from worker.data.token_files import InDirectory, TokenFiles
 from worker.data.token_set import token_sequences
-from worker.data.tokenizer import IN_BYTES, Tokenizer, load_tokenizer
+from worker.data.tokens import bins
+from worker.data.tokens.index import FILE, Index, check_sizes, check_tokenizer, is_token_set, read_index
+from worker.data.tokens.token_files import InDirectory, TokenFiles
+from worker.data.tokens.tokenizer import IN_BYTES, Tokenizer, load_tokenizer
 from worker.data.training_set import TrainingSet
 
 _TOLD_EVERY = 0.05  # of the work

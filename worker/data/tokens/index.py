@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from protocol.messages import HexDigest
 from protocol.spec import explain
-from worker.data.tokenizer import Tokenizer
+from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
 
 FILE = "index.json"

@@ -26,12 +26,12 @@ from typing import NamedTuple
 from blake3 import blake3
 from pydantic import BaseModel, Field, ValidationError
 
-from worker.data.growing import BEGIN_AGAIN, GrowingPart, Grown
-from worker.data.index import FILE, Index, Item, check_sizes, dtype_for, item_of, read_index
+from worker.data.making.growing import BEGIN_AGAIN, GrowingPart, Grown
+from worker.data.making.tokenising import Result, tokenised
 from worker.data.sources.pieces import TASK_BYTES
 from worker.data.sources.source import Source, cores
-from worker.data.tokenising import Result, tokenised
-from worker.data.tokenizer import Tokenizer
+from worker.data.tokens.index import FILE, Index, Item, check_sizes, dtype_for, item_of, read_index
+from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError, Stopped
 
 SHARD_TOKENS = 1 << 26

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import IO
 
 from protocol.spec import RunSpec
-from worker.data.ahead import FetchAhead
-from worker.data.index import FILE, Index, Shard, check_tokenizer, parse_index
+from worker.data.fetching.ahead import FetchAhead
+from worker.data.fetching.remote import Remote, open_remote
+from worker.data.fetching.shard_cache import ShardCache, Wanted
 from worker.data.order import WINDOW_SHARDS
-from worker.data.remote import Remote, open_remote
 from worker.data.sequences import Sequences
-from worker.data.shard_cache import ShardCache, Wanted
-from worker.data.token_files import TokenFiles
 from worker.data.token_set import token_sequences
-from worker.data.tokenizer import Tokenizer
+from worker.data.tokens.index import FILE, Index, Shard, check_tokenizer, parse_index
+from worker.data.tokens.token_files import TokenFiles
+from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
 from worker.link.retry import Retry
 
