@@ -16,8 +16,9 @@ import torch
 from protocol.spec import RunSpec, parse_spec
 from tests.support.text import write_text
 from tests.support.tokenizers import write_tokenizer
+from worker.data.caches import cache_directory
 from worker.data.making.preparing import Recipe, prepare
-from worker.data.opening import cache_directory, open_training_set
+from worker.data.opening import open_training_set
 from worker.data.sources.source import find_source
 from worker.data.text import TextData
 from worker.data.tokens import bins
@@ -474,7 +475,7 @@ def test_memory_does_not_grow_with_the_set(tmp_path: Path) -> None:
 
 def test_the_cache_is_where_the_system_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_directory() == Path.home() / ".cache/outerstep/data"
+    assert cache_directory("data") == Path.home() / ".cache/outerstep/data"
 
 
 def test_private_ids_that_nobody_knows_the_tokenizer_of_are_refused(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ became of it.
 """
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from protocol.spec import DataSpec, RunSpec
+from worker.data.caches import cache_directory
 from worker.data.fetching.remote import is_remote
 from worker.data.fetching.shards import CacheSettings, open_remote_set
 from worker.data.making.preparing import HowFar, Recipe, prepare
@@ -64,7 +64,7 @@ def open_training_set(
     if TEXT in kinds and tokenizer.name == IN_BYTES:
         return TextData(spec)
     recipe = Recipe([find_source(data.source, data.column, data.holdout)], tokenizer)
-    cache = cache_directory() / recipe.digest()[:32]
+    cache = cache_directory("data") / recipe.digest()[:32]
     if not (cache / FILE).exists():
         log.info("preparing data.source = %r by the tokenizer %s in %s", data.source, tokenizer.name, cache)
     prepare(recipe, cache, tell=_teller(), stop=stop)
@@ -78,11 +78,6 @@ def open_token_set(spec: RunSpec, directory: Path, tokenizer: Tokenizer | None) 
     if tokenizer is not None:
         check_tokenizer(index, tokenizer, f"data.source = {spec.data.source!r}")
     return _sequences(spec, index, directory)
-
-
-def cache_directory() -> Path:
-    """Return where this machine's worker keeps the sets that it prepares."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outerstep" / "data"
 
 
 def _kinds(data: DataSpec) -> set[str]:

@@ -5,14 +5,15 @@ A worker fetches those of its own units: of this round, from its assignment, the
 """
 
 import heapq
-import os
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from protocol.spec import RunSpec
+from worker.data.caches import cache_directory
 from worker.data.fetching.ahead import FetchAhead
 from worker.data.fetching.remote import Remote, open_remote
 from worker.data.fetching.shard_cache import ShardCache, Wanted
@@ -28,16 +29,11 @@ from worker.link.retry import Retry
 _INDEX_BYTES = 256 << 20  # of a million shards
 
 
-def cache_directory() -> Path:
-    """Return where shards are kept if nothing else is said."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outerstep" / "shards"
-
-
 @dataclass(frozen=True)
 class CacheSettings:
     """Where the shards of remote sets are kept, and how many bytes of them."""
 
-    directory: Path = field(default_factory=cache_directory)
+    directory: Path = field(default_factory=partial(cache_directory, "shards"))
     limit_bytes: int = 20_000_000_000
 
 
