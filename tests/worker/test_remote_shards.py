@@ -11,18 +11,18 @@ import torch
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.exit_codes import Exit
-from protocol.messages import RunDetail, Scope
+from protocol.messages import RunDetail
 from protocol.spec import RunSpec, parse_spec
 from tests.support.file_server import FileServer, file_server
 from tests.support.token_sets import write_token_set
 from tests.support.waiting import wait_until
+from tests.support.workers import worker_settings
 from worker.agent import run_worker
 from worker.data.fetching.shards import CacheSettings, open_remote_set
 from worker.data.opening import open_training_set
 from worker.data.sequences import Sequences
 from worker.data.tokens.index import Index
 from worker.errors import DataError, Stopped
-from worker.settings import WorkerSettings
 
 SHARDS, TOKENS = 40, 1001  # five windows of eight shards; ten sequences of 100 tokens in a shard
 BYTES = 2 * TOKENS
@@ -327,17 +327,8 @@ def test_a_run_ends_in_the_same_parameters_wherever_its_set_is(tmp_path: Path) -
         for number, source in enumerate((str(tmp_path / "set"), f"{url}/set")):
             with coordinator_thread(tmp_path / f"coordinator-{number}") as coordinator:
                 coordinator.create_run(toml(source))
-                settings = WorkerSettings(
-                    url=coordinator.url,
-                    run="r",
-                    token=coordinator.token(Scope.WORKER),
-                    name="a",
-                    state_dir=tmp_path / f"state-{number}",
-                    device="cpu",
-                    threads=1,
-                    data_cache=tmp_path / "cache",
-                    data_cache_gb=1.0,
-                )
+                cache = {"data_cache": tmp_path / "cache", "data_cache_gb": 1.0}
+                settings = worker_settings(coordinator, "r", tmp_path / f"state-{number}", **cache)
                 assert run_worker(settings) == Exit.DONE
                 wait_until(lambda: final_digest(coordinator) is not None)
                 digests.append(final_digest(coordinator))
