@@ -23,10 +23,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from worker.data.files import PYTHON_STDLIB, source_files
-from worker.data.preparing import Recipe, prepare
+from worker.data.making.preparing import Recipe, prepare
+from worker.data.sources.files import PYTHON_STDLIB, source_files
 from worker.data.sources.source import cores, find_source
-from worker.data.tokenizer import load_tokenizer
+from worker.data.tokens.tokenizer import load_tokenizer
 
 END = "<|endoftext|>"
 VOCABULARY = 8192

@@ -16,9 +16,9 @@ from transformers.utils import logging
 from protocol.messages import DataSummary, Evaluation, RunDetail
 from protocol.spec import parse_spec
 from worker.agent import choose_device
-from worker.data.index import described
 from worker.data.opening import open_training_set
-from worker.data.tokenizer import IN_BYTES
+from worker.data.tokens.index import described
+from worker.data.tokens.tokenizer import IN_BYTES
 from worker.data.training_set import TrainingSet
 from worker.errors import DataError, ModelError
 from worker.export import load_checkpoint

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from protocol.codecs import CODECS, CodecName, DownloadCodecName
 from protocol.errors import SpecError
+from protocol.explaining import explain
 
 MAX_SPEC_BYTES = 1 << 16
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
@@ -438,16 +439,3 @@ def parse_spec(text: str) -> RunSpec:
     if faults := spec.inner.without_effect():
         raise SpecError("; ".join(faults))
     return spec
-
-
-def explain(fault: Any) -> str:
-    """Return one pydantic fault as a sentence: key, value, what is allowed."""
-    key = ".".join(str(part) for part in fault["loc"]) or "(top level)"
-    if fault["type"] == "extra_forbidden":
-        return f"{key}: there is no such key"
-    if fault["type"] == "missing":
-        return f"{key}: this key is missing"
-    message = fault["msg"].removeprefix("Value error, ")
-    value = fault["input"]
-    shown = "" if isinstance(value, dict) else f" = {value!r}"
-    return f"{key}{shown}: {message[0].lower()}{message[1:]}"

@@ -8,12 +8,12 @@ import pytest
 from benchmarks.harness.coordinator import coordinator_thread
 from docs import write_recipes
 from protocol.exit_codes import Exit
-from protocol.messages import RunDetail, Scope, WorkerInfo
+from protocol.messages import RunDetail, WorkerInfo
 from protocol.spec import parse_spec
 from tests.support.miniature import SMALL, miniature
 from tests.support.waiting import wait_until
+from tests.support.workers import worker_settings
 from worker.agent import run_worker
-from worker.settings import WorkerSettings
 
 RECIPES = sorted(write_recipes.FOLDER.glob("*.toml"))
 OFTEN = {"opendiloco-150m-h500", "muloco-150m", "lora-1.7b"}  # trained by `make test`; the others are like one of these
@@ -33,11 +33,7 @@ def test_a_recipe_trains_in_miniature(path: Path, tmp_path: Path, monkeypatch: p
     name = parse_spec(text).name
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         coordinator.create_run(small)
-        token = coordinator.token(Scope.WORKER)
-        settings = WorkerSettings(
-            url=coordinator.url, run=name, token=token, name="a", state_dir=tmp_path / "a", device="cpu", threads=1
-        )
-        assert run_worker(settings) == Exit.DONE
+        assert run_worker(worker_settings(coordinator, name, tmp_path / "a")) == Exit.DONE
         with coordinator.client() as http:
             wait_until(lambda: http.get(f"/v1/runs/{name}").json()["state_digest"] is not None)
             run = RunDetail.model_validate(http.get(f"/v1/runs/{name}").json())

@@ -12,8 +12,9 @@ from torch import nn
 from protocol.messages import EvaluationReport
 from protocol.spec import RunSpec
 from worker.accounts.device_use import DeviceUse, peak_flops
+from worker.data.caches import cache_directory
+from worker.data.fetching.shards import CacheSettings
 from worker.data.opening import open_training_set
-from worker.data.shards import CacheSettings, cache_directory
 from worker.data.training_set import TrainingSet
 from worker.errors import DataError
 from worker.inner.checkpointing import checkpoint_activations
@@ -58,7 +59,7 @@ def set_up(spec: RunSpec, settings: BoxSettings, device: torch.device, *, stop: 
         raise DataError(
             f"the run {spec.name} has data.source = 'custom': its workers are scripts of their own, with DiLoCo"
         )
-    shards = CacheSettings(settings.data_cache or cache_directory(), int(settings.data_cache_gb * 1e9))
+    shards = CacheSettings(settings.data_cache or cache_directory("shards"), int(settings.data_cache_gb * 1e9))
     model = build_model(spec, device)
     check = partial(check_vocabulary, model)
     data = open_training_set(spec.with_source(settings.data), check=check, stop=stop, shards=shards)

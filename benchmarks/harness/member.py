@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import numpy as np
@@ -54,11 +55,14 @@ class Member:
     tensors: list[TensorSpec] = field(default_factory=lambda: list(TENSORS))
     data: DataSummary | None = field(default_factory=lambda: DATA)
 
+    def ask_to_join(self, token: str | None = None, **fields: Any) -> httpx.Response:
+        """The answer to a request to join, with `token` or that of `http`; `fields` are further ones of JoinRequest."""
+        request = JoinRequest(tensors=self.tensors, data=self.data, **fields)
+        headers = None if token is None else {"Authorization": f"Bearer {token}"}
+        return self.http.put(self.path(), json=request.model_dump(mode="json"), headers=headers)
+
     def join(self, token: str, previous: str | None = None, member_token: str | None = None) -> JoinReply:
-        request = JoinRequest(tensors=self.tensors, data=self.data, previous=previous, member_token=member_token)
-        headers = {"Authorization": f"Bearer {token}"}
-        reply = self.http.put(self.path(), json=request.model_dump(mode="json"), headers=headers)
-        reply.raise_for_status()
+        reply = self.ask_to_join(token, previous=previous, member_token=member_token).raise_for_status()
         self.joined = JoinReply.model_validate(reply.json())
         self.http.headers["Authorization"] = f"Bearer {self.joined.member_token}"
         self.spec = RunSpec.model_validate(self.http.get(f"/v1/runs/{self.run}").json()["spec"])

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.store.database import disk_is_full
 from protocol.errors import Problem, WireError
-from protocol.spec import explain
+from protocol.explaining import explain
 
 MAX_DISCARDED_BYTES = 64 << 20  # more than a fragment's upload, which a worker sends whose lease has just ended
 

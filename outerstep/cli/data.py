@@ -63,9 +63,9 @@ def prepare(
       data.source = "/data/c4"
     """
     command = "outerstep data prepare"
-    preparing = _load("worker.data.preparing", command=command)
+    preparing = _load("worker.data.making.preparing", command=command)
     sources = _load("worker.data.sources.source", command=command)
-    tokenizers = _load("worker.data.tokenizer", command=command)
+    tokenizers = _load("worker.data.tokens.tokenizer", command=command)
     given = [sources.find_source(source, column, 0.0 if held_out else holdout)]
     if held_out is not None:
         given.append(sources.find_source(held_out, column, 1.0))
@@ -88,11 +88,11 @@ def show(
     Example:
       outerstep data show /data/c4 --verify
     """
-    indexes = _load("worker.data.index", command="outerstep data show")
+    indexes = _load("worker.data.tokens.index", command="outerstep data show")
     index = indexes.read_index(directory / indexes.FILE)
     indexes.check_sizes(index.shards, index.item, directory)
     if verify:
-        files = _load("worker.data.token_files", command="outerstep data show")
+        files = _load("worker.data.tokens.token_files", command="outerstep data show")
         for shard in index.shards:
             files.verify_file(shard, directory / shard.file, index.item.itemsize)
     if as_json:

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from outerstep.shadowing import refuse_shadow
 from protocol.errors import OuterstepError, Problem, Remedy, SpecError, Transient
 from protocol.exit_codes import Exit
-from protocol.spec import explain
+from protocol.explaining import explain
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -9,8 +9,10 @@ import pytest
 
 from benchmarks.harness import stores
 from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
+from benchmarks.harness.member import Member
 from coordinator.store.blobs import Blobs
 from coordinator.store.data_directory import DataDirectory
+from tests.coordinator.crew import crew, play_round
 
 _numbers = itertools.count()
 
@@ -24,6 +26,15 @@ def clock() -> SettableClock:
 def shared(tmp_path_factory: pytest.TempPathFactory, clock: SettableClock) -> Iterator[InThread]:
     with coordinator_thread(tmp_path_factory.mktemp("coordinator") / "data", clock=clock) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def member(shared: InThread) -> Member:
+    """The only member of a run of one round, which is finished."""
+    (member,) = crew(shared, "blobs", ["w"], rounds=1)
+    play_round([member], 0)
+    shared.await_state("blobs", 1)
+    return member
 
 
 @pytest.fixture

@@ -13,15 +13,6 @@ from protocol.wire import DeltaHeader, Payload, StateHeader
 from tests.coordinator.crew import crew, info, play_round, problem
 
 
-@pytest.fixture(scope="module")
-def member(shared: InThread) -> Member:
-    """The only member of a run of one round, which is finished."""
-    (member,) = crew(shared, "blobs", ["w"], rounds=1)
-    play_round([member], 0)
-    shared.await_state("blobs", 1)
-    return member
-
-
 @pytest.fixture(params=["rounds/0/fragments/1/delta", "checkpoints/1/fragments/1"], ids=["delta", "checkpoint"])
 def address(request: pytest.FixtureRequest) -> str:
     return f"/v1/runs/blobs/{request.param}"

@@ -1,7 +1,5 @@
 """A join whose answer was lost is sent again: it must be the same join, not a second process under a taken name."""
 
-from typing import Any
-
 import pytest
 
 from benchmarks.harness.coordinator import InThread
@@ -13,15 +11,11 @@ TOKEN = "ost_" + "a" * 43
 MINUTE = "lease_s = 60"
 
 
-def request(**fields: Any) -> dict[str, Any]:
-    return JoinRequest(tensors=TENSORS, data=DATA, **fields).model_dump(mode="json")
-
-
 def test_a_repeated_join_answers_as_the_first_one_did(shared: InThread, run: str) -> None:
     shared.create_run(spec_toml(run, members=MINUTE))
     worker = Member(shared.client(), run, "w")
-    first = worker.http.put(worker.path(), json=request(member_token=TOKEN)).raise_for_status()
-    again = worker.http.put(worker.path(), json=request(member_token=TOKEN)).raise_for_status()
+    first = worker.ask_to_join(member_token=TOKEN).raise_for_status()
+    again = worker.ask_to_join(member_token=TOKEN).raise_for_status()
     assert again.json() == first.json()
     assert first.json()["member_token"] == TOKEN
     worker.http.headers["Authorization"] = f"Bearer {TOKEN}"
@@ -33,12 +27,12 @@ def test_another_token_does_not_take_the_name_over(shared: InThread, run: str) -
     shared.create_run(spec_toml(run, members=MINUTE))
     enlist(shared, run, "w")
     thief = Member(shared.client(), run, "w")
-    problem(thief.http.put(thief.path(), json=request(member_token=TOKEN)), "worker-name-taken")
+    problem(thief.ask_to_join(member_token=TOKEN), "worker-name-taken")
 
 
 @pytest.mark.parametrize("weak", ["ost_short", "a" * 47, "ost_" + "ä" * 43])
 def test_a_token_that_could_be_guessed_is_refused(shared: InThread, run: str, weak: str) -> None:
     shared.create_run(spec_toml(run))
     worker = Member(shared.client(), run, "w")
-    body = request(member_token=TOKEN) | {"member_token": weak}
+    body = JoinRequest(tensors=TENSORS, data=DATA).model_dump(mode="json") | {"member_token": weak}
     assert worker.http.put(worker.path(), json=body).status_code == 422

@@ -57,7 +57,7 @@ def test_a_live_workers_name_is_taken_and_the_refusal_says_until_when(
     first = enlist(shared, run, "w")
     clock.advance(15.5)
     second = Member(shared.client(), run, "w")
-    refused = second.http.put(second.path(), json=JoinRequest(tensors=TENSORS, data=DATA).model_dump(mode="json"))
+    refused = second.ask_to_join()
     assert "its lease ends in 44 s" in problem(refused, "worker-name-taken")["detail"]
     assert refused.headers["retry-after"] == "45"
     assert heartbeat(first) == 200
@@ -67,8 +67,7 @@ def test_a_wrong_previous_token_does_not_take_a_name_over(shared: InThread, run:
     shared.create_run(spec_toml(run, members=MINUTE))
     enlist(shared, run, "w")
     thief = Member(shared.client(), run, "w")
-    request = JoinRequest(tensors=TENSORS, data=DATA, previous=shared.admin_token)
-    problem(thief.http.put(thief.path(), json=request.model_dump(mode="json")), "worker-name-taken")
+    problem(thief.ask_to_join(previous=shared.admin_token), "worker-name-taken")
 
 
 def test_the_same_worker_restarted_rejoins_at_once_keeps_its_units_and_its_old_token_ends(
@@ -88,8 +87,7 @@ def test_another_model_is_refused_and_the_tensor_named(shared: InThread, run: st
     shared.create_run(spec_toml(run))
     enlist(shared, run, "w")
     other = [TENSORS[0], TensorSpec(name="b", shape=[78])]
-    joined = Member(shared.client(), run, "v")
-    refused = joined.http.put(joined.path(), json=JoinRequest(tensors=other, data=DATA).model_dump(mode="json"))
+    refused = Member(shared.client(), run, "v", tensors=other).ask_to_join()
     assert "tensor 1 is b [78], the run has b [77]" in problem(refused, "model-mismatch")["detail"]
     assert [worker["name"] for worker in info(shared, run, "/workers")["items"]] == ["w"]
 
@@ -100,8 +98,7 @@ def test_another_training_set_is_refused_and_both_are_named(
 ) -> None:
     shared.create_run(spec_toml(run))
     enlist(shared, run, "w")
-    joined = Member(shared.client(), run, "v")
-    refused = joined.http.put(joined.path(), json=JoinRequest(tensors=TENSORS, data=data).model_dump(mode="json"))
+    refused = Member(shared.client(), run, "v", data=data).ask_to_join()
     detail = problem(refused, "data-mismatch")["detail"]
     assert "abab" in detail
     assert "python-stdlib" in detail
@@ -113,16 +110,12 @@ FROZEN = FrozenSummary(digest="ab" * 32, elements=5)
 
 def test_frozen_parameters_are_those_of_the_first_worker(shared: InThread, run: str) -> None:
     shared.create_run(spec_toml(run))
-    first = Member(shared.client(), run, "w")
-    request = JoinRequest(tensors=TENSORS, data=DATA, frozen=FROZEN).model_dump(mode="json")
-    assert first.http.put(first.path(), json=request).status_code == 200
+    assert Member(shared.client(), run, "w").ask_to_join(frozen=FROZEN).status_code == 200
     assert info(shared, run)["frozen"] == FROZEN.model_dump()
-    other = Member(shared.client(), run, "v")
-    assert other.http.put(other.path(), json=request).status_code == 200
+    assert Member(shared.client(), run, "v").ask_to_join(frozen=FROZEN).status_code == 200
     for frozen in (FROZEN.model_copy(update={"digest": "cd" * 32}), FROZEN.model_copy(update={"elements": 6}), None):
-        request = JoinRequest(tensors=TENSORS, data=DATA, frozen=frozen).model_dump(mode="json")
-        third = Member(shared.client(), run, "u")
-        detail = problem(third.http.put(third.path(), json=request), "model-mismatch")["detail"]
+        refused = Member(shared.client(), run, "u").ask_to_join(frozen=frozen)
+        detail = problem(refused, "model-mismatch")["detail"]
         assert "frozen parameters" in detail
         assert "load the same weights everywhere" in detail
         assert "without --parameters bf16 where they are fp32" in detail, "rounded, they are others"
@@ -149,11 +142,8 @@ def test_another_tokenizer_is_refused_by_name_and_another_name_is_not(shared: In
         ("v", {"digest": "cd" * 32, "tokenizer": "llama", "tokenizer_digest": "34" * 32}),
         ("u", {"digest": "cd" * 32, "tokenizer": None, "tokenizer_digest": None}),
     ):
-        joined = Member(shared.client(), run, name)
-        request = JoinRequest(tensors=TENSORS, data=first.model_copy(update=update))
-        detail = problem(joined.http.put(joined.path(), json=request.model_dump(mode="json")), "data-mismatch")[
-            "detail"
-        ]
+        refused = Member(shared.client(), run, name, data=first.model_copy(update=update)).ask_to_join()
+        detail = problem(refused, "data-mismatch")["detail"]
         assert f"the run's by gpt2 (BLAKE3 {'12' * 32})" in detail
         assert f"by the tokenizer llama (BLAKE3 {'34' * 32})" in detail or (name == "u" and "tokenizer bytes" in detail)
     renamed = first.model_copy(update={"tokenizer": "/models/gpt2"})
@@ -162,9 +152,7 @@ def test_another_tokenizer_is_refused_by_name_and_another_name_is_not(shared: In
 
 def test_a_model_that_cannot_be_cut_is_refused_and_does_not_fix_the_run(shared: InThread, run: str) -> None:
     shared.create_run(spec_toml(run))
-    joined = Member(shared.client(), run, "v")
-    twice = [TENSORS[0], TENSORS[0]]
-    refused = joined.http.put(joined.path(), json=JoinRequest(tensors=twice, data=DATA).model_dump(mode="json"))
+    refused = Member(shared.client(), run, "v", tensors=[TENSORS[0], TENSORS[0]]).ask_to_join()
     assert "'a' is listed twice" in problem(refused, "model-mismatch")["detail"]
     assert info(shared, run)["fragments"] is None
     enlist(shared, run, "w")
@@ -375,9 +363,7 @@ def test_two_members_that_are_told_a_round_hear_of_its_end_by_the_same_state(sha
     assert info(shared, run)["held_out_loss"] == 1.25
     assert info(shared, run)["held_out_bits_per_byte"] == pytest.approx(1.25 / math.log(2) * 10 / 40)
     assert not any(member.assignment(1).evaluate for member in members)
-    problem(Member(shared.client(), run, "c").http.put(
-        f"/v1/runs/{run}/workers/c", json=JoinRequest(tensors=TENSORS, data=DATA).model_dump(mode="json")
-    ), "run-ended")  # fmt: skip
+    problem(Member(shared.client(), run, "c").ask_to_join(), "run-ended")
 
 
 def test_a_worker_that_left_with_another_final_state_is_recorded_as_diverged(shared: InThread, run: str) -> None:

@@ -7,16 +7,7 @@ import pytest
 
 from benchmarks.harness.coordinator import InThread
 from benchmarks.harness.member import Member
-from tests.coordinator.crew import crew, play_round
-
-
-@pytest.fixture(scope="module")
-def member(shared: InThread) -> Member:
-    """The only member of a run of one round, which is finished."""
-    (member,) = crew(shared, "blobs", ["w"], rounds=1)
-    play_round([member], 0)
-    shared.await_state("blobs", 1)
-    return member
+from tests.coordinator.crew import crew
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 from sqlalchemy import select
 
 from benchmarks.harness.coordinator import InThread, SettableClock
-from benchmarks.harness.member import TENSORS, Member, spec_toml
+from benchmarks.harness.member import Member, spec_toml
 from coordinator.store.tables import RunRow
-from protocol.messages import DataSummary, JoinRequest
+from protocol.messages import DataSummary
 from protocol.spec import UNITS_PER_WORKER
 from tests.coordinator.crew import crew, events, info, play_round, problem, recovered
 from tests.support.waiting import wait_until
@@ -18,10 +18,18 @@ from tests.support.waiting import wait_until
 B = UNITS_PER_WORKER  # the first unit of the second worker
 
 
+def summary(units: int | None) -> DataSummary | None:
+    return None if units is None else DataSummary(units=units)
+
+
+def asked(running: InThread, run: str, name: str, data: DataSummary | None) -> httpx.Response:
+    """The answer to a worker that asks to join with its training set."""
+    return Member(running.client(), run, name, data=data).ask_to_join()
+
+
 def bring(running: InThread, run: str, name: str, units: int | None) -> Member:
     """A new member with a training set of `units`; None: it does not say."""
-    data = None if units is None else DataSummary(digest=None, units=units)
-    member = Member(running.client(), run, name, data=data)
+    member = Member(running.client(), run, name, data=summary(units))
     member.join(running.admin_token)
     return recovered(member)
 
@@ -38,6 +46,16 @@ def ready(members: list[Member], round_: int) -> None:
     """The round opens, as the last of them asks."""
     for member in members:
         member.assignment(round_)
+
+
+def left_behind(running: InThread, run: str) -> Member:
+    """Member b, that has ended round 0, which a has left; each has 100 units."""
+    a, b = private_crew(running, run, {"a": 100, "b": 100}, rounds=3)
+    ready([a, b], 0)
+    a.http.delete(a.path()).raise_for_status()
+    b.take_part(0)
+    b.step(0)
+    return b
 
 
 def test_every_worker_is_dealt_units_of_its_own_set(shared: InThread, run: str) -> None:
@@ -73,12 +91,7 @@ def test_every_worker_is_dealt_units_of_its_own_set(shared: InThread, run: str) 
 
 
 def test_units_that_come_back_are_dealt_to_nobody_but_their_worker(shared: InThread, run: str) -> None:
-    a, b = private_crew(shared, run, {"a": 100, "b": 100}, rounds=3)
-    for member in (a, b):
-        member.assignment(0)
-    a.http.delete(a.path()).raise_for_status()
-    b.take_part(0)
-    b.step(0)
+    b = left_behind(shared, run)
     assert b.take_part(1).units == [[B + 5, B + 10]]
     b.step(1)
     assert info(shared, run, "/units")["items"][1]["free"] == 100, "all of a's"
@@ -91,8 +104,7 @@ def test_units_that_come_back_are_dealt_to_nobody_but_their_worker(shared: InThr
 @pytest.mark.parametrize("what", ["evicted", "banned"])
 def test_the_units_of_whom_the_operator_sends_away_wait_for_it(shared: InThread, run: str, what: str) -> None:
     a, b = private_crew(shared, run, {"a": 100, "b": 100}, rounds=3)
-    for member in (a, b):
-        member.assignment(0)
+    ready([a, b], 0)
     with shared.client() as operator:
         operator.patch(a.path(), json={"state": what}).raise_for_status()
         b.take_part(0)
@@ -108,46 +120,31 @@ def test_the_units_of_whom_the_operator_sends_away_wait_for_it(shared: InThread,
 def test_a_worker_cannot_take_the_units_of_another_as_work_that_it_carries(
     shared: InThread, run: str, clock: SettableClock
 ) -> None:
-    a, b = private_crew(shared, run, {"a": 100, "b": 100}, rounds=3)
-    for member in (a, b):
-        member.assignment(0)
-    a.http.delete(a.path()).raise_for_status()
-    b.take_part(0)
-    b.step(0)
+    b = left_behind(shared, run)
     refused = b.http.put(b.path("/assignment"), json={"state_round": 1, "carried": [[0, 5]]})
     assert "units [0, 5)" in problem(refused, "units-not-held")["detail"]
 
 
 def test_private_sets_are_of_one_tokenizer(shared: InThread, run: str) -> None:
     """The same ids must mean the same text, whatever the text is."""
-    told = {"tokenizer": "words", "tokenizer_digest": "ab" * 32, "units": 12}
     shared.create_run(spec_toml(run, data="private = true", rounds=3))
-    with shared.client() as http:
-
-        def joined(name: str, **data: Any) -> httpx.Response:
-            request = JoinRequest(tensors=TENSORS, data=DataSummary(**data))
-            return http.put(f"/v1/runs/{run}/workers/{name}", json=request.model_dump(mode="json"))
-
-        assert joined("a", **told).status_code == 200
-        assert joined("b", **told | {"units": 5}).status_code == 200
-        other = problem(joined("c", **told | {"tokenizer_digest": "cd" * 32}), "data-mismatch")["detail"]
-        assert "made by the tokenizer words (BLAKE3 cdcd" in other
-        assert "made by the tokenizer bytes" in problem(joined("d", units=12), "data-mismatch")["detail"]
+    told = DataSummary(tokenizer="words", tokenizer_digest="ab" * 32, units=12)
+    assert asked(shared, run, "a", told).status_code == 200
+    assert asked(shared, run, "b", told.model_copy(update={"units": 5})).status_code == 200
+    other = asked(shared, run, "c", told.model_copy(update={"tokenizer_digest": "cd" * 32}))
+    assert "made by the tokenizer words (BLAKE3 cdcd" in problem(other, "data-mismatch")["detail"]
+    in_bytes = asked(shared, run, "d", summary(12))
+    assert "made by the tokenizer bytes" in problem(in_bytes, "data-mismatch")["detail"]
 
 
 def test_the_tokenizer_is_that_of_the_first_worker_that_tells_one(shared: InThread, run: str) -> None:
     """A script that told nothing came first: then no tokenizers were compared at all."""
     private_crew(shared, run, {"a": None}, rounds=3)
-    with shared.client() as http:
-
-        def joined(name: str, digest: str) -> httpx.Response:
-            data = DataSummary(tokenizer="words", tokenizer_digest=digest * 32, units=12)
-            request = JoinRequest(tensors=TENSORS, data=data)
-            return http.put(f"/v1/runs/{run}/workers/{name}", json=request.model_dump(mode="json"))
-
-        assert joined("b", "ab").status_code == 200
-        assert joined("c", "ab").status_code == 200
-        assert "made by the tokenizer words" in problem(joined("d", "cd"), "data-mismatch")["detail"]
+    told = DataSummary(tokenizer="words", tokenizer_digest="ab" * 32, units=12)
+    assert asked(shared, run, "b", told).status_code == 200
+    assert asked(shared, run, "c", told).status_code == 200
+    other = asked(shared, run, "d", told.model_copy(update={"tokenizer_digest": "cd" * 32}))
+    assert "made by the tokenizer words" in problem(other, "data-mismatch")["detail"]
 
 
 def test_nothing_but_the_length_of_a_set_is_told(shared: InThread, run: str) -> None:
@@ -155,19 +152,15 @@ def test_nothing_but_the_length_of_a_set_is_told(shared: InThread, run: str) -> 
     private_crew(shared, run, {"a": 12, "b": None}, rounds=3)
     with shared.coordinator.database.read() as session:
         assert session.scalars(select(RunRow.data).where(RunRow.name == run)).one() == {"units": 12}
-    with shared.client() as http:
-        request = JoinRequest(tensors=TENSORS, data=DataSummary(digest="ab" * 32, units=12))
-        reply = http.put(f"/v1/runs/{run}/workers/c", json=request.model_dump(mode="json"))
-        assert "tells the length of its training set alone" in problem(reply, "data-mismatch")["detail"]
-        assert http.get(f"/v1/runs/{run}/workers/c").status_code == 404
+    refused = asked(shared, run, "c", DataSummary(digest="ab" * 32, units=12))
+    assert "tells the length of its training set alone" in problem(refused, "data-mismatch")["detail"]
+    assert {worker["name"] for worker in info(shared, run, "/workers")["items"]} == {"a", "b"}
 
 
 def test_a_set_that_all_have_is_not_taken_without_its_digest(shared: InThread, run: str) -> None:
     shared.create_run(spec_toml(run))
-    with shared.client() as http:
-        request = JoinRequest(tensors=TENSORS, data=DataSummary(digest=None, units=12))
-        reply = http.put(f"/v1/runs/{run}/workers/c", json=request.model_dump(mode="json"))
-        assert "tells the digest of its training set" in problem(reply, "data-mismatch")["detail"]
+    refused = asked(shared, run, "c", summary(12))
+    assert "tells the digest of its training set" in problem(refused, "data-mismatch")["detail"]
 
 
 @pytest.mark.parametrize("units", [13, None])
@@ -175,10 +168,7 @@ def test_a_worker_that_comes_back_with_another_set_is_refused(shared: InThread, 
     """Its units would stand for other rows: some would be trained on twice, others never."""
     (a,) = private_crew(shared, run, {"a": 12}, rounds=3)
     a.http.delete(a.path()).raise_for_status()
-    with shared.client() as http:
-        data = None if units is None else DataSummary(digest=None, units=units)
-        request = JoinRequest(tensors=TENSORS, data=data).model_dump(mode="json")
-        detail = problem(http.put(a.path(), json=request), "data-mismatch")["detail"]
+    detail = problem(asked(shared, run, "a", summary(units)), "data-mismatch")["detail"]
     assert "had 12 units when it joined first; bring that one, or join with the new one under another name" in detail
     bring(shared, run, "a", 12)
 

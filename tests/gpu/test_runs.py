@@ -8,10 +8,10 @@ import torch
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.exit_codes import Exit
-from protocol.messages import RunDetail, Scope, WorkerInfo
+from protocol.messages import RunDetail, WorkerInfo
 from tests.support.waiting import wait_until
+from tests.support.workers import worker_settings
 from worker.agent import run_worker
-from worker.settings import WorkerSettings
 
 SPEC = """
 name = "text"
@@ -56,18 +56,10 @@ def play(running: InThread, tmp_path: Path, devices: list[str]) -> None:
     """Let a worker on each of `devices` train until the run is over."""
 
     def work(number: int, device: str, codes: list[Exit]) -> None:
-        settings = WorkerSettings(
-            url=running.url,
-            run="text",
-            token=token,
-            name=f"w{number}",
-            state_dir=tmp_path / f"w{number}",
-            device=device,
-            threads=1,
-        )
-        codes.append(run_worker(settings))
+        name = f"w{number}"
+        codes.append(run_worker(worker_settings(running, "text", tmp_path / name, name=name, device=device)))
 
-    token, codes = running.token(Scope.WORKER), list[Exit]()
+    codes = list[Exit]()
     crew = [threading.Thread(target=work, args=(n, device, codes)) for n, device in enumerate(devices)]
     for worker in crew:
         worker.start()

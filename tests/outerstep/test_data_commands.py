@@ -16,7 +16,7 @@ Command = Callable[..., Result]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Command:
-    monkeypatch.setattr("worker.data.preparing.cores", lambda: 1)
+    monkeypatch.setattr("worker.data.making.preparing.cores", lambda: 1)
     return lambda *arguments: CliRunner().invoke(app, ["data", *map(str, arguments)])
 
 

@@ -17,26 +17,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from outerstep import evaluating
-from protocol.messages import Scope
 from tests.outerstep.conftest import Served
 from tests.support.specs import tiny_spec
+from tests.support.text import write_chapters
 from tests.support.tokenizers import write_tokenizer
 from tests.support.trained import save_trained
+from tests.support.workers import worker_settings
 from tests.worker.runs import create, work
 from worker.agent import run_worker
-from worker.data.preparing import Recipe, prepare
+from worker.data.making.preparing import Recipe, prepare
 from worker.data.sources.source import find_source
-from worker.data.tokenizer import load_tokenizer
-from worker.settings import WorkerSettings
+from worker.data.tokens.tokenizer import load_tokenizer
 
 RUN = "evaluated"
-
-
-def write(directory: Path, words: str) -> Path:
-    directory.mkdir()
-    for index in range(5):
-        (directory / f"{index}.txt").write_text(f"{words}, chapter {index}. " * 40)
-    return directory
 
 
 class Trained:
@@ -64,11 +57,10 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory):
     root = tmp_path_factory.mktemp("evaluate")
-    text = write(root / "text", "all work and no play")
+    text = write_chapters(root / "text")
     with coordinator_thread(root / "coordinator") as running:
         running.create_run(tiny_spec(RUN, text, seed=1, rounds=2, min_workers=1))
-        settings = {"url": running.url, "run": RUN, "token": running.token(Scope.WORKER), "name": "a"}
-        assert run_worker(WorkerSettings(**settings, state_dir=root / "state", device="cpu", threads=1)) == 0
+        assert run_worker(worker_settings(running, RUN, root / "state")) == 0
         yield Trained(running, text)
 
 
@@ -97,7 +89,7 @@ def test_an_export_has_the_loss_of_what_was_exported(trained: Trained, exported:
 
 def test_other_text_is_evaluated_on_only_if_it_is_asked_for(trained: Trained, tmp_path: Path) -> None:
     """What lies at the run's data.source on this machine may be something else: its loss would be taken for the run's."""
-    other = write(tmp_path / "other", "the quick brown fox jumps over the lazy dog")
+    other = write_chapters(tmp_path / "other", words="the quick brown fox jumps over the lazy dog")
     assert trained.evaluate("--data", str(other))["held_out"]["loss"] > trained.run["held_out_loss"] + 0.01
     chapter = trained.text / "0.txt"
     before = chapter.read_text()

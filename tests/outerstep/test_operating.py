@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.harness.member import DATA, TENSORS
-from protocol.messages import FrozenSummary, JoinRequest
+from benchmarks.harness.member import Member
+from protocol.messages import FrozenSummary
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.examples import SPEC
 from tests.support.signals import default_signals
@@ -74,8 +74,7 @@ def test_what_is_trained_is_shown_beside_what_is_frozen(served: Served):
     assert served.outerstep("run", "create", "-", stdin=spec)[0] == 0
     frozen = FrozenSummary(digest="ab" * 32, elements=5_000_000)
     with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.admin_token}"}) as http:
-        join = JoinRequest(tensors=TENSORS, data=DATA, frozen=frozen).model_dump(mode="json")
-        http.put("/v1/runs/adapted/workers/w", json=join).raise_for_status()
+        Member(http, "adapted", "w").ask_to_join(frozen=frozen).raise_for_status()
     facts = " ".join(served.outerstep("run", "show", "adapted")[1].split())
     assert "llama with adapters of rank 2 from the run base, 977 parameters in 1 fragments, 5 M frozen" in facts
 
@@ -110,14 +109,13 @@ def test_pause_resume_and_stop(served: Served):
 def test_workers_are_evicted_banned_and_readmitted_and_the_units_are_shown(served: Served):
     create(served, "crewed")
     with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.admin_token}"}) as http:
-        join = JoinRequest(tensors=TENSORS, data=DATA).model_dump(mode="json")
-        http.put("/v1/runs/crewed/workers/w", json=join).raise_for_status()
+        Member(http, "crewed", "w").ask_to_join().raise_for_status()
         for arguments, state in ((["evict"], "evicted"), (["evict", "--ban"], "banned"), (["readmit"], "readmitted")):
             code, out, _ = served.outerstep("run", arguments[0], "crewed", "w", *arguments[1:])
             assert (code, out) == (0, f"worker w of the run crewed is {state}\n")
-            refused = http.put("/v1/runs/crewed/workers/v", json=join).status_code
-            assert refused == 200
-            http.delete("/v1/runs/crewed/workers/v").raise_for_status()
+            other = Member(http, "crewed", "v")
+            assert other.ask_to_join().status_code == 200
+            http.delete(other.path()).raise_for_status()
     assert served.outerstep("run", "evict", "crewed", "ghost")[0] == 3
     code, table, _ = served.outerstep("run", "units", "crewed")
     assert (code, table.split()[:3]) == (0, ["epoch", "units", "trained"])

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import random
 import re
 import struct
 from pathlib import Path
@@ -13,6 +12,8 @@ import msgpack
 import numpy as np
 import pytest
 from blake3 import blake3
+
+from tests.support.twister import shuffled
 
 VECTORS = Path(__file__).parents[2] / "docs" / "vectors"
 F32 = np.float32
@@ -207,22 +208,8 @@ def test_the_order_of_rows_is_what_the_page_says() -> None:
         assert per_epoch == case["units"]
         rows = []
         for epoch in range(len(case["rows"]) // per_epoch):
-            _, key, position, *_ = np.random.RandomState([spec["seed"], epoch]).get_state(legacy=True)  # init_by_array
-            twister = random.Random()
-            twister.setstate((3, (*map(int, key), int(position)), None))
-            order = list(range(sequences))
-            for i in range(sequences - 1, 0, -1):
-                j = draw(twister, i)
-                order[i], order[j] = order[j], order[i]
+            order = shuffled(sequences, spec["seed"], epoch)
             for unit in range(per_epoch):
                 starts = [sequence * length for sequence in order[unit * batch : (unit + 1) * batch]]
                 rows.append([training[start : start + length + 1].hex() for start in starts])
         assert rows == case["rows"]
-
-
-def draw(twister: random.Random, most: int) -> int:
-    mask = (1 << most.bit_length()) - 1
-    while True:
-        value = twister.getrandbits(32) & mask
-        if value <= most:
-            return value

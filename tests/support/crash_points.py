@@ -30,7 +30,7 @@ import sqlalchemy as sa
 _THROUGH = (
     *("coordinator.store.files", "coordinator.store.blobs", "coordinator.store.directory_blobs"),
     *("coordinator.store.database", "coordinator.runs.live_run"),
-    "worker.state.state_dir",
+    *("worker.files", "worker.state.state_dir"),
 )
 _RUN = re.compile(r"^runs/[^/]+/?")
 _WORKER = re.compile(r"\.[a-z]+\.[0-9a-f]{16}$")

@@ -31,3 +31,13 @@ def write_text(directory: Path, *, seed: int, files: int = 12, words: int = 4000
         draw = random.Random(f"{seed}/{index}")
         (directory / f"{index:02}.txt").write_text(" ".join(draw.choice(WORDS) for _ in range(words)))
     return directory
+
+
+def write_chapters(
+    directory: Path, *, words: str = "all work and no play", chapters: int = 5, repeats: int = 40
+) -> Path:
+    """Text of few words, which a model learns within a round."""
+    directory.mkdir(exist_ok=True)
+    for index in range(chapters):
+        (directory / f"{index}.txt").write_text(f"{words}, chapter {index}. " * repeats)
+    return directory

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from worker.data.index import FILE, Index, Shard
+from worker.data.tokens.index import FILE, Index, Shard
 
 
 def write_token_set(directory: Path, *, shards: int, tokens: int, held_out: int = 1, vocabulary: int = 65_536) -> Index:

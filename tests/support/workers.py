@@ -1,9 +1,20 @@
-"""Real worker processes for tests: `outerstep worker`, each on one torch thread."""
+"""Real workers for tests, each on one torch thread: `outerstep worker` as a process, or what it is in this one."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.coordinator import Running
+from protocol.messages import Scope
+from worker.settings import WorkerSettings
+
+
+def worker_settings(running: Running, run: str, state_dir: Path, **changes: Any) -> WorkerSettings:
+    """What `worker.agent.run_worker` takes in this process: worker `a` on the CPU, but for `changes`."""
+    given = {"name": "a", "device": "cpu", "threads": 1, "token": running.token(Scope.WORKER), **changes}
+    return WorkerSettings(url=running.url, run=run, state_dir=state_dir, **given)
 
 
 class WorkerProcess:

@@ -1,19 +1,19 @@
 """Real runs of `outerstep worker` in this process: of models of a few thousand parameters, on a little text."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.harness.coordinator import InThread
 from protocol.exit_codes import Exit
 from protocol.messages import JoinRequest, RunDetail, Scope
+from tests.support.text import write_chapters
+from tests.support.workers import worker_settings
 from worker.agent import run_worker
 from worker.data.text import TextData
 from worker.export import load_checkpoint
 from worker.link.client import Client, open_http
 from worker.models.building import build_model
-from worker.settings import WorkerSettings
 from worker.state.fragments import tensor_specs
 from worker.state.frozen import frozen_summary
 
@@ -30,10 +30,7 @@ def create(
     data: str = "",
 ) -> None:
     """Create a run of `model` on a little text in `directory`."""
-    text = directory / "text"
-    text.mkdir(exist_ok=True)
-    for index in range(4):
-        (text / f"{index}.txt").write_text(f"all work and no play, chapter {index}. " * 20)
+    text = write_chapters(directory / "text", chapters=4, repeats=20)
     coordinator.create_run(
         f'name = "{name}"\nmodel = {{{model}}}\n[data]\nsource = "{text}"\nsequence_length = 16\n{data}\n[inner]\nbatch_size = 2\n'
         f"warmup_steps = 0\n[sync]\nrounds = {rounds}\ninner_steps = 2\nfragment_elements = {fragment_elements}\n"
@@ -43,9 +40,7 @@ def create(
 
 def work(coordinator: InThread, directory: Path, run: str, name: str = "a") -> Exit:
     """Be a worker of the run until it ends."""
-    given: dict[str, Any] = {"url": coordinator.url, "run": run, "token": coordinator.token(Scope.WORKER), "name": name}
-    state_dir = directory / "state" / run / name
-    return run_worker(WorkerSettings(**given, state_dir=state_dir, device="cpu", threads=1))
+    return run_worker(worker_settings(coordinator, run, directory / "state" / run / name, name=name))
 
 
 def shown(coordinator: InThread, run: str) -> RunDetail:

@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.exit_codes import Exit
 from protocol.messages import JoinRequest, LeaveRequest, RunDetail, Scope, WorkerInfo
+from tests.support.text import write_chapters
 from tests.support.tokenizers import write_tokenizer
 from tests.support.waiting import wait_until
+from tests.support.workers import worker_settings
 from tests.worker import toy
 from tests.worker.toy import Toy
 from worker.agent import run_worker
@@ -53,11 +55,7 @@ max_tokens = 512
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    directory = tmp_path / "text"
-    directory.mkdir()
-    for index in range(5):
-        (directory / f"{index}.txt").write_text(f"all work and no play, chapter {index}. " * 40)
-    return directory
+    return write_chapters(tmp_path / "text")
 
 
 @pytest.fixture
@@ -66,17 +64,8 @@ def coordinator(tmp_path: Path):
         yield running
 
 
-def settings(coordinator: InThread, tmp_path: Path, **changes: Any) -> WorkerSettings:
-    given = {
-        "url": coordinator.url,
-        "run": "text",
-        "token": coordinator.token(Scope.WORKER),
-        "name": "a",
-        "state_dir": tmp_path / "state",
-        "device": "cpu",
-        "threads": 1,
-    }
-    return WorkerSettings(**{**given, **changes})
+def settings(coordinator: InThread, tmp_path: Path, run: str = "text", **changes: Any) -> WorkerSettings:
+    return worker_settings(coordinator, run, tmp_path / "state", **changes)
 
 
 def test_a_run_of_text_and_its_export(coordinator: InThread, text: Path, tmp_path: Path) -> None:
@@ -234,7 +223,7 @@ def test_a_run_of_tokens(
 ) -> None:
     """The worker tokenises its text before it joins; and then whoever has another tokenizer is refused by its name."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("worker.data.preparing.cores", lambda: 1)
+    monkeypatch.setattr("worker.data.making.preparing.cores", lambda: 1)
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
     caplog.set_level(logging.INFO)
     coordinator.create_run(of_tokens(text, tokenizer, rounds=2))

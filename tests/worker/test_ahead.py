@@ -7,8 +7,8 @@ import pytest
 
 from protocol.errors import Transient
 from tests.support.waiting import wait_until
-from worker.data import ahead
-from worker.data.ahead import Closing, FetchAhead
+from worker.data.fetching import ahead
+from worker.data.fetching.ahead import Closing, FetchAhead
 from worker.data.order import WINDOW_SHARDS, Order
 from worker.errors import DataError, NoRoom, Stopped
 

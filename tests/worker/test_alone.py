@@ -15,6 +15,7 @@ from outerstep.cli import app
 from protocol.exit_codes import Exit
 from protocol.messages import Scope
 from protocol.spec import InnerSpec, RunSpec, parse_spec
+from tests.support.text import write_chapters
 from worker.agent import run_alone
 from worker.alone import AloneSteps, train_alone
 from worker.box import Box, set_up
@@ -30,10 +31,7 @@ ROUNDS, H = 3, 2
 
 @pytest.fixture
 def spec(tmp_path: Path) -> RunSpec:
-    text = tmp_path / "text"
-    text.mkdir()
-    for index in range(4):
-        (text / f"{index}.txt").write_text(f"all work and no play, chapter {index}. " * 40)
+    text = write_chapters(tmp_path / "text", chapters=4)
     return parse_spec(f"""
 name = "text"
 [model]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from protocol.spec import RunSpec, parse_spec
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
-from worker.diloco import DiLoCo
 from worker.rounds.schedule import schedule
 
 ROUNDS, STEPS, FRAGMENTS = 4, 6, 3
@@ -71,7 +70,7 @@ def trained(tmp_path: Path, text: str) -> tuple[Sequence[Tensor], list[list[floa
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, text, tmp_path)
-        with DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a") as diloco:
+        with run.connect(model, optimizer) as diloco:
             for unit in diloco.units():
                 model().backward()
                 optimizer.step()

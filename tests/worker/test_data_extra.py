@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from worker.data.preparing import Recipe, prepare
+from worker.data.making.preparing import Recipe, prepare
 from worker.data.sources.pieces import Task
 from worker.data.sources.source import Source, find_source
-from worker.data.tokenizer import load_tokenizer
+from worker.data.tokens.tokenizer import load_tokenizer
 from worker.errors import DataError
 
 TEXTS = [f"document {number} of {'many ' * (number % 9)}" for number in range(3000)]

@@ -263,7 +263,7 @@ def test_a_loop_that_knows_nothing_of_units(tmp_path: Path, undisturbed: str, lo
         model = toy.make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         unit = 0
-        with DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a") as diloco:
+        with run.connect(model, optimizer) as diloco:
             while not diloco.finished:
                 if unit == lost_at:
                     evict(run, "a")
@@ -287,7 +287,7 @@ def test_skipped_steps_do_not_count(tmp_path: Path) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         optimizer.register_step_post_hook(record)
         seen = []
-        with DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a") as diloco:
+        with run.connect(model, optimizer) as diloco:
             for unit in diloco.units():
                 seen.append((diloco.global_step, unit))
                 if unit != 2:
@@ -306,7 +306,7 @@ def test_a_step_that_a_fused_optimizer_skips_does_not_count(tmp_path: Path) -> N
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         scaler = torch.amp.GradScaler("cpu")
         seen = []
-        with DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a") as diloco:
+        with run.connect(model, optimizer) as diloco:
             for unit in diloco.units():
                 seen.append((diloco.inner_step, unit))
                 x, y = toy.batch(unit)
@@ -333,7 +333,7 @@ def test_a_unit_whose_step_was_skipped_is_spent_and_counts(tmp_path: Path, which
         model = toy.make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         seen = []
-        with DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a") as diloco:
+        with run.connect(model, optimizer) as diloco:
             for unit in diloco.units():
                 seen.append(unit)
                 if unit not in SKIPPED[which]:
@@ -351,7 +351,7 @@ def test_leaving_after_a_skipped_step(tmp_path: Path, leaves: str, used: int) ->
         run = Toy(coordinator, toy.spec(rounds=2), tmp_path)
         model = toy.make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        with DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a") as diloco:
+        with run.connect(model, optimizer) as diloco:
             for unit in diloco.units():
                 if unit == 2:  # skipped
                     if leaves == "with the unit in hand":
@@ -502,7 +502,7 @@ def test_outside_of_with_it_says_what_is_missing(tmp_path: Path) -> None:
         run = Toy(coordinator, toy.spec(), tmp_path)
         model = toy.make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        diloco = DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a")
+        diloco = run.connect(model, optimizer)
         with pytest.raises(RuntimeError, match="DiLoCo is a context manager"):
             next(diloco.units())
         with diloco:

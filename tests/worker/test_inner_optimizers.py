@@ -242,7 +242,7 @@ def trained(
         run = Toy(coordinator, toy.spec(sync=sync, inner=f'optimizer = "{name}"'), tmp_path)
         model = toy.make_model()
         optimizers = build_inner_optimizers(model, run.info().spec.inner)
-        with DiLoCo.connect(model, optimizers, url=coordinator.url, run="toy", token=run.token, name="a") as diloco:
+        with run.connect(model, optimizers) as diloco:
             loop(diloco, optimizers)
         assert run.final().state_digest == run.told("a").state_digest
     return run, diloco
@@ -296,7 +296,7 @@ def test_an_empty_sequence_is_refused(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(), tmp_path)
         with pytest.raises(ValueError, match="one optimizer at least"):
-            DiLoCo.connect(toy.make_model(), [], url=coordinator.url, run="toy", token=run.token, name="a")
+            run.connect(toy.make_model(), [])
 
 
 # --- resuming -----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pytest
@@ -90,35 +90,53 @@ class PatientClient(Client):
         super().contribute(member_token, header, frames, **options)
 
 
+C = TypeVar("C", bound=LateClient)
+
+
+class Latecomer(Generic[C]):
+    """What makes worker c late with the fragments in `late`, (round, fragment), and a and b wait for it with all others:
+    options for `Toy.worker`. All three meet after the first inner step.
+
+    `clients` has those of c, one for each of its processes.
+    """
+
+    def __init__(self, late: set[tuple[int, int]], client_class: type[C]) -> None:
+        self._late, self._client_class = late, client_class
+        self._arrived, self._everybody = Arrivals(), threading.Barrier(3)
+        self.clients: list[C] = []
+
+    def late(self, **options: Any) -> dict[str, Any]:
+        return {"client_class": self.client, "on_step": self.meet, **options}
+
+    def patient(self, **options: Any) -> dict[str, Any]:
+        client = partial(PatientClient, late=self._late, arrived=self._arrived)
+        return {"client_class": client, "on_step": self.meet, **options}
+
+    def meet(self, diloco: DiLoCo) -> None:
+        if (diloco.round, diloco.inner_step) == (0, 1):
+            self._everybody.wait(60)
+
+    def client(self, *arguments: Any) -> C:
+        lives = {"dies": lambda what, number: False}
+        self.clients.append(self._client_class(*arguments, late=self._late, arrived=self._arrived, **lives))
+        return self.clients[-1]
+
+
 def test_late_many_rounds_in_a_row_and_nothing_is_forgotten(tmp_path: Path) -> None:
     """Fragment 1 is late in rounds 0 to 2 and fragment 2 in round 1. The late worker makes progress in round 0 only, and
     the others none, so that no mean takes anything of it: what is handed in each time, and gets through at last, must be
     two thirds of round 0's pseudo-gradient (two of three are in each mean), the same bytes, quantised once and not
     thrice."""
-    late, arrived, everybody = {(0, 1), (1, 1), (2, 1), (1, 2)}, Arrivals(), threading.Barrier(3)
-    clients: list[LateClient] = []
-
-    def late_client(*arguments: Any) -> LateClient:
-        clients.append(LateClient(*arguments, late=late, arrived=arrived, dies=lambda what, number: False))
-        return clients[0]
-
-    def meet(diloco: DiLoCo) -> None:
-        if (diloco.round, diloco.inner_step) == (0, 1):
-            everybody.wait(60)
-
+    c = Latecomer({(0, 1), (1, 1), (2, 1), (1, 2)}, LateClient)
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(rounds=4, members=AT_ONCE), tmp_path)
-        patient: dict[str, Any] = {
-            "client_class": partial(PatientClient, late=late, arrived=arrived),
-            "on_step": meet,
-            "lr": lambda diloco: 0.0,
-        }
-        in_round_0_only = {"on_step": meet, "lr": lambda diloco: 0.0 if diloco.round else toy.LR}
-        options = {"a": patient, "b": patient, "c": {"client_class": late_client, **in_round_0_only}}
-        run.workers(["a", "b", "c"], **options)
+        patient = c.patient(lr=lambda diloco: 0.0)
+        in_round_0_only = c.late(lr=lambda diloco: 0.0 if diloco.round else toy.LR)
+        run.workers(["a", "b", "c"], a=patient, b=patient, c=in_round_0_only)
         info = run.final()
         assert {run.told(name).state_digest for name in "abc"} == {info.state_digest}
-    sent, headers = clients[0].sent, clients[0].headers
+    (client,) = c.clients
+    sent, headers = client.sent, client.headers
     assert sent[3, 1] == sent[2, 1] == sent[1, 1]
     first, last = (values(headers[key], sent[key]) for key in ((0, 1), (3, 1)))
     half_a_code = np.abs(first).max() / 254 * 1.01
@@ -137,37 +155,24 @@ def test_late_work_that_is_too_little_for_the_codec_is_sent_later(
 ) -> None:
     """All of a worker's round 0 is late, and small beside its round 1, so of round 1's contribution, which names the
     units of both, ternary sends what is large. What it leaves out is no less consumed: the next contribution has it."""
-    late, arrived, everybody = {(0, p) for p in range(FRAGMENTS)}, Arrivals(), threading.Barrier(3)
-    clients: list[LateClient] = []
+    c = Latecomer({(0, p) for p in range(FRAGMENTS)}, LateClient)
     whole: dict[tuple[int, int], F32] = {}
     contribute = Exchange.contribute
-
-    def late_client(*arguments: Any) -> LateClient:
-        clients.append(LateClient(*arguments, late=late, arrived=arrived, dies=lambda what, number: False))
-        return clients[0]
 
     def noted(self: Exchange, contribution: Contribution, *rest: Any) -> Outcome:
         if self.membership.worker == "c":
             whole[contribution.round, contribution.fragment] = contribution.delta.numpy().copy()
         return contribute(self, contribution, *rest)
 
-    def meet(diloco: DiLoCo) -> None:
-        if (diloco.round, diloco.inner_step) == (0, 1):
-            everybody.wait(60)
-
     monkeypatch.setattr(Exchange, "contribute", noted)
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         text = toy.spec(rounds=3, upload="ternary", download="fp32", momentum=0.0, members=AT_ONCE)
         run = Toy(coordinator, text, tmp_path)
-        patient: dict[str, Any] = {
-            "client_class": partial(PatientClient, late=late, arrived=arrived),
-            "on_step": meet,
-            "lr": lambda diloco: 0.0,
-        }
-        little_then_much = {"on_step": meet, "lr": lambda diloco: [toy.LR / 10, toy.LR, 0.0][diloco.round]}
-        options = {"a": patient, "b": patient, "c": {"client_class": late_client, **little_then_much}}
-        run.workers(["a", "b", "c"], **options)
-    sent, headers = clients[0].sent, clients[0].headers
+        patient = c.patient(lr=lambda diloco: 0.0)
+        little_then_much = c.late(lr=lambda diloco: [toy.LR / 10, toy.LR, 0.0][diloco.round])
+        run.workers(["a", "b", "c"], a=patient, b=patient, c=little_then_much)
+    (client,) = c.clients
+    sent, headers = client.sent, client.headers
     for p in range(FRAGMENTS):
         assert headers[1, p].carried == [0]
         assert headers[1, p].units[:1] == headers[0, p].units
@@ -204,24 +209,13 @@ class RedealtClient(LateClient):
 def test_late_work_whose_units_are_dealt_to_it_again_is_trained_again(tmp_path: Path) -> None:
     """Seed 205044: the worker found that it held all units of its work again and contributed it once more. But the late
     ones were this round's now, and weigh: so it was refused for good, and the process ended."""
-    late, arrived, everybody = {(0, p) for p in range(FRAGMENTS)}, Arrivals(), threading.Barrier(3)
-    clients: list[RedealtClient] = []
-
-    def late_client(*arguments: Any) -> RedealtClient:
-        clients.append(RedealtClient(*arguments, late=late, arrived=arrived, dies=lambda what, number: False))
-        return clients[0]
-
-    def meet(diloco: DiLoCo) -> None:
-        if (diloco.round, diloco.inner_step) == (0, 1):
-            everybody.wait(60)
-
+    c = Latecomer({(0, p) for p in range(FRAGMENTS)}, RedealtClient)
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(rounds=2, members=AT_ONCE), tmp_path)
-        patient = {"client_class": partial(PatientClient, late=late, arrived=arrived), "on_step": meet}
-        run.workers(["a", "b", "c"], a=patient, b=patient, c={"client_class": late_client, "on_step": meet})
+        run.workers(["a", "b", "c"], a=c.patient(), b=c.patient(), c=c.late())
         info = run.final()
         assert {run.told(name).state_digest for name in "abc"} == {info.state_digest}
-    (client,) = clients
+    (client,) = c.clients
     assert client.redealt
     once_more = Counter(header.fragment for header in client.attempts if header.carried)
     assert set(once_more.values()) == {1}
@@ -229,39 +223,29 @@ def test_late_work_whose_units_are_dealt_to_it_again_is_trained_again(tmp_path: 
 
 def test_late_work_survives_a_crash(tmp_path: Path) -> None:
     """Late with all of round 0, and killed in the middle of round 1: the next process carries it into round 1."""
-    late, arrived, everybody = {(0, p) for p in range(FRAGMENTS)}, Arrivals(), threading.Barrier(3)
-    clients: list[LateClient] = []
-
-    def late_client(*arguments: Any) -> LateClient:
-        clients.append(LateClient(*arguments, late=late, arrived=arrived, dies=lambda what, number: False))
-        return clients[-1]
-
-    def meet(diloco: DiLoCo) -> None:
-        if (diloco.round, diloco.inner_step) == (0, 1):
-            everybody.wait(60)
+    c = Latecomer({(0, p) for p in range(FRAGMENTS)}, LateClient)
 
     def die(diloco: DiLoCo) -> None:
-        meet(diloco)
+        c.meet(diloco)
         if diloco.round == 1:
             diloco.client.die()  # type: ignore[attr-defined]
 
     def run_c() -> None:
         with pytest.raises(toy.Killed):
-            run.worker("c", client_class=late_client, state_dir=tmp_path / "c", on_step=die)
-        run.worker("c", client_class=late_client, state_dir=tmp_path / "c")
+            run.worker("c", state_dir=tmp_path / "c", **c.late(on_step=die))
+        run.worker("c", client_class=c.client, state_dir=tmp_path / "c")
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(rounds=2, members=AT_ONCE), tmp_path)
-        patient = partial(PatientClient, late=late, arrived=arrived)
-        c = threading.Thread(target=run_c)
-        c.start()
-        run.workers(["a", "b"], **{name: {"client_class": patient, "on_step": meet} for name in "ab"})
-        c.join(60)
+        thread = threading.Thread(target=run_c)
+        thread.start()
+        run.workers(["a", "b"], a=c.patient(), b=c.patient())
+        thread.join(60)
         info = run.final()
         wait_until(lambda: run.told("c").state == "left")
         assert {run.told(name).state_digest for name in "abc"} == {info.state_digest}
         # Not of the whole run: round 1 closes at once on two of three, so one of the others may miss it.
         assert run.told("c").tokens == 2 * toy.STEPS * info.spec.unit_tokens
-    first, second = clients
+    first, second = c.clients
     assert second.headers[1, 0].units == first.headers[0, 0].units + second.headers[1, 0].units[1:]
     assert len(second.headers[1, 0].units) == 2

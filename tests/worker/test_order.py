@@ -1,11 +1,11 @@
 """The order of a set of many shards: a pure function of seed and number, in which a worker's units lie in few shards."""
 
-import random
 import threading
 
 import numpy as np
 import pytest
 
+from tests.support.twister import shuffled
 from worker.data.order import WINDOW_SHARDS, Order
 
 UNEVEN = [5, 0, 17, 8, 8, 1, 30, 2, 9, 11, 4, 0, 0, 6, 21, 3, 13, 7, 2, 40]
@@ -111,18 +111,6 @@ def test_the_memory_is_that_of_windows_not_of_the_set() -> None:
     assert (info.currsize, info.maxsize) == (1, 2)
 
 
-def shuffled(n: int, *words: int) -> list[int]:
-    """An order of 0 to n - 1, drawn by a twister that is seeded with these words."""
-    _, key, position, *_ = np.random.RandomState(list(words)).get_state(legacy=True)
-    twister = random.Random()
-    twister.setstate((3, (*map(int, key), int(position)), None))
-    order = list(range(n))
-    for i in range(n - 1, 0, -1):
-        j = draw(twister, i)
-        order[i], order[j] = order[j], order[i]
-    return order
-
-
 def test_the_order_is_what_docs_wire_format_says() -> None:
     """With a Mersenne twister and nothing else of numpy."""
     tokens = [40, 8, 137, 65, 70, 9, 241, 17, 73, 89, 33, 3, 1, 50, 170, 25, 105, 57, 19, 321]  # three windows
@@ -142,11 +130,3 @@ def test_the_order_is_what_docs_wire_format_says() -> None:
             found = order.places(epoch * (total // batch) + unit)
             expected = places[unit * batch : (unit + 1) * batch]
             assert list(zip(found.shards.tolist(), found.rows.tolist(), strict=True)) == expected
-
-
-def draw(twister: random.Random, most: int) -> int:
-    mask = (1 << most.bit_length()) - 1
-    while True:
-        value = twister.getrandbits(32) & mask
-        if value <= most:
-            return value

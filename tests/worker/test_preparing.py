@@ -14,10 +14,10 @@ from blake3 import blake3
 
 from tests.support.text import write_text
 from tests.support.tokenizers import END, write_tokenizer
-from worker.data.index import Index, read_index
-from worker.data.preparing import HowFar, Recipe, prepare
+from worker.data.making.preparing import HowFar, Recipe, prepare
 from worker.data.sources.source import find_source
-from worker.data.tokenizer import load_tokenizer
+from worker.data.tokens.index import Index, read_index
+from worker.data.tokens.tokenizer import load_tokenizer
 from worker.errors import DataError, Stopped
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +152,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tests.worker.test_preparing import recipe
-from worker.data.preparing import prepare
+from worker.data.making.preparing import prepare
 
 def tell(how_far):
     global left
@@ -197,7 +197,7 @@ def test_text_files_are_held_out_like_bytes_and_long_ones_are_cut_between_lines(
     held_out = documents(ids(tmp_path / "out", index, held_out=True), tokenizer)
     files = [path.read_text() for path in sorted(text.iterdir())]
     assert sorted(training + held_out) == sorted(files)
-    from worker.data.files import held_out_names
+    from worker.data.sources.files import held_out_names
 
     names = held_out_names([f"{number:02}.txt" for number in range(8)], 0.1)
     assert held_out == [(text / name).read_text() for name in sorted(names)]

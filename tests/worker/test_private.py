@@ -13,19 +13,12 @@ from typer.testing import CliRunner
 from benchmarks.harness.coordinator import coordinator_thread
 from outerstep.cli import app
 from protocol.exit_codes import Exit
-from protocol.messages import Scope
 from tests.support.specs import tiny_spec
+from tests.support.text import write_chapters
 from tests.support.waiting import wait_until
+from tests.support.workers import worker_settings
 from worker.agent import run_worker
 from worker.data.text import TextData
-from worker.settings import WorkerSettings
-
-
-def text(directory: Path, words: str, chapters: int) -> Path:
-    directory.mkdir()
-    for index in range(chapters):
-        (directory / f"{index}.txt").write_text(f"{words}, chapter {index}. " * 20)
-    return directory
 
 
 def test_two_workers_with_different_text_make_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,17 +36,17 @@ def test_two_workers_with_different_text_make_one_model(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(TextData, "unit", noted)
     monkeypatch.setattr(httpx.Client, "request", sending)
-    sets = {"a": text(tmp_path / "a", "all work and no play", 6), "b": text(tmp_path / "b", "the quick brown fox", 4)}
+    sets = {
+        "a": write_chapters(tmp_path / "a", chapters=6, repeats=20),
+        "b": write_chapters(tmp_path / "b", words="the quick brown fox", chapters=4, repeats=20),
+    }
     spec = tiny_spec("shared", tmp_path / "nowhere", seed=1, rounds=3, min_workers=2)
     with coordinator_thread(tmp_path / "coordinator") as running, running.client() as http:
         running.create_run(spec.replace("[data]", "[data]\nprivate = true"))
 
         def work(name: str) -> Exit:
-            settings = {"url": running.url, "run": "shared", "token": running.token(Scope.WORKER), "name": name}
             state = tmp_path / f"{name}-state"
-            return run_worker(
-                WorkerSettings(**settings, data=str(sets[name]), state_dir=state, device="cpu", threads=1)
-            )
+            return run_worker(worker_settings(running, "shared", state, name=name, data=str(sets[name])))
 
         with ThreadPoolExecutor() as threads:
             assert list(threads.map(work, sets)) == [Exit.DONE, Exit.DONE]

@@ -13,20 +13,20 @@ import torch
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.exit_codes import Exit
-from protocol.messages import RunDetail, Scope
+from protocol.messages import RunDetail
 from protocol.spec import RunSpec, parse_spec
 from tests.support.file_server import FileServer, file_server
 from tests.support.token_sets import write_token_set
 from tests.support.waiting import wait_until
+from tests.support.workers import worker_settings
 from worker.agent import run_worker
-from worker.data.ahead import THREADS
-from worker.data.index import Index
+from worker.data.fetching.ahead import THREADS
+from worker.data.fetching.shard_cache import ShardCache, Wanted
+from worker.data.fetching.shards import CacheSettings, open_remote_set
 from worker.data.opening import open_training_set
 from worker.data.sequences import Sequences
-from worker.data.shard_cache import ShardCache, Wanted
-from worker.data.shards import CacheSettings, open_remote_set
+from worker.data.tokens.index import Index
 from worker.errors import DataError, Stopped
-from worker.settings import WorkerSettings
 
 SHARDS, TOKENS = 40, 1001  # five windows of eight shards; ten sequences of 100 tokens in a shard
 BYTES = 2 * TOKENS
@@ -156,7 +156,7 @@ def test_shards_are_fetched_ahead_of_their_units_and_of_those_of_the_next_round(
 def test_what_is_fetched_ahead_makes_no_room_of_what_is_needed_sooner_and_goes_on_when_that_was_used(
     server: FileServer, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.data.ahead._LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("worker.data.fetching.ahead._LOOK_AGAIN_S", 0.01)
     with file_server(server) as url:
         data = opened(url, shards=16)
         data.expect(range(60))  # three windows; there is room for two
@@ -381,17 +381,8 @@ def test_a_run_ends_in_the_same_parameters_wherever_its_set_is(tmp_path: Path) -
         for number, source in enumerate((str(tmp_path / "set"), f"{url}/set")):
             with coordinator_thread(tmp_path / f"coordinator-{number}") as coordinator:
                 coordinator.create_run(toml(source))
-                settings = WorkerSettings(
-                    url=coordinator.url,
-                    run="r",
-                    token=coordinator.token(Scope.WORKER),
-                    name="a",
-                    state_dir=tmp_path / f"state-{number}",
-                    device="cpu",
-                    threads=1,
-                    data_cache=tmp_path / "cache",
-                    data_cache_gb=1.0,
-                )
+                cache = {"data_cache": tmp_path / "cache", "data_cache_gb": 1.0}
+                settings = worker_settings(coordinator, "r", tmp_path / f"state-{number}", **cache)
                 assert run_worker(settings) == Exit.DONE
                 wait_until(lambda: all(thread.name != "fetch" for thread in threading.enumerate()))
                 wait_until(lambda: final_digest(coordinator) is not None)

@@ -18,8 +18,8 @@ from protocol.errors import Transient
 from tests.support.file_server import FileServer, file_server
 from tests.support.full_disk import small_disk
 from tests.support.waiting import wait_until
-from worker.data.remote import HttpFiles
-from worker.data.shard_cache import ShardCache, Wanted
+from worker.data.fetching.remote import HttpFiles
+from worker.data.fetching.shard_cache import ShardCache, Wanted
 from worker.errors import DataError, NoRoom, Stopped
 from worker.link.retry import Retry
 
@@ -297,7 +297,7 @@ FETCH = """
 import sys, threading
 from pathlib import Path
 from tests.worker.test_shard_cache import SIZE, retry, served
-from worker.data.shard_cache import ShardCache
+from worker.data.fetching.shard_cache import ShardCache
 ShardCache(Path(sys.argv[1]), 10 * SIZE, retry()).fetch(served(sys.argv[2]))
 """
 

@@ -159,7 +159,7 @@ def test_alpha_says_what_becomes_of_the_progress_meanwhile(tmp_path: Path, alpha
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, text, tmp_path)
-        with DiLoCo.connect(model, optimizer, url=coordinator.url, run="toy", token=run.token, name="a") as diloco:
+        with run.connect(model, optimizer) as diloco:
             for _ in diloco.units():
                 model().backward()
                 optimizer.step()

@@ -16,13 +16,14 @@ import torch
 from protocol.spec import RunSpec, parse_spec
 from tests.support.text import write_text
 from tests.support.tokenizers import write_tokenizer
-from worker.data import bins
-from worker.data.index import Index, read_index
-from worker.data.opening import cache_directory, open_training_set
-from worker.data.preparing import Recipe, prepare
+from worker.data.caches import cache_directory
+from worker.data.making.preparing import Recipe, prepare
+from worker.data.opening import open_training_set
 from worker.data.sources.source import find_source
 from worker.data.text import TextData
-from worker.data.tokenizer import load_tokenizer
+from worker.data.tokens import bins
+from worker.data.tokens.index import Index, read_index
+from worker.data.tokens.tokenizer import load_tokenizer
 from worker.data.training_set import TrainingSet
 from worker.errors import DataError, Stopped
 
@@ -32,7 +33,7 @@ HEADER = 256  # int32
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("worker.data.preparing.cores", lambda: 1)
+    monkeypatch.setattr("worker.data.making.preparing.cores", lambda: 1)
     return tmp_path / "cache"
 
 
@@ -144,7 +145,7 @@ def test_text_is_prepared_once_per_machine(
     def fail(*_: object) -> None:
         raise AssertionError("it was tokenised again")
 
-    monkeypatch.setattr("worker.data.preparing.tokenised", fail)
+    monkeypatch.setattr("worker.data.making.preparing.tokenised", fail)
     caplog.clear()
     with caplog.at_level("INFO"):
         assert open_training_set(spec(text, tokenizer)).summary == data.summary
@@ -474,7 +475,7 @@ def test_memory_does_not_grow_with_the_set(tmp_path: Path) -> None:
 
 def test_the_cache_is_where_the_system_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_directory() == Path.home() / ".cache/outerstep/data"
+    assert cache_directory("data") == Path.home() / ".cache/outerstep/data"
 
 
 def test_private_ids_that_nobody_knows_the_tokenizer_of_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tests.support.tokenizers import END, write_tokenizer
-from worker.data.tokenizer import load_tokenizer
+from worker.data.tokens.tokenizer import load_tokenizer
 from worker.errors import DataError
 
 

@@ -5,12 +5,13 @@ Every worker is a real DiLoCo with a real client on a real coordinator; only the
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.messages import RunDetail, Scope, WorkerInfo
@@ -135,6 +136,10 @@ class Toy:
         """The run once it is finished and the coordinator has taken the last outer step itself."""
         wait_until(lambda: self.info().state_digest is not None)
         return self.info()
+
+    def connect(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> DiLoCo:
+        """Worker a, as a script of somebody's own has it."""
+        return DiLoCo.connect(model, optimizer, url=self.coordinator.url, run="toy", token=self.token, name="a")
 
     def worker(
         self,

@@ -7,25 +7,25 @@ became of it.
 """
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from protocol.spec import DataSpec, RunSpec
-from worker.data import bins
-from worker.data.files import source_files
-from worker.data.index import FILE, Index, check_sizes, check_tokenizer, is_token_set, read_index
-from worker.data.preparing import HowFar, Recipe, prepare
-from worker.data.remote import is_remote
+from worker.data.caches import cache_directory
+from worker.data.fetching.remote import is_remote
+from worker.data.fetching.shards import CacheSettings, open_remote_set
+from worker.data.making.preparing import HowFar, Recipe, prepare
 from worker.data.sequences import Sequences
-from worker.data.shards import CacheSettings, open_remote_set
+from worker.data.sources.files import source_files
 from worker.data.sources.hub import PREFIX
 from worker.data.sources.source import BIN, TEXT, find_source, kind_of
 from worker.data.text import TextData
-from worker.data.token_files import InDirectory, TokenFiles
 from worker.data.token_set import token_sequences
-from worker.data.tokenizer import IN_BYTES, Tokenizer, load_tokenizer
+from worker.data.tokens import bins
+from worker.data.tokens.index import FILE, Index, check_sizes, check_tokenizer, is_token_set, read_index
+from worker.data.tokens.token_files import InDirectory, TokenFiles
+from worker.data.tokens.tokenizer import IN_BYTES, Tokenizer, load_tokenizer
 from worker.data.training_set import TrainingSet
 
 _TOLD_EVERY = 0.05  # of the work
@@ -64,7 +64,7 @@ def open_training_set(
     if TEXT in kinds and tokenizer.name == IN_BYTES:
         return TextData(spec)
     recipe = Recipe([find_source(data.source, data.column, data.holdout)], tokenizer)
-    cache = cache_directory() / recipe.digest()[:32]
+    cache = cache_directory("data") / recipe.digest()[:32]
     if not (cache / FILE).exists():
         log.info("preparing data.source = %r by the tokenizer %s in %s", data.source, tokenizer.name, cache)
     prepare(recipe, cache, tell=_teller(), stop=stop)
@@ -78,11 +78,6 @@ def open_token_set(spec: RunSpec, directory: Path, tokenizer: Tokenizer | None) 
     if tokenizer is not None:
         check_tokenizer(index, tokenizer, f"data.source = {spec.data.source!r}")
     return _sequences(spec, index, directory)
-
-
-def cache_directory() -> Path:
-    """Return where this machine's worker keeps the sets that it prepares."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outerstep" / "data"
 
 
 def _kinds(data: DataSpec) -> set[str]:

@@ -10,9 +10,9 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from protocol.spec import RunSpec
-from worker.data.files import Named, held_out_names, source_files
 from worker.data.ids import BYTES
 from worker.data.sequences import InMemory, Sequences
+from worker.data.sources.files import Named, held_out_names, source_files
 from worker.errors import DataError
 
 

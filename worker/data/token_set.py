@@ -1,9 +1,9 @@
 """A token set as a training set, wherever its shards are."""
 
 from protocol.spec import RunSpec
-from worker.data.index import Index
 from worker.data.sequences import Ahead, Sequences
-from worker.data.token_files import TokenFiles
+from worker.data.tokens.index import Index
+from worker.data.tokens.token_files import TokenFiles
 from worker.errors import DataError
 
 

@@ -1,7 +1,6 @@
 """The worker's own directory: its lock, its member token, its snapshot. Every file is replaced atomically and
 durably."""
 
-import fcntl
 import json
 import os
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from protocol.direct import Writer
+from worker import files
 from worker.errors import StateDirBusy
 
 SNAPSHOT = "snapshot.pt"
@@ -36,16 +36,14 @@ class StateDir:
     def __enter__(self) -> Self:
         if not self.path.is_dir():
             self.path.mkdir(parents=True, mode=0o700)
-            _fsync(self.path.parent)
+            files.sync_directory(self.path.parent)
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not files.lock_now(self._lock):
             os.close(self._lock)
             raise StateDirBusy(
                 f"another process works in {self.path}: one worker per state directory; "
                 "give this one another name or another state_dir"
-            ) from None
+            )
         return self
 
     def __exit__(
@@ -54,15 +52,8 @@ class StateDir:
         os.close(self._lock)  # and with it the lock
 
     def replace(self, name: str, write: Callable[[Writer], object]) -> None:
-        """Give file `name` the content that `write` writes: after a crash there is the old file or the new one,
-        whole."""
-        temporary = self.path / f"{name}.new"
-        with Writer(temporary, 0o600) as file:
-            write(file)
-            file.end()
-            os.fsync(file.fileno())
-        temporary.rename(self.path / name)
-        _fsync(self.path)
+        """Give file `name` the content that `write` writes, as `files.replace` does."""
+        files.replace(self.path / name, write, 0o600)
 
     def member_tokens(self) -> MemberTokens:
         """Return what was saved last; no tokens where nothing was."""
@@ -76,12 +67,3 @@ class StateDir:
         """Replace the member tokens durably."""
         document = {"member_token": tokens.current, "proposed": tokens.proposed}
         self.replace(_MEMBER, lambda file: file.write(json.dumps(document).encode()))
-
-
-def _fsync(directory: Path) -> None:
-    """Make the directory's entries durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

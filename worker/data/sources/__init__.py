@@ -1,1 +1,1 @@
-"""Where text comes from, in tasks that any process can read by itself: text files, JSON lines, parquet, the hub."""
+"""Where text comes from: the files of this machine or the hub, in tasks that any process can read by itself."""

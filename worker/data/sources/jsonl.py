@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker.data.files import Named
+from worker.data.sources.files import Named
 from worker.data.sources.pieces import TASK_BYTES, Hold, Piece, changed, document, line_start
 from worker.errors import DataError
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from worker.data.files import Named
+from worker.data.sources.files import Named
 from worker.data.sources.pieces import TASK_BYTES, Hold, Piece, document
 from worker.errors import DataError
 

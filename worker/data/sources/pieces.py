@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Protocol
 
-from worker.data.files import draw
+from worker.data.sources.files import draw
 from worker.errors import DataError
 
 TASK_BYTES = 8 << 20

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
-from worker.data.files import Named, source_files
+from worker.data.sources.files import Named, source_files
 from worker.data.sources.hub import PREFIX, hub_tasks
 from worker.data.sources.jsonl import line_tasks
 from worker.data.sources.parquet import row_tasks

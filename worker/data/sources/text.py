@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from worker.data.files import Named, held_out_names
+from worker.data.sources.files import Named, held_out_names
 from worker.data.sources.pieces import TASK_BYTES, Piece, changed, line_start, pieces
 from worker.errors import DataError
 

@@ -14,9 +14,9 @@ import numpy as np
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from protocol.explaining import explain
 from protocol.messages import HexDigest
-from protocol.spec import explain
-from worker.data.tokenizer import Tokenizer
+from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
 
 FILE = "index.json"

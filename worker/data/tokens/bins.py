@@ -16,9 +16,9 @@ from pathlib import Path, PurePath
 import numpy as np
 from blake3 import blake3
 
-from worker.data.files import Named
-from worker.data.index import DtypeName, Index, Shard, item_of
-from worker.data.tokenizer import Tokenizer
+from worker.data.sources.files import Named
+from worker.data.tokens.index import DtypeName, Index, Shard, item_of
+from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
 
 SHARD_TOKENS = 1 << 26

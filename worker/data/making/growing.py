@@ -8,8 +8,8 @@ import numpy as np
 from blake3 import blake3
 from pydantic import BaseModel, Field
 
-from worker.data.index import Item, Shard
-from worker.data.tokenising import Text
+from worker.data.making.tokenising import Text
+from worker.data.tokens.index import Item, Shard
 from worker.errors import DataError
 
 _PIECE_BYTES = 1 << 20

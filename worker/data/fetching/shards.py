@@ -5,39 +5,35 @@ A worker fetches those of its own units: of this round, from its assignment, the
 """
 
 import heapq
-import os
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from protocol.spec import RunSpec
-from worker.data.ahead import Closing, FetchAhead
-from worker.data.index import FILE, Index, Shard, check_tokenizer, parse_index
+from worker.data.caches import cache_directory
+from worker.data.fetching.ahead import Closing, FetchAhead
+from worker.data.fetching.remote import Remote, open_remote
+from worker.data.fetching.shard_cache import ShardCache, Wanted
 from worker.data.order import WINDOW_SHARDS
-from worker.data.remote import Remote, open_remote
 from worker.data.sequences import Sequences
-from worker.data.shard_cache import ShardCache, Wanted
-from worker.data.token_files import TokenFiles
 from worker.data.token_set import token_sequences
-from worker.data.tokenizer import Tokenizer
+from worker.data.tokens.index import FILE, Index, Shard, check_tokenizer, parse_index
+from worker.data.tokens.token_files import TokenFiles
+from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
 from worker.link.retry import Retry
 
 _INDEX_BYTES = 256 << 20  # of a million shards
 
 
-def cache_directory() -> Path:
-    """Return where shards are kept if nothing else is said."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outerstep" / "shards"
-
-
 @dataclass(frozen=True)
 class CacheSettings:
     """Where the shards of remote sets are kept, and how many bytes of them."""
 
-    directory: Path = field(default_factory=cache_directory)
+    directory: Path = field(default_factory=partial(cache_directory, "shards"))
     limit_bytes: int = 20_000_000_000
 
 

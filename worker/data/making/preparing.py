@@ -19,24 +19,24 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import NamedTuple
 
 from blake3 import blake3
 from pydantic import BaseModel, Field, ValidationError
 
-from worker.data.growing import BEGIN_AGAIN, GrowingPart, Grown
-from worker.data.index import FILE, Index, Item, check_sizes, dtype_for, item_of, read_index
+from worker.data.making.growing import BEGIN_AGAIN, GrowingPart, Grown
+from worker.data.making.tokenising import Result, tokenised
 from worker.data.sources.pieces import TASK_BYTES
 from worker.data.sources.source import Source, cores
-from worker.data.tokenising import Result, tokenised
-from worker.data.tokenizer import Tokenizer
+from worker.data.tokens.index import FILE, Index, Item, check_sizes, dtype_for, item_of, read_index
+from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError, Stopped
+from worker.files import NEW, lock_now, replace
 
 SHARD_TOKENS = 1 << 26
 TOKENIZER = "tokenizer"
-_PROGRESS, _NEW = "progress.json", ".new"
+_PROGRESS = "progress.json"
 _ASK_AGAIN_S = 0.5
 _ELSEWHERE = "choose another directory, or delete it"
 
@@ -176,7 +176,7 @@ def _read_progress(out: Path, made_from: str, item: Item) -> _Progress:
     try:
         progress = _Progress.model_validate_json((out / _PROGRESS).read_bytes())
     except FileNotFoundError:
-        if any(path.name != f"{_PROGRESS}{_NEW}" for path in out.iterdir()):
+        if any(path.name != f"{_PROGRESS}{NEW}" for path in out.iterdir()):
             raise DataError(f"{out} is not empty and no token set; {_ELSEWHERE}") from None
         progress = _Progress(made_from=made_from)
         _write(out / _PROGRESS, progress.model_dump_json())  # before any shard: from now on this is a beginning
@@ -196,19 +196,8 @@ def _tokens(grown: Grown) -> int:
     return sum(shard.tokens for shard in grown.shards) + grown.tokens
 
 
-def _write(file: Path, text: str) -> None:
-    """Give `file` this content: after a crash there is the old one or the new one, whole."""
-    temporary = file.with_name(file.name + _NEW)
-    with temporary.open("w", encoding="utf-8") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-    temporary.rename(file)
-    descriptor = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _write(path: Path, text: str) -> None:
+    replace(path, lambda file: file.write(text.encode()))
 
 
 @contextmanager
@@ -216,22 +205,13 @@ def _alone_in(out: Path, stop: threading.Event | None) -> Iterator[None]:
     """Hold the directory's lock, which ends with the process."""
     descriptor = os.open(out, os.O_RDONLY)
     try:
-        if not _locked(descriptor):
+        if not lock_now(descriptor):
             if stop is None:
                 raise DataError(f"another process works in {out}; wait for it, or choose another directory")
             log.info("another process prepares %s: waiting for it", out)
-            while not _locked(descriptor):
+            while not lock_now(descriptor):
                 if stop.wait(_ASK_AGAIN_S):
                     raise Stopped("stopped while another process prepared the training set")
         yield
     finally:
         os.close(descriptor)
-
-
-def _locked(descriptor: int) -> bool:
-    """Return True if the lock is had, False if another process has it."""
-    try:
-        flock(descriptor, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

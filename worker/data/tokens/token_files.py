@@ -19,8 +19,8 @@ import numpy as np
 from blake3 import blake3
 
 from worker.data.ids import Integers, Tokens
-from worker.data.index import AGAIN, Index, Shard
 from worker.data.order import WINDOW_SHARDS
+from worker.data.tokens.index import AGAIN, Index, Shard
 from worker.errors import DataError
 
 OPEN_FILES = 2 * WINDOW_SHARDS  # a unit may lie in two windows

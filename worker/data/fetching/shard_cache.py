@@ -31,6 +31,7 @@ from blake3 import blake3
 
 from protocol.errors import Transient
 from worker.errors import DataError, NoRoom, Stopped
+from worker.files import lock_now
 from worker.link.retry import Retry, Signal
 
 _PIECE_BYTES = 1 << 20
@@ -68,7 +69,7 @@ class _Entry:
             return True
         try:
             with self.path.open("rb") as part:
-                if not _lock_now(part):
+                if not lock_now(part):
                     return False
                 self.path.unlink(missing_ok=True)
         except FileNotFoundError:
@@ -187,7 +188,7 @@ class ShardCache:
                     self._make_room(wanted, keep)
                 part = path.open("ab+", buffering=0)
             with part:
-                if not _lock_now(part):
+                if not lock_now(part):
                     self.retry.pause(_LOOK_AGAIN_S)
                 elif _is_at(part, path):  # and was neither finished nor deleted meanwhile
                     yield part
@@ -237,14 +238,6 @@ class ShardCache:
 
     def _unusable(self, error: OSError) -> DataError:
         return DataError(f"the data cache {self._directory} cannot be written: {error}; name another --data-cache")
-
-
-def _lock_now(file: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from worker.data.ids import Integers, Tokens
 from worker.data.sources.pieces import Piece, Task
-from worker.data.tokenizer import Ids, Tokenizer
+from worker.data.tokens.tokenizer import Ids, Tokenizer
 from worker.errors import DataError
 
 _BATCH_BYTES = 1 << 20

@@ -1,0 +1,1 @@
+"""How a token set is made: tasks of text, tokenised by several processes, appended to shards, resumed after a kill."""
