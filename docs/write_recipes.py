@@ -64,13 +64,23 @@ outerstep worker https://coordinator.example.org --run opendiloco-150m-h500
 ```
 
 A worker's first start fetches and tokenises what `data.source` names, once, into its cache (C4 in English: 305 GB).
-Where the boxes are many, prepare the set on one of them instead (`outerstep data prepare`), and let `data.source` say
-where it then lies. What is the box's own, such as its precision, is the worker's: `outerstep worker --help`.
+Text of the hub (`hub:…`) needs `pip install 'outerstep[data]'` on the workers, and a repository that is gated, as
+Mistral's has been, HF_TOKEN there, of an account that has accepted its terms.
+
+Where the boxes are many, prepare the set on one of them instead, and let `data.source` say where it then lies, which
+may be `https://`, `hf://` or `s3://`. Without `data.tokenizer` the other boxes do not need the tokenizer:
+
+```sh
+outerstep data prepare hub:allenai/c4:en --tokenizer mistralai/Mistral-7B-v0.1 --holdout 0.001 --out /data/c4
+```
+
+What is the box's own, such as its precision, is the worker's: `outerstep worker --help`.
 
 ## What they need and cost
 
 Made by `docs/write_recipes.py`, by the arithmetic of `outerstep plan`, for workers that have one H100 each, of whose
 {FLOPS / 1e12:.0f} TFLOP/s in bf16 they use {UTILISATION:.0%}, and lines of {LINE}.
+The coordinator's line has to carry those of all workers at once, or syncs take longer; `outerstep plan` says how much.
 Nothing here was run at this size by us; the tests run each recipe in miniature.
 
 - **tokens**: what all workers together train on; where that is more than the set has, in several epochs.

@@ -59,11 +59,13 @@ def export(client: Client, directory: Path, state_round: int | None = None, *, m
         # Not the embedding: peft would ask the hub whether its size is that of the model's.
         model.save_pretrained(directory, save_embedding_layers=False)  # type: ignore[operator]
     elif isinstance(model, PreTrainedModel):
-        model.config.use_cache = True  # off for training, wanted by whoever generates with it
+        _cache(model)
         model.save_pretrained(directory)
     else:
         save_model(model, str(directory / "model.safetensors"))
     (directory / "spec.toml").write_text(client.spec_text())
+    for file in directory.glob("*.safetensors"):  # which safetensors makes for its owner alone
+        file.chmod((directory / "spec.toml").stat().st_mode)
     return model
 
 
@@ -88,6 +90,13 @@ def _end_generation(model: nn.Module, tokenizer: Tokenizer) -> None:
     generation_config = getattr(model, "generation_config", None)
     if generation_config is not None and generation_config.eos_token_id is None:
         generation_config.eos_token_id = tokenizer.end
+
+
+def _cache(model: PreTrainedModel) -> None:
+    """Let whoever generates with the model keep its keys and values, which training has off."""
+    for config in (model.config, model.generation_config):  # generate() reads the latter alone
+        if config is not None:
+            config.use_cache = True
 
 
 @torch.no_grad()

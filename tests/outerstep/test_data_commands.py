@@ -80,7 +80,8 @@ def test_nothing_held_out_is_told(command: Command, text: Path, tmp_path: Path) 
         ),
         (["prepare", "{}/text", "--tokenizer", "bytes", "--out", "{}/o", "--shard-tokens", "9"], 2, "at least 1024"),
         (["prepare", "{}/text", "--tokenizer", "bytes", "--out", "{}/text"], 3, "is not empty and no token set"),
-        (["show", "{}/text"], 3, "index.json cannot be read: "),
+        (["show", "{}/text"], 3, "text is no token set (it has no index.json)"),
+        (["show", "{}/none"], 3, "there is no directory "),
     ],
 )
 def test_what_cannot_be_done(

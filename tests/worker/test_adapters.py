@@ -1,5 +1,6 @@
 """Low-rank adapters: what is trained and sent, what is compared, and the exports."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,9 @@ def test_adapters_do_not_go_on_from_those_on_another_base(
     assert work(coordinator, tmp_path, "second") == Exit.REFUSED
     assert "model.run = 'first': the frozen parameters here" in caplog.text
     assert shown(coordinator, "second").state == "seeding"
+
+
+def test_without_peft_that_is_said_before_a_weight_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ModelError, match=r"model.lora needs peft, .* pip install 'outerstep\[peft\]'"):
+        build_model(spec(tmp_path / "not fetched yet"), CPU)

@@ -46,6 +46,9 @@ def test_an_export_has_the_runs_tokenizer_and_generates(trained: InThread, tmp_p
     assert tokenizer.eos_token == END
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert model.config.use_cache
+    assert model.generation_config.use_cache  # which generate() goes by
+    modes = {file.name: file.stat().st_mode for file in directory.iterdir()}
+    assert len(set(modes.values())) == 1, modes  # whoever may read one may read all
     written = model.generate(**tokenizer(WORDS, return_tensors="pt"), max_new_tokens=5, do_sample=False)
     assert tokenizer.decode(written[0]).startswith(WORDS)
 

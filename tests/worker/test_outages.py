@@ -6,8 +6,12 @@ import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
+import pytest
+import torch
 
 from benchmarks.harness.stores import spoil
 from coordinator.store import sqlite
@@ -16,13 +20,16 @@ from protocol import wire
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
 from protocol.messages import Metrics
+from protocol.spec import parse_spec
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
+from worker.errors import RunEnded
 from worker.link.client import Client, open_http
+from worker.rounds.exchange import Exchange
 
 
 def event_kinds(run: Toy) -> list[str]:
@@ -54,6 +61,29 @@ def test_uploads_that_break_off_in_the_middle_are_sent_again() -> None:
     body = b"".join([wire.pack_header(header), *frames])
     assert arrived == [(body, content_digest(digest(body)))]
     assert attempts == [len(body)] * 3
+
+
+def test_a_worker_says_now_and_then_whom_its_round_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+    """It waited for a lost worker for minutes and had not said a word."""
+    now = 0.0
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal now
+        now += 5.0
+        waits = Problem("not-published", "round 0, fragment 0: waiting for 1 of 2 workers (two)")
+        problem = waits if now < 130 else Problem("run-ended", "the run is stopped")
+        return httpx.Response(problem.status, json=problem.document())
+
+    http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://c")
+    client = Client(http, "r", "t", sleep=lambda _: None, clock=lambda: now)
+    membership: Any = SimpleNamespace(client=client, act=lambda call: call("m"))
+    state: Any = SimpleNamespace(theta=[torch.zeros(4)])
+    spec = parse_spec('name = "r"\nmodel.preset = "tiny"\nsync.rounds = 1')
+    exchange = Exchange(membership, spec, state, torch.device("cpu"))
+    contribution: Any = SimpleNamespace(round=0, fragment=0)
+    with caplog.at_level("INFO"), pytest.raises(RunEnded):
+        exchange.await_delta(contribution, None, threading.Event())
+    assert caplog.messages == ["round 0, fragment 0: waiting for 1 of 2 workers (two)"] * 3  # after 5, 65 and 125 s
 
 
 def test_a_full_disk_is_waited_for_however_long_it_takes() -> None:

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
+from protocol.spec import parse_spec
 from tests.support.text import write_text
 from tests.support.tokenizers import END, write_tokenizer
 from worker.data.making.preparing import HowFar, Recipe, prepare
+from worker.data.opening import open_training_set
 from worker.data.sources.source import find_source
 from worker.data.tokens.index import Index, read_index
 from worker.data.tokens.tokenizer import load_tokenizer
@@ -238,6 +240,9 @@ def test_stopped_it_goes_on_later(lines: Path, tokenizer: str, tmp_path: Path) -
     stop = threading.Event()
     with pytest.raises(Stopped):
         prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1, tell=lambda _: stop.set(), stop=stop)
+    unfinished = parse_spec(f'name = "r"\nmodel.preset = "tiny"\nsync.rounds = 1\ndata.source = "{tmp_path / "out"}"')
+    with pytest.raises(DataError, match="out is not finished: `outerstep data prepare` goes on with it"):
+        open_training_set(unfinished)  # it was taken for text, and its shards for bytes of it
     index = prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1, stop=threading.Event())
     assert read_index(tmp_path / "out" / "index.json") == index
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def with_adapters(model: PreTrainedModel, spec: ModelSpec, seed: int) -> "PeftModel":
     """Return `model`, frozen, with the adapters of `model.lora`, drawn by `seed` from torch's default generator; at
     first they add nothing. Raises ModelError where peft is not installed or cannot do it."""
-    peft, lora = _peft(), spec.lora
+    peft, lora = import_peft(), spec.lora
     assert lora is not None
     config = peft.LoraConfig(
         r=lora.rank,
@@ -33,7 +33,8 @@ def with_adapters(model: PreTrainedModel, spec: ModelSpec, seed: int) -> "PeftMo
     return adapted
 
 
-def _peft() -> Any:
+def import_peft() -> Any:
+    """Return peft. Raises ModelError where it is not installed."""
     try:
         import peft
     except ModuleNotFoundError as error:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from protocol.spec import ModelSpec, RunSpec
 from worker.errors import ModelError
-from worker.models.adapters import with_adapters
+from worker.models.adapters import import_peft, with_adapters
 from worker.models.presets import PRESETS
 from worker.models.pretrained import Pretrained
 from worker.models.refusing import refusing
@@ -94,6 +94,8 @@ def _transformers_model(spec: RunSpec, device: torch.device) -> nn.Module:
 
 
 def _pretrained_model(spec: RunSpec, device: torch.device) -> nn.Module:
+    if spec.model.lora is not None:
+        import_peft()  # before gigabytes are fetched in vain
     trained = _pretrained(spec.model)
     config, generation_config = trained.config(), trained.generation_config()
     config.use_cache = False

@@ -1,6 +1,7 @@
 """One fragment's exchange with the run: its contribution is encoded and uploaded, its delta waited for and fetched."""
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from worker.tuning.side_stream import SideStream
 # One body goes over the line at a time (line.py); meanwhile the next fragment is encoded and the last one acknowledged.
 UPLOADS = 3
 _PAUSE_S = 0.2  # between long polls
+_TELL_EVERY_S = 60.0  # why there is no delta yet
 
 # Refusals of a contribution that mean that the round is over for this fragment.
 _LATE = ("round-closed", "run-ended")
@@ -56,6 +58,7 @@ class Exchange:
         self._grace = Grace(self.client.stop, self.client.clock)
         self._uploader = self.client.until(self._grace)
         self._encoding = threading.Lock()
+        self._told_at = -math.inf
         self._entropy = Entropy(self.client.line.rate, self.client.clock)
 
     def contribute(self, contribution: Contribution, on_line: Callable[[], object] = lambda: None) -> Outcome:
@@ -108,6 +111,9 @@ class Exchange:
                     outcome = self.contribute(contribution)
                 elif problem.slug != "not-published":
                     raise
+                elif self.client.clock() >= self._told_at + _TELL_EVERY_S:
+                    self._told_at = self.client.clock()
+                    log.info("%s", problem.detail)
             if failed.is_set():
                 raise Abandoned
             self.client.pause(_PAUSE_S)

@@ -42,7 +42,7 @@ class StateDir:
             os.close(self._lock)
             raise StateDirBusy(
                 f"another process works in {self.path}: one worker per state directory; "
-                "give this one another name or another state_dir"
+                "give this one another name (--name), or another directory (--state; in a script, state_dir)"
             )
         return self
 

@@ -29,14 +29,13 @@ from worker.data.making.growing import BEGIN_AGAIN, GrowingPart, Grown
 from worker.data.making.tokenising import Result, tokenised
 from worker.data.sources.pieces import TASK_BYTES
 from worker.data.sources.source import Source, cores
-from worker.data.tokens.index import FILE, Index, Item, check_sizes, dtype_for, item_of, read_index
+from worker.data.tokens.index import FILE, PROGRESS, Index, Item, check_sizes, dtype_for, item_of, read_index
 from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError, Stopped
 from worker.files import NEW, lock_now, replace
 
 SHARD_TOKENS = 1 << 26
 TOKENIZER = "tokenizer"
-_PROGRESS = "progress.json"
 _ASK_AGAIN_S = 0.5
 _ELSEWHERE = "choose another directory, or delete it"
 
@@ -113,7 +112,7 @@ def _prepare(
         if index.made_from != made_from:
             raise DataError(f"{out} has another token set, of {index.source}; {_ELSEWHERE}")
         check_sizes(index.shards, index.item, out)
-        (out / _PROGRESS).unlink(missing_ok=True)  # of whoever was killed between the two
+        (out / PROGRESS).unlink(missing_ok=True)  # of whoever was killed between the two
         return index
     item = item_of(dtype_for(recipe.tokenizer.vocabulary))
     progress = _read_progress(out, made_from, item)
@@ -129,7 +128,7 @@ def _prepare(
                 training.sync()
                 held_out.sync()
                 progress.done(result, training.grown, held_out.grown)
-                _write(out / _PROGRESS, progress.model_dump_json())
+                _write(out / PROGRESS, progress.model_dump_json())
                 tell(HowFar(progress.size, of, _tokens(training.grown) + _tokens(held_out.grown)))
                 if stop is not None and stop.is_set():
                     raise Stopped("stopped while the training set was prepared")
@@ -167,22 +166,22 @@ def _finish(recipe: Recipe, out: Path, made_from: str, training: Grown, held_out
     )
     tokenizer.save(out / TOKENIZER)
     _write(out / FILE, index.text())
-    (out / _PROGRESS).unlink(missing_ok=True)
+    (out / PROGRESS).unlink(missing_ok=True)
     return index
 
 
 def _read_progress(out: Path, made_from: str, item: Item) -> _Progress:
     """Return how far the set is. Raises DataError if the directory has something else in it."""
     try:
-        progress = _Progress.model_validate_json((out / _PROGRESS).read_bytes())
+        progress = _Progress.model_validate_json((out / PROGRESS).read_bytes())
     except FileNotFoundError:
-        if any(path.name != f"{_PROGRESS}{NEW}" for path in out.iterdir()):
+        if any(path.name != f"{PROGRESS}{NEW}" for path in out.iterdir()):
             raise DataError(f"{out} is not empty and no token set; {_ELSEWHERE}") from None
         progress = _Progress(made_from=made_from)
-        _write(out / _PROGRESS, progress.model_dump_json())  # before any shard: from now on this is a beginning
+        _write(out / PROGRESS, progress.model_dump_json())  # before any shard: from now on this is a beginning
         return progress
     except ValidationError as error:
-        raise DataError(f"{out / _PROGRESS} cannot be read: {error}; {BEGIN_AGAIN}") from error
+        raise DataError(f"{out / PROGRESS} cannot be read: {error}; {BEGIN_AGAIN}") from error
     if progress.made_from != made_from:
         raise DataError(
             f"{out} has the beginning of a set of other text, or of the same by another tokenizer or other options; "

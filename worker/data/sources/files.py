@@ -24,7 +24,10 @@ def source_files(source: str) -> Named:
     """Return (relative name, path) of every file of `source`, in order of name. Raises DataError if there is none."""
     files = sorted(_python_stdlib() if source == PYTHON_STDLIB else _files(source))
     if not files:
-        raise DataError(f"data.source = {source!r} names no files on this machine")
+        raise DataError(
+            f"data.source = {source!r} names no files on this machine; name a directory or glob that does (a worker's "
+            "--data, where this machine has them elsewhere)"
+        )
     return files
 
 

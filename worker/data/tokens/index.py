@@ -20,6 +20,7 @@ from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
 
 FILE = "index.json"
+PROGRESS = "progress.json"  # of a set that is not finished
 DTYPES = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 32}  # and the vocabulary that each has room for
 
 DtypeName = Literal["uint8", "uint16", "uint32"]
@@ -117,8 +118,11 @@ def dtype_for(vocabulary: int) -> DtypeName:
 
 
 def is_token_set(directory: Path) -> bool:
-    """Return True if the directory has the index of a token set, in whatever state; text may have an index.json too."""
-    file = directory / FILE
+    """Return True if the directory has a token set, in whatever state: its index (text may have an index.json too), or
+    the beginning of one, whose shards are not to be taken for text."""
+    file, progress = directory / FILE, directory / PROGRESS
+    if progress.is_file() and b'"made_from"' in progress.read_bytes():
+        return True
     return file.is_file() and (any(directory.glob("*.bin")) or b'"tokenizer_digest"' in file.read_bytes())
 
 
@@ -126,6 +130,12 @@ def read_index(file: Path) -> Index:
     """Return the index in `file`. Raises DataError if it cannot be read or contradicts itself."""
     try:
         return parse_index(file.read_bytes(), str(file))
+    except FileNotFoundError as error:
+        directory, begun = file.parent, (file.parent / PROGRESS).exists()
+        if not directory.is_dir():
+            raise DataError(f"there is no directory {directory}; `outerstep data prepare` makes token sets") from error
+        what = "is not finished: `outerstep data prepare` goes on with it" if begun else "is no token set"
+        raise DataError(f"{directory} {what} (it has no {file.name})") from error
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error}") from error
 

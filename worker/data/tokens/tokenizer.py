@@ -120,7 +120,10 @@ def _end(directory: Path, fast: Any, name: str) -> int:
             text = str(token.get("content") if isinstance(token, dict) else token)
             found = fast.token_to_id(text)
             if found is None:
-                raise DataError(f"{file} names the eos_token {text!r}, which {directory / FILE} does not have")
+                raise DataError(
+                    f"{file} names the eos_token {text!r}, which {directory / FILE} does not have; name one of its "
+                    "tokens, or train it with that one among its special tokens"
+                )
             return int(found)
     special = [str(each) for each in fast.get_added_tokens_decoder().values() if each.special]
     raise DataError(
