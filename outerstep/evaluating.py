@@ -1,7 +1,6 @@
 """The held-out loss of a checkpoint or an export, by the worker's own code. Importing this needs torch and
 transformers."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers.utils import logging
 from protocol.messages import DataSummary, Evaluation, RunDetail
 from protocol.spec import parse_spec
 from worker.agent import choose_device
+from worker.box import shard_cache
 from worker.data.index import described
 from worker.data.opening import open_training_set
 from worker.data.tokenizer import IN_BYTES
@@ -27,38 +27,33 @@ from worker.inner.micro_batch import MicroBatches
 from worker.link.client import Client
 from worker.models.building import build_model, check_vocabulary
 from worker.models.pretrained import ADAPTERS, CONFIG
+from worker.settings import BoxSettings
 
 HOST = torch.device("cpu")
 TOKENS_AT_ONCE = 4096  # a whole batch of a run may be half a million, whose logits no machine has room for
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What to evaluate: the model of the run before round `state` (None: the latest checkpoint), or that of an export.
+def evaluate_model(
+    http: httpx.Client,
+    token: str,
+    run: RunDetail,
+    box: BoxSettings,
+    *,
+    state: int | None = None,
+    exported: Path | None = None,
+) -> Evaluation:
+    """Return the loss on at most `evaluation.max_tokens` of what is held out of the data: of the run's model before
+    round `state` (None: the latest checkpoint), or of an export.
 
-    source   where this machine has the data; None: `data.source`, which has to hold what the run is trained on
-    device   as for `outerstep worker`
-    """
-
-    state: int | None = None
-    exported: Path | None = None
-    source: str | None = None
-    device: str = "auto"
-
-
-def evaluate_model(http: httpx.Client, token: str, run: RunDetail, asked: Asked) -> Evaluation:
-    """Return the loss on at most `evaluation.max_tokens` of what is held out of the data.
-
-    Raises DataError, ModelError, ValueError for a device that this machine lacks, and otherwise what
+    Of `box` count the device, the data and their cache. Where it names no data, `data.source` has to hold what the run
+    is trained on. Raises DataError, ModelError, ValueError for a device that this machine lacks, and otherwise what
     `worker.export.load_checkpoint` raises.
     """
     logging.disable_progress_bar()
-    device = choose_device(asked.device)
-    data = held_out_data(run, asked.source)
-    if asked.exported is None:
-        model = load_checkpoint(Client(http, run.name, token), asked.state)
-    else:
-        model = load_export(asked.exported)
+    device = choose_device(box.device)
+    data = held_out_data(run, box)
+    client = Client(http, run.name, token)
+    model = load_checkpoint(client, state) if exported is None else load_export(exported)
     check_vocabulary(model, data.vocabulary)
     check_finite(model)
     sizes = MicroBatches(None, max(TOKENS_AT_ONCE // run.spec.data.sequence_length, 1))
@@ -66,16 +61,16 @@ def evaluate_model(http: httpx.Client, token: str, run: RunDetail, asked: Asked)
     return Evaluation(**report.model_dump())
 
 
-def held_out_data(run: RunDetail, source: str | None) -> TrainingSet:
-    """Return the data of the run, or those at `source`. Raises DataError if they are not there, have ids by another
-    tokenizer than the run's, are not the run's though no `source` was given, or if nothing of them is held out."""
-    spec = run.spec.with_source(source)
+def held_out_data(run: RunDetail, box: BoxSettings) -> TrainingSet:
+    """Return the data of the run, or those that `box` names. Raises DataError if they are not there, have ids by
+    another tokenizer than the run's, are not the run's though none were named, or if nothing of them is held out."""
+    spec = run.spec.with_source(box.data)
     if spec.data.source == "custom":
         raise DataError(f"the run {run.name} has data.source = 'custom', which its scripts alone can read; give --data")
-    data = open_training_set(spec)
+    data = open_training_set(spec, shards=shard_cache(box))
     _check_tokenizer(run, spec.data.source, data.summary)
     known = None if run.data is None else run.data.digest
-    if source is None and known not in (None, data.summary.digest):
+    if box.data is None and known not in (None, data.summary.digest):
         raise DataError(
             f"data.source = {spec.data.source!r} holds other text on this machine (BLAKE3 {data.summary.digest}) than "
             f"the run is trained on ({known}); give --data to evaluate on other text"
