@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from protocol.messages import DataSummary, Evaluation, RunDetail
-from protocol.spec import parse_spec
+from protocol.spec import RunSpec, parse_spec
 from worker.agent import choose_device
 from worker.box import shard_cache
 from worker.data.index import described
@@ -28,6 +28,7 @@ from worker.link.client import Client
 from worker.models.building import build_model, check_vocabulary
 from worker.models.pretrained import ADAPTERS, CONFIG
 from worker.settings import BoxSettings
+from worker.state.frozen import frozen_summary
 
 HOST = torch.device("cpu")
 TOKENS_AT_ONCE = 4096  # a whole batch of a run may be half a million, whose logits no machine has room for
@@ -53,7 +54,7 @@ def evaluate_model(
     device = choose_device(box.device)
     data = held_out_data(run, box)
     client = Client(http, run.name, token)
-    model = load_checkpoint(client, state) if exported is None else load_export(exported)
+    model = load_checkpoint(client, state) if exported is None else load_export(exported, run)
     check_vocabulary(model, data.vocabulary)
     check_finite(model)
     sizes = MicroBatches(None, max(TOKENS_AT_ONCE // run.spec.data.sequence_length, 1))
@@ -95,15 +96,19 @@ def _check_tokenizer(run: RunDetail, source: str, ours: DataSummary) -> None:
     )
 
 
-def load_export(directory: Path) -> nn.Module:
+def load_export(directory: Path, run: RunDetail | None = None) -> nn.Module:
     """Return the model of a directory that `outerstep run export` has written, on the CPU; of adapters, what they make
-    with the model that they belong to. Raises ModelError."""
+    with the model that they belong to. Raises ModelError, also where `run` trains adapters on another model than that
+    one."""
     try:
         if (directory / CONFIG).is_file():
             model = _transformers_model(directory)
         else:
-            model = build_model(parse_spec((directory / "spec.toml").read_text()), HOST)
+            spec = parse_spec((directory / "spec.toml").read_text())
+            model = build_model(spec, HOST)
             if (directory / ADAPTERS).is_file():
+                if run is not None:
+                    _check_base(run, spec, model, directory)
                 model = _with_adapters(model, directory)
             else:
                 load_model(model, directory / "model.safetensors")
@@ -120,6 +125,25 @@ def _transformers_model(directory: Path) -> nn.Module:
     if missing := sorted(loaded[1]["missing_keys"]):  # transformers draws them at random
         raise ValueError(f"its weights lack {len(missing)} tensors of the model, {missing[0]} for one")
     return model
+
+
+def _check_base(run: RunDetail, spec: RunSpec, model: nn.Module, directory: Path) -> None:
+    """Raise ModelError if the adapters of `spec` belong to another model, here, than those that `run` trains."""
+    ours, theirs = spec.model, run.spec.model
+    if ours.lora is None or theirs.lora is None:
+        return
+    if run.frozen is None or ours.lora.target_modules != theirs.lora.target_modules:  # which names in the digest follow
+        here, there = ((each.pretrained, each.revision) for each in (ours, theirs))
+        same, told = here == there, f"that is {here}, and not {there}"
+    else:
+        frozen = frozen_summary(model)
+        same, told = frozen == run.frozen, f"its frozen parameters here are {frozen}, and not {run.frozen}"
+    if not same:
+        raise ModelError(
+            f"the adapters in {directory} belong to model.pretrained = {ours.pretrained!r}, which is not the model "
+            f"that the run {run.name} trains adapters on: {told}; load the weights that its workers have, or evaluate "
+            "its own export"
+        )
 
 
 def _with_adapters(model: Any, directory: Path) -> nn.Module:

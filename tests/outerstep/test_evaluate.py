@@ -284,6 +284,16 @@ def test_adapters_are_evaluated_with_the_model_that_they_belong_to(trained: Trai
 
     assert loss("--export", str(directory)) == pytest.approx(loss(), abs=1e-5)
     assert loss("--export", str(directory)) != pytest.approx(loss("--round", "0"), abs=1e-6)
+    weights = (tmp_path / "base" / "model.safetensors").read_bytes()
+    save_trained(tmp_path / "base", seed=8)  # whose loss with these adapters is a number as well, and nobody's
+    code, _, said = trained.served.outerstep("run", "evaluate", "adapted", "--export", str(directory))
+    assert (code, "not the model that the run adapted trains adapters on: its frozen" in said) == (3, True), said
+    (tmp_path / "base" / "model.safetensors").write_bytes(weights)
+    save_trained(tmp_path / "other", seed=8)
+    other = f'pretrained = "{tmp_path / "other"}", lora.rank = 2, lora.target_modules = ["q_proj"]'
+    create(trained.running, tmp_path, "another", other)  # before any worker of it has told its frozen parameters
+    code, _, said = trained.served.outerstep("run", "evaluate", "another", "--export", str(directory))
+    assert (code, "not the model that the run another trains adapters on: that is" in said) == (3, True), said
     adapters = load_file(directory / "adapter_model.safetensors")
     del adapters[sorted(adapters)[0]]
     save_file(adapters, directory / "adapter_model.safetensors")
