@@ -107,13 +107,14 @@ class AloneSteps:
         log.info("round %d: loss %.4f, %s", self.round, loss, speed_text(self._progress.metrics()))
         if not math.isfinite(loss):
             raise ModelError(f"round {self.round}: the training has diverged: loss {loss}; lower the learning rate")
-        self.round, self.inner_step = self.round + 1, 0
+        self.round, self.inner_step, scaler = self.round + 1, 0, self._box.step.scaler
         document = {
             "version": _VERSION,
             "identity": self._owner,
             "round": self.round,
             "parameters": {name: parameter.detach() for name, parameter in self._parameters.items()},
             "inner_optimizers": [each.state_dict() for each in self._box.optimizers],
+            "scaler": None if scaler is None else scaler.state_dict(),
         }
         self._files.replace(_SNAPSHOT, partial(write_document, document))
 
@@ -126,6 +127,9 @@ class AloneSteps:
             parameter.data.copy_(found["parameters"][name])
         for optimizer, state in zip(self._box.optimizers, found["inner_optimizers"], strict=True):
             optimizer.load_state_dict(state)
+        scaler, saved = self._box.step.scaler, found.get("scaler")  # which older processes did not write
+        if scaler is not None and saved is not None:
+            scaler.load_state_dict(saved)
         self.round = found["round"]
         log.info("resuming at round %d", self.round)
 

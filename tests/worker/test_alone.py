@@ -116,6 +116,19 @@ def test_stopped_in_the_middle_of_a_round_it_goes_on_where_that_began(spec: RunS
     assert len(steps) == H + 1 + (ROUNDS - 1) * H
 
 
+def test_the_scale_of_fp16_goes_on_where_it_was(spec: RunSpec, tmp_path: Path) -> None:
+    """It began anew: other steps were skipped after a restart."""
+    box = set_up(spec, box_settings(tmp_path, precision="fp16"), CPU)
+    assert box.step.scaler is not None
+    box.step.scaler.load_state_dict(box.step.scaler.state_dict() | {"scale": 1024.0})
+    trained(spec, box, tmp_path, threading.Event())
+    again = set_up(spec, box_settings(tmp_path, precision="fp16"), CPU)
+    trained(spec, again, tmp_path, threading.Event())
+    assert again.step.scaler is not None
+    assert again.step.scaler.state_dict() == box.step.scaler.state_dict()
+    assert again.step.scaler.get_scale() == 1024.0
+
+
 def spoil(box: Box) -> None:
     with torch.no_grad():
         next(box.model.parameters()).fill_(float("nan"))

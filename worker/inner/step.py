@@ -27,7 +27,7 @@ class InnerStep:
     ) -> None:
         self._loss, self._optimizers, self._micro_batches = loss, optimizers, micro_batches
         self._parameters = [parameter for parameter in loss.model.parameters() if parameter.requires_grad]
-        self._inner, self._scaler = inner, scaler
+        self._inner, self.scaler = inner, scaler
 
     def gradient(self, batch: Tensor) -> Tensor:
         """Make the gradient of the mean loss of int64[batch, length + 1]; return that loss, a scalar on the device.
@@ -43,21 +43,21 @@ class InnerStep:
             loss = self._loss(each)
             if len(each) < rows:
                 loss = loss * (len(each) / rows)
-            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
 
     def apply(self) -> None:
         """Clip the gradient, take the optimizers' step with it, and drop it. An fp16 gradient that is not finite is
         dropped without a step, by all optimizers alike. Raises BoxError where the optimizers' state does not fit."""
-        if self._scaler is not None:
+        if self.scaler is not None:
             for optimizer in self._optimizers:
-                self._scaler.unscale_(optimizer)
+                self.scaler.unscale_(optimizer)
         norm = clip_gradients(self._parameters, self._inner)
         finite = True
-        if self._scaler is not None:
+        if self.scaler is not None:
             finite = self._is_finite(norm)
-            self._scaler.update()
+            self.scaler.update()
         if finite:
             self._take_steps()
         self._drop_gradient()
