@@ -1,7 +1,9 @@
 """`outerstep worker --no-sync`: the baseline without communication."""
 
+import itertools
 import json
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from outerstep.cli import app
 from protocol.exit_codes import Exit
 from protocol.messages import Scope
 from protocol.spec import InnerSpec, RunSpec, parse_spec
+from worker.accounts.step_log import StepLog
 from worker.agent import run_alone
 from worker.alone import AloneSteps, train_alone
 from worker.box import Box, set_up
@@ -127,6 +130,21 @@ def test_the_scale_of_fp16_goes_on_where_it_was(spec: RunSpec, tmp_path: Path) -
     assert again.step.scaler is not None
     assert again.step.scaler.state_dict() == box.step.scaler.state_dict()
     assert again.step.scaler.get_scale() == 1024.0
+
+
+def test_a_restart_does_not_tell_a_held_out_loss_again(spec: RunSpec, tmp_path: Path) -> None:
+    """Stopped in the round after it, the worker measured it a second time, and the log had it twice."""
+    log = tmp_path / "steps.jsonl"
+    for stopped_after in (H + 1, None):
+        stop, box, count = threading.Event(), set_up(spec, box_settings(tmp_path), CPU), itertools.count(1)
+        box.optimizers[-1].register_step_post_hook(
+            lambda *_, stop=stop, count=count, last=stopped_after: stop.set() if next(count) == last else None
+        )
+        ending = pytest.raises(Stopped) if stopped_after else nullcontext()
+        with ending, StateDir(tmp_path / "state") as files, StepLog(log) as step_log:
+            train_alone(box, "a", files, stop, step_log)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["round"] for line in lines if "held_out_loss" in line] == list(range(ROUNDS + 1))
 
 
 def spoil(box: Box) -> None:
