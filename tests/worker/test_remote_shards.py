@@ -5,11 +5,13 @@ import threading
 from functools import partial
 from pathlib import Path
 
+import httpx
 import huggingface_hub
 import pytest
 import torch
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
+from protocol.errors import Transient
 from protocol.exit_codes import Exit
 from protocol.messages import RunDetail, Scope
 from protocol.spec import RunSpec, parse_spec
@@ -19,6 +21,7 @@ from tests.support.waiting import wait_until
 from worker.agent import run_worker
 from worker.data.index import Index
 from worker.data.opening import open_training_set
+from worker.data.remote import HttpFiles
 from worker.data.sequences import Sequences
 from worker.data.shards import CacheSettings, open_remote_set
 from worker.errors import DataError, Stopped
@@ -238,6 +241,24 @@ def test_a_cache_without_room_for_what_is_held_out_is_told_at_the_start(server: 
         pytest.raises(DataError, match="an evaluation needs a shard of this set, 6.01e-05 GB"),
     ):
         opened(url, tmp_path)
+
+
+@pytest.mark.parametrize("number", ["²", "٣", "9" * 5000])
+def test_numbers_that_are_none_in_headers(number: str) -> None:
+    """`isdigit` takes the first, `int` the second, and neither of them the third: that ended as an unexpected fault."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        headers = [(b"Content-Range", f"bytes 0-3/{number}".encode()), (b"Retry-After", number.encode())]
+        return httpx.Response(
+            503 if request.url.path.endswith("busy") else 206, headers=headers, stream=httpx.ByteStream(b"1234")
+        )
+
+    files = HttpFiles("http://s")
+    files._http = httpx.Client(transport=httpx.MockTransport(answer))  # noqa: SLF001
+    assert b"".join(files.read("a", 0, 4)) == b"1234"
+    with pytest.raises(Transient, match="answers 503") as caught:
+        files.whole("busy", 10)
+    assert caught.value.retry_after_s is None
 
 
 def test_an_address_that_is_none_is_told(tmp_path: Path) -> None:

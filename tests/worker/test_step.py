@@ -242,6 +242,14 @@ def test_a_gradient_that_is_not_finite_is_dropped_by_all_optimizers() -> None:
     assert len(stepped) == 4
 
 
+@pytest.mark.parametrize(("bytes_per_token", "told"), [(None, None), (0.0, None), (1e-9, None), (2.5, 110)])
+def test_tokens_of_no_text_have_no_bits_per_byte(bytes_per_token: float | None, told: int | None) -> None:
+    """An index may say so, of documents that are all empty: a message of 0 bytes, which is none, ended the worker."""
+    data: Any = HeldOut()
+    data.bytes_per_token = bytes_per_token
+    assert evaluate(Small(), data, 44, CPU).bytes == told
+
+
 def test_parameters_in_bf16_and_buffers_as_they_were() -> None:
     model = Small()
     model.register_buffer("table", torch.arange(3.0))
