@@ -106,8 +106,8 @@ class DataSpec(_Section):
         min_length=1,
         description=(
             "on the worker, a directory or glob of text files, of .jsonl, .parquet or .bin files (ids of nanoGPT or "
-            "llm.c), or a token set by `outerstep data prepare`; the address of such a set, https://, hf://, s3://, "
-            'gs:// or az://; or "hub:NAME[:CONFIG[:SPLIT]]", "python-stdlib", or '
+            "llm.c), of .txt or .jsonl with .gz or .zst, or a token set by `outerstep data prepare`; the address of "
+            'such a set, https://, hf://, s3://, gs:// or az://; or "hub:NAME[:CONFIG[:SPLIT]]", "python-stdlib", or '
             '"custom" for a script\'s own data'
         ),
     )
