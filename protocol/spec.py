@@ -19,6 +19,7 @@ PositiveInt = Annotated[int, Field(gt=0, lt=1 << 40)]
 
 # With private data worker k of a run, counted from 0 as they first joined, has the units [k, k + 1) times this.
 UNITS_PER_WORKER = 1 << 40
+PRIVATE_WORKERS = 1 << 23  # more of them had units whose numbers are above 2^63, which nobody can store or send
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 # Inner optimizer -> those keys of [inner] that it takes and not all of them do. There is a function of each name in
