@@ -32,7 +32,9 @@ from protocol.digest import content_digest, digest, model_digest
 from protocol.fragments import TensorSpec, plan_fragments
 from protocol.outer_step import in_numpy
 from protocol.spec import DataSpec, InnerSpec, ModelSpec, RunSpec, SyncSpec
+from worker.data.opening import open_training_set
 from worker.data.text import TextData
+from worker.data.tokens.index import Index, Shard
 
 DIRECTORY = Path(__file__).parent / "vectors"
 Document = list[dict[str, Any]]
@@ -293,6 +295,43 @@ def rows(unit: Tensor) -> list[str]:
     return [bytes(row).hex() for row in unit.tolist()]
 
 
+def token_sets() -> Document:
+    """A token set of two windows, its shards of several lengths: its digest, and the ids of the rows of two epochs."""
+    sizes = [9, 30, 4, 17, 23, 12, 5, 26, 14, 20]
+    parts = [(((np.arange(n) + 50 * i) * 7) % 1000).astype("<u2") for i, n in enumerate([*sizes, 11])]
+    shards = [
+        Shard(file=f"{i}.bin", tokens=len(ids), digest=digest(ids.tobytes()).hex(), documents=1, bytes=4 * len(ids))
+        for i, ids in enumerate(parts)
+    ]
+    index = Index(
+        dtype="uint16",
+        vocabulary=1000,
+        tokenizer="demo",
+        tokenizer_digest=digest(b"demo").hex(),
+        end=None,
+        source="demo",
+        training=shards[:-1],
+        held_out=shards[-1:],
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        for shard, ids in zip(shards, parts, strict=True):
+            Path(directory, shard.file).write_bytes(ids.tobytes())
+        Path(directory, "index.json").write_text(index.text())
+        inner, sync, model = InnerSpec(batch_size=3), SyncSpec(rounds=1), ModelSpec(preset="tiny")
+        source = DataSpec(source=directory, sequence_length=4)
+        read = open_training_set(RunSpec(name="demo", seed=7, model=model, data=source, inner=inner, sync=sync))
+        return [
+            {
+                "spec": {"seed": 7, "sequence_length": 4, "batch_size": 3},
+                "index": index.model_dump(),
+                "shards": {shard.file: ids.tobytes().hex() for shard, ids in zip(shards, parts, strict=True)},
+                "digest": read.summary.digest,
+                "units": read.units_per_epoch,
+                "rows": [json.dumps(read.unit(unit).tolist()) for unit in range(2 * read.units_per_epoch)],
+            }
+        ]
+
+
 def read_text(files: dict[str, str], *, seed: int, sequence_length: int, batch_size: int, holdout: float) -> TextData:
     """The training set of a directory with these files."""
     with tempfile.TemporaryDirectory() as directory:
@@ -314,6 +353,7 @@ FILES = {
     "digests": digests,
     "layouts": layouts,
     "training-sets": data,
+    "token-sets": token_sets,
     "refused": refused_payloads.cases,
 }
 

@@ -161,10 +161,13 @@ def worker_table(workers: Sequence[WorkerInfo]) -> Table:
         ]
         for item in workers
     ]
-    if any(item.metrics.mfu is not None for item in workers):  # else these would only take room
-        columns += [">MFU", ">memory"]
-        for row, item in zip(rows, workers, strict=True):
-            row += [share_text(item.metrics.mfu), bytes_text(item.metrics.peak_memory_bytes)]
+    # Where nobody tells them, these would only take room.
+    if any(item.metrics.mfu is not None for item in workers):
+        columns.append(">MFU")
+        rows = [[*row, share_text(item.metrics.mfu)] for row, item in zip(rows, workers, strict=True)]
+    if any(item.metrics.peak_memory_bytes is not None for item in workers):
+        columns.append(">memory")
+        rows = [[*row, bytes_text(item.metrics.peak_memory_bytes)] for row, item in zip(rows, workers, strict=True)]
     return table(columns, rows)
 
 

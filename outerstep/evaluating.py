@@ -1,7 +1,6 @@
 """The held-out loss of a checkpoint or an export, by the worker's own code. Importing this needs torch and
 transformers."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from protocol.messages import DataSummary, Evaluation, RunDetail
-from protocol.spec import parse_spec
+from protocol.spec import RunSpec, parse_spec
 from worker.agent import choose_device
+from worker.box import shard_cache
 from worker.data.opening import open_training_set
 from worker.data.tokens.index import described
 from worker.data.tokens.tokenizer import IN_BYTES
@@ -27,38 +27,34 @@ from worker.inner.micro_batch import MicroBatches
 from worker.link.client import Client
 from worker.models.building import build_model, check_vocabulary
 from worker.models.pretrained import ADAPTERS, CONFIG
+from worker.settings import BoxSettings
+from worker.state.frozen import frozen_summary
 
 HOST = torch.device("cpu")
 TOKENS_AT_ONCE = 4096  # a whole batch of a run may be half a million, whose logits no machine has room for
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What to evaluate: the model of the run before round `state` (None: the latest checkpoint), or that of an export.
+def evaluate_model(
+    http: httpx.Client,
+    token: str,
+    run: RunDetail,
+    box: BoxSettings,
+    *,
+    state: int | None = None,
+    exported: Path | None = None,
+) -> Evaluation:
+    """Return the loss on at most `evaluation.max_tokens` of what is held out of the data: of the run's model before
+    round `state` (None: the latest checkpoint), or of an export.
 
-    source   where this machine has the data; None: `data.source`, which has to hold what the run is trained on
-    device   as for `outerstep worker`
-    """
-
-    state: int | None = None
-    exported: Path | None = None
-    source: str | None = None
-    device: str = "auto"
-
-
-def evaluate_model(http: httpx.Client, token: str, run: RunDetail, asked: Asked) -> Evaluation:
-    """Return the loss on at most `evaluation.max_tokens` of what is held out of the data.
-
-    Raises DataError, ModelError, ValueError for a device that this machine lacks, and otherwise what
+    Of `box` count the device, the data and their cache. Where it names no data, `data.source` has to hold what the run
+    is trained on. Raises DataError, ModelError, ValueError for a device that this machine lacks, and otherwise what
     `worker.export.load_checkpoint` raises.
     """
     logging.disable_progress_bar()
-    device = choose_device(asked.device)
-    data = held_out_data(run, asked.source)
-    if asked.exported is None:
-        model = load_checkpoint(Client(http, run.name, token), asked.state)
-    else:
-        model = load_export(asked.exported)
+    device = choose_device(box.device)
+    data = held_out_data(run, box)
+    client = Client(http, run.name, token)
+    model = load_checkpoint(client, state) if exported is None else load_export(exported, run)
     check_vocabulary(model, data.vocabulary)
     check_finite(model)
     sizes = MicroBatches(None, max(TOKENS_AT_ONCE // run.spec.data.sequence_length, 1))
@@ -66,16 +62,16 @@ def evaluate_model(http: httpx.Client, token: str, run: RunDetail, asked: Asked)
     return Evaluation(**report.model_dump())
 
 
-def held_out_data(run: RunDetail, source: str | None) -> TrainingSet:
-    """Return the data of the run, or those at `source`. Raises DataError if they are not there, have ids by another
-    tokenizer than the run's, are not the run's though no `source` was given, or if nothing of them is held out."""
-    spec = run.spec.with_source(source)
+def held_out_data(run: RunDetail, box: BoxSettings) -> TrainingSet:
+    """Return the data of the run, or those that `box` names. Raises DataError if they are not there, have ids by
+    another tokenizer than the run's, are not the run's though none were named, or if nothing of them is held out."""
+    spec = run.spec.with_source(box.data)
     if spec.data.source == "custom":
         raise DataError(f"the run {run.name} has data.source = 'custom', which its scripts alone can read; give --data")
-    data = open_training_set(spec)
+    data = open_training_set(spec, shards=shard_cache(box))
     _check_tokenizer(run, spec.data.source, data.summary)
     known = None if run.data is None else run.data.digest
-    if source is None and known not in (None, data.summary.digest):
+    if box.data is None and known not in (None, data.summary.digest):
         raise DataError(
             f"data.source = {spec.data.source!r} holds other text on this machine (BLAKE3 {data.summary.digest}) than "
             f"the run is trained on ({known}); give --data to evaluate on other text"
@@ -100,15 +96,19 @@ def _check_tokenizer(run: RunDetail, source: str, ours: DataSummary) -> None:
     )
 
 
-def load_export(directory: Path) -> nn.Module:
+def load_export(directory: Path, run: RunDetail | None = None) -> nn.Module:
     """Return the model of a directory that `outerstep run export` has written, on the CPU; of adapters, what they make
-    with the model that they belong to. Raises ModelError."""
+    with the model that they belong to. Raises ModelError, also where `run` trains adapters on another model than that
+    one."""
     try:
         if (directory / CONFIG).is_file():
             model = _transformers_model(directory)
         else:
-            model = build_model(parse_spec((directory / "spec.toml").read_text()), HOST)
+            spec = parse_spec((directory / "spec.toml").read_text())
+            model = build_model(spec, HOST)
             if (directory / ADAPTERS).is_file():
+                if run is not None:
+                    _check_base(run, spec, model, directory)
                 model = _with_adapters(model, directory)
             else:
                 load_model(model, directory / "model.safetensors")
@@ -125,6 +125,25 @@ def _transformers_model(directory: Path) -> nn.Module:
     if missing := sorted(loaded[1]["missing_keys"]):  # transformers draws them at random
         raise ValueError(f"its weights lack {len(missing)} tensors of the model, {missing[0]} for one")
     return model
+
+
+def _check_base(run: RunDetail, spec: RunSpec, model: nn.Module, directory: Path) -> None:
+    """Raise ModelError if the adapters of `spec` belong to another model, here, than those that `run` trains."""
+    ours, theirs = spec.model, run.spec.model
+    if ours.lora is None or theirs.lora is None:
+        return
+    if run.frozen is None or ours.lora.target_modules != theirs.lora.target_modules:  # which names in the digest follow
+        here, there = ((each.pretrained, each.revision) for each in (ours, theirs))
+        same, told = here == there, f"that is {here}, and not {there}"
+    else:
+        frozen = frozen_summary(model)
+        same, told = frozen == run.frozen, f"its frozen parameters here are {frozen}, and not {run.frozen}"
+    if not same:
+        raise ModelError(
+            f"the adapters in {directory} belong to model.pretrained = {ours.pretrained!r}, which is not the model "
+            f"that the run {run.name} trains adapters on: {told}; load the weights that its workers have, or evaluate "
+            "its own export"
+        )
 
 
 def _with_adapters(model: Any, directory: Path) -> nn.Module:

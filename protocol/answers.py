@@ -5,6 +5,7 @@ anything shaped like an `httpx.Response`, so that nothing here needs httpx.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
@@ -15,6 +16,7 @@ from protocol.errors import Problem, Transient, UnexpectedAnswer
 Reply = TypeVar("Reply", bound=BaseModel)
 
 _SHOWN = 200  # characters of an answer that no coordinator gave
+_DIGITS = re.compile(r"[0-9]{1,18}")
 _TRANSIENT = (408, 429)  # what a proxy says where trying again helps, besides 5xx
 
 
@@ -39,6 +41,12 @@ class Answer(Protocol):
     def read(self) -> bytes: ...
 
 
+def header_number(text: str) -> int | None:
+    """Return the number that a header gives in digits of ASCII, as HTTP has them; None for anything else, such as the
+    `²` that `str.isdigit` takes and `int` does not, and for more digits than bytes or seconds ever have."""
+    return int(text) if _DIGITS.fullmatch(text) else None
+
+
 def raise_for_problem(answer: Answer) -> None:
     """Return if the status is a success (2xx), leaving the body unread. Otherwise raise what the answer means:
 
@@ -50,8 +58,7 @@ def raise_for_problem(answer: Answer) -> None:
     if 200 <= status < 300:
         return
     body = answer.read()
-    retry_after = answer.headers.get("Retry-After", "")
-    retry_after_s = float(retry_after) if retry_after.isdecimal() else None
+    retry_after_s = header_number(answer.headers.get("Retry-After", ""))
     try:
         problem = Problem.from_document(json.loads(body), retry_after_s=retry_after_s)
     except (ValueError, KeyError, TypeError, AttributeError):

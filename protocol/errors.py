@@ -66,6 +66,7 @@ PROBLEMS: dict[str, ProblemType] = {
         409, REFUSED, "This worker's model is not the run's model; the detail says where it differs."
     ),
     "data-mismatch": ProblemType(409, REFUSED, "This worker's training set is not the run's training set."),
+    "run-full": ProblemType(409, REFUSED, "The run has no numbers left for the units of another private training set."),
     "state-conflict": ProblemType(409, ACT, "State 0 is seeded once, by the worker that was asked to."),
     "round-closed": ProblemType(409, ACT, "The round closed without this contribution; carry the work into the next."),
     "round-not-open": ProblemType(409, ACT, "The round has not opened yet."),

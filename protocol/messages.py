@@ -1,6 +1,7 @@
 """The JSON messages of the REST interface. docs/rest.md says where each is used.
 
-Requests refuse unknown keys; replies may gain keys, so clients must ignore those they do not know.
+Requests refuse unknown keys, but for those of metrics; replies may gain keys, so clients must ignore those they do not
+know.
 Times are seconds since 1970 (UTC) unless the name ends in `_s`, a duration in seconds. Digests are hexadecimal.
 """
 
@@ -212,9 +213,14 @@ class JoinReply(_Reply):
     layout: Layout
 
 
-class Metrics(_Request):
+class Metrics(BaseModel):
     """A worker's own measurements, since it started. They are for display only, but for `inner_steps_per_second`: with
-    `sync.inner_steps = "auto"` it decides the number of inner steps."""
+    `sync.inner_steps = "auto"` it decides the number of inner steps.
+
+    Unknown keys are ignored, in requests as well: no worker is to lose its lease for a figure that an older coordinator
+    cannot show."""
+
+    model_config = ConfigDict(extra="ignore")
 
     round: Count | None = None
     inner_step: Count | None = None

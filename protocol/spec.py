@@ -20,6 +20,7 @@ PositiveInt = Annotated[int, Field(gt=0, lt=1 << 40)]
 
 # With private data worker k of a run, counted from 0 as they first joined, has the units [k, k + 1) times this.
 UNITS_PER_WORKER = 1 << 40
+PRIVATE_WORKERS = 1 << 23  # more of them had units whose numbers are above 2^63, which nobody can store or send
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 # Inner optimizer -> those keys of [inner] that it takes and not all of them do. There is a function of each name in
@@ -107,8 +108,8 @@ class DataSpec(_Section):
         min_length=1,
         description=(
             "on the worker, a directory or glob of text files, of .jsonl, .parquet or .bin files (ids of nanoGPT or "
-            "llm.c), or a token set by `outerstep data prepare`; the address of such a set, https://, hf://, s3://, "
-            'gs:// or az://; or "hub:NAME[:CONFIG[:SPLIT]]", "python-stdlib", or '
+            "llm.c), of .txt or .jsonl with .gz or .zst, or a token set by `outerstep data prepare`; the address of "
+            'such a set, https://, hf://, s3://, gs:// or az://; or "hub:NAME[:CONFIG[:SPLIT]]", "python-stdlib", or '
             '"custom" for a script\'s own data'
         ),
     )

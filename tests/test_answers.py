@@ -68,7 +68,9 @@ def test_what_strangers_say(case: str) -> None:
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize(("told", "wanted_s"), [("17", 17.0), ("soon", None), ("-1", None), ("²", None)])
+@pytest.mark.parametrize(
+    ("told", "wanted_s"), [("17", 17.0), ("soon", None), ("-1", None), ("²", None), ("٣", None), ("9" * 5000, None)]
+)
 def test_when_to_ask_again(told: str, wanted_s: float | None) -> None:
     with pytest.raises(Transient) as caught:
         raise_for_problem(Answer(503, headers={"Retry-After": told}))

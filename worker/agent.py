@@ -129,6 +129,7 @@ def _train(
             data=box.data.summary,
             evaluate=box.evaluate,
             initial=initial_parameters(box.model, run.spec.model, client),
+            scaler=box.step.scaler,
             host=host_facts(device) | {"precision": box.precision},
             use=box.use,
         )

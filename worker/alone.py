@@ -27,6 +27,7 @@ from worker.state.state_dir import StateDir
 from worker.train import train
 
 _SNAPSHOT = "alone.pt"
+_EVALUATED = "alone-evaluated.pt"
 _VERSION = 1
 
 log = logging.getLogger(__name__)
@@ -107,34 +108,48 @@ class AloneSteps:
         log.info("round %d: loss %.4f, %s", self.round, loss, speed_text(self._progress.metrics()))
         if not math.isfinite(loss):
             raise ModelError(f"round {self.round}: the training has diverged: loss {loss}; lower the learning rate")
-        self.round, self.inner_step = self.round + 1, 0
+        self.round, self.inner_step, scaler = self.round + 1, 0, self._box.step.scaler
         document = {
-            "version": _VERSION,
-            "identity": self._owner,
-            "round": self.round,
             "parameters": {name: parameter.detach() for name, parameter in self._parameters.items()},
             "inner_optimizers": [each.state_dict() for each in self._box.optimizers],
+            "scaler": None if scaler is None else scaler.state_dict(),
         }
-        self._files.replace(_SNAPSHOT, partial(write_document, document))
+        self._save(_SNAPSHOT, document)
+
+    def _save(self, file: str, document: dict[str, Any]) -> None:
+        """Write what is so in the state `round`."""
+        document = {"version": _VERSION, "identity": self._owner, "round": self.round} | document
+        self._files.replace(file, partial(write_document, document))
+
+    def _saved(self, file: str) -> dict[str, Any] | None:
+        path = self._files.path / file
+        return read_document(path, self._owner, _VERSION) if path.exists() else None
 
     def _resume(self) -> None:
-        path = self._files.path / _SNAPSHOT
-        found = read_document(path, self._owner, _VERSION) if path.exists() else None
+        found = self._saved(_SNAPSHOT)
         if found is None:
             return
         for name, parameter in self._parameters.items():
             parameter.data.copy_(found["parameters"][name])
         for optimizer, state in zip(self._box.optimizers, found["inner_optimizers"], strict=True):
             optimizer.load_state_dict(state)
+        scaler, saved = self._box.step.scaler, found.get("scaler")  # which older processes did not write
+        if scaler is not None and saved is not None:
+            scaler.load_state_dict(saved)
         self.round = found["round"]
         log.info("resuming at round %d", self.round)
 
     def _evaluate(self) -> None:
-        """Measure the held-out loss where the run would: as often, and after the last round."""
+        """Measure the held-out loss where the run would: as often, and after the last round. A state that was measured
+        before a restart is not told again."""
         spec, measure = self._box.spec, self._box.evaluate
         if measure is None or (self.round % spec.evaluation.every_rounds and self.round < spec.sync.rounds):
+            return
+        evaluated = self._saved(_EVALUATED)
+        if evaluated is not None and evaluated["round"] == self.round:
             return
         report = measure()
         log.info("state %d: held-out loss %.4f", self.round, report.loss)
         if self._log is not None:
             self._log.write(round=self.round, held_out_loss=report.loss, held_out_tokens=report.tokens)
+        self._save(_EVALUATED, {})

@@ -59,10 +59,9 @@ def set_up(spec: RunSpec, settings: BoxSettings, device: torch.device, *, stop: 
         raise DataError(
             f"the run {spec.name} has data.source = 'custom': its workers are scripts of their own, with DiLoCo"
         )
-    shards = CacheSettings(settings.data_cache or cache_directory("shards"), int(settings.data_cache_gb * 1e9))
     model = build_model(spec, device)
     check = partial(check_vocabulary, model)
-    data = open_training_set(spec.with_source(settings.data), check=check, stop=stop, shards=shards)
+    data = open_training_set(spec.with_source(settings.data), check=check, stop=stop, shards=shard_cache(settings))
     if spec.data.holdout and not data.held_out_tokens:
         told = "nothing is held out, or less than a sequence of %d tokens: this worker measures no held-out loss"
         log.warning(told, spec.data.sequence_length)
@@ -92,6 +91,11 @@ def set_up(spec: RunSpec, settings: BoxSettings, device: torch.device, *, stop: 
         if data.held_out_tokens
         else None,
     )
+
+
+def shard_cache(settings: BoxSettings) -> CacheSettings:
+    """Return where this machine keeps the shards of sets behind a URL, and how many bytes of them."""
+    return CacheSettings(settings.data_cache or cache_directory("shards"), int(settings.data_cache_gb * 1e9))
 
 
 def _device_use(

@@ -73,6 +73,8 @@ class DiLoCo:
                 length and tokenizer alone leave this machine
     evaluate    measures the held-out loss of the model as it is; called when the coordinator asks this worker to
     initial     puts state 0 into the model, called if this worker is to seed the run; None: the model holds it
+    scaler      the loop's GradScaler, whose scale goes into the snapshot. That is taken within the optimizer's step,
+                so it has to be updated before; where the loop steps through it (`scaler.step`), give None
     host        what the coordinator shows about this machine
     use         the model's FLOPs and the device's peak, for the MFU; None: memory alone is told
     clock       monotonic seconds
@@ -94,6 +96,7 @@ class DiLoCo:
         data: DataSummary | None = None,
         evaluate: Callable[[], EvaluationReport] | None = None,
         initial: Callable[[], None] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         host: dict[str, str | int | float] | None = None,
         use: DeviceUse | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -107,7 +110,7 @@ class DiLoCo:
         if not self._optimizers:
             raise ValueError("inner_optimizer is an empty sequence: DiLoCo needs one optimizer at least")
         self._files = StateDir(state_dir) if state_dir is not None else None
-        self._evaluate, self._initial = evaluate, initial
+        self._evaluate, self._initial, self._scaler = evaluate, initial, scaler
         if data is not None and run.spec.data.private:
             data = data.model_copy(update={"digest": None})
         request = JoinRequest(tensors=tensor_specs(model), data=data, frozen=frozen_summary(model), host=host or {})
@@ -251,7 +254,9 @@ class DiLoCo:
         # Metal does not promise IEEE division, which the codecs' bytes depend on; CUDA and CPUs do.
         encoder = fragments.device if on_cuda else torch.device("cpu")
         exchange = Exchange(membership, spec, state, encoder)
-        training = Training(fragments, self._optimizers, self._steps, self._progress, self._evaluate, self._initial)
+        training = Training(
+            fragments, self._optimizers, self._steps, self._progress, self._evaluate, self._initial, self._scaler
+        )
         owner = identity(self._run, reply.layout, self.name)
         saver = resources.enter_context(Saver(self._files, owner, state, client.stages))
         rounds = Rounds(exchange, training, saver, heartbeat)

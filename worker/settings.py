@@ -50,7 +50,10 @@ class BoxSettings(_Settings):
         None, description="where shards of token sets behind a URL are kept; default: ~/.cache/outerstep/shards"
     )
     data_cache_gb: float = Field(
-        20.0, gt=0, description="GB that they may take, of all workers that have this directory together"
+        20.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="GB that they may take, of all workers that have this directory together",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: torch's own choice")
     micro_batch: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(

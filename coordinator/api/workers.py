@@ -27,7 +27,7 @@ from protocol.messages import (
 
 router = APIRouter(prefix="/v1/runs/{run}/workers", tags=["workers"], route_class=LimitedRoute)
 
-_OF_A_JOIN = ("banned", "run-ended", "worker-name-taken", "model-mismatch", "data-mismatch")
+_OF_A_JOIN = ("banned", "run-ended", "worker-name-taken", "model-mismatch", "data-mismatch", "run-full")
 
 
 @router.put("/{worker}", responses=refusing(*OF_A_RUN, *_OF_A_JOIN, *OF_A_CHANGE))

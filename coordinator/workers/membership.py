@@ -25,7 +25,7 @@ from protocol.messages import (
     WorkerChange,
     WorkerState,
 )
-from protocol.spec import DataSpec
+from protocol.spec import PRIVATE_WORKERS, DataSpec
 
 DIRECTIVES = {
     RunState.STOPPED: Directive.STOP,
@@ -84,8 +84,15 @@ def _is_secret_of(secret: str | None, hashed: bytes | None) -> bool:
 
 
 def _next_place(change: Change) -> int:
-    """Return how many workers have ever joined the run. With 2^23 of them, private units' numbers come to an end."""
-    return change.session.scalars(select(func.count()).where(WorkerRow.run_id == change.run.id)).one()
+    """Return how many workers have ever joined the run. Raises Problem where private units' numbers are at an end."""
+    place = change.session.scalars(select(func.count()).where(WorkerRow.run_id == change.run.id)).one()
+    if change.run.spec.data.private and place >= PRIVATE_WORKERS:
+        raise Problem(
+            "run-full",
+            f"{place} workers with private data have joined the run {change.run.name}: there are no numbers for the "
+            "units of another one; join under the name of one that has left, with its data, or in a new run",
+        )
+    return place
 
 
 def _bring_own_data(row: WorkerRow, data: DataSummary | None) -> None:

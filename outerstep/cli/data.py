@@ -28,7 +28,8 @@ def prepare(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A directory or glob of text, .jsonl or .parquet files, or hub:NAME[:CONFIG[:SPLIT]].",
+            help="A directory or glob of text, .jsonl or .parquet files, of .txt or .jsonl with .gz or .zst, or "
+            "hub:NAME[:CONFIG[:SPLIT]].",
         ),
     ],
     tokenizer: Annotated[
@@ -58,7 +59,7 @@ def prepare(
 
     \b
     Example:
-      outerstep data prepare 'c4/*.jsonl' --tokenizer mistralai/Mistral-7B-v0.1 --out /data/c4
+      outerstep data prepare 'c4/*.json.gz' --tokenizer mistralai/Mistral-7B-v0.1 --out /data/c4
     with this run.toml:
       data.source = "/data/c4"
     """

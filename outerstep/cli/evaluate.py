@@ -7,9 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from outerstep.cli.connection import DEFAULT_URL, TokenFileOption, TokenOption, UrlOption, find_token, operator_client
-from outerstep.cli.faults import UsageError, import_extra
+from outerstep.cli.faults import UsageError, import_extra, validated
 from outerstep.cli.printing import print_json
 from outerstep.cli.run import RunArgument
+from outerstep.cli.worker import FLAGS, DataCacheGbOption, DataCacheOption
 from outerstep.units import count_text, held_out_text
 
 COMMAND = "outerstep run evaluate"
@@ -35,6 +36,8 @@ def evaluate(
             "that the run is trained on.",
         ),
     ] = None,
+    data_cache: DataCacheOption = None,
+    data_cache_gb: DataCacheGbOption = None,
     tasks: Annotated[
         str | None,
         typer.Option(
@@ -62,12 +65,14 @@ def evaluate(
     if tasks is not None and export is None:
         raise UsageError("--tasks needs --export: lm-eval's tasks are measured on what `outerstep run export` writes")
     evaluating = import_extra("outerstep.evaluating", extra="worker", command=COMMAND)
+    settings = import_extra("worker.settings", extra="worker", command=COMMAND)
+    given = {"data": data, "data_cache": data_cache, "data_cache_gb": data_cache_gb, "device": device}
+    box = validated(settings.BoxSettings, given, FLAGS)
     secret = find_token(token, token_file, os.environ)
     with operator_client(url, secret, None) as client:
         detail = client.run(run)
-        asked = evaluating.Asked(state=state, exported=export, source=data, device=device)
         try:
-            found = evaluating.evaluate_model(client.http, secret, detail, asked)
+            found = evaluating.evaluate_model(client.http, secret, detail, box, state=state, exported=export)
         except ValueError as error:
             raise UsageError(f"--device: {error}") from error
     measured = {} if tasks is None or export is None else _measured(export, tasks, device)

@@ -1,7 +1,10 @@
 """The command `outerstep run track`."""
 
+import errno
 import importlib
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +16,10 @@ from outerstep.cli.run import RunArgument
 from outerstep.display import event_line
 from outerstep.tracking import TRACKERS, TrackerName
 from outerstep.tracking.records import Record, follow_records, tracked_name
+from protocol.errors import Transient
 
 PATIENCE_S = 30.0
+_OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS}  # which name no file in a write
 
 
 def track(
@@ -51,19 +56,31 @@ def track(
     with operator_client(url, token, token_file) as client:
         detail = client.run(run)
         place = out or Path(kind.out.format(run=run))
-        try:
+        with _telling(to):
             tracker = module.Tracker(place, tracked_name(detail), detail)
-            try:
-                for record in follow_records(
-                    client, run, tracker.first, patience_s=PATIENCE_S, sleep=time.sleep, tell=_tell
-                ):
+        try:
+            for record in follow_records(
+                client, run, tracker.first, patience_s=PATIENCE_S, sleep=time.sleep, tell=_tell
+            ):
+                with _telling(to):
                     tracker.write(record)
-                    _print(record)
-            finally:
+                _print(record)
+        finally:
+            with _telling(to):
                 tracker.close()
-        except OSError as error:
-            raise UsageError(f"--out: {error}") from error
     typer.echo(f"the run {run} is tracked to its end, in {place}")
+
+
+@contextmanager
+def _telling(to: TrackerName) -> Iterator[None]:
+    """Tell what fails of a file as a fault of --out, and whatever else the tracker's library cannot do, such as reach
+    its server, as one that may pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno in _OF_A_DISK:
+            raise UsageError(f"--out: {error}") from error
+        raise Transient(f"--to {to}: {error or type(error).__name__}; the same command goes on where it was") from error
 
 
 def _print(record: Record) -> None:

@@ -31,6 +31,18 @@ FLAGS = {
     "log": "--log",
 }
 
+DataCacheOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-cache",
+        help="Directory for shards of token sets behind a URL; workers may share it. "
+        "Default: ~/.cache/outerstep/shards.",
+    ),
+]
+DataCacheGbOption = Annotated[
+    float | None, typer.Option("--data-cache-gb", help="GB that the shards may take. Default: 20.")
+]
+
 
 def worker(
     url: Annotated[str | None, typer.Argument(metavar="URL", help="The coordinator's address.")] = None,
@@ -59,17 +71,8 @@ def worker(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="CPU threads of torch. Default: torch's own choice.")
     ] = None,
-    data_cache: Annotated[
-        Path | None,
-        typer.Option(
-            "--data-cache",
-            help="Directory for shards of token sets behind a URL; workers may share it. "
-            "Default: ~/.cache/outerstep/shards.",
-        ),
-    ] = None,
-    data_cache_gb: Annotated[
-        float | None, typer.Option("--data-cache-gb", help="GB that the shards may take. Default: 20.")
-    ] = None,
+    data_cache: DataCacheOption = None,
+    data_cache_gb: DataCacheGbOption = None,
     micro_batch: Annotated[
         str | None,
         typer.Option(

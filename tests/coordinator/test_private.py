@@ -11,7 +11,7 @@ from benchmarks.harness.coordinator import InThread, SettableClock
 from benchmarks.harness.member import Member, spec_toml
 from coordinator.store.tables import RunRow
 from protocol.messages import DataSummary
-from protocol.spec import UNITS_PER_WORKER
+from protocol.spec import PRIVATE_WORKERS, UNITS_PER_WORKER
 from tests.coordinator.crew import crew, events, info, play_round, problem, recovered
 from tests.support.waiting import wait_until
 
@@ -88,6 +88,18 @@ def test_every_worker_is_dealt_units_of_its_own_set(shared: InThread, run: str) 
         ({"worker": "b", "epoch": 1}, "epoch 1 of b's own data is complete"),
     ]
     assert events(shared, run, "epoch-broken") == []
+
+
+def test_a_worker_too_many_is_refused(shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its units' numbers do not fit into 63 bits: the database could not store them, and it was an internal fault."""
+    assert PRIVATE_WORKERS * UNITS_PER_WORKER == 1 << 63
+    monkeypatch.setattr("coordinator.workers.membership.PRIVATE_WORKERS", 2)
+    members = private_crew(shared, run, {"a": 12, "b": 7}, rounds=3, min_workers=2)
+    with pytest.raises(httpx.HTTPStatusError) as refused:
+        bring(shared, run, "c", 7)
+    assert "2 workers with private data have joined" in problem(refused.value.response, "run-full")["detail"]
+    ready(members, 0)
+    play_round(members, 0)
 
 
 def test_units_that_come_back_are_dealt_to_nobody_but_their_worker(shared: InThread, run: str) -> None:

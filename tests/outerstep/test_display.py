@@ -93,7 +93,10 @@ def test_the_use_of_a_gpu_is_shown_where_one_is_known():
     told = plain[0].model_copy(
         update={"metrics": plain[0].metrics.model_copy(update={"mfu": 0.4567, "peak_memory_bytes": 61_300_000_000})}
     )
-    assert "MFU" not in printed_table(plain)
+    assert {"MFU", "memory"}.isdisjoint(printed_table(plain).split())
+    memory = told.model_copy(update={"metrics": told.metrics.model_copy(update={"mfu": None})})
+    header, first, _ = printed_table([memory, plain[1]]).splitlines()
+    assert (header.split()[-2:], first.split()[-2:]) == (["tokens", "memory"], ["61.3", "GB"])
     header, first, second = printed_table([told, plain[1]]).splitlines()
     assert header.split()[-2:] == ["MFU", "memory"]
     assert first.split()[-3:] == ["45.7%", "61.3", "GB"]

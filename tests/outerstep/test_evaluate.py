@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from outerstep import evaluating
 from tests.outerstep.conftest import Served
+from tests.support.file_server import FileServer, file_server
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
 from tests.support.tokenizers import write_tokenizer
@@ -214,6 +215,27 @@ def test_text_by_another_tokenizer_is_not_evaluated_on(
     assert (code, "is trained on those by 'bytes', to which they are other text" in said) == (3, True), said
 
 
+def test_a_set_behind_an_address_is_kept_where_a_worker_would_keep_it(trained: Trained, tmp_path: Path) -> None:
+    """What it said of too small a cache named --data-cache-gb, which the command did not take."""
+    recipe = Recipe([find_source(str(trained.text), "text", 0.3)], load_tokenizer("bytes"))
+    index = prepare(recipe, tmp_path / "set", processes=1)
+    files = {f"/{path.name}": path.read_bytes() for path in (tmp_path / "set").iterdir() if path.is_file()}
+    with file_server(FileServer(files)) as url:
+        behind = ["--data", url, "--data-cache", str(tmp_path / "cache")]
+        code, said = trained.refused(*behind, "--data-cache-gb", "0.000001")
+        assert (code, "give it more by --data-cache-gb" in said) == (3, True), said
+        found = trained.evaluate(*behind, "--data-cache-gb", "0.1")
+    assert found == trained.evaluate("--data", str(tmp_path / "set"))
+    assert {path.name for path in (tmp_path / "cache").glob("?" * 64)} == {shard.digest for shard in index.held_out}
+
+
+@pytest.mark.parametrize("size", ["0", "nan", "inf"])
+def test_a_cache_of_no_size_is_told(trained: Trained, size: str) -> None:
+    """Of nan and inf, no bytes can be made: the command ended with a traceback, and so did a worker."""
+    code, said = trained.refused("--data-cache-gb", size)
+    assert (code, "--data-cache-gb" in said, "Traceback" in said) == (2, True, False), said
+
+
 def test_ids_that_a_model_does_not_have_are_told(trained: Trained, tmp_path: Path) -> None:
     """An export of another run, for one; it ended as an index out of range."""
     shape: dict[str, Any] = {
@@ -254,6 +276,16 @@ def test_adapters_are_evaluated_with_the_model_that_they_belong_to(trained: Trai
 
     assert loss("--export", str(directory)) == pytest.approx(loss(), abs=1e-5)
     assert loss("--export", str(directory)) != pytest.approx(loss("--round", "0"), abs=1e-6)
+    weights = (tmp_path / "base" / "model.safetensors").read_bytes()
+    save_trained(tmp_path / "base", seed=8)  # whose loss with these adapters is a number as well, and nobody's
+    code, _, said = trained.served.outerstep("run", "evaluate", "adapted", "--export", str(directory))
+    assert (code, "not the model that the run adapted trains adapters on: its frozen" in said) == (3, True), said
+    (tmp_path / "base" / "model.safetensors").write_bytes(weights)
+    save_trained(tmp_path / "other", seed=8)
+    other = f'pretrained = "{tmp_path / "other"}", lora.rank = 2, lora.target_modules = ["q_proj"]'
+    create(trained.running, tmp_path, "another", other)  # before any worker of it has told its frozen parameters
+    code, _, said = trained.served.outerstep("run", "evaluate", "another", "--export", str(directory))
+    assert (code, "not the model that the run another trains adapters on: that is" in said) == (3, True), said
     adapters = load_file(directory / "adapter_model.safetensors")
     del adapters[sorted(adapters)[0]]
     save_file(adapters, directory / "adapter_model.safetensors")

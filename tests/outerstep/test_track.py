@@ -1,5 +1,6 @@
 """`outerstep run track`: whatever is killed, cut or unreachable, every round is tracked once."""
 
+import errno
 import json
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -15,6 +16,7 @@ from outerstep.tracking import TRACKERS
 from outerstep.tracking.records import Record, follow_records, tracked_name
 from outerstep.tracking.to_jsonl import Tracker as JsonLines
 from protocol.errors import OuterstepError, Problem
+from protocol.exit_codes import Exit
 from protocol.messages import RunDetail
 from tests.coordinator.crew import crew, play_round
 from tests.outerstep.conftest import Served
@@ -341,6 +343,28 @@ def test_what_is_not_installed_or_not_there_is_told(
     monkeypatch.setattr("outerstep.cli.faults.importlib.import_module", absent)
     code, _, err = finished.outerstep("run", "track", "demo", "--to", "wandb")
     assert (code, "run: pip install 'outerstep[wandb]'" in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConnectionResetError(errno.ECONNRESET, "reset by peer"), Exit.RETRY, "--to jsonl: [Errno 104] reset by peer; the"),
+        (OSError("the server is busy"), Exit.RETRY, "--to jsonl: the server is busy; the same command goes on"),
+        (OSError(errno.ENOSPC, "No space left on device"), Exit.USAGE, "--out: [Errno 28] No space"),
+        (PermissionError(errno.EACCES, "Permission denied", "a/file"), Exit.USAGE, "--out: [Errno 13] Permission"),
+    ],
+)  # fmt: skip
+def test_what_a_tracker_cannot_do_is_told_as_what_it_is(
+    finished: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, code: Exit, said: str
+) -> None:
+    """What requests raises of a line is an OSError as well: it was told as a fault of --out."""
+
+    def write(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("outerstep.tracking.to_jsonl.Tracker.write", write)
+    found, _, err = finished.outerstep("run", "track", "demo", "--to", "jsonl", "--out", str(tmp_path / "out.jsonl"))
+    assert (found, said in err) == (code, True), err
 
 
 def test_every_extra_of_a_tracker_is_one_of_pips() -> None:

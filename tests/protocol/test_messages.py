@@ -110,6 +110,15 @@ def test_requests_refuse_unknown_keys_and_replies_take_them() -> None:
     assert messages.LeaseReply.model_validate(reply).directive == "continue"
 
 
+def test_a_metric_that_is_not_known_yet_costs_no_lease() -> None:
+    """A worker of a later version was refused its heartbeat, and with it the run, for a figure that is only shown."""
+    newer = {"loss": 0.5, "watts": 350.0}
+    assert messages.Metrics.model_validate(newer) == messages.Metrics(loss=0.5)
+    assert messages.LeaveRequest.model_validate({"metrics": newer}).metrics.loss == 0.5
+    with pytest.raises(ValidationError, match="loss"):
+        messages.Metrics.model_validate({"loss": "low"})
+
+
 @pytest.mark.parametrize("slug", PROBLEMS)
 def test_a_problem_travels(slug: str) -> None:
     sent = Problem(slug, "round 3 is closed", retry_after_s=2.0, round=3)

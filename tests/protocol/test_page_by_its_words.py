@@ -213,3 +213,36 @@ def test_the_order_of_rows_is_what_the_page_says() -> None:
                 starts = [sequence * length for sequence in order[unit * batch : (unit + 1) * batch]]
                 rows.append([training[start : start + length + 1].hex() for start in starts])
         assert rows == case["rows"]
+
+
+def test_token_sets_are_what_the_page_says() -> None:
+    """The digests, and the order of two levels."""
+    for case in vectors("token-sets"):
+        index, spec = case["index"], case["spec"]
+        for shard in index["training"] + index["held_out"]:
+            content = bytes.fromhex(case["shards"][shard["file"]])[shard["offset"] :]
+            assert blake3(content).hexdigest() == shard["digest"]
+        keys = ("format", "dtype", "vocabulary", "tokenizer_digest", "end", "training", "held_out")
+        kept = {key: index[key] for key in keys}
+        for part in ("training", "held_out"):
+            kept[part] = [{k: v for k, v in each.items() if k not in ("file", "offset")} for each in index[part]]
+        assert blake3(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest() == case["digest"]
+
+        length, batch = spec["sequence_length"], spec["batch_size"]
+        per_epoch = sum((shard["tokens"] - 1) // length for shard in index["training"]) // batch
+        assert per_epoch == case["units"]
+        shards = [np.frombuffer(bytes.fromhex(case["shards"][each["file"]]), "<u2") for each in index["training"]]
+        rows = []
+        for epoch in range(2):
+            order = shuffled(len(shards), spec["seed"], epoch, 0)
+            sequences: list[list[int]] = []
+            for w, first in enumerate(range(0, len(order), 8)):
+                of_window = [
+                    shards[number][i * length : i * length + length + 1].tolist()
+                    for number in order[first : first + 8]
+                    for i in range((len(shards[number]) - 1) // length)
+                ]
+                key = [spec["seed"], epoch, w] if w else [spec["seed"], epoch]
+                sequences += [of_window[place] for place in shuffled(len(of_window), *key)]
+            rows += [sequences[unit * batch : (unit + 1) * batch] for unit in range(per_epoch)]
+        assert rows == [json.loads(unit) for unit in case["rows"]]

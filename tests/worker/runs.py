@@ -28,13 +28,14 @@ def create(
     min_workers: int = 1,
     fragment_elements: int = 70_000,
     data: str = "",
+    keep: int = 10,
 ) -> None:
     """Create a run of `model` on a little text in `directory`."""
     text = write_chapters(directory / "text", chapters=4, repeats=20)
     coordinator.create_run(
         f'name = "{name}"\nmodel = {{{model}}}\n[data]\nsource = "{text}"\nsequence_length = 16\n{data}\n[inner]\nbatch_size = 2\n'
         f"warmup_steps = 0\n[sync]\nrounds = {rounds}\ninner_steps = 2\nfragment_elements = {fragment_elements}\n"
-        f"[checkpoints]\nevery_rounds = 1\nkeep = 10\n[members]\nmin_workers = {min_workers}\n"
+        f"[checkpoints]\nevery_rounds = 1\nkeep = {keep}\n[members]\nmin_workers = {min_workers}\n"
     )
 
 

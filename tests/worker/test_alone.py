@@ -1,7 +1,9 @@
 """`outerstep worker --no-sync`: the baseline without communication."""
 
+import itertools
 import json
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from protocol.exit_codes import Exit
 from protocol.messages import Scope
 from protocol.spec import InnerSpec, RunSpec, parse_spec
 from tests.support.text import write_chapters
+from worker.accounts.step_log import StepLog
 from worker.agent import run_alone
 from worker.alone import AloneSteps, train_alone
 from worker.box import Box, set_up
@@ -112,6 +115,34 @@ def test_stopped_in_the_middle_of_a_round_it_goes_on_where_that_began(spec: RunS
     again.optimizers[-1].register_step_post_hook(after)
     assert all(map(torch.equal, trained(spec, again, tmp_path, threading.Event()), undisturbed))
     assert len(steps) == H + 1 + (ROUNDS - 1) * H
+
+
+def test_the_scale_of_fp16_goes_on_where_it_was(spec: RunSpec, tmp_path: Path) -> None:
+    """It began anew: other steps were skipped after a restart."""
+    box = set_up(spec, box_settings(tmp_path, precision="fp16"), CPU)
+    assert box.step.scaler is not None
+    box.step.scaler.load_state_dict(box.step.scaler.state_dict() | {"scale": 1024.0})
+    trained(spec, box, tmp_path, threading.Event())
+    again = set_up(spec, box_settings(tmp_path, precision="fp16"), CPU)
+    trained(spec, again, tmp_path, threading.Event())
+    assert again.step.scaler is not None
+    assert again.step.scaler.state_dict() == box.step.scaler.state_dict()
+    assert again.step.scaler.get_scale() == 1024.0
+
+
+def test_a_restart_does_not_tell_a_held_out_loss_again(spec: RunSpec, tmp_path: Path) -> None:
+    """Stopped in the round after it, the worker measured it a second time, and the log had it twice."""
+    log = tmp_path / "steps.jsonl"
+    for stopped_after in (H + 1, None):
+        stop, box, count = threading.Event(), set_up(spec, box_settings(tmp_path), CPU), itertools.count(1)
+        box.optimizers[-1].register_step_post_hook(
+            lambda *_, stop=stop, count=count, last=stopped_after: stop.set() if next(count) == last else None
+        )
+        ending = pytest.raises(Stopped) if stopped_after else nullcontext()
+        with ending, StateDir(tmp_path / "state") as files, StepLog(log) as step_log:
+            train_alone(box, "a", files, stop, step_log)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["round"] for line in lines if "held_out_loss" in line] == list(range(ROUNDS + 1))
 
 
 def spoil(box: Box) -> None:

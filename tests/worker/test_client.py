@@ -477,3 +477,11 @@ def test_json_bodies_are_json() -> None:
     renew(client)
     assert seen[0].headers["Content-Type"] == "application/json"
     assert json.loads(seen[0].read())["upload_bytes"] == 0
+
+
+def test_a_length_that_is_no_number_is_told() -> None:
+    """`²` is a digit to Python, and no number: it ended as an unexpected fault."""
+    headers = [(b"ETag", b'"1"'), (b"Content-Length", "²".encode())]
+    client, _, _ = make_client(lambda request: httpx.Response(200, headers=headers, stream=httpx.ByteStream(b"x")))
+    with pytest.raises(UnexpectedAnswer, match="without ETag or Content-Length"):
+        client.delta(0, 0, LIMIT)

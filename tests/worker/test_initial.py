@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
+from protocol.errors import Problem
 from protocol.exit_codes import Exit
-from protocol.messages import Scope
+from protocol.messages import CheckpointDetail, Scope
 from tests.support.trained import save_trained
 from tests.support.waiting import wait_until
 from tests.worker.runs import create, shown, state, work
@@ -75,6 +76,27 @@ def test_spoilt_weights_are_named_before_anything_is_uploaded(
     assert shown(coordinator, "tuned").state == "seeding"
     save_file(good, directory / "model.safetensors", {"format": "pt"})
     assert work(coordinator, tmp_path, "tuned", "b") == Exit.DONE
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_fetched_is_followed_by_the_next(
+    coordinator: InThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other run went on, and retention deleted what was the latest: the worker ended, and had to be started again."""
+    create(coordinator, tmp_path, "base", TINY, keep=1)
+    assert work(coordinator, tmp_path, "base") == Exit.DONE
+    ask, asked = Client.checkpoint, []
+
+    def before_it_was_deleted(client: Client, state_round: int | None = None) -> CheckpointDetail:
+        asked.append(state_round)
+        found = ask(client, state_round)
+        return found.model_copy(update={"round": 0}) if len(asked) == 1 else found
+
+    latest = state(coordinator, "base")
+    monkeypatch.setattr(Client, "checkpoint", before_it_was_deleted)
+    assert same(state(coordinator, "base"), latest)
+    assert asked == [None, None]
+    with pytest.raises(Problem, match="checkpoints below 2 were deleted"):
+        state(coordinator, "base", 0)
 
 
 def test_a_run_starts_from_another_run(coordinator: InThread, tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
+import httpx
 import huggingface_hub
 import pytest
 import torch
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
+from protocol.errors import Transient
 from protocol.exit_codes import Exit
 from protocol.messages import RunDetail
 from protocol.spec import RunSpec, parse_spec
@@ -21,6 +23,7 @@ from tests.support.waiting import wait_until
 from tests.support.workers import worker_settings
 from worker.agent import run_worker
 from worker.data.fetching.ahead import THREADS
+from worker.data.fetching.remote import HttpFiles
 from worker.data.fetching.shard_cache import ShardCache, Wanted
 from worker.data.fetching.shards import CacheSettings, open_remote_set
 from worker.data.opening import open_training_set
@@ -292,6 +295,24 @@ def test_a_cache_without_room_for_what_is_held_out_is_told_at_the_start(server: 
         pytest.raises(DataError, match="an evaluation needs a shard of this set, 6.01e-05 GB"),
     ):
         opened(url)
+
+
+@pytest.mark.parametrize("number", ["²", "٣", "9" * 5000])
+def test_numbers_that_are_none_in_headers(number: str) -> None:
+    """`isdigit` takes the first, `int` the second, and neither of them the third: that ended as an unexpected fault."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        headers = [(b"Content-Range", f"bytes 0-3/{number}".encode()), (b"Retry-After", number.encode())]
+        return httpx.Response(
+            503 if request.url.path.endswith("busy") else 206, headers=headers, stream=httpx.ByteStream(b"1234")
+        )
+
+    files = HttpFiles("http://s")
+    files._http = httpx.Client(transport=httpx.MockTransport(answer))  # noqa: SLF001
+    assert b"".join(files.read("a", 0, 4)) == b"1234"
+    with pytest.raises(Transient, match="answers 503") as caught:
+        files.whole("busy", 10)
+    assert caught.value.retry_after_s is None
 
 
 def test_an_address_that_is_none_is_told(tmp_path: Path) -> None:

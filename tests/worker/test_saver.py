@@ -36,7 +36,7 @@ def saver_of(path: Path, state: OuterState) -> Iterator[Saver]:
 
 
 def save(saver: Saver, number: int) -> None:
-    written = saver.save(work_of(number), partial=False, optimizers=list, warmup_left=0)
+    written = saver.save(work_of(number), partial=False, optimizers=list, scaler=lambda: None, warmup_left=0)
     assert written is not None
     written.result()
 
@@ -120,5 +120,5 @@ def test_without_a_directory_nothing_is_saved() -> None:
     with Saver(None, "me", state, Stages(lambda: 0.0)) as saver:
         to_round(state, 0)
         saver.save_state()
-        assert saver.save(work_of(0), partial=False, optimizers=optimizers, warmup_left=0) is None
+        assert saver.save(work_of(0), partial=False, optimizers=optimizers, scaler=lambda: None, warmup_left=0) is None
         assert saver.load() is None

@@ -38,7 +38,7 @@ def take(state: OuterState) -> Snapshot:
             Contribution(7, 1, [[3, 9]], 4, 6, 0.25, 0.2, partly_late, late),
         ]
     )
-    return Snapshot(work, False, [optimizer.state_dict()], 3, 0, state.digests)
+    return Snapshot(work, False, [optimizer.state_dict()], None, 3, 0, state.digests)
 
 
 def save(files: StateDir, owner: str, state: OuterState, taken: Snapshot | None = None) -> None:

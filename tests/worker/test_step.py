@@ -119,6 +119,21 @@ def test_an_optimizer_whose_state_does_not_fit_is_told(monkeypatch: pytest.Monke
         inner.apply()
 
 
+def test_a_sync_that_does_not_fit_is_told_as_what_it_is() -> None:
+    """It runs within the step, as a hook of the optimizer, which was blamed for it."""
+
+    def sync(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    inner = InnerStep(Loss(model), [optimizer], MicroBatches(None, 8), inner=InnerSpec())
+    optimizer.register_step_post_hook(sync)
+    inner.gradient(batch())
+    with pytest.raises(BoxError, match="the sync does not fit into the memory: CUDA out of memory"):
+        inner.apply()
+
+
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     assert is_out_of_memory(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
@@ -225,6 +240,14 @@ def test_a_gradient_that_is_not_finite_is_dropped_by_all_optimizers() -> None:
     step.gradient(batch())
     step.apply()
     assert len(stepped) == 4
+
+
+@pytest.mark.parametrize(("bytes_per_token", "told"), [(None, None), (0.0, None), (1e-9, None), (2.5, 110)])
+def test_tokens_of_no_text_have_no_bits_per_byte(bytes_per_token: float | None, told: int | None) -> None:
+    """An index may say so, of documents that are all empty: a message of 0 bytes, which is none, ended the worker."""
+    data: Any = HeldOut()
+    data.bytes_per_token = bytes_per_token
+    assert evaluate(Small(), data, 44, CPU).bytes == told
 
 
 def test_parameters_in_bf16_and_buffers_as_they_were() -> None:

@@ -379,6 +379,10 @@ def test_a_disk_that_fails(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (lambda index: index["training"][0].update(file="a\0.bin"), "not the name of a file below the index"),
         (lambda index: index.update(training=[]), "has 0 training tokens; one work unit needs 3 sequences of 8"),
         (lambda index: index.pop("training"), "training: this key is missing"),
+        (
+            lambda index: index["held_out"][0].update(bytes=1 << 61),
+            r"no token stands for \d\S+e\+\d+ bytes of text, as those",
+        ),
     ],
 )
 def test_an_index_that_lies(prepared: Path, lie: Callable[[dict[str, Any]], object], message: str) -> None:

@@ -44,5 +44,6 @@ def evaluate(
     model.train(was_training)
     if not math.isfinite(total):
         raise ModelError(f"the held-out loss is {total}: the model's parameters are not finite, or far too large")
-    size = None if data.bytes_per_token is None else round(tokens * data.bytes_per_token)
+    # Of tokens that stand for no text at all, bits per byte are unknown as well.
+    size = round(tokens * (data.bytes_per_token or 0)) or None
     return EvaluationReport(loss=total / tokens, tokens=tokens, bytes=size)

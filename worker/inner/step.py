@@ -27,7 +27,10 @@ class InnerStep:
     ) -> None:
         self._loss, self._optimizers, self._micro_batches = loss, optimizers, micro_batches
         self._parameters = [parameter for parameter in loss.model.parameters() if parameter.requires_grad]
-        self._inner, self._scaler = inner, scaler
+        self._inner, self.scaler = inner, scaler
+        self._stepping = False
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self._note_stepped)  # before a sync registers its own, which comes after
 
     def gradient(self, batch: Tensor) -> Tensor:
         """Make the gradient of the mean loss of int64[batch, length + 1]; return that loss, a scalar on the device.
@@ -43,21 +46,21 @@ class InnerStep:
             loss = self._loss(each)
             if len(each) < rows:
                 loss = loss * (len(each) / rows)
-            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
 
     def apply(self) -> None:
         """Clip the gradient, take the optimizers' step with it, and drop it. An fp16 gradient that is not finite is
         dropped without a step, by all optimizers alike. Raises BoxError where the optimizers' state does not fit."""
-        if self._scaler is not None:
+        if self.scaler is not None:
             for optimizer in self._optimizers:
-                self._scaler.unscale_(optimizer)
+                self.scaler.unscale_(optimizer)
         norm = clip_gradients(self._parameters, self._inner)
         finite = True
-        if self._scaler is not None:
+        if self.scaler is not None:
             finite = self._is_finite(norm)
-            self._scaler.update()
+            self.scaler.update()
         if finite:
             self._take_steps()
         self._drop_gradient()
@@ -71,15 +74,18 @@ class InnerStep:
         """Step, but not through the scaler, which lets a fused optimizer skip in silence, and each one for itself."""
         try:
             for optimizer in self._optimizers:
+                self._stepping = True
                 optimizer.step()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            told = str(error).splitlines()[0]
+            what, told = "inner optimizer's step" if self._stepping else "sync", str(error).splitlines()[0]
             raise BoxError(
-                f"the inner optimizer's step does not fit into the memory: {told}; try --parameters bf16, or a "
-                "GPU with more"
+                f"the {what} does not fit into the memory: {told}; try --parameters bf16, or a GPU with more"
             ) from error
+
+    def _note_stepped(self, *_: object) -> None:
+        self._stepping = False
 
     def _drop_gradient(self) -> None:
         for optimizer in self._optimizers:

@@ -1,13 +1,15 @@
 """A run's checkpoint, put into a model."""
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
 
 from protocol import wire
+from protocol.errors import Problem
 from protocol.fragments import first_difference
-from protocol.messages import RunState
+from protocol.messages import CheckpointDetail, RunState
 from worker.codecs import unpack_payload
 from worker.errors import ModelError
 from worker.link.client import Client
@@ -18,10 +20,14 @@ _HOST = torch.device("cpu")
 _PAUSE_S = 0.2
 _CONNECTIONS = 4
 
+log = logging.getLogger(__name__)
+
 
 def load_parameters(client: Client, model: nn.Module, state_round: int | None = None) -> int:
     """Put the trained parameters of checkpoint `state_round` (None: the latest) of the client's run into `model`;
     return its number.
+
+    Where the latest is deleted while it is fetched, because there is a later one, that is taken.
 
     The latest of a finished run is its final state; this waits for it, because the coordinator takes its own last outer
     step a moment after the run has finished. Raises Problem `not-found` for a checkpoint that does not exist, `gone`
@@ -37,14 +43,26 @@ def load_parameters(client: Client, model: nn.Module, state_round: int | None = 
             f"the frozen parameters here ({frozen or 'none'}) are not those of the run {client.run} ({run.frozen}); "
             "load the weights that its workers have"
         )
-    checkpoint = client.checkpoint(state_round)
-    difference = first_difference(checkpoint.layout.tensors, tensor_specs(model))
-    if difference:
-        raise ModelError(f"the model built here is not the model of the run {client.run}: {difference}")
+    while True:
+        checkpoint = client.checkpoint(state_round)
+        difference = first_difference(checkpoint.layout.tensors, tensor_specs(model))
+        if difference:
+            raise ModelError(f"the model built here is not the model of the run {client.run}: {difference}")
+        try:
+            _fetch_into(model, client, checkpoint)
+        except Problem as problem:
+            if state_round is not None or problem.slug not in ("gone", "not-found"):
+                raise
+            log.info("%s: asking again for the latest checkpoint", problem.detail)
+            client.pause(_PAUSE_S)
+        else:
+            return checkpoint.round
+
+
+def _fetch_into(model: nn.Module, client: Client, checkpoint: CheckpointDetail) -> None:
     fragments = DenseFragments(model, checkpoint.layout)
     with ThreadPoolExecutor(_CONNECTIONS, "checkpoint") as connections:
         for p, elements in enumerate(checkpoint.layout.elements):
             limit_bytes = wire.max_payload_bytes("fp32", 2 * elements)
             payload = client.checkpoint_fragment(checkpoint.round, checkpoint.fragments[p], limit_bytes, connections)
             fragments.scatter(p, unpack_payload(payload, _HOST)[:elements])
-    return checkpoint.round

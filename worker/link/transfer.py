@@ -14,7 +14,7 @@ import numpy as np
 from blake3 import blake3
 
 from protocol import wire
-from protocol.answers import raise_for_problem
+from protocol.answers import header_number, raise_for_problem
 from protocol.digest import Buffer, content_digest
 from protocol.errors import Transient, UnexpectedAnswer
 from protocol.messages import Stage
@@ -154,22 +154,22 @@ class Download:
 
     def _start(self, response: httpx.Response) -> None:
         """Go on after the bytes received so far if the server does, else begin anew."""
-        etag, length = response.headers.get("ETag", ""), response.headers.get("Content-Length", "")
-        if not etag or not length.isdigit():
+        etag, length = response.headers.get("ETag", ""), header_number(response.headers.get("Content-Length", ""))
+        if not etag or length is None:
             raise UnexpectedAnswer(
                 f"{self._path} answered without ETag or Content-Length: not a coordinator, or a proxy that alters it"
             )
         if response.status_code == 206 and self._received and etag == self._etag:
-            if int(length) == len(self._data) - self._received:
+            if length == len(self._data) - self._received:
                 return
             self._restart()
             raise Transient(f"{self._path} answered another range than the one asked for")
         self._restart()
         if response.status_code != 200:
             raise Transient(f"{self._path} answered {response.status_code} to a request for the whole")
-        if int(length) > self._limit_bytes:
+        if length > self._limit_bytes:
             raise UnexpectedAnswer(f"{self._path} announces {length} bytes, at most {self._limit_bytes} can be right")
-        self._etag, self._data = etag, memory(int(length))
+        self._etag, self._data = etag, memory(length)
 
 
 class Part:

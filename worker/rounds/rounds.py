@@ -277,8 +277,13 @@ class Rounds:
             # They stand still while work is written; where a round starts, the training goes on meanwhile.
             return [copied(each) for each in taken] if isinstance(work, RoundStart) else taken
 
-        warmup_left = self._training.steps.warmup_left or 0
-        return self._saver.save(work, partial=partial, optimizers=optimizers, warmup_left=warmup_left)
+        return self._saver.save(
+            work,
+            partial=partial,
+            optimizers=optimizers,
+            scaler=self._training.scaler_state,
+            warmup_left=self._training.steps.warmup_left or 0,
+        )
 
     def _resume(self) -> Assignment:
         """Go on from the last process's snapshot, if there is one; return the first assignment."""
@@ -298,6 +303,8 @@ class Rounds:
             raise ModelError(
                 f"the inner optimizers are not those of the snapshot in this state_dir: {error}"
             ) from error
+        if self._training.scaler is not None and found.scaler is not None:  # the last process may have had none
+            self._training.scaler.load_state_dict(found.scaler)
         log.info("resuming with the work of round %d", found.work.round)
         if isinstance(found.work, Work):
             self._contribute(found.work, partial=found.partial)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,7 +15,8 @@ from worker.state.fragments import Fragments
 @dataclass(frozen=True)
 class Training:
     """What one worker trains. `evaluate` measures the held-out loss of the model as it is; None where none is.
-    `initial` puts state 0 into the model; None where it holds that."""
+    `initial` puts state 0 into the model; None where it holds that. `scaler` scales the loss, for fp16; None where
+    nothing does."""
 
     fragments: Fragments
     optimizers: Sequence[torch.optim.Optimizer]
@@ -22,3 +24,8 @@ class Training:
     progress: Progress
     evaluate: Callable[[], EvaluationReport] | None
     initial: Callable[[], None] | None
+    scaler: torch.amp.GradScaler | None
+
+    def scaler_state(self) -> dict[str, Any] | None:
+        """Return the scale of the loss and when it grows; None without a scaler."""
+        return None if self.scaler is None else self.scaler.state_dict()

@@ -75,10 +75,11 @@ class Saver:
         *,
         partial: bool,
         optimizers: Callable[[], list[dict[str, Any]]],
+        scaler: Callable[[], dict[str, Any] | None],
         warmup_left: int,
     ) -> Future[None] | None:
-        """Begin to write `work`, done on the outer state that was written last or is there now, and the inner
-        optimizers' states after it, which are asked for only where there is a directory.
+        """Begin to write `work`, done on the outer state that was written last or is there now, and the states
+        of the inner optimizers and the GradScaler after it, which are asked for only where there is a directory.
 
         Nothing of what is given may change before the future is done; it raises OSError.
         """
@@ -87,7 +88,7 @@ class Saver:
             return None
         assert self._written[0] == work.round, "what is trained on is written as the training begins"
         self._work_slot = self._state_slot
-        taken = bound(Snapshot, work, partial, optimizers(), warmup_left, self._work_slot)
+        taken = bound(Snapshot, work, partial, optimizers(), scaler(), warmup_left, self._work_slot)
         write = self._stages.timed(Stage.SNAPSHOT, self._write)
         return self._thread.submit(write, self._files, self._digests, taken)
 

@@ -41,8 +41,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The work done on state `work.round` of the run, and the states of the inner optimizers after it. Or, where
-    training goes on while fragments travel, what that round starts from, and theirs before it.
+    """The work done on state `work.round` of the run, and the states of the inner optimizers, and of the GradScaler if
+    there is one, after it. Or, where training goes on while fragments travel, what that round starts from, and theirs
+    before it.
 
     `digests` are the outer state's, which is in a file of its own, number `slot`. `partial`: the worker left in the
     middle of the round. `warmup_left`: inner steps until a joiner is warm.
@@ -51,6 +52,7 @@ class Snapshot:
     work: Work | RoundStart
     partial: bool
     inner_optimizers: list[dict[str, Any]]
+    scaler: dict[str, Any] | None
     warmup_left: int
     slot: int
     digests: list[bytes]
@@ -83,6 +85,7 @@ def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
         **_written(snapshot.work),
         "partial": snapshot.partial,
         "inner_optimizers": snapshot.inner_optimizers,
+        "scaler": snapshot.scaler,
         "warmup_left": snapshot.warmup_left,
         "slot": snapshot.slot,
         "digests": snapshot.digests,
@@ -134,6 +137,7 @@ def load(files: StateDir, owner: str, state: OuterState) -> Snapshot | None:
             inner_optimizers=(
                 document["inner_optimizers"] if "inner_optimizers" in document else [document["inner_optimizer"]]
             ),
+            scaler=document.get("scaler"),  # which older processes did not write
             warmup_left=document["warmup_left"],
             slot=document["slot"],
             digests=document["digests"],

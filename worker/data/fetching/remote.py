@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import httpx
 
+from protocol.answers import header_number
 from protocol.errors import Transient
 from worker.errors import DataError
 
@@ -68,8 +69,8 @@ class HttpFiles:
         with self._get(name, {"Range": f"bytes={start}-{stop - 1}"}) as answer:
             ranged = answer.status_code == 206
             size = answer.headers.get("Content-Range", "").rpartition("/")[2] if ranged else _length(answer)
-            if size.isdigit() and int(size) < stop:
-                raise _ends_early(self.url(name), int(size), stop)
+            if (known := header_number(size)) is not None and known < stop:
+                raise _ends_early(self.url(name), known, stop)
             position = start if ranged else 0  # a server that knows no ranges sends the whole file
             for piece in answer.iter_raw():
                 ours = piece[max(start - position, 0) : max(stop - position, 0)]
@@ -106,8 +107,8 @@ class HttpFiles:
         if status in (200, 206):
             return
         if status in _BUSY or status >= 500:
-            asked = answer.headers.get("Retry-After", "")
-            raise Transient(f"{url} answers {status}", retry_after_s=float(asked) if asked.isdigit() else None)
+            asked = header_number(answer.headers.get("Retry-After", ""))
+            raise Transient(f"{url} answers {status}", retry_after_s=asked)
         if status == 416:
             raise DataError(f"{url} ends before what its index names: {_AGAIN}")
         if status in _CLOSED:

@@ -1,8 +1,9 @@
 """JSON lines: each line is an object, one of whose members is the text of a document."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +37,29 @@ class LinesTask:
                 if not line:
                     raise changed(self.path)
                 if line.strip():
-                    yield from self._document(line, at)
+                    yield from line_pieces(line, self.column, self.hold, partial(self._where, at))
                 at += len(line)
-
-    def _document(self, line: bytes, at: int) -> Iterator[Piece]:
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{self._where(at)}: this is not JSON ({error}); mend the line or remove it") from error
-        text = found.get(self.column) if isinstance(found, dict) else None
-        if not isinstance(text, str):
-            raise DataError(f"{self._where(at)}: {no_text(found, self.column)}")
-        try:
-            yield from document(text, self.hold)
-        except UnicodeEncodeError as error:
-            raise DataError(f"{self._where(at)}: half a character ({error}); mend the line or remove it") from error
 
     def _where(self, at: int) -> str:
         """Name the line that begins at byte `at`; they are counted only now that somebody wants to know."""
         with self.path.open("rb") as file:
             before = sum(piece.count(b"\n") for piece in _pieces_of(file, at))
         return f"{self.path}, line {before + 1}"
+
+
+def line_pieces(line: bytes, column: str, hold: Hold, where: Callable[[], str]) -> Iterator[Piece]:
+    """Yield the document of one line. Raises DataError, by the name that `where` returns of it."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where()}: this is not JSON ({error}); mend the line or remove it") from error
+    text = found.get(column) if isinstance(found, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f"{where()}: {no_text(found, column)}")
+    try:
+        yield from document(text, hold)
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where()}: half a character ({error}); mend the line or remove it") from error
 
 
 def _pieces_of(file: Any, length: int) -> Iterator[bytes]:

@@ -115,6 +115,16 @@ def line_start(file: IO[bytes], at: int, length: int, *, most: int | None = None
     return length
 
 
+def next_line(content: bytearray, at: int, *, most: int | None, ended: bool) -> int:
+    """Return where `line_start` would find a line, at > 0, if the stream that begins with this content were a file,
+    `most` a step or None; 0 where that is not to be seen yet, or if the stream has `ended`, at its end."""
+    stop = len(content) if most is None else at - 1 + 2 * most
+    found = content.find(b"\n", at - 1, stop) + 1
+    if not found and most is not None and len(content) >= (at + most if ended else stop):
+        return at + _character_start(bytes(content[at : at + 4]), 0, 1)
+    return found
+
+
 def changed(path: object) -> DataError:
     """Return the error of a file that is not as long as it was."""
     return DataError(f"{path} changed while it was read; let nobody write to it, and start again")

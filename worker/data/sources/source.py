@@ -10,14 +10,19 @@ from typing import Any
 from worker.data.sources.files import Named, source_files
 from worker.data.sources.hub import PREFIX, hub_tasks
 from worker.data.sources.jsonl import line_tasks
+from worker.data.sources.packed import packed_line_tasks, packed_text_tasks
 from worker.data.sources.parquet import row_tasks
 from worker.data.sources.pieces import TASK_BYTES, Hold, Task
 from worker.data.sources.text import text_tasks
 from worker.errors import DataError
 
 TEXT, JSONL, PARQUET, BIN, PACKED, HUB = "text", "JSON lines", "parquet", "tokens", "compressed files", "hub"
+PACKED_TEXT, PACKED_JSONL = "compressed text", "compressed JSON lines"
 _KINDS = {".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET, ".bin": BIN}
 _KINDS |= dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip"), PACKED)
+for _ending in (".gz", ".zst"):  # C4's files are .json.gz
+    _KINDS |= {f".txt{_ending}": PACKED_TEXT}
+    _KINDS |= dict.fromkeys((f".jsonl{_ending}", f".ndjson{_ending}", f".json{_ending}"), PACKED_JSONL)
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,10 @@ class Source:
         tasks: Iterator[Task]
         if self.kind == JSONL:
             tasks = line_tasks(self.files, self.column, hold, task_bytes)
+        elif self.kind == PACKED_JSONL:
+            return packed_line_tasks(self.files, self.column, hold, rows, task_bytes)
+        elif self.kind == PACKED_TEXT:
+            return packed_text_tasks(self.files, self.holdout, rows, task_bytes)
         elif self.kind == PARQUET:
             tasks = row_tasks(self.files, self.column, hold, task_bytes)
         else:
@@ -68,14 +77,19 @@ def find_source(name: str, column: str, holdout: float) -> Source:
         )
     (kind,) = kinds
     if kind in (PACKED, BIN):
-        remedy = "unpack them first" if kind == PACKED else "data.source takes them as they are"
+        remedy = (
+            "only .jsonl and .txt with .gz or .zst are unpacked here"
+            if kind == PACKED
+            else "data.source takes them as they are"
+        )
         raise DataError(f"data.source = {name!r}: {kinds[kind]} is not text but {kind}; {remedy}")
     return Source(name, kind, files, column, holdout)
 
 
 def kind_of(file: str) -> str:
     """Return the kind of a file, by the end of its name."""
-    return _KINDS.get(PurePath(file).suffix.lower(), TEXT)
+    suffixes = [suffix.lower() for suffix in PurePath(file).suffixes[-2:]] or [""]
+    return _KINDS.get("".join(suffixes)) or _KINDS.get(suffixes[-1], TEXT)
 
 
 def cores() -> int:

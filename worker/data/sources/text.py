@@ -9,7 +9,7 @@ from worker.data.sources.files import Named, held_out_names
 from worker.data.sources.pieces import TASK_BYTES, Piece, changed, line_start, pieces
 from worker.errors import DataError
 
-_LINE_BYTES = 1 << 16  # a longer line may be cut
+LINE_BYTES = 1 << 16  # a longer line may be cut
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TextTask:
     def pieces(self) -> Iterator[Piece]:
         for each in self.ranges:
             with each.path.open("rb") as file:
-                start, stop = (line_start(file, at, each.length, most=_LINE_BYTES) for at in (each.start, each.stop))
+                start, stop = (line_start(file, at, each.length, most=LINE_BYTES) for at in (each.start, each.stop))
                 file.seek(start)
                 content = file.read(stop - start)
                 if len(content) < stop - start or (stop == each.length and file.read(1)):

@@ -26,6 +26,8 @@ DTYPES = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 32}  # and the voca
 DtypeName = Literal["uint8", "uint16", "uint32"]
 Item = np.dtype[np.uint8] | np.dtype[np.uint16] | np.dtype[np.uint32]
 
+_BYTES_PER_TOKEN = 1 << 20  # at most; a word that a tokenizer does not know may be one token, however long
+
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
@@ -75,6 +77,8 @@ class Index(_Part):
             raise ValueError(f"dtype {self.dtype} has no room for a vocabulary of {self.vocabulary}")
         if self.end is not None and self.end >= self.vocabulary:
             raise ValueError(f"end = {self.end} is not below vocabulary = {self.vocabulary}")
+        if (self.bytes_per_token or 0) > _BYTES_PER_TOKEN:
+            raise ValueError(f"no token stands for {self.bytes_per_token:.3g} bytes of text, as those held out would")
         return self
 
     @property
