@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import zstandard
 
-from worker.data.files import Named, held_out_names
+from worker.data.sources.files import Named, held_out_names
 from worker.data.sources.jsonl import line_pieces
 from worker.data.sources.pieces import TASK_BYTES, Hold, Piece, next_line, pieces
 from worker.data.sources.text import LINE_BYTES
