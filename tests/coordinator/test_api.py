@@ -94,7 +94,7 @@ def test_a_malformed_message_is_refused_with_the_key_and_what_is_wrong(
     assert said in problem(reply, "invalid-message")["detail"]
 
 
-def test_every_json_request_refuses_unknown_keys(admin: httpx.Client, member: Member) -> None:
+def test_every_json_request_but_metrics_refuses_unknown_keys(admin: httpx.Client, member: Member) -> None:
     names = {"run": "r", "worker": member.name}
     takes_json = [
         (method, re.sub(r"\{(\w+)\}", lambda each: names.get(each[1], "0"), path))
@@ -107,6 +107,9 @@ def test_every_json_request_refuses_unknown_keys(admin: httpx.Client, member: Me
         replies = [client.request(method, path, json={"surprise": 1}) for client in (admin, member.http)]
         allowed = [reply for reply in replies if reply.status_code != 403]
         assert allowed, (method, path)
+        if path.endswith("/lease"):  # no worker is to lose it for a figure that an older coordinator cannot show
+            assert [reply.status_code for reply in allowed] == [200]
+            continue
         for reply in allowed:
             assert "surprise: there is no such key" in problem(reply, "invalid-message")["detail"]
 

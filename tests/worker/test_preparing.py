@@ -223,7 +223,7 @@ def test_of_one_text_file_the_end_is_held_out(tokenizer: str, tmp_path: Path) ->
 def test_characters_are_never_cut(tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of 30 kB of characters of three bytes, in tasks of 2000 bytes and pieces of 1000."""
     monkeypatch.setattr("worker.data.sources.pieces.PIECE_BYTES", 1000)
-    monkeypatch.setattr("worker.data.sources.text._LINE_BYTES", 500)
+    monkeypatch.setattr("worker.data.sources.text.LINE_BYTES", 500)
     monkeypatch.setattr("worker.data.sources.pieces._STEP_BYTES", 100)
     line = "a" + "字" * 10_000
     (tmp_path / "one.txt").write_text(line)
