@@ -30,7 +30,7 @@ from protocol import wire
 from protocol.codecs import REFERENCE
 from protocol.digest import content_digest, digest, model_digest
 from protocol.fragments import TensorSpec, plan_fragments
-from protocol.outer_step import in_numpy
+from protocol.outer_step import in_numpy, reached
 from protocol.spec import DataSpec, InnerSpec, ModelSpec, RunSpec, SyncSpec
 from worker.data.opening import open_training_set
 from worker.data.text import TextData
@@ -215,7 +215,8 @@ def outer_steps() -> Document:
             by = np.concatenate([array(0.5, -0.25, 0.125, -0.0, 1e-3, 3e29, -LEAST, 2.0**-127), spread(24, 10 + step)])
             case["steps"].append({"delta": hexadecimal(by)})
             in_numpy(ours, u, by, learning_rate=learning_rate, beta=beta)
-            case["steps"][-1] |= {"theta": hexadecimal(ours), "u": hexadecimal(u)}
+            point = reached(ours, u, learning_rate=learning_rate, beta=beta)
+            case["steps"][-1] |= {"theta": hexadecimal(ours), "u": hexadecimal(u), "reached": hexadecimal(point)}
         result.append(case)
     return result
 

@@ -38,6 +38,21 @@ def outer_step_by(codec: Codec, data: U8, theta: F32, momentum: F32, *, learning
     outer_step(theta, momentum, delta, learning_rate=learning_rate, beta=beta)
 
 
+def reached(theta: F32, momentum: F32, *, learning_rate: float, beta: float) -> F32:
+    """Return the point that Nesterov's method has reached, float32[n]: x = θ + η·β·u.
+
+        t ← β·u ;  t ← η·t ;  x ← θ + t
+
+    θ is where it looks ahead from there, by one more step along u, and where gradients are taken (Sutskever et al.,
+    ICML 2013; in this form Bengio et al., arXiv 1212.0901, section 3.5). So workers train on from θ, and x is the model
+    that is evaluated and exported: it is a mean over more rounds, with less of the last one's noise.
+    """
+    point: F32 = momentum * np.float32(beta)
+    np.multiply(point, np.float32(learning_rate), out=point)
+    np.add(theta, point, out=point)
+    return point
+
+
 def in_numpy(theta: F32, momentum: F32, delta: F32, *, learning_rate: float, beta: float) -> None:
     """Compute `outer_step` operation by operation: the reference."""
     lr, mu = np.float32(learning_rate), np.float32(beta)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from outerstep import evaluating
+from protocol.messages import CheckpointDetail
+from protocol.wire import Payload
 from tests.outerstep.conftest import Served
 from tests.support.file_server import FileServer, file_server
 from tests.support.specs import tiny_spec
@@ -29,6 +32,7 @@ from worker.agent import run_worker
 from worker.data.making.preparing import Recipe, prepare
 from worker.data.sources.source import find_source
 from worker.data.tokens.tokenizer import load_tokenizer
+from worker.state.fragments import DenseFragments
 
 RUN = "evaluated"
 
@@ -86,6 +90,23 @@ def test_a_checkpoint_has_the_loss_that_the_worker_has_measured(trained: Trained
 def test_an_export_has_the_loss_of_what_was_exported(trained: Trained, exported: Path) -> None:
     found = trained.evaluate("--export", str(exported))
     assert found["held_out"]["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-5)
+
+
+def test_what_is_exported_is_the_point_that_the_outer_optimizer_has_reached(trained: Trained, exported: Path) -> None:
+    """Bit for bit, from the bytes of the checkpoint: θ is where training would go on, a look ahead from there."""
+    with trained.running.client() as http:
+        checkpoint = CheckpointDetail.model_validate(http.get(f"/v1/runs/{RUN}/checkpoints/latest").json())
+        at = f"/v1/runs/{RUN}/checkpoints/{checkpoint.round}/fragments"
+        bodies = [http.get(f"{at}/{p}").raise_for_status().content for p in range(len(checkpoint.fragments))]
+    outer = trained.run["spec"]["outer"]
+    fragments = DenseFragments(LlamaForCausalLM.from_pretrained(exported), checkpoint.layout)
+    for p, body in enumerate(bodies):
+        state = np.empty(2 * checkpoint.layout.elements[p], np.float32)
+        Payload.from_bytes(body).decode(state)
+        theta, momentum = state.reshape(2, -1)
+        ahead = np.float32(outer["learning_rate"]) * (np.float32(outer["momentum"]) * momentum)
+        assert np.abs(ahead).max() > 1e-3
+        assert fragments.gather(p).numpy().tobytes() == (theta + ahead).tobytes()
 
 
 def test_other_text_is_evaluated_on_only_if_it_is_asked_for(trained: Trained, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.outer_step import outer_step
+from protocol.outer_step import outer_step, reached
 
 
 def test_two_steps_by_hand() -> None:
@@ -65,3 +65,28 @@ def test_against_torch_sgd(learning_rate: float, beta: float) -> None:
         assert (
             np.abs(theta - parameter.detach().numpy()) <= 16 * np.finfo(np.float32).eps * np.maximum(largest, 10)
         ).all()
+
+
+def test_what_is_reached_is_the_iterate_of_nesterovs_method() -> None:
+    """v ← μ·v − η·∇f(x + μ·v) ; x ← x + v (Sutskever et al. 2013, equations 3 and 4), on a quadratic."""
+    lr, mu = 0.1, 0.9
+    curvature = np.linspace(0.1, 2, 100)
+    x, v = np.linspace(-1, 1, 100), np.zeros(100)
+    theta, momentum = x.astype(np.float32), np.zeros(100, np.float32)
+    for _ in range(20):
+        assert np.allclose(reached(theta, momentum, learning_rate=lr, beta=mu), x, rtol=0, atol=1e-6)
+        assert np.allclose(theta, x + mu * v, rtol=0, atol=1e-6)
+        v = mu * v - lr * curvature * (x + mu * v)
+        x = x + v
+        outer_step(theta, momentum, curvature.astype(np.float32) * theta, learning_rate=lr, beta=mu)
+
+
+def test_what_is_reached_is_rounded_once_per_operation_and_changes_nothing() -> None:
+    random = np.random.default_rng(2)
+    theta, momentum = (random.standard_normal(1000).astype(np.float32) for _ in range(2))
+    before = theta.tobytes(), momentum.tobytes()
+    found = reached(theta, momentum, learning_rate=0.7, beta=0.9)
+    mu, lr = np.float32(0.9), np.float32(0.7)
+    assert found.tolist() == [t + lr * (mu * u) for t, u in zip(theta, momentum, strict=True)]
+    assert (theta.tobytes(), momentum.tobytes()) == before
+    assert np.array_equal(reached(theta, momentum, learning_rate=1.0, beta=0.0), theta)

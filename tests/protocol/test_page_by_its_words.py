@@ -127,6 +127,9 @@ def test_an_outer_step_is_what_the_page_says(case: dict[str, Any]) -> None:
         t = eta * t
         theta = theta - t
         assert (theta.tobytes().hex(), u.tobytes().hex()) == (step["theta"], step["u"])
+        t = mu * u
+        t = eta * t
+        assert (theta + t).tobytes().hex() == step["reached"]
 
 
 # --- sections 2, 5 and 8 ------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from protocol import wire
 from protocol.errors import Problem
 from protocol.fragments import first_difference
 from protocol.messages import CheckpointDetail, RunState
+from protocol.outer_step import reached
+from protocol.spec import OuterSpec
 from worker.codecs import unpack_payload
 from worker.errors import ModelError
 from worker.link.client import Client
@@ -24,8 +26,8 @@ log = logging.getLogger(__name__)
 
 
 def load_parameters(client: Client, model: nn.Module, state_round: int | None = None) -> int:
-    """Put the trained parameters of checkpoint `state_round` (None: the latest) of the client's run into `model`;
-    return its number.
+    """Put the trained parameters of checkpoint `state_round` (None: the latest) of the client's run into `model`, as
+    far as the outer optimizer has reached (`protocol.outer_step.reached`); return its number.
 
     Where the latest is deleted while it is fetched, because there is a later one, that is taken.
 
@@ -49,7 +51,7 @@ def load_parameters(client: Client, model: nn.Module, state_round: int | None = 
         if difference:
             raise ModelError(f"the model built here is not the model of the run {client.run}: {difference}")
         try:
-            _fetch_into(model, client, checkpoint)
+            _fetch_into(model, client, checkpoint, run.spec.outer)
         except Problem as problem:
             if state_round is not None or problem.slug not in ("gone", "not-found"):
                 raise
@@ -59,10 +61,12 @@ def load_parameters(client: Client, model: nn.Module, state_round: int | None = 
             return checkpoint.round
 
 
-def _fetch_into(model: nn.Module, client: Client, checkpoint: CheckpointDetail) -> None:
+def _fetch_into(model: nn.Module, client: Client, checkpoint: CheckpointDetail, outer: OuterSpec) -> None:
     fragments = DenseFragments(model, checkpoint.layout)
     with ThreadPoolExecutor(_CONNECTIONS, "checkpoint") as connections:
         for p, elements in enumerate(checkpoint.layout.elements):
             limit_bytes = wire.max_payload_bytes("fp32", 2 * elements)
             payload = client.checkpoint_fragment(checkpoint.round, checkpoint.fragments[p], limit_bytes, connections)
-            fragments.scatter(p, unpack_payload(payload, _HOST)[:elements])
+            theta, momentum = unpack_payload(payload, _HOST).numpy().reshape(2, elements)
+            point = reached(theta, momentum, learning_rate=outer.learning_rate, beta=outer.momentum)
+            fragments.scatter(p, torch.from_numpy(point))

@@ -126,13 +126,13 @@ class Rounds:
         return self._round
 
     def _place(self, assignment: Assignment) -> None:
-        """Put into the model what the inner steps start from. On the way there it has the global parameters, whose
-        held-out loss is told to the coordinator if it asks for it."""
+        """Put into the model what the inner steps start from. On the way there it has the global parameters, as far as
+        the outer optimizer has reached, whose held-out loss is told to the coordinator if it asks for it."""
         evaluate = self._training.evaluate if assignment.evaluate else None
         local = {p: self._fragments.gather(p) for p in self._trained_on} if evaluate else {}
         if evaluate is not None:
             for p in range(len(self._state)):
-                self._fragments.rebase(p, self._state.theta[p], None)
+                self._fragments.rebase(p, self._state.reached(p), None)
             self._tell_evaluation(assignment.round, evaluate)
         for p in range(len(self._state)):
             if p in local:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from protocol.digest import Buffer, StateHash, model_digest
 from protocol.fragments import Layout
-from protocol.outer_step import outer_step_by
+from protocol.outer_step import outer_step_by, reached
 from protocol.spec import OuterSpec
 from protocol.wire import DeltaHeader, Payload, StateHeader
 from worker.codecs import unpack_payload
@@ -53,6 +53,11 @@ class OuterState:
         on."""
         known = self._digests[p]
         return self._rehash(p) if known is None else known
+
+    def reached(self, p: int) -> Tensor:
+        """Return the parameters of fragment p that are evaluated, float32[n], as `protocol.outer_step` has them."""
+        lr, beta = self._outer.learning_rate, self._outer.momentum
+        return torch.from_numpy(reached(self.theta[p].numpy(), self.momentum[p].numpy(), learning_rate=lr, beta=beta))
 
     @property
     def digests(self) -> list[bytes]:
