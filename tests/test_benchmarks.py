@@ -30,7 +30,8 @@ ROOT = Path(__file__).parents[1]
 def test_pages_name_benchmarks_as_they_are_run() -> None:
     """As modules: as a file, one finds its neighbours only where the project is installed."""
     sources = {f"benchmarks.{path.stem}": path for path in (ROOT / "benchmarks").glob("*.py")}
-    sources["benchmarks.peers"] = ROOT / "benchmarks" / "peers" / "__main__.py"
+    for package in ("convergence", "peers"):
+        sources[f"benchmarks.{package}"] = ROOT / "benchmarks" / package / "__main__.py"
     texts = {name: path.read_text() for name, path in sources.items()}
     pages = [path.read_text() for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"))]
     everything = "\n".join([*texts.values(), *pages])

@@ -1,6 +1,8 @@
 """The demo: a coordinator and several workers on this machine, as the separate processes that they are in real life."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +32,30 @@ class Plan:
     directory: Path
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A run that has ended, on a coordinator that still runs; `seconds` since the coordinator was started."""
+
+    run: RunDetail
+    client: rest.Client
+    admin_token: str
+    seconds: float
+
+
 def run_demo(plan: Plan, display: Display) -> tuple[Summary, str]:
     """Run the demo to its end. Return its summary, as figures and as text. Raises ChildError if a process dies."""
+    started = time.monotonic()
+    with trained(plan, display) as it:
+        sample = _sample(it.client, it.admin_token, plan.directory / "model")
+        rounds, workers = list(it.client.rounds(RUN)), list(it.client.workers(RUN))
+    summary = summarise(it.run, rounds, workers, seconds=time.monotonic() - started, sample=sample)
+    return summary, summary_text(summary, it.run, PROMPT)
+
+
+@contextmanager
+def trained(plan: Plan, display: Display) -> Iterator[Trained]:
+    """Start a coordinator and the workers, and yield once the run has ended and the workers have left it. Raises
+    ChildError if a process dies."""
     started = time.monotonic()
     for name in ("logs", "coordinator", "workers"):
         (plan.directory / name).mkdir()
@@ -43,12 +67,9 @@ def run_demo(plan: Plan, display: Display) -> tuple[Summary, str]:
         try:
             with rest.connect(url, admin_token, trust_env=False) as client:
                 run = _train(client, url, processes, plan, display)
-                sample = _sample(client, admin_token, plan.directory / "model")
-                rounds, workers = list(client.rounds(RUN)), list(client.workers(RUN))
+                yield Trained(run, client, admin_token, time.monotonic() - started)
         except Transient as error:
             raise unreachable(coordinator) from error
-    summary = summarise(run, rounds, workers, seconds=time.monotonic() - started, sample=sample)
-    return summary, summary_text(summary, run, PROMPT)
 
 
 def _train(client: rest.Client, url: str, processes: Processes, plan: Plan, display: Display) -> RunDetail:

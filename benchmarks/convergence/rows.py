@@ -1,0 +1,120 @@
+"""The rows of the table: runs, by the keys in which they differ from one spec."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from outerstep.demo.spec import RUN
+
+WORKERS, BATCH, LENGTH = 8, 8, 64
+STEPS = 3000
+LOOKS = 12  # times that the held-out loss is measured
+
+SPEC: dict[str, dict[str, Any]] = {
+    "model": {"preset": "tiny"},
+    "data": {"sequence_length": LENGTH},
+    "inner": {"batch_size": BATCH, "learning_rate": 4e-3, "warmup_steps": 100},
+    "outer": {"learning_rate": 1.0, "momentum": 0.8},
+    "sync": {"inner_steps": 50, "upload_codec": "int4", "download_codec": "int4", "fragment_elements": 50_000},
+    # A machine that is slow for a while is no reason to leave a worker out.
+    "members": {"lease_s": 60, "grace_min_s": 600},
+    "evaluation": {"max_tokens": 65_536},
+}
+
+
+# One worker's outer step that only takes over what it has trained.
+TAKE_OVER = {
+    "outer.learning_rate": 1.0,
+    "outer.momentum": 0.0,
+    "sync.upload_codec": "fp32",
+    "sync.download_codec": "fp32",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run of `workers`; `synchronous`: of one that does the work of them all, batch by batch. `keys` are those of the
+    spec, dotted, in which it differs."""
+
+    workers: int = WORKERS
+    synchronous: bool = False
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.synchronous else self.workers
+
+    def spec(self, steps: int, seed: int) -> str:
+        """Return the run's spec, TOML, for so many inner steps of each worker."""
+        document = {section: dict(keys) for section, keys in SPEC.items()}
+        synchronous = {"inner.batch_size": BATCH * self.workers, **TAKE_OVER} if self.synchronous else {}
+        for name, value in {**synchronous, **self.keys}.items():
+            section, key = name.split(".")
+            document.setdefault(section, {})[key] = value
+        sync = document["sync"]
+        sync["inner_steps"] = min(sync["inner_steps"], steps)
+        sync["rounds"] = steps // sync["inner_steps"]
+        document["evaluation"]["every_rounds"] = max(sync["rounds"] // LOOKS, 1)
+        document["members"]["min_workers"] = self.processes
+        lines = [f'name = "{RUN}"', f"seed = {seed}"]
+        for section, keys in document.items():
+            lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
+        return "\n".join(lines) + "\n"
+
+
+def _diloco(workers: int = WORKERS, **keys: Any) -> Row:
+    return Row(workers, False, {name.replace("__", "."): value for name, value in keys.items()})
+
+
+def _codecs(upload: str, download: str) -> dict[str, Any]:
+    return {"sync__upload_codec": upload, "sync__download_codec": download}
+
+
+# Inner learning rate -> the rows that DiLoCo's are compared with.
+SYNCHRONOUS = {rate: f"synchronous, rate {rate:g}" for rate in (2e-3, 4e-3, 8e-3, 16e-3)}
+ONE_WORKER = {rate: f"one worker, rate {rate:g}" for rate in (4e-3, 8e-3)}
+
+MUON: dict[str, Any] = {"inner__optimizer": "muon", "inner__learning_rate": 8e-3}
+
+ROWS: dict[str, Row] = {
+    **{name: Row(1, True, {"inner.learning_rate": rate}) for rate, name in ONE_WORKER.items()},
+    **{name: Row(WORKERS, True, {"inner.learning_rate": rate}) for rate, name in SYNCHRONOUS.items()},
+    "no communication": _diloco(sync__inner_steps=STEPS, outer__momentum=0.0, **_codecs("fp32", "fp32")),
+    "DiLoCo": _diloco(),
+    "DiLoCo, fp32": _diloco(**_codecs("fp32", "fp32")),
+    "DiLoCo, int8": _diloco(**_codecs("int8", "int8")),
+    "DiLoCo, ternary up": _diloco(**_codecs("ternary", "int4")),
+    "2 workers": _diloco(2),
+    "4 workers": _diloco(4),
+    "H 20": _diloco(sync__inner_steps=20),
+    "H 100": _diloco(sync__inner_steps=100),
+    "H 500": _diloco(sync__inner_steps=500),
+    "synchronous, Muon": Row(WORKERS, True, {name.replace("__", "."): value for name, value in MUON.items()}),
+    "Muon": _diloco(**MUON),
+    "Muon, ternary up": _diloco(**MUON, **_codecs("ternary", "int4")),
+    "Muon, H 100": _diloco(**MUON, sync__inner_steps=100),
+}
+
+# Title of a part of the table -> its rows, and what they show.
+GROUPS: dict[str, tuple[list[str], str]] = {
+    "Beside synchronous training": (
+        [*ONE_WORKER.values(), *SYNCHRONOUS.values(), "no communication", "DiLoCo"],
+        "One worker is what the others have to be better than. Without communication the models are averaged once, at "
+        "the end.",
+    ),
+    "Codecs": (
+        ["DiLoCo, fp32", "DiLoCo, int8", "DiLoCo", "DiLoCo, ternary up"],
+        "Up and down; ternary with int4 down.",
+    ),
+    "Workers": (["2 workers", "4 workers", "DiLoCo"], "Synchronous training does the work of 8 in every row."),
+    "Inner optimizer": (
+        ["synchronous, Muon", "Muon", "Muon, ternary up", "Muon, H 100"],
+        "Muon for the hidden matrices, AdamW for the rest (MuLoCo, arXiv 2505.23725), both at 8e-3; *same rate* and "
+        "*best rate* are of synchronous AdamW.",
+    ),
+    "Inner steps per round": (["H 20", "DiLoCo", "H 100", "H 500"], "The same inner steps in fewer rounds."),
+}
+
+QUICK = [ONE_WORKER[4e-3], SYNCHRONOUS[4e-3], "DiLoCo"]
+QUICK_STEPS = 200
