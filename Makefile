@@ -17,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check systems lint types simulate soak gpu clean
+.PHONY: demo test check systems simulated lint types simulate soak gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -26,10 +26,13 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m "not system"
 
-check: systems test types lint
+check: systems test simulated types lint
 
 systems: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m system
+	$(BIN)/python -m pytest -m system --ignore=tests/simulation
+
+simulated: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m system tests/simulation
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check
