@@ -64,7 +64,8 @@ class DiLoCo:
     """One worker of a run. Use it as a context manager: entering joins the run and waits for work, leaving leaves it.
 
     `model` holds the initial parameters (they seed the run if this worker is its first) on the device that it trains
-    on; afterwards its parameters belong to the run. `client.stop`, once set, ends everything within a few seconds.
+    on; afterwards its parameters belong to the run, and once that is over they are what an export of it has.
+    `client.stop`, once set, ends everything within a few seconds.
     Leaving in the middle of a round, stopped or not, hands in the inner steps that were done, if a few seconds suffice.
     `inner_optimizer` is one optimizer, or several in the order in which they step.
 

@@ -104,7 +104,8 @@ class Rounds:
             asked = self._ask()
 
     def _begin(self, assignment: Assignment) -> Round | None:
-        """Begin the round from the global parameters less `carry`; return None where the run is over."""
+        """Begin the round from the global parameters less `carry`; return None where the run is over: then the model is
+        what the outer optimizer has reached, as an export of the run is."""
         self.assignment = assignment
         over = assignment.action is Action.FINISH
         if over:
@@ -116,9 +117,10 @@ class Rounds:
         self._training.steps.begin(assignment)
         if assignment.round != self._state.round:
             raise UnexpectedAnswer(f"asked to train on state {assignment.round} while holding {self._state.round}")
-        self._place(assignment)
         if over:
+            self._reach(assignment)
             return None
+        self._place(assignment)
         durable = Durable(start=self._start_saved) if self._sync.streams else Durable(save=self._save)
         self._round = Round(self._exchange, self._training, assignment, self.carry, durable, self._ask_ahead)
         self._training.progress.begin_round(assignment.round)
@@ -126,19 +128,28 @@ class Rounds:
         return self._round
 
     def _place(self, assignment: Assignment) -> None:
-        """Put into the model what the inner steps start from. On the way there it has the global parameters, as far as
-        the outer optimizer has reached, whose held-out loss is told to the coordinator if it asks for it."""
-        evaluate = self._training.evaluate if assignment.evaluate else None
-        local = {p: self._fragments.gather(p) for p in self._trained_on} if evaluate else {}
-        if evaluate is not None:
-            for p in range(len(self._state)):
-                self._fragments.rebase(p, self._state.reached(p), None)
-            self._tell_evaluation(assignment.round, evaluate)
+        """Put into the model what the inner steps start from; on the way there, it is evaluated if that is wanted."""
+        evaluated = self._evaluation(assignment) is not None
+        local = {p: self._fragments.gather(p) for p in self._trained_on} if evaluated else {}
+        if evaluated:
+            self._reach(assignment)
         for p in range(len(self._state)):
             if p in local:
                 self._fragments.scatter(p, local[p])
-            elif evaluate is not None or not self._placed:
+            elif evaluated or not self._placed:
                 self._fragments.rebase(p, self._state.theta[p], self.carry.delta(p))
+
+    def _evaluation(self, assignment: Assignment) -> Callable[[], EvaluationReport] | None:
+        """Return what measures the held-out loss, if the coordinator asks this worker for it and it can."""
+        return self._training.evaluate if assignment.evaluate else None
+
+    def _reach(self, assignment: Assignment) -> None:
+        """Put into the model what the outer optimizer has reached, and tell its held-out loss if that is wanted."""
+        for p in range(len(self._state)):
+            self._fragments.rebase(p, self._state.reached(p), None)
+        evaluate = self._evaluation(assignment)
+        if evaluate is not None:
+            self._tell_evaluation(assignment.round, evaluate)
 
     def _tell_evaluation(self, state_round: int, evaluate: Callable[[], EvaluationReport]) -> None:
         self._training.progress.phase("evaluate")
