@@ -2,8 +2,9 @@
 # make test    the tests of every part and 12 seeds of the simulation, in about 6 minutes on two cores: while you work
 # make check   format, lint, types and all tests: what must hold before a change is merged. Beside `make test` also whole
 #              systems (marked `system`): kills at every crash point, a soak, installations, the demo, planted bugs, 300
-#              seeds of the simulation. `make --jobs=2 check` runs the two side by side, in about a quarter of an hour;
-#              `.ci/run` does that in a clean clone, as continuous integration does
+#              seeds of the simulation. `make --jobs=2 check` runs two of its parts side by side, in about a quarter of an
+#              hour; `.ci/run` does that in a clean clone, as continuous integration does. The parts are `systems`,
+#              `simulated` (whole systems in the simulation), `test`, `types` and `lint`
 # make simulate    SEEDS=100000 simulated runs under faults, on all CPUs, with the invariants checked after every step
 # make soak    a coordinator and 6 workers under kills, slow lines and flipped bits, for MINUTES=15; as root, or without slow lines
 # make gpu     what needs a GPU, in parts that are not run again once they have passed; it fetches nothing. GPU_WHEELS=DIR has

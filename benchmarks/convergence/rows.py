@@ -63,37 +63,33 @@ class Row:
         return "\n".join(lines) + "\n"
 
 
-def _diloco(workers: int = WORKERS, **keys: Any) -> Row:
-    return Row(workers, False, {name.replace("__", "."): value for name, value in keys.items()})
-
-
 def _codecs(upload: str, download: str) -> dict[str, Any]:
-    return {"sync__upload_codec": upload, "sync__download_codec": download}
+    return {"sync.upload_codec": upload, "sync.download_codec": download}
 
 
 # Inner learning rate -> the rows that DiLoCo's are compared with.
 SYNCHRONOUS = {rate: f"synchronous, rate {rate:g}" for rate in (2e-3, 4e-3, 8e-3, 16e-3)}
 ONE_WORKER = {rate: f"one worker, rate {rate:g}" for rate in (4e-3, 8e-3)}
 
-MUON: dict[str, Any] = {"inner__optimizer": "muon", "inner__learning_rate": 8e-3}
+MUON = {"inner.optimizer": "muon", "inner.learning_rate": 8e-3}
 
 ROWS: dict[str, Row] = {
     **{name: Row(1, True, {"inner.learning_rate": rate}) for rate, name in ONE_WORKER.items()},
     **{name: Row(WORKERS, True, {"inner.learning_rate": rate}) for rate, name in SYNCHRONOUS.items()},
-    "no communication": _diloco(sync__inner_steps=STEPS, outer__momentum=0.0, **_codecs("fp32", "fp32")),
-    "DiLoCo": _diloco(),
-    "DiLoCo, fp32": _diloco(**_codecs("fp32", "fp32")),
-    "DiLoCo, int8": _diloco(**_codecs("int8", "int8")),
-    "DiLoCo, ternary up": _diloco(**_codecs("ternary", "int4")),
-    "2 workers": _diloco(2),
-    "4 workers": _diloco(4),
-    "H 20": _diloco(sync__inner_steps=20),
-    "H 100": _diloco(sync__inner_steps=100),
-    "H 500": _diloco(sync__inner_steps=500),
-    "synchronous, Muon": Row(WORKERS, True, {name.replace("__", "."): value for name, value in MUON.items()}),
-    "Muon": _diloco(**MUON),
-    "Muon, ternary up": _diloco(**MUON, **_codecs("ternary", "int4")),
-    "Muon, H 100": _diloco(**MUON, sync__inner_steps=100),
+    "no communication": Row(keys={"sync.inner_steps": STEPS, "outer.momentum": 0.0, **_codecs("fp32", "fp32")}),
+    "DiLoCo": Row(),
+    "DiLoCo, fp32": Row(keys=_codecs("fp32", "fp32")),
+    "DiLoCo, int8": Row(keys=_codecs("int8", "int8")),
+    "DiLoCo, ternary up": Row(keys=_codecs("ternary", "int4")),
+    "2 workers": Row(2),
+    "4 workers": Row(4),
+    "H 20": Row(keys={"sync.inner_steps": 20}),
+    "H 100": Row(keys={"sync.inner_steps": 100}),
+    "H 500": Row(keys={"sync.inner_steps": 500}),
+    "synchronous, Muon": Row(synchronous=True, keys=MUON),
+    "Muon": Row(keys=MUON),
+    "Muon, ternary up": Row(keys={**MUON, **_codecs("ternary", "int4")}),
+    "Muon, H 100": Row(keys={**MUON, "sync.inner_steps": 100}),
 }
 
 # Title of a part of the table -> its rows, and what they show.
