@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.convergence.completion import KINDS
 from benchmarks.convergence.results import RESULTS, Result, read
 from benchmarks.convergence.rows import BATCH, GROUPS, LENGTH, ROWS, WORKERS
 from benchmarks.convergence.table import HEADINGS, cells_of
@@ -19,6 +20,12 @@ DOCS = Path(__file__).parent
 PAGE = DOCS / "convergence.md"
 PLOTS = {"tokens": DOCS / "convergence-tokens.svg", "bytes": DOCS / "convergence-bytes.svg"}
 PLOTTED = ("one worker, rate 0.004", "synchronous, rate 0.004", "DiLoCo", "H 20", "H 100", "H 500")
+
+COMPARED = (*PLOTTED[:3], "DiLoCo, ternary up", "synchronous, Muon", "Muon")
+BY_KIND = (
+    "Equal loss may hide worse skill (arXiv 2511.13761). So: completed lines, as above, and bits per byte of 128 KiB "
+    "of held-out sources, by what the byte is in them."
+)
 
 HEAD = """\
 # Convergence
@@ -47,16 +54,34 @@ def page(results: Sequence[Result]) -> str:
         rows = [cells[name] for name in names if name in cells]
         if len(rows) < 2:  # nothing to compare yet
             continue
-        parts.append(f"## {title}\n\n{textwrap.fill(text, WIDTH)}\n")
-        parts.append(_markdown(rows))
+        parts.append(f"## {title}\n\n{_filled(text)}\n")
+        parts.append(_markdown(HEADINGS, rows))
+    parts.append(f"## More than loss\n\n{_filled(BY_KIND)}\n")
+    parts.append(_markdown(("row", "lines", *KINDS), _by_kind(results)))
     seeds = sorted({len({each.seed for each in results if each.row == name}) for name in ROWS} - {0})
     parts.append(f"Seeds per row: {' to '.join(map(str, seeds[:1] + seeds[1:][-1:]))}.\n")
     parts += [f"![held-out loss by {by}]({path.name})\n" for by, path in PLOTS.items()]
     return "\n".join(parts)
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    lines = [HEADINGS, ["---"] * len(HEADINGS), *rows]
+def _filled(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_on_hyphens=False)
+
+
+def _by_kind(results: Sequence[Result]) -> list[list[str]]:
+    """Return what the rows of COMPARED know, seeds averaged: completed lines, and bits per byte of each kind."""
+    rows = []
+    for name in COMPARED:
+        found = [each for each in results if each.row == name]
+        if found:
+            bits = [statistics.mean(each.by_kind[kind] for each in found) for kind in KINDS]
+            lines = statistics.mean(each.lines for each in found)
+            rows.append([name, f"{lines:.1%}", *(f"{each:.3f}" for each in bits)])
+    return rows
+
+
+def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
 
