@@ -19,7 +19,7 @@ WIDTH = 120  # columns
 DOCS = Path(__file__).parent
 PAGE = DOCS / "convergence.md"
 PLOTS = {"tokens": DOCS / "convergence-tokens.svg", "bytes": DOCS / "convergence-bytes.svg"}
-PLOTTED = ("one worker, rate 0.004", "synchronous, rate 0.004", "DiLoCo", "H 20", "H 100", "H 500")
+PLOTTED = ("one worker, rate 0.008", "synchronous, rate 0.008", "DiLoCo", "Muon", "H 20", "H 100", "H 500")
 
 COMPARED = (*PLOTTED[:3], "DiLoCo, ternary up", "synchronous, Muon", "Muon")
 BY_KIND = (
@@ -33,7 +33,7 @@ HEAD = """\
 What DiLoCo costs in perplexity beside synchronous training, and in bytes. Made by `docs/write_convergence.py` from what
 `python -m benchmarks.convergence` found, each line a real run: a coordinator and 8 worker processes, the model `tiny`
 (139,584 parameters) on the sources of Python's standard library, 3000 inner steps of 8 sequences of 64 bytes per
-worker. If not said otherwise: H = 50, int4 both ways, AdamW at 4e-3, outer learning rate 1.0 and momentum 0.8.
+worker. If not said otherwise: H = 50, int4 both ways, AdamW at 8e-3, outer learning rate 1.0 and momentum 0.8.
 [log.md](log.md) has what was tried.
 
 - **loss**: held out, nats per byte, of the last state, over 65,536 bytes. Two seeds differ by about 0.01, their

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from protocol.codecs import CODECS, CodecName, DownloadCodecName
 from protocol.errors import SpecError
 from protocol.explaining import explain
+from protocol.presets import PRESETS
 
 MAX_SPEC_BYTES = 1 << 16
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
@@ -151,10 +152,20 @@ class InnerSpec(_Section):
         description=(
             'the inner optimizer; "muon" is Muon for the hidden matrices and AdamW for all else (MuLoCo); or your own '
             "module:function, called on the worker with the model and these settings, which returns one "
-            "torch.optim.Optimizer or a list, each group with its peak learning rate"
+            "torch.optim.Optimizer or a list, each group with its peak learning rate. Default: muon for model.preset "
+            "and model.config, adamw for the others"
         ),
+        json_schema_extra={"default": "by the model"},
     )
-    learning_rate: float = Field(4e-4, gt=0, description="peak learning rate")
+    learning_rate: float = Field(
+        4e-4,
+        gt=0,
+        description=(
+            "peak learning rate. Default: 0.4 / width for model.preset and a model.config that says its hidden_size, "
+            "0.0004 at least and 0.008 at most; 0.0004 for the others"
+        ),
+        json_schema_extra={"default": "by the model"},
+    )
     muon_learning_rate: float | None = Field(
         None,
         gt=0,
@@ -211,8 +222,8 @@ class InnerSpec(_Section):
 class OuterSpec(_Section):
     """The outer optimizer: Nesterov SGD on the averaged pseudo-gradient."""
 
-    learning_rate: float = Field(0.7, gt=0, description="outer learning rate")
-    momentum: Fraction = Field(0.9, description="outer Nesterov momentum")
+    learning_rate: float = Field(1.0, gt=0, description="outer learning rate")
+    momentum: Fraction = Field(0.8, description="outer Nesterov momentum")
 
 
 class SyncSpec(_Section):
@@ -378,6 +389,17 @@ class RunSpec(_Section):
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
     retention: RetentionSpec = Field(default_factory=RetentionSpec)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _inner_by_the_model(cls, document: Any) -> Any:
+        """Give [inner] the defaults that depend on the model."""
+        if not isinstance(document, dict):
+            return document
+        model, inner = document.get("model"), document.get("inner", {})
+        if not isinstance(model, dict) or not isinstance(inner, dict):
+            return document
+        return {**document, "inner": {**inner_by_the_model(model), **inner}}
+
     @model_validator(mode="after")
     def _begins_with_another_run(self) -> "RunSpec":
         if self.model.run == self.name:
@@ -423,6 +445,18 @@ class RunSpec(_Section):
     def total_inner_steps(self) -> int:
         """Inner steps of the whole run, as the schedules count them: see `SyncSpec.schedule_steps`."""
         return self.sync.rounds * self.sync.schedule_steps
+
+
+def inner_by_the_model(model: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of [inner] whose defaults are others with this [model]: one that is trained from scratch, and
+    whose matrices can be told, has Muon, and a learning rate for its width. docs/convergence.md has what they gain."""
+    shape = PRESETS.get(str(model.get("preset"))) or model.get("config")
+    if not isinstance(shape, dict):
+        return {}
+    width = shape.get("hidden_size")
+    if not isinstance(width, int) or width < 1:
+        return {"optimizer": "muon"}
+    return {"optimizer": "muon", "learning_rate": min(max(0.4 / width, 4e-4), 8e-3)}
 
 
 def parse_spec(text: str) -> RunSpec:

@@ -9,12 +9,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from protocol.messages import RunDetail
+from protocol.presets import BYTES
 from worker.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from worker.errors import DataError, ModelError
 from worker.link.checkpoints import load_parameters
 from worker.link.client import Client
 from worker.models.building import build_model, logits_of
-from worker.models.presets import BYTES
 
 _HOST = torch.device("cpu")
 TEMPERATURE = 0.8

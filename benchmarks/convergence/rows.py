@@ -14,7 +14,7 @@ LOOKS = 12  # times that the held-out loss is measured
 SPEC: dict[str, dict[str, Any]] = {
     "model": {"preset": "tiny"},
     "data": {"sequence_length": LENGTH},
-    "inner": {"batch_size": BATCH, "learning_rate": 4e-3, "warmup_steps": 100},
+    "inner": {"optimizer": "adamw", "batch_size": BATCH, "learning_rate": 8e-3, "warmup_steps": 100},
     "outer": {"learning_rate": 1.0, "momentum": 0.8},
     "sync": {"inner_steps": 50, "upload_codec": "int4", "download_codec": "int4", "fragment_elements": 50_000},
     # A machine that is slow for a while is no reason to leave a worker out.
@@ -22,6 +22,13 @@ SPEC: dict[str, dict[str, Any]] = {
     "evaluation": {"max_tokens": 65_536},
 }
 
+
+# What a row of the defaults leaves out.
+SAID = {
+    "inner": ("optimizer", "learning_rate", "warmup_steps"),
+    "outer": ("learning_rate", "momentum"),
+    "sync": ("upload_codec", "download_codec"),
+}
 
 # One worker's outer step that only takes over what it has trained.
 TAKE_OVER = {
@@ -35,10 +42,11 @@ TAKE_OVER = {
 @dataclass(frozen=True)
 class Row:
     """A run of `workers`; `synchronous`: of one that does the work of them all, batch by batch. `keys` are those of the
-    spec, dotted, in which it differs."""
+    spec, dotted, in which it differs; `defaults`: what SAID names is left out."""
 
     workers: int = WORKERS
     synchronous: bool = False
+    defaults: bool = False
     keys: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -47,7 +55,11 @@ class Row:
 
     def spec(self, steps: int, seed: int) -> str:
         """Return the run's spec, TOML, for so many inner steps of each worker."""
-        document = {section: dict(keys) for section, keys in SPEC.items()}
+        left_out = SAID if self.defaults else {}
+        document = {
+            section: {key: value for key, value in keys.items() if key not in left_out.get(section, ())}
+            for section, keys in SPEC.items()
+        }
         synchronous = {"inner.batch_size": BATCH * self.workers, **TAKE_OVER} if self.synchronous else {}
         for name, value in {**synchronous, **self.keys}.items():
             section, key = name.split(".")
@@ -68,16 +80,17 @@ def _codecs(upload: str, download: str) -> dict[str, Any]:
 
 
 # Inner learning rate -> the rows that DiLoCo's are compared with.
-SYNCHRONOUS = {rate: f"synchronous, rate {rate:g}" for rate in (2e-3, 4e-3, 8e-3, 16e-3)}
-ONE_WORKER = {rate: f"one worker, rate {rate:g}" for rate in (4e-3, 8e-3)}
+SYNCHRONOUS = {rate: f"synchronous, rate {rate:g}" for rate in (4e-3, 8e-3, 16e-3)}
+ONE_WORKER = {rate: f"one worker, rate {rate:g}" for rate in (8e-3,)}
 
-MUON = {"inner.optimizer": "muon", "inner.learning_rate": 8e-3}
+MUON = {"inner.optimizer": "muon"}
 
 ROWS: dict[str, Row] = {
-    **{name: Row(1, True, {"inner.learning_rate": rate}) for rate, name in ONE_WORKER.items()},
-    **{name: Row(WORKERS, True, {"inner.learning_rate": rate}) for rate, name in SYNCHRONOUS.items()},
+    **{name: Row(1, True, keys={"inner.learning_rate": rate}) for rate, name in ONE_WORKER.items()},
+    **{name: Row(WORKERS, True, keys={"inner.learning_rate": rate}) for rate, name in SYNCHRONOUS.items()},
     "no communication": Row(keys={"sync.inner_steps": STEPS, "outer.momentum": 0.0, **_codecs("fp32", "fp32")}),
     "DiLoCo": Row(),
+    "the defaults": Row(defaults=True),
     "DiLoCo, fp32": Row(keys=_codecs("fp32", "fp32")),
     "DiLoCo, int8": Row(keys=_codecs("int8", "int8")),
     "DiLoCo, ternary up": Row(keys=_codecs("ternary", "int4")),
@@ -86,6 +99,7 @@ ROWS: dict[str, Row] = {
     "H 20": Row(keys={"sync.inner_steps": 20}),
     "H 100": Row(keys={"sync.inner_steps": 100}),
     "H 500": Row(keys={"sync.inner_steps": 500}),
+    "overlap 6": Row(keys={"sync.overlap": 6}),
     "synchronous, Muon": Row(synchronous=True, keys=MUON),
     "Muon": Row(keys=MUON),
     "Muon, ternary up": Row(keys={**MUON, **_codecs("ternary", "int4")}),
@@ -105,12 +119,13 @@ GROUPS: dict[str, tuple[list[str], str]] = {
     ),
     "Workers": (["2 workers", "4 workers", "DiLoCo"], "Synchronous training does the work of 8 in every row."),
     "Inner optimizer": (
-        ["synchronous, Muon", "Muon", "Muon, ternary up", "Muon, H 100"],
+        ["DiLoCo", "synchronous, Muon", "Muon", "Muon, ternary up", "Muon, H 100", "the defaults"],
         "Muon for the hidden matrices, AdamW for the rest (MuLoCo, arXiv 2505.23725), both at 8e-3; *same rate* and "
-        "*best rate* are of synchronous AdamW.",
+        "*best rate* are of synchronous AdamW. The defaults are a spec that says nothing of optimizers and codecs.",
     ),
     "Inner steps per round": (["H 20", "DiLoCo", "H 100", "H 500"], "The same inner steps in fewer rounds."),
+    "Overlap": (["DiLoCo", "overlap 6"], "Training goes on for an eighth of a round while fragments travel."),
 }
 
-QUICK = [ONE_WORKER[4e-3], SYNCHRONOUS[4e-3], "DiLoCo"]
+QUICK = [ONE_WORKER[8e-3], SYNCHRONOUS[8e-3], "DiLoCo"]
 QUICK_STEPS = 200

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from outerstep.advice import advice
 from outerstep.cli.connection import DEFAULT_URL, TokenFileOption, TokenOption, UrlOption, find_token, operator_client
 from outerstep.cli.faults import UsageError, import_extra
 from outerstep.cli.printing import Format, FormatOption, console, print_json, time_text
@@ -37,7 +38,8 @@ def create(
 ) -> None:
     """Create a run from a spec. It never changes afterwards; docs/settings.md lists its keys.
 
-    The spec is checked here first. Creating the same run again does nothing.
+    The spec is checked here first. Creating the same run again does nothing. What is outside of what was found sound,
+    such as few rounds, is noted on stderr.
 
     \b
     Example:
@@ -54,6 +56,8 @@ def create(
         print_json(run)
     else:
         typer.echo(f"run {run.name} {'is created' if new else 'was there already, with this same spec'}: {run.reason}")
+    for each in advice(parse_spec(text)):
+        typer.echo(f"note: {each}", err=True)
 
 
 @app.command("ls")

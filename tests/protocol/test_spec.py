@@ -19,7 +19,7 @@ def test_the_least_spec() -> None:
     spec = parse_spec(LEAST)
     assert (spec.name, spec.seed, spec.model.preset, spec.sync.rounds) == ("demo", 0, "tiny", 4)
     assert (spec.sync.inner_steps, spec.sync.upload_codec, spec.sync.download_codec) == (500, "int8", "int8")
-    assert (spec.outer.learning_rate, spec.outer.momentum) == (0.7, 0.9)
+    assert (spec.outer.learning_rate, spec.outer.momentum) == (1.0, 0.8)
     assert spec.unit_tokens == 8 * 256
     assert spec.total_inner_steps == 2000
 
@@ -106,7 +106,7 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     "momentum of one": (LEAST + "[outer]\nmomentum = 1.0\n", ["outer.momentum = 1.0", "less than 1"]),
     "two momenta": (
         edited("rounds = 4", 'rounds = 4\nupload_codec = "sparse"'),
-        ['sync.upload_codec = "sparse" needs outer.momentum = 0, not 0.9'],
+        ['sync.upload_codec = "sparse" needs outer.momentum = 0, not 0.8'],
     ),
     "a codec for uploads only": (
         edited("rounds = 4", 'rounds = 4\ndownload_codec = "ternary"'),
@@ -125,7 +125,7 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
         ['inner.beta1 = 0.9 does nothing with optimizer = "sgd": leave it out'],
     ),
     "Muon's settings with AdamW": (
-        LEAST + "[inner]\nmuon_learning_rate = 0.01\nmomentum = 0.5\n",
+        LEAST + '[inner]\noptimizer = "adamw"\nmuon_learning_rate = 0.01\nmomentum = 0.5\n',
         ['inner.momentum = 0.5 does nothing with optimizer = "adamw"', "inner.muon_learning_rate = 0.01 does nothing"],
     ),
     "a decay of the cosine": (
@@ -161,6 +161,31 @@ def test_errors_name_key_value_and_what_is_allowed(case: str) -> None:
         parse_spec(text)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "inner", "expected"),
+    [
+        ('preset = "tiny"', "", ("muon", 0.4 / 64)),
+        ('preset = "llama-150m"', "", ("muon", 4e-4)),
+        ('preset = "llama-1b"', "", ("muon", 4e-4)),
+        ('preset = "tiny"', "learning_rate = 1e-3", ("muon", 1e-3)),
+        ('preset = "tiny"', 'optimizer = "adamw"', ("adamw", 0.4 / 64)),
+        ('config = { model_type = "llama", hidden_size = 512 }', "", ("muon", 0.4 / 512)),
+        ('config = { model_type = "llama", hidden_size = 16 }', "", ("muon", 8e-3)),
+        ('config = { model_type = "gpt2" }', "", ("muon", 4e-4)),
+        ('factory = "mine:model"', "", ("adamw", 4e-4)),
+        ('pretrained = "llama"', "", ("adamw", 4e-4)),
+    ],
+)
+def test_the_model_says_what_the_inner_optimizer_is_by_default(
+    model: str, inner: str, expected: tuple[str, float]
+) -> None:
+    spec = parse_spec(f'name = "r"\nsync.rounds = 1\n[model]\n{model}\n[inner]\n{inner}\n')
+    assert spec.inner.optimizer == expected[0]
+    assert spec.inner.learning_rate == pytest.approx(expected[1])
+    again = RunSpec.model_validate_json(spec.model_dump_json())
+    assert again == spec
 
 
 def test_sparse_without_momentum() -> None:

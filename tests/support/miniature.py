@@ -5,10 +5,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from protocol.presets import PRESETS
 from tests.support.text import write_text
 from tests.support.tokenizers import write_tokenizer
 from tests.support.trained import save_trained
-from worker.models.presets import PRESETS
 
 VOCABULARY = 300
 SMALL_MODEL: dict[str, Any] = {

@@ -15,6 +15,7 @@ preset = "tiny"
 source = "{text}"
 sequence_length = 32
 [inner]
+optimizer = "adamw"
 batch_size = 4
 learning_rate = 4e-3
 warmup_steps = 4

@@ -44,6 +44,7 @@ source = "{text}"
 sequence_length = 16
 holdout = 0.1
 [inner]
+optimizer = "adamw"
 batch_size = 2
 learning_rate = 3e-3
 warmup_steps = 2

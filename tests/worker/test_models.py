@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from protocol.presets import PRESETS
 from protocol.spec import RunSpec, parse_spec
 from worker.errors import ModelError
 from worker.export import sample
 from worker.models.building import build_model, check_vocabulary, logits_of
-from worker.models.presets import PRESETS
 
 CPU = torch.device("cpu")
 
@@ -31,6 +31,13 @@ def test_tiny() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 139_584
     assert logits_of(model, torch.zeros(2, 10, dtype=torch.int64)).shape == (2, 10, 256)
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_the_embeddings_of_tiny_are_too_large_to_be_thrown_about() -> None:
+    weights = build_model(spec(TINY), CPU).state_dict()
+    assert weights["model.embed_tokens.weight"].std().item() == pytest.approx(1.0, rel=0.05)
+    for name in ("lm_head.weight", "model.layers.0.mlp.down_proj.weight"):
+        assert weights[name].std().item() == pytest.approx(0.08, rel=0.05)
 
 
 def test_the_seed_makes_the_model_and_leaves_the_generator_alone() -> None:

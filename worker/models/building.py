@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
+from protocol.presets import EMBEDDINGS, PRESETS
 from protocol.spec import ModelSpec, RunSpec
 from worker.errors import ModelError
 from worker.models.adapters import import_peft, with_adapters
-from worker.models.presets import PRESETS
 from worker.models.pretrained import Pretrained
 from worker.models.refusing import refusing
 from worker.user_code import imported
@@ -89,7 +89,10 @@ def _transformers_model(spec: RunSpec, device: torch.device) -> nn.Module:
         raise ModelError("model.config has no vocab_size: it is not the configuration of a causal language model")
     config.use_cache = False
     with refusing("transformers cannot build model.config"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=_attention(device))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=_attention(device))
+    embeddings = model.get_input_embeddings()
+    if spec.model.preset in EMBEDDINGS and isinstance(embeddings, nn.Embedding):
+        nn.init.normal_(embeddings.weight, std=EMBEDDINGS[spec.model.preset])
     return model.float()
 
 

@@ -1,0 +1,57 @@
+"""What is told of a run spec before it costs days: settings outside of what was found sound. Nothing is refused.
+
+The bounds are those of docs/log.md, measured with a small model; they say where to look, and by how much it hurt there.
+"""
+
+import math
+from collections.abc import Iterator
+
+from outerstep.plan import GAP_ROUNDS
+from protocol.spec import RunSpec
+
+TRIAL_STEPS = 1000  # inner steps of a run that is too short for any of this
+FEW_ROUNDS = 50
+FEW_FOR_MOMENTUM, MUCH_MOMENTUM = 30, 0.9
+SHORT_ROUND, MOMENTUM_OF_SHORT = 10, 0.5
+LEAST_GAIN, LARGEST_RATE = 1.5, 2.0
+
+
+def advice(spec: RunSpec) -> list[str]:
+    """Return a sentence for each setting that is outside of what was found sound."""
+    if spec.total_inner_steps < TRIAL_STEPS:
+        return []
+    return [*_rounds(spec), *_outer(spec)]
+
+
+def _rounds(spec: RunSpec) -> Iterator[str]:
+    rounds, h = spec.sync.rounds, spec.sync.schedule_steps
+    if rounds >= FEW_ROUNDS or h <= SHORT_ROUND:
+        return
+    yield (
+        f"sync.rounds = {rounds}: with so few, DiLoCo ends about {math.expm1(GAP_ROUNDS / rounds):.0%} in perplexity "
+        f"above synchronous training; the same {rounds * h:,} inner steps in {FEW_ROUNDS} rounds or more, of "
+        f"sync.inner_steps = {max(rounds * h // FEW_ROUNDS, 1):,}, end about {math.expm1(GAP_ROUNDS / FEW_ROUNDS):.0%} "
+        "above it"
+    )
+    if rounds < FEW_FOR_MOMENTUM and spec.outer.momentum >= MUCH_MOMENTUM:
+        yield (
+            f"outer.momentum = {spec.outer.momentum} is much for {rounds} rounds: in 20 of them a learning rate of 0.7 "
+            "and momentum 0.9 ended 6% above 1.0 and 0.6"
+        )
+
+
+def _outer(spec: RunSpec) -> Iterator[str]:
+    rate, momentum, h = spec.outer.learning_rate, spec.outer.momentum, spec.sync.schedule_steps
+    if rate > LARGEST_RATE:
+        yield f"outer.learning_rate = {rate}: 2.8 made the training diverge, also without momentum"
+    if h <= SHORT_ROUND and momentum > MOMENTUM_OF_SHORT:
+        yield (
+            f"outer.momentum = {momentum} with rounds of {h} inner steps: in rounds of 10, 0.8 ended 7% above what it "
+            "does in rounds of 50"
+        )
+    averaged = spec.sync.schedule_steps > SHORT_ROUND and spec.members.min_workers > 1
+    if averaged and "sparse" not in spec.sync.upload_codec and rate / (1 - momentum) < LEAST_GAIN:
+        yield (
+            f"outer.learning_rate = {rate} and momentum = {momentum} go only {rate / (1 - momentum):.2g} times as far "
+            "as the mean of the workers: without momentum the perplexity was 5% above that of momentum 0.4"
+        )

@@ -1,0 +1,60 @@
+"""What is noted of a spec outside of what was found sound."""
+
+import pytest
+
+from outerstep.advice import advice
+from protocol.spec import parse_spec
+from tests.outerstep.conftest import Served
+
+SOUND = """
+name = "sound"
+model.preset = "tiny"
+members.min_workers = 8
+[outer]
+learning_rate = {rate}
+momentum = {momentum}
+[sync]
+rounds = {rounds}
+inner_steps = {h}
+upload_codec = "{codec}"
+"""
+
+
+def noted(*, rate: float = 1.0, momentum: float = 0.8, rounds: int = 60, h: int = 50, codec: str = "int4") -> list[str]:
+    text = SOUND.format(rate=rate, momentum=momentum, rounds=rounds, h=h, codec=codec)
+    return [each.split(" ", 1)[0] for each in advice(parse_spec(text))]
+
+
+def test_nothing_is_noted_of_what_is_sound() -> None:
+    assert noted() == []
+    assert noted(momentum=0.0, h=1, rounds=3000) == [], "rounds of one step are synchronous training"
+    assert noted(momentum=0.0, codec="sparse") == [], "what is not sent yet is its momentum"
+    assert noted(rounds=4, h=10, momentum=0.9) == [], "a trial"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rounds": 20, "h": 150}, ["sync.rounds"]),
+        ({"rounds": 20, "h": 150, "momentum": 0.9}, ["sync.rounds", "outer.momentum"]),
+        ({"rounds": 300, "h": 10}, ["outer.momentum"]),
+        ({"rate": 2.5, "momentum": 0.0}, ["outer.learning_rate"]),
+        ({"momentum": 0.0}, ["outer.learning_rate"]),
+    ],
+)
+def test_what_is_outside_is_noted(changes: dict[str, float], expected: list[str]) -> None:
+    assert noted(**changes) == expected  # type: ignore[arg-type]
+
+
+def test_few_rounds_are_told_what_they_cost_and_how_to_have_more() -> None:
+    text = SOUND.format(rate=1.0, momentum=0.8, rounds=20, h=150, codec="int4")
+    (note,) = advice(parse_spec(text))
+    assert "6% in perplexity above synchronous training" in note
+    assert "the same 3,000 inner steps in 50 rounds or more, of sync.inner_steps = 60, end about 2% above it" in note
+
+
+def test_a_run_is_created_with_notes_on_stderr(served: Served) -> None:
+    text = SOUND.format(rate=1.0, momentum=0.8, rounds=20, h=150, codec="int4")
+    code, out, err = served.outerstep("run", "create", "-", stdin=text)
+    assert (code, "is created" in out) == (0, True)
+    assert err.startswith("note: sync.rounds = 20: with so few, ")
