@@ -64,6 +64,7 @@ preset = "tiny"
 [data]
 sequence_length = {sequence_length}
 [inner]
+optimizer = "adamw"
 learning_rate = 4e-3
 batch_size = {batch_size}
 warmup_steps = {warmup_steps}

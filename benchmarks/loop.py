@@ -80,6 +80,7 @@ name = "loop"
 source = "python-stdlib"
 sequence_length = {size.sequence_length}
 [inner]
+optimizer = "adamw"
 batch_size = {size.batch_size}
 learning_rate = 1e-3
 [sync]

@@ -70,8 +70,8 @@ class Result:
 
 
 def spec_of(keys: dict[str, Any], *, rounds: int, seed: int) -> str:
-    """Return the demo's spec with these keys."""
-    sections: dict[str, dict[str, Any]] = {"[sync]": {}, "[inner]": {}}
+    """Return the demo's spec with these keys, and AdamW if they do not say otherwise."""
+    sections: dict[str, dict[str, Any]] = {"[sync]": {}, "[inner]": {"optimizer": "adamw"}}
     for name, value in keys.items():
         where, _, key = name.rpartition(".")
         sections[f"[{where or 'sync'}]"][key] = value

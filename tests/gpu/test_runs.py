@@ -21,6 +21,7 @@ preset = "tiny"
 source = "{source}"
 sequence_length = 64
 [inner]
+optimizer = "adamw"
 batch_size = 8
 learning_rate = 8e-3
 warmup_steps = 10
