@@ -268,6 +268,7 @@ preset = "tiny"
 source = "{text}"
 sequence_length = 16
 [inner]
+optimizer = "adamw"
 batch_size = 2
 learning_rate = 4e-3
 warmup_steps = 4

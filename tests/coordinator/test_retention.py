@@ -57,7 +57,7 @@ def test_the_rule_keeps_what_it_says_and_it_is_enough_to_recover(
         for round_ in range(oldest, 7):
             values = np.empty(elements, np.float32)
             Payload.from_bytes(member.delta(round_, p).content).decode(values)
-            outer_step(theta, momentum, values, learning_rate=0.7, beta=0.9)
+            outer_step(theta, momentum, values, learning_rate=1.0, beta=0.8)
         assert np.array_equal(theta, member.theta[p])
         assert np.array_equal(momentum, member.momentum[p])
 

@@ -69,7 +69,7 @@ def test_the_delta_is_the_mean_in_worker_id_order_whatever_the_order_of_arrival(
         for member in in_order:
             mean = mean + np.float32(1 / 3) * member.pseudo_gradients(0)[p]
         expected_theta, momentum = np.full(len(theta), 0.5, np.float32), np.zeros(len(theta), np.float32)
-        outer_step(expected_theta, momentum, mean.copy(), learning_rate=0.7, beta=0.9)
+        outer_step(expected_theta, momentum, mean.copy(), learning_rate=1.0, beta=0.8)
         members[0].delta(0, p).raise_for_status()
         members[0].step(0) if p == 0 else None
         assert np.array_equal(members[0].theta[p], expected_theta)
