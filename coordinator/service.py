@@ -175,6 +175,7 @@ class Coordinator:
                 name=spec.name,
                 spec_toml=spec_toml,
                 spec_digest=digest(spec_toml.encode()),
+                spec=spec.model_dump(mode="json"),
                 state=RunState.RUNNING,
                 created_at=self._world.now(),
                 round=0,

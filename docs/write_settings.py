@@ -26,8 +26,8 @@ Made by `docs/write_settings.py` from the classes that read them.
 RUN_SPEC = """\
 ## The run spec
 
-A TOML file; `outerstep run create FILE` sends it to the coordinator, and it never changes afterwards. Unknown keys are
-refused. The least one:
+A TOML file; `outerstep run create FILE` sends it to the coordinator, and it never changes afterwards, nor do the
+defaults of what it leaves out, whatever a later version has. Unknown keys are refused. The least one:
 
 ```toml
 name = "my-run"

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 
 from outerstep.plan import GAP_ROUNDS
+from protocol.codecs import CODECS
 from protocol.spec import RunSpec
 
 TRIAL_STEPS = 1000  # inner steps of a run that is too short for any of this
@@ -49,8 +50,8 @@ def _outer(spec: RunSpec) -> Iterator[str]:
             f"outer.momentum = {momentum} with rounds of {h} inner steps: in rounds of 10, 0.8 ended 7% above what it "
             "does in rounds of 50"
         )
-    averaged = spec.sync.schedule_steps > SHORT_ROUND and spec.members.min_workers > 1
-    if averaged and "sparse" not in spec.sync.upload_codec and rate / (1 - momentum) < LEAST_GAIN:
+    all_is_sent = CODECS[spec.sync.upload_codec].add_weight is None  # a rest is a momentum of its own
+    if h > SHORT_ROUND and spec.members.min_workers > 1 and all_is_sent and rate / (1 - momentum) < LEAST_GAIN:
         yield (
             f"outer.learning_rate = {rate} and momentum = {momentum} go only {rate / (1 - momentum):.2g} times as far "
             "as the mean of the workers: without momentum the perplexity was 5% above that of momentum 0.4"

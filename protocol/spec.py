@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from protocol.codecs import CODECS, CodecName, DownloadCodecName
+from protocol.defaults import inner_by_the_model
 from protocol.errors import SpecError
 from protocol.explaining import explain
-from protocol.presets import PRESETS
 
 MAX_SPEC_BYTES = 1 << 16
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
@@ -445,18 +445,6 @@ class RunSpec(_Section):
     def total_inner_steps(self) -> int:
         """Inner steps of the whole run, as the schedules count them: see `SyncSpec.schedule_steps`."""
         return self.sync.rounds * self.sync.schedule_steps
-
-
-def inner_by_the_model(model: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of [inner] whose defaults are others with this [model]: one that is trained from scratch, and
-    whose matrices can be told, has Muon, and a learning rate for its width. docs/convergence.md has what they gain."""
-    shape = PRESETS.get(str(model.get("preset"))) or model.get("config")
-    if not isinstance(shape, dict):
-        return {}
-    width = shape.get("hidden_size")
-    if not isinstance(width, int) or width < 1:
-        return {"optimizer": "muon"}
-    return {"optimizer": "muon", "learning_rate": min(max(0.4 / width, 4e-4), 8e-3)}
 
 
 def parse_spec(text: str) -> RunSpec:

@@ -20,7 +20,7 @@ from worker.accounts.stages import Stages
 from worker.accounts.step_log import StepLog
 from worker.accounts.traffic import Traffic
 from worker.box import Box
-from worker.errors import ModelError, Stopped
+from worker.errors import BoxError, ModelError, Stopped
 from worker.state.fragments import trainable_parameters
 from worker.state.snapshot import read_document, write_document
 from worker.state.state_dir import StateDir
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 def train_alone(box: Box, name: str, files: StateDir, stop: threading.Event, step_log: StepLog | None = None) -> None:
     """Train all rounds of the run, from the snapshot in `files` if there is one. Raises Stopped once `stop` is set,
-    ModelError where the training diverges, and OSError."""
+    ModelError where the training diverges, BoxError for a snapshot that is not of it, and OSError."""
     steps = AloneSteps(box, name, files, stop, step_log)
     hook = box.optimizers[-1].register_step_post_hook(steps.count)
     try:
@@ -126,9 +126,15 @@ class AloneSteps:
         return read_document(path, self._owner, _VERSION) if path.exists() else None
 
     def _resume(self) -> None:
-        found = self._saved(_SNAPSHOT)
-        if found is None:
+        path = self._files.path / _SNAPSHOT
+        if not path.exists():
             return
+        found = self._saved(_SNAPSHOT)
+        if found is None:  # there is no coordinator from which to recover, and the next round would replace it
+            raise BoxError(
+                f"{path} is damaged, or of another spec or name than this training: to begin afresh delete it, or give "
+                "another --state-dir; defaults that a spec leaves out can be those of another version"
+            )
         for name, parameter in self._parameters.items():
             parameter.data.copy_(found["parameters"][name])
         for optimizer, state in zip(self._box.optimizers, found["inner_optimizers"], strict=True):

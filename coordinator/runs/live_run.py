@@ -32,7 +32,7 @@ from coordinator.tuning.room import Room
 from protocol.digest import model_digest
 from protocol.fragments import Layout
 from protocol.messages import DataSummary, FrozenSummary, RoundReport, RunState
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec import RunSpec
 from protocol.wire import ContributionHeader
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class LiveRun:
     def __init__(self, row: RunRow, world: World) -> None:
         self.id = row.id
         self.name = row.name
-        self.spec: RunSpec = parse_spec(row.spec_toml)
+        self.spec = RunSpec.model_validate(row.spec)
         self.world = world
         self.blobs, self.names = world.blobs, RunNames(row.name)
         self.lock = threading.RLock()

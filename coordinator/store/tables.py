@@ -44,7 +44,9 @@ class TokenRow(Base):
 
 
 class RunRow(Base):
-    """A run. `round` is the open or next round; `next_unit` the first work unit that was never assigned.
+    """A run. `round` is the open or next round; `next_unit` the first work unit that was never assigned. `spec_toml` is
+    the spec as it was given, `spec` what it said then, with all its defaults: they are the run's, whatever a later
+    version has.
 
     `tokens` counts the tokens of the units that accepted contributions have consumed, so that the ranges of consumed
     units can be checked against it; `checked_epochs` is the number of epochs for which that was done.
@@ -56,6 +58,7 @@ class RunRow(Base):
     name: Mapped[str] = mapped_column(String(64), unique=True)
     spec_toml: Mapped[str]
     spec_digest: Mapped[bytes]
+    spec: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     state: Mapped[str] = mapped_column(String(16))
     created_at: Mapped[float]
     round: Mapped[int] = mapped_column(default=0)

@@ -49,14 +49,14 @@ def create(
       model.preset = "tiny"
       sync.rounds = 50
     """
-    text = read_spec(spec)
+    text, parsed = read_spec(spec)
     with operator_client(url, token, token_file) as client:
         run, new = client.create_run(text)
     if output is Format.JSON:
         print_json(run)
     else:
         typer.echo(f"run {run.name} {'is created' if new else 'was there already, with this same spec'}: {run.reason}")
-    for each in advice(parse_spec(text)):
+    for each in advice(parsed):
         typer.echo(f"note: {each}", err=True)
 
 
@@ -338,8 +338,11 @@ def _change_worker(
     typer.echo(f"worker {worker} of the run {run} is {state}")
 
 
-def read_spec(path: Path) -> str:
-    """Return the spec's text. Raises UsageError for an unreadable file, SpecError naming the file for a wrong spec."""
+def read_spec(path: Path) -> tuple[str, RunSpec]:
+    """Return the spec's text, and what it says.
+
+    Raises UsageError for an unreadable file, SpecError naming the file for a wrong spec.
+    """
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except OSError as error:
@@ -347,10 +350,9 @@ def read_spec(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 text") from error
     try:
-        parse_spec(text)
+        return text, parse_spec(text)
     except SpecError as error:
         raise SpecError(f"{path}: {error}") from error
-    return text
 
 
 def _facts(run: RunDetail) -> object:

@@ -9,7 +9,6 @@ import typer
 from outerstep.cli.connection import TokenFileOption, TokenOption, checked_url, find_token, operator_client
 from outerstep.cli.faults import UsageError, import_extra, validated
 from outerstep.cli.run import read_spec
-from protocol.spec import parse_spec
 
 FLAGS = {
     "url": "URL",
@@ -147,7 +146,8 @@ def worker(
             raise UsageError("--spec is for --no-sync: a worker that joins a run has its spec from the coordinator")
         if url is not None or run is not None:
             raise UsageError("give --spec, or URL and --run, not both")
-        raise typer.Exit(agent.run_alone(validated(settings.BoxSettings, box, FLAGS), parse_spec(read_spec(spec))))
+        _, parsed = read_spec(spec)
+        raise typer.Exit(agent.run_alone(validated(settings.BoxSettings, box, FLAGS), parsed))
     if url is None:
         raise UsageError("Missing argument 'URL': the coordinator's address; --no-sync with --spec needs none")
     if run is None:

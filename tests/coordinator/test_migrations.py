@@ -1,6 +1,7 @@
 """The migrations make exactly the tables, and the tables keep their promises."""
 
 import errno
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import migrations
 from coordinator.store import sqlite
 from coordinator.store.database import Database, disk_is_full
 from coordinator.store.tables import Base
+from protocol.spec import RunSpec
 
 
 @pytest.fixture
@@ -91,6 +93,26 @@ def test_runs_of_an_older_database_go_on(engine: sa.Engine) -> None:
         assert set(workers) == {(1, "b", 0, 0, None), (1, "a", 1, 0, None), (2, "x", 0, 0, None), (2, "b", 1, 0, None)}
         assert connection.execute(sa.text("SELECT * FROM evaluations")).all() == [(1, 3, "b", 2.5, 64, None)]
         assert connection.execute(sa.text("SELECT frozen FROM runs")).all() == [(None,), (None,)]
+
+
+def test_runs_of_an_older_database_keep_the_defaults_of_then(engine: sa.Engine) -> None:
+    told = """
+        model.config = {model_type = "llama", hidden_size = 64, since = 2020-02-02}
+        sync.rounds = 7
+        inner.beta2 = 0.99
+    """
+    with engine.begin() as connection:
+        command.downgrade(config(connection), "0006")
+        connection.execute(sa.text(RUN.format(1, "r")))
+        connection.execute(sa.text("UPDATE runs SET spec_toml = :told"), {"told": f'name = "r"\n{told}'})
+        command.upgrade(config(connection), "head")
+        found = json.loads(connection.scalar(sa.text("SELECT spec FROM runs")))
+    spec = RunSpec.model_validate(found)
+    assert (spec.inner.optimizer, spec.inner.learning_rate, spec.inner.beta2) == ("adamw", 4e-4, 0.99)
+    assert (spec.outer.learning_rate, spec.outer.momentum) == (0.7, 0.9)
+    assert spec.sync.rounds == 7
+    assert spec.model.config == {"model_type": "llama", "hidden_size": 64, "since": "2020-02-02"}
+    assert found["evaluation"] == {"every_rounds": 1, "max_tokens": 65_536}, "in full, where nothing was given"
 
 
 def test_the_database_is_as_durable_as_the_design_says(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from sqlalchemy import delete
+from sqlalchemy import delete, select
 
 from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
 from benchmarks.harness.member import spec_toml
@@ -28,6 +28,7 @@ from coordinator.store.tables import (
     CheckpointRow,
     FragmentRow,
     OuterStateRow,
+    RunRow,
 )
 from coordinator.sync import outer_state
 from protocol.errors import OuterstepError
@@ -272,6 +273,20 @@ def test_a_seeding_that_was_interrupted_begins_afresh(lives: Lives) -> None:
         assert a.assignment(None).action == "wait"
         b.seed(0.5)
         play_round([b], 0)
+
+
+def test_a_run_keeps_the_defaults_of_the_version_that_created_it(lives: Lives) -> None:
+    with lives.life() as running:
+        running.create_run(spec_toml("r"))
+        spec = info(running, "r")["spec"]
+    older = spec | {"outer": {"learning_rate": 0.7, "momentum": 0.9}}
+    assert older != spec
+    with lives.database() as database, database.write() as session:
+        session.scalars(select(RunRow)).one().spec = older
+    with lives.life() as running:
+        assert info(running, "r")["spec"] == older
+        running.create_run(spec_toml("r"))  # of which each says what it has always said: it is the same run
+        assert info(running, "r")["spec"] == older
 
 
 def test_all_runs_tokens_and_history_are_there_again(lives: Lives) -> None:

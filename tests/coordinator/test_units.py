@@ -43,7 +43,7 @@ def session(database: Database) -> Iterator[Session]:
 
 def new_run(session: Session) -> RunRow:
     run = RunRow(
-        name="r", spec_toml="", spec_digest=b"", state="running", created_at=0.0, round=0, next_unit=0
+        name="r", spec_toml="", spec_digest=b"", spec={}, state="running", created_at=0.0, round=0, next_unit=0
     )  # fmt: skip
     session.add(run)
     session.flush()

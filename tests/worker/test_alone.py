@@ -22,7 +22,7 @@ from worker.accounts.step_log import StepLog
 from worker.agent import run_alone
 from worker.alone import AloneSteps, train_alone
 from worker.box import Box, set_up
-from worker.errors import ModelError, Stopped
+from worker.errors import BoxError, ModelError, Stopped
 from worker.inner.loss import mean_loss
 from worker.inner.schedules import learning_rate
 from worker.settings import BoxSettings
@@ -167,13 +167,14 @@ def test_a_held_out_loss_that_is_not_a_number_is_told(spec: RunSpec, tmp_path: P
         trained(spec, box, tmp_path, threading.Event())
 
 
-def test_the_snapshot_of_another_run_is_not_taken(spec: RunSpec, tmp_path: Path) -> None:
+def test_the_snapshot_of_another_spec_is_neither_taken_nor_replaced(spec: RunSpec, tmp_path: Path) -> None:
     trained(spec, set_up(spec, box_settings(tmp_path), CPU), tmp_path, threading.Event())
     other = spec.model_copy(update={"seed": 5})
     box = set_up(other, box_settings(tmp_path), CPU)
-    with StateDir(tmp_path / "state") as files:
-        steps = AloneSteps(box, "a", files, threading.Event(), None)
-        assert next(steps.units()) == 0
+    before = (tmp_path / "state" / "alone.pt").read_bytes()
+    with pytest.raises(BoxError, match=r"alone\.pt is damaged, or of another spec .* delete it, or give"):
+        trained(other, box, tmp_path, threading.Event())
+    assert (tmp_path / "state" / "alone.pt").read_bytes() == before
 
 
 def test_the_command_s_body_tells_and_logs_the_held_out_loss(

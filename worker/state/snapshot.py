@@ -169,7 +169,7 @@ def read_document(path: Path, owner: str, version: int) -> dict[str, Any] | None
         _check(path)
         document: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         if document["version"] != version or document["identity"] != owner:
-            log.warning("%s belongs to another run, model or worker: ignored; recovering from the coordinator", path)
+            log.warning("%s belongs to another run, spec, model or worker: ignored", path)
             return None
     except _DAMAGE as error:
         _say_damaged(path, error)
@@ -190,7 +190,7 @@ def _check(path: Path) -> None:
 
 def _say_damaged(path: Path, error: BaseException) -> None:
     reason = f"{type(error).__name__}: {error}".split(". ")[0]
-    log.warning("%s is damaged (%s): ignored; recovering from the coordinator", path, reason)
+    log.warning("%s is damaged (%s): ignored", path, reason)
 
 
 def copied(value: Any) -> Any:
