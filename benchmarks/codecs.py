@@ -57,7 +57,7 @@ def sample(distribution: str, n: int) -> F32:
 
 def real_pseudo_gradient() -> F32:
     """Return the pseudo-gradient of one worker's last round, float32[139584]."""
-    spec = FULL.spec(seed=0, momentum=0.8)
+    spec = FULL.spec(seed=0)
     h = spec.sync.schedule_steps
     replica = Replica(spec, TextData(spec))
     for number in range(ROUNDS):

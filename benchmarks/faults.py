@@ -1,12 +1,14 @@
-"""The quality that faults cost: DiLoCo with 8 workers in one process, where some contributions miss their round.
+"""The quality that faults cost: DiLoCo with 8 workers in one process, some of which are late, or away.
 
-    python -m benchmarks.faults [--quick] [--json] [--seed 0] [--momentum 0.4]
+    python -m benchmarks.faults [--quick] [--json] [--seed 0] [--only SCENARIO ...]
 
-There is no network, and the parts are the real ones: the model `tiny` on the standard library's sources, the worker's
-inner step, codec (int8 up and down), carry and outer step, the coordinator's mean. Only who is late is drawn. One
-worker alone takes the first steps; every scenario goes on from there with the same data and the same draws.
+There is no network, and the parts are the real ones, with the defaults of a run spec: the model `tiny` on the standard
+library's sources, the worker's inner step, codecs, carry and outer step, the coordinator's mean. Only who is late or
+away is drawn.
 
   clean       every contribution arrives, which is also what waiting for the slowest worker comes to
+  come and go every worker is late in one round of eight, and leaves at times for some rounds, an eighth of them all;
+              what it carries is lost then, and it joins again with a cold inner optimizer
   dropped     every contribution misses its round with probability 1/2, and then its worker
     carried   goes on from θ_new with what the mean lacks of its work, as `outerstep worker` does
     kept      goes on from its own parameters, without the delta, as in the DiLoCo paper (arXiv 2311.08105, section 3)
@@ -25,7 +27,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -64,13 +65,8 @@ preset = "tiny"
 [data]
 sequence_length = {sequence_length}
 [inner]
-optimizer = "adamw"
-learning_rate = 4e-3
 batch_size = {batch_size}
 warmup_steps = {warmup_steps}
-[outer]
-learning_rate = 1.0
-momentum = {momentum}
 [sync]
 rounds = {rounds}
 inner_steps = {inner_steps}
@@ -82,9 +78,8 @@ max_tokens = {evaluation_tokens}
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a run: `solo_rounds` of H steps by one worker alone, then `rounds` by all."""
+    """The size of a run."""
 
-    solo_rounds: int
     rounds: int
     inner_steps: int
     batch_size: int
@@ -92,52 +87,60 @@ class Size:
     warmup_steps: int
     evaluation_tokens: int
 
-    def spec(self, seed: int, momentum: float) -> RunSpec:
-        return parse_spec(
-            SPEC.format(
-                seed=seed,
-                momentum=momentum,
-                rounds=self.solo_rounds + self.rounds,
-                inner_steps=self.inner_steps,
-                batch_size=self.batch_size,
-                sequence_length=self.sequence_length,
-                warmup_steps=self.warmup_steps,
-                evaluation_tokens=self.evaluation_tokens,
-            )
-        )
+    def spec(self, seed: int) -> RunSpec:
+        return parse_spec(SPEC.format(seed=seed, **asdict(self)))
 
 
-FULL = Size(4, 16, 50, 8, 64, 100, 131_072)
-QUICK = Size(4, 6, 10, 4, 32, 20, 16_384)  # shows that it works; the differences mean little
+FULL = Size(40, 50, 8, 64, 100, 131_072)
+QUICK = Size(6, 10, 4, 32, 20, 16_384)  # shows that it works; the differences mean little
+
+# Those of `present` who miss a round; never all of them, for it closes with one contribution at least.
+Late = Callable[[set[int], np.random.Generator], set[int]]
 
 
-def nobody(round_number: int, draw: np.random.Generator) -> set[int]:
+def nobody(present: set[int], draw: np.random.Generator) -> set[int]:
     return set()
 
 
-def half(round_number: int, draw: np.random.Generator) -> set[int]:
-    """Draw each worker with probability 1/2, but never all of them: a round closes with one contribution at least."""
-    while True:
-        missing = draw.random(WORKERS) < 0.5
-        if not missing.all():
-            return set(np.flatnonzero(missing).tolist())
+def each_with(probability: float) -> Late:
+    def late(present: set[int], draw: np.random.Generator) -> set[int]:
+        while True:
+            missing = present & set(np.flatnonzero(draw.random(WORKERS) < probability).tolist())
+            if missing != present:
+                return missing
+
+    return late
 
 
-def the_last_at_times(round_number: int, draw: np.random.Generator) -> set[int]:
-    return the_last(round_number, draw) if draw.random() < 0.5 else set()
+def the_last_at_times(present: set[int], draw: np.random.Generator) -> set[int]:
+    return the_last(present, draw) if draw.random() < 0.5 else set()
 
 
-def the_last(round_number: int, draw: np.random.Generator) -> set[int]:
+def the_last(present: set[int], draw: np.random.Generator) -> set[int]:
     return {WORKERS - 1}
+
+
+def all_of_them(before: set[int], draw: np.random.Generator) -> set[int]:
+    return set(range(WORKERS))
+
+
+def some_of_them(before: set[int], draw: np.random.Generator) -> set[int]:
+    """Let one of 21 leave per round, and one of 3 of those away join again: an eighth is away, never all of them."""
+    while True:
+        drawn = draw.random(WORKERS)
+        present = {worker for worker in range(WORKERS) if drawn[worker] < (20 / 21 if worker in before else 1 / 3)}
+        if present:
+            return present
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A scenario. `late`: which workers miss a round. `then`: what such a worker goes on from. `auto`: True if each has
-    its own H, in proportion to its speed."""
+    """A scenario. `late`: which workers miss a round. `then`: what such a worker goes on from. `present`: who is there,
+    by who was in the round before. `auto`: True if each has its own H, in proportion to its speed."""
 
-    late: Callable[[int, np.random.Generator], set[int]] = nobody
+    late: Late = nobody
     then: Literal["carried", "kept", "forgotten"] = "carried"
+    present: Callable[[set[int], np.random.Generator], set[int]] = all_of_them
     auto: bool = False
 
     def inner_steps(self, sync: SyncSpec) -> list[int]:
@@ -149,17 +152,20 @@ class Scenario:
         return [pacing.inner_steps(sync, speed) for speed in SPEEDS.tolist()]
 
 
+CLEAN = "clean"
 SCENARIOS = {
-    "clean": Scenario(),
-    "dropped 50 %, carried": Scenario(half),
-    "dropped 50 %, kept": Scenario(half, "kept"),
-    "dropped 50 %, forgotten": Scenario(half, "forgotten"),
+    CLEAN: Scenario(),
+    "come and go": Scenario(each_with(1 / 8), present=some_of_them),
+    "dropped 50 %, carried": Scenario(each_with(1 / 2)),
+    "dropped 50 %, kept": Scenario(each_with(1 / 2), "kept"),
+    "dropped 50 %, forgotten": Scenario(each_with(1 / 2), "forgotten"),
     "one of 8 late at times": Scenario(the_last_at_times),
     "one of 8 always late": Scenario(the_last),
     "speeds 1 to 4, auto H": Scenario(auto=True),
 }
 
 TARGETS = {
+    "come and go": "at most +1 %",
     "dropped 50 %, carried": "at most +2.1 %",
     "one of 8 late at times": "at most +0.5 %",
     "one of 8 always late": "at most +0.5 %",
@@ -173,12 +179,18 @@ class Replica:
     def __init__(self, spec: RunSpec, data: TextData) -> None:
         self.spec, self.data = spec, data
         self.model = build_model(spec, CPU)
-        self.optimizers = build_inner_optimizers(self.model, spec.inner)
-        self.schedule = Schedule(spec, self.optimizers)
         self.parameters = list(self.model.parameters())
         self.layout = plan_fragments(tensor_specs(self.model), spec.sync.fragment_elements)
         self.fragments = DenseFragments(self.model, self.layout)
+        self.join()
+        self.warmup_left = 0
+
+    def join(self) -> None:
+        """Begin with a cold inner optimizer and nothing that is carried."""
+        self.optimizers = build_inner_optimizers(self.model, self.spec.inner)
+        self.schedule = Schedule(self.spec, self.optimizers)
         self.carry = Carry()
+        self.warmup_left = self.spec.inner.joiner_warmup_steps
 
     def begin(self, state: OuterState) -> None:
         """Start from the global parameters, and from its own progress that is not in them yet."""
@@ -191,7 +203,9 @@ class Replica:
         self.model.train()
         losses = []
         for index, unit in enumerate(units):
-            self.schedule.set(int(first_step + index * steps_per_unit))
+            warm = self.spec.inner.joiner_warmup_steps + 1
+            self.schedule.set(int(first_step + index * steps_per_unit), 1 - self.warmup_left / warm)
+            self.warmup_left = max(self.warmup_left - 1, 0)
             loss = mean_loss(self.model, self.data.unit(unit))
             loss.backward()
             clip_gradients(self.parameters, self.spec.inner)
@@ -276,22 +290,6 @@ def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState
 
 
 @dataclass(frozen=True)
-class Start:
-    """The start of every scenario: the model that one worker alone has trained, and its inner optimizers."""
-
-    parameters: list[Tensor]
-    inner_optimizers: list[dict[str, Any]]
-
-
-def train_alone(spec: RunSpec, size: Size, data: TextData) -> Start:
-    replica = Replica(spec, data)
-    steps = size.solo_rounds * size.inner_steps
-    replica.train(range(steps), 0)
-    states = deepcopy([optimizer.state_dict() for optimizer in replica.optimizers])
-    return Start([p.detach().clone() for p in replica.parameters], states)
-
-
-@dataclass(frozen=True)
 class Result:
     """A result. `loss`: held-out, nats per byte. `tokens`: trained on; `counted`: those in a delta. `time`: virtual."""
 
@@ -302,71 +300,68 @@ class Result:
     seconds: float
 
 
-def run(scenario: Scenario, spec: RunSpec, size: Size, data: TextData, start: Start) -> Result:
-    """Run all rounds after the solo ones."""
+def run(scenario: Scenario, spec: RunSpec, data: TextData) -> Result:
+    """Run all rounds."""
     began = time.perf_counter()
     replicas = [Replica(spec, data) for _ in range(WORKERS)]
-    for replica in replicas:
-        for optimizer, saved in zip(replica.optimizers, start.inner_optimizers, strict=True):
-            optimizer.load_state_dict(deepcopy(saved))
-        with torch.no_grad():
-            for parameter, value in zip(replica.parameters, start.parameters, strict=True):
-                parameter.copy_(value)
     state = OuterState(replicas[0].layout, spec.outer, pin_memory=False)
     for p in range(len(state)):
         state.set(p, replicas[0].fragments.gather(p), None)
 
     draw = np.random.default_rng([spec.seed, 0])
     inner_steps = scenario.inner_steps(spec.sync)
-    next_unit = size.solo_rounds * size.inner_steps
-    tokens = counted = 0
+    next_unit = tokens = counted = 0
     virtual = 0.0
+    present = set(range(WORKERS))
     kept: set[int] = set()  # workers that go on from their own parameters
-    for round_number in range(size.solo_rounds, size.solo_rounds + size.rounds):
-        works = []
-        for worker, (replica, steps) in enumerate(zip(replicas, inner_steps, strict=True)):
+    for number in range(spec.sync.rounds):
+        before, present = present, scenario.present(present, draw) if number else present
+        for worker in present - before:
+            replicas[worker].join()
+        works = {}
+        for worker in sorted(present):
+            replica, steps = replicas[worker], inner_steps[worker]
             if worker not in kept:
                 replica.begin(state)
             units = range(next_unit, next_unit + steps)
             next_unit = units.stop
-            loss = replica.train(units, round_number * size.inner_steps, size.inner_steps / steps)
-            works.append(replica.collect(round_number, state, units, loss))
+            loss = replica.train(units, number * spec.sync.schedule_steps, spec.sync.schedule_steps / steps)
+            works[worker] = replica.collect(number, state, units, loss)
             tokens += steps * spec.unit_tokens
-        late = scenario.late(round_number, draw)
-        on_time = [worker for worker in range(WORKERS) if worker not in late]
+        late = scenario.late(present, draw)
+        on_time = sorted(present - late)
         means = {}
         for p in range(len(state)):
             in_time = [contribution(worker, works[worker][p], state, spec) for worker in on_time]
             means[p] = step(in_time, p, state, spec)
-        for worker, (replica, work) in enumerate(zip(replicas, works, strict=True)):
+        for worker, work in works.items():
             if worker not in late:
                 counted += sum(stop - first for first, stop in work[0].units) * spec.unit_tokens
             if scenario.then == "carried":
-                replica.carry = Carry()
+                replicas[worker].carry = Carry()
                 if worker in late:
-                    replica.carry_on(work, means, len(on_time) / WORKERS)
+                    replicas[worker].carry_on(work, means, len(on_time) / len(present))
         kept = late if scenario.then == "kept" else set()
-        virtual += max(steps / speed for steps, speed in zip(inner_steps, SPEEDS.tolist(), strict=True))
+        virtual += max(inner_steps[worker] / SPEEDS[worker] for worker in present)
 
     final = Replica(spec, data)
-    final.begin(state)
+    for p in range(len(state)):
+        final.fragments.rebase(p, state.reached(p), None)
     loss = evaluate(final.model, data, spec.evaluation.max_tokens, CPU).loss
-    return Result(loss, tokens, counted, virtual / size.inner_steps, time.perf_counter() - began)
+    return Result(loss, tokens, counted, float(virtual) / spec.sync.schedule_steps, time.perf_counter() - began)
 
 
-def measure(size: Size, seed: int, momentum: float) -> dict[str, Any]:
-    spec = size.spec(seed, momentum)
+def measure(size: Size, seed: int, names: Sequence[str]) -> dict[str, Any]:
+    spec = size.spec(seed)
     data = TextData(spec)
-    start = train_alone(spec, size, data)
     results: dict[str, Result] = {}
-    for name, scenario in SCENARIOS.items():
-        results[name] = run(scenario, spec, size, data, start)
+    for name in names:
+        results[name] = run(SCENARIOS[name], spec, data)
         print(f"{name}: {results[name].loss:.4f} after {results[name].seconds:.0f} s", file=sys.stderr, flush=True)
-    clean = results["clean"]
+    clean = results[CLEAN]
     return {
         "benchmark": "faults",
         "seed": seed,
-        "momentum": momentum,
         "workers": WORKERS,
         **asdict(size),
         "machine": platform.processor() or platform.machine(),
@@ -385,9 +380,7 @@ def measure(size: Size, seed: int, momentum: float) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> Table:
     steps = f"{result['rounds']} rounds of {result['inner_steps']} inner steps"
-    alone = f"after {result['solo_rounds'] * result['inner_steps']} steps of one alone"
-    settings = f"seed {result['seed']}, outer momentum {result['momentum']}"
-    shown = Table(title=f"{result['workers']} workers, {steps} {alone}; {settings}", title_justify="left")
+    shown = Table(title=f"{result['workers']} workers, {steps}; seed {result['seed']}", title_justify="left")
     shown.add_column("scenario")
     for name in ("loss", "perplexity", "against clean", "target", "tokens that counted", "time", "times as fast"):
         shown.add_column(name, justify="right")
@@ -406,14 +399,15 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="what late and lost contributions cost in quality")
+    parser = argparse.ArgumentParser(description="what late, lost and leaving workers cost in quality")
     parser.add_argument("--quick", action="store_true", help="a tenth of the training, which shows only that it works")
     parser.add_argument("--json", action="store_true", help="add one line of JSON with all figures")
     parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the faults")
-    parser.add_argument("--momentum", type=float, default=0.4, help="of the outer optimizer; how much it is matters")
+    others = [name for name in SCENARIOS if name != CLEAN]
+    parser.add_argument("--only", nargs="+", choices=others, default=others, metavar="SCENARIO", help="beside clean")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    result = measure(QUICK if arguments.quick else FULL, arguments.seed, arguments.momentum)
+    result = measure(QUICK if arguments.quick else FULL, arguments.seed, [CLEAN, *arguments.only])
     Console(width=132).print(table(result))
     if arguments.json:
         print(json.dumps(result))

@@ -104,6 +104,8 @@ ROWS: dict[str, Row] = {
     "Muon": Row(keys=MUON),
     "Muon, ternary up": Row(keys={**MUON, **_codecs("ternary", "int4")}),
     "Muon, H 100": Row(keys={**MUON, "sync.inner_steps": 100}),
+    "Muon, H 100, ternary up": Row(keys={**MUON, "sync.inner_steps": 100, **_codecs("ternary", "int4")}),
+    "Muon, sparse up": Row(keys={**MUON, "outer.momentum": 0.0, **_codecs("sparse", "int4")}),
 }
 
 # Title of a part of the table -> its rows, and what they show.
@@ -119,7 +121,16 @@ GROUPS: dict[str, tuple[list[str], str]] = {
     ),
     "Workers": (["2 workers", "4 workers", "DiLoCo"], "Synchronous training does the work of 8 in every row."),
     "Inner optimizer": (
-        ["DiLoCo", "synchronous, Muon", "Muon", "Muon, ternary up", "Muon, H 100", "the defaults"],
+        [
+            "DiLoCo",
+            "synchronous, Muon",
+            "Muon",
+            "the defaults",
+            "Muon, ternary up",
+            "Muon, H 100",
+            "Muon, H 100, ternary up",
+            "Muon, sparse up",
+        ],
         "Muon for the hidden matrices, AdamW for the rest (MuLoCo, arXiv 2505.23725), both at 8e-3; *same rate* and "
         "*best rate* are of synchronous AdamW. The defaults are a spec that says nothing of optimizers and codecs.",
     ),
