@@ -15,6 +15,7 @@ step ends it. Source of the algorithm: DiLoCo (arXiv 2311.08105), algorithm 1.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -33,6 +34,7 @@ from protocol.messages import DataSummary, EvaluationReport, JoinRequest, RunDet
 from protocol.spec import RunSpec
 from worker.accounts.device_use import DeviceUse
 from worker.accounts.progress import Progress
+from worker.inner.usable import Parameters, usable_optimizers
 from worker.link.client import Client, open_http
 from worker.link.heartbeat import Heartbeat
 from worker.link.membership import Membership
@@ -82,7 +84,8 @@ class DiLoCo:
 
     Raises protocol.errors.Problem if the coordinator refuses, StateDirBusy, ModelError, CodecError (the
     pseudo-gradient is not finite) and OSError (of the state directory); also from within `optimizer.step()`, and from
-    there RuntimeError, if the optimizers step in another order than they were given in.
+    there RuntimeError, if the optimizers step in another order than they were given in, or after the run is over. What
+    cannot be trained with is refused before the run is joined: TypeError, ValueError, ModelError (inner/usable.py).
     """
 
     def __init__(
@@ -107,13 +110,12 @@ class DiLoCo:
         self.model = model
         self.client = client
         self._run = run
-        self._optimizers = list(inner_optimizer) if isinstance(inner_optimizer, Sequence) else [inner_optimizer]
-        if not self._optimizers:
-            raise ValueError("inner_optimizer is an empty sequence: DiLoCo needs one optimizer at least")
+        self._optimizers = usable_optimizers(model, inner_optimizer)
         self._files = StateDir(state_dir) if state_dir is not None else None
         self._evaluate, self._initial, self._scaler = evaluate, initial, scaler
         if data is not None and run.spec.data.private:
             data = data.model_copy(update={"digest": None})
+        self._parameters = Parameters(model)
         request = JoinRequest(tensors=tensor_specs(model), data=data, frozen=frozen_summary(model), host=host or {})
         use = use or DeviceUse(next(model.parameters()).device)
         self._progress = Progress(client.traffic, client.stages, clock, use)
@@ -121,6 +123,7 @@ class DiLoCo:
         self._steps = InnerSteps(run.spec)
         self._resources = ExitStack()
         self._joined: Joined | None = None
+        self._process = os.getpid()
 
     @classmethod
     def connect(
@@ -157,6 +160,11 @@ class DiLoCo:
         """The parts that exist once the run is joined. Raises RuntimeError before that."""
         if self._joined is None:
             raise RuntimeError("DiLoCo is a context manager: train within `with DiLoCo.connect(...) as diloco:`")
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"process {self._process} joined the run, and this is another one, such as a DataLoader's worker: take "
+                "units() in the training loop's process, and hand their numbers to the loader"
+            )
         return self._joined
 
     @property
@@ -203,7 +211,9 @@ class DiLoCo:
             due = first_units(assignment.units, assignment.inner_steps)
             for unit in chain.from_iterable(range(start, stop) for start, stop in due):
                 self._steps.begin_unit()
+                self._parameters.begin_unit()
                 yield self.spec.number_in_set(unit)
+                self._parameters.end_unit()
                 self._steps.end_unit()
                 if self.finished or rounds.assignment is not assignment:
                     break
@@ -238,6 +248,8 @@ class DiLoCo:
             self._joined = joined = self._join(resources)
             joined.rounds.begin()
             *others, last = self._optimizers
+            for each in self._optimizers:
+                resources.callback(each.register_step_pre_hook(self._before_any).remove)
             for each in others:
                 resources.callback(each.register_step_pre_hook(self._before_the_last).remove)
             resources.callback(last.register_step_post_hook(self._after_inner_step).remove)
@@ -264,6 +276,14 @@ class DiLoCo:
         resources.callback(rounds.close)
         return Joined(state, heartbeat, rounds)
 
+    def _before_any(self, *_: Any) -> None:
+        """Refuse a step that no round would have, as the hook of all optimizers."""
+        if self.joined.rounds.finished:
+            raise RuntimeError(
+                "the run is over for this worker, so that a step would only change the model: leave the training loop "
+                "once `diloco.finished`, which the end of units() does by itself"
+            )
+
     def _before_the_last(self, *_: Any) -> None:
         """Refuse a step that is late, as the hook of all optimizers but the last: the sync would come before it."""
         if self._steps.unit_stepped:
@@ -275,6 +295,7 @@ class DiLoCo:
     def _after_inner_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Count one inner step, as the hook of the last optimizer."""
         rounds, heartbeat = self.joined.rounds, self.joined.heartbeat
+        self._parameters.stepped = True
         # A GradScaler has a fused optimizer skip within its kernel, so that its step is called all the same.
         skipped = getattr(optimizer, "found_inf", None)
         if rounds.finished or (skipped is not None and bool(skipped)):
@@ -285,7 +306,10 @@ class DiLoCo:
             return  # on the way out, `__exit__` hands in what is done
         if heartbeat.failure is not None:
             raise heartbeat.failure
-        rounds.advance(ended=self.inner_step >= rounds.assignment.inner_steps)
+        ended = self.inner_step >= rounds.assignment.inner_steps
+        if ended:
+            self._parameters.check()
+        rounds.advance(ended=ended)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,0 +1,153 @@
+"""What people do wrong in a training loop of their own, each told at once instead of trained on in silence."""
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tests.worker import toy
+from tests.worker.toy import Toy, coordinator_thread
+from worker.diloco import DiLoCo
+from worker.errors import ModelError
+from worker.inner.usable import usable_optimizers
+
+
+class Wrapper(Optimizer):
+    """As accelerate's: an Optimizer by name, without the hooks of one, around that which steps."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def sgd(*modules: nn.Module) -> Optimizer:
+    return torch.optim.SGD([parameter for module in modules for parameter in module.parameters()], lr=0.1)
+
+
+def test_of_a_wrapper_what_it_wraps_is_taken() -> None:
+    model = toy.make_model()
+    optimizer = sgd(model)
+    assert usable_optimizers(model, Wrapper(Wrapper(optimizer))) == [optimizer]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "told"),
+    [
+        (lambda model: [], ValueError, "needs one optimizer at least"),
+        (lambda model: [sgd(model)] * 2, ValueError, "one optimizer twice"),
+        (
+            lambda model: torch.optim.lr_scheduler.StepLR(sgd(model), 1).state_dict,
+            TypeError,
+            "no torch.optim.Optimizer",
+        ),
+        (lambda model: sgd(toy.make_model()), ModelError, "SGD trains none of the model's parameters"),
+        (lambda model: sgd(model, nn.Linear(2, 3)), ModelError, r"trains 2 parameters .* of shape \[3, 2\]"),
+    ],
+)
+def test_what_does_not_train_the_model_is_refused_before_the_run_is_joined(
+    tmp_path: Path, given: Callable[[nn.Module], Any], error: type[Exception], told: str
+) -> None:
+    model = toy.make_model()
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        with pytest.raises(error, match=told):
+            run.connect(model, given(model))
+        assert run.info().live_workers == 0
+
+
+def test_parameters_that_no_optimizer_has_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = toy.make_model()
+    usable_optimizers(model, sgd(model.get_submodule("0")))
+    assert "1 trainable parameters are in no optimizer, such as 2.weight" in caplog.text
+
+
+def test_frozen_parameters_in_an_optimizer_are_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    model = toy.make_model()
+    model.get_submodule("0").requires_grad_(False)
+    usable_optimizers(model, sgd(model))
+    assert caplog.text == ""
+
+
+@pytest.fixture
+def joined(tmp_path: Path) -> Any:
+    """A worker of the toy run, its model and its optimizer."""
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=1), tmp_path)
+        model = toy.make_model()
+        optimizer = sgd(model)
+        with run.connect(model, optimizer) as diloco:
+            yield diloco, model, optimizer
+
+
+Joined = tuple[DiLoCo, nn.Module, Optimizer]
+
+
+def test_a_step_after_the_end_is_refused_and_changes_nothing(joined: Joined) -> None:
+    diloco, model, optimizer = joined
+    for unit in diloco.units():
+        toy.step(diloco, model, optimizer, unit)
+    assert diloco.finished
+    ended = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"the run is over for this worker.*`diloco.finished`"):
+        toy.step(diloco, model, optimizer, 0)
+    assert all(map(torch.equal, model.parameters(), ended))
+
+
+def test_the_steps_of_another_optimizer_are_noticed_at_the_first(joined: Joined) -> None:
+    diloco, model, _ = joined
+    units, other = diloco.units(), sgd(model)
+    toy.step(diloco, model, other, next(units))
+    with pytest.raises(ModelError, match="changed without a step of the optimizer that DiLoCo was given"):
+        next(units)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.half().float().half(),
+        lambda model: setattr(model, "0", nn.Linear(20, 32)),
+        lambda model: model.get_submodule("0").requires_grad_(False),
+    ],
+    ids=["dtype", "replaced", "frozen"],
+)
+def test_a_model_that_is_changed_under_way_is_refused_before_anything_of_it_is_sent(
+    joined: Joined, change: Callable[[nn.Module], object]
+) -> None:
+    diloco, model, optimizer = joined
+    change(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    units = diloco.units()
+    for _ in range(toy.STEPS - 1):
+        next(units)
+        optimizer.step()
+    next(units)
+    with pytest.raises(ModelError, match=r"changed after the run was joined, 0\.\w+ for one"):
+        optimizer.step()
+
+
+def test_another_process_is_refused_and_this_one_goes_on(joined: Joined) -> None:
+    """A DataLoader's workers are forks, which have this process's connections."""
+    diloco, model, optimizer = joined
+    units = diloco.units()
+    toy.step(diloco, model, optimizer, next(units))
+    context = multiprocessing.get_context("fork")
+    told: Any = context.SimpleQueue()
+
+    def elsewhere() -> None:
+        try:
+            next(diloco.units())
+        except RuntimeError as error:
+            told.put(str(error))
+
+    process = context.Process(target=elsewhere)
+    process.start()
+    assert "and this is another one, such as a DataLoader's worker" in told.get()
+    process.join()
+    for unit in units:
+        toy.step(diloco, model, optimizer, unit)
+    assert diloco.finished
