@@ -277,7 +277,8 @@ class DiLoCo:
         return Joined(state, heartbeat, rounds)
 
     def _before_any(self, *_: Any) -> None:
-        """Refuse a step that no round would have, as the hook of all optimizers."""
+        """Note a step, and refuse one that no round would have, as the hook of all optimizers."""
+        self._parameters.stepped = True
         if self.joined.rounds.finished:
             raise RuntimeError(
                 "the run is over for this worker, so that a step would only change the model: leave the training loop "
@@ -295,7 +296,6 @@ class DiLoCo:
     def _after_inner_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Count one inner step, as the hook of the last optimizer."""
         rounds, heartbeat = self.joined.rounds, self.joined.heartbeat
-        self._parameters.stepped = True
         # A GradScaler has a fused optimizer skip within its kernel, so that its step is called all the same.
         skipped = getattr(optimizer, "found_inf", None)
         if rounds.finished or (skipped is not None and bool(skipped)):

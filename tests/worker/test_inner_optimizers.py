@@ -292,13 +292,6 @@ def test_a_loop_without_units_may_have_several_as_well(tmp_path: Path) -> None:
     trained(tmp_path, OWN, "", loop)
 
 
-def test_an_empty_sequence_is_refused(tmp_path: Path) -> None:
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, toy.spec(), tmp_path)
-        with pytest.raises(ValueError, match="one optimizer at least"):
-            run.connect(toy.make_model(), [])
-
-
 # --- resuming -----------------------------------------------------------------------------------------------------
 
 
