@@ -93,7 +93,8 @@ def train(url: str, run: str, token: str, rank: int, parameters: int) -> None:
     model = Vector(parameters)
     model.values.grad = torch.randn(parameters, generator=torch.Generator().manual_seed(rank))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with DiLoCo.connect(model, optimizer, url=url, run=run, token=token, name=f"worker-{rank}") as diloco:
+    name = f"worker-{rank}"
+    with DiLoCo.connect(model, optimizer, url=url, run=run, token=token, name=name, state_dir=None) as diloco:
         for _ in diloco.units():
             optimizer.step()
 

@@ -126,7 +126,8 @@ inner_steps = 5
     with coordinator_thread(tmp_path / "data") as running:
         running.create_run(spec)
         (tmp_path / "train.py").write_text(script)
-        shell("python train.py", tmp_path, OUTERSTEP_URL=running.url, OUTERSTEP_TOKEN=running.token(Scope.WORKER))
+        token = running.token(Scope.WORKER)
+        shell("python train.py", tmp_path, OUTERSTEP_URL=running.url, OUTERSTEP_TOKEN=token, HOME=str(tmp_path))
         with running.client() as client:
             info = client.get("/v1/runs/my-script").raise_for_status().json()
             (worker,) = client.get("/v1/runs/my-script/workers").raise_for_status().json()["items"]

@@ -2,14 +2,11 @@
 
 import logging
 import os
-import platform
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from types import FrameType
 
 import httpx
 import torch
@@ -19,6 +16,7 @@ from protocol.errors import CodecError, OuterstepError, Problem, Remedy
 from protocol.exit_codes import Exit
 from protocol.messages import RunDetail, RunState
 from protocol.spec import RunSpec
+from worker.accounts.host import host_facts
 from worker.accounts.step_log import StepLog
 from worker.alone import train_alone
 from worker.box import Box, set_up
@@ -28,11 +26,9 @@ from worker.initial import initial_parameters
 from worker.inner.precision import allow_tf32, precision_on
 from worker.link.client import Client, open_http
 from worker.settings import BoxSettings, WorkerSettings, state_directory
+from worker.signals import stop_on_signals
 from worker.state.state_dir import StateDir
 from worker.train import train
-
-# From the first signal to the end, whatever hangs: less than the 10 s after which containers are killed.
-LEAVE_WITHIN_S = 9.0
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +62,8 @@ def _run(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     try:
-        with stop_on_signals(end_process) as stop:
+        stop = threading.Event()
+        with stop_on_signals(stop, partial(end_process, Exit.DONE)):
             try:
                 work(device, stop)
             finally:
@@ -175,53 +172,6 @@ def _say_what_trains(run: str, settings: BoxSettings, box: Box) -> None:
         min(box.micro_batches.size, box.spec.inner.batch_size),
         KERNELS,
     )
-
-
-def host_facts(device: torch.device) -> dict[str, str | int | float]:
-    """Return the facts about this machine that the coordinator shows."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {
-        "host": platform.node(),
-        "device": f"{device}: {name}",
-        "threads": torch.get_num_threads(),
-        "kernels": KERNELS,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-@contextmanager
-def stop_on_signals(end_process: Callable[[int], object]) -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM and SIGINT set: finish the inner step, hand in what is done, leave.
-
-    A second signal ends the process at once. So does `end_process`, called if the worker does not leave in time.
-    """
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # whoever runs a worker in a thread has the signals
-        return
-
-    def give_up() -> None:
-        log.warning("leaving has taken %.0f s: gone without goodbye; the lease ends by itself", LEAVE_WITHIN_S)
-        end_process(Exit.DONE)
-
-    last_resort = threading.Timer(LEAVE_WITHIN_S, give_up)
-    last_resort.daemon = True
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if not stop.is_set():
-            stop.set()
-            last_resort.start()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        last_resort.cancel()
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _code_of(problem: Problem) -> Exit:

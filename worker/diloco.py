@@ -1,6 +1,6 @@
 """DiLoCo for any training loop: wrap a model and its inner optimizer, and train on.
 
-    with DiLoCo.connect(model, optimizer, url=..., run=..., token=..., name=...) as diloco:
+    with DiLoCo.connect(model, optimizer, run="my-run") as diloco:
         for unit in diloco.units():
             loss = loss_of(model, batch_of(unit))
             loss.backward()
@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -33,7 +33,10 @@ from protocol.errors import OuterstepError
 from protocol.messages import DataSummary, EvaluationReport, JoinRequest, RunDetail
 from protocol.spec import RunSpec
 from worker.accounts.device_use import DeviceUse
+from worker.accounts.host import host_facts
 from worker.accounts.progress import Progress
+from worker.connecting import membership_of, told_on_stderr
+from worker.errors import Stopped
 from worker.inner.usable import Parameters, usable_optimizers
 from worker.link.client import Client, open_http
 from worker.link.heartbeat import Heartbeat
@@ -42,6 +45,7 @@ from worker.rounds.exchange import Exchange
 from worker.rounds.inner_steps import InnerSteps
 from worker.rounds.rounds import Rounds
 from worker.rounds.training import Training
+from worker.signals import stop_on_signals
 from worker.state.fragments import DenseFragments, tensor_specs
 from worker.state.frozen import frozen_summary
 from worker.state.outer_state import OuterState
@@ -84,7 +88,8 @@ class DiLoCo:
 
     Raises protocol.errors.Problem if the coordinator refuses, StateDirBusy, ModelError, CodecError (the
     pseudo-gradient is not finite) and OSError (of the state directory); also from within `optimizer.step()`, and from
-    there RuntimeError, if the optimizers step in another order than they were given in, or after the run is over. What
+    there RuntimeError, if the optimizers step in another order than they were given in, or after the run is over, and
+    Stopped, in a loop that goes on where `finished` says that this worker was asked to stop. What
     cannot be trained with is refused before the run is joined: TypeError, ValueError, ModelError (inner/usable.py).
     """
 
@@ -124,6 +129,8 @@ class DiLoCo:
         self._resources = ExitStack()
         self._joined: Joined | None = None
         self._process = os.getpid()
+        self._ended_by_stop = False  # the last inner step is done
+        self._surroundings: list[AbstractContextManager[None]] = []
 
     @classmethod
     def connect(
@@ -131,21 +138,31 @@ class DiLoCo:
         model: nn.Module,
         inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
-        url: str,
         run: str,
-        token: str,
-        name: str,
+        url: str | None = None,
+        token: str | None = None,
+        name: str | None = None,
         **options: Any,
     ) -> Self:
-        """Return a DiLoCo on the coordinator at `url`; `options` are those of DiLoCo itself."""
-        http = open_http(url)
+        """Return a DiLoCo on the coordinator at `url`; `options` are those of DiLoCo itself.
+
+        What is left out is as `outerstep worker` has it: `url` and `token` are of the environment, OUTERSTEP_URL and
+        OUTERSTEP_TOKEN, `name` is this machine's, `state_dir` ~/.local/state/outerstep/RUN/NAME. Within `with`, SIGTERM
+        and Ctrl-C set `stopped`: units() ends, and leaving hands in what is done. Where the script has set up no
+        logging, what the worker does and waits for is told on stderr. Raises ValueError for what is missing or wrong.
+        """
+        who = membership_of(run, url, token, name)
+        options.setdefault("state_dir", who.directory)
+        options.setdefault("host", host_facts(next(model.parameters()).device))
+        http = open_http(who.url)
         try:
-            client = Client(http, run, token)
-            diloco = cls(model, inner_optimizer, client=client, run=client.run_detail(), name=name, **options)
+            client = Client(http, run, who.token)
+            diloco = cls(model, inner_optimizer, client=client, run=client.run_detail(), name=who.name, **options)
         except BaseException:
             http.close()
             raise
         diloco._resources.callback(http.close)
+        diloco._surroundings = [told_on_stderr(), stop_on_signals(client.stop)]
         return diloco
 
     # --- what a training loop uses --------------------------------------------------------------------------------
@@ -195,7 +212,12 @@ class DiLoCo:
     @property
     def finished(self) -> bool:
         """True if training is to stop: the run is over, or this worker was asked to stop."""
-        return self.joined.rounds.finished or self.client.stop.is_set()
+        return self.joined.rounds.finished or self.stopped
+
+    @property
+    def stopped(self) -> bool:
+        """True once this worker was asked to stop, by a signal for example, whether or not the run goes on."""
+        return self.client.stop.is_set()
 
     def units(self) -> Iterator[int]:
         """Yield the numbers of the work units to train on, one per inner step, until `finished`. With private data they
@@ -243,6 +265,8 @@ class DiLoCo:
 
     def __enter__(self) -> Self:
         with self._resources as resources:
+            for surrounding in self._surroundings:
+                resources.enter_context(surrounding)
             if self._files is not None:
                 resources.enter_context(self._files)
             self._joined = joined = self._join(resources)
@@ -284,6 +308,8 @@ class DiLoCo:
                 "the run is over for this worker, so that a step would only change the model: leave the training loop "
                 "once `diloco.finished`, which the end of units() does by itself"
             )
+        if self._ended_by_stop:
+            raise Stopped("asked to stop: leave the training loop once `diloco.finished`")
 
     def _before_the_last(self, *_: Any) -> None:
         """Refuse a step that is late, as the hook of all optimizers but the last: the sync would come before it."""
@@ -303,6 +329,7 @@ class DiLoCo:
         self._steps.step()
         self._progress.step(self.inner_step)
         if self.client.stop.is_set():
+            self._ended_by_stop = True
             return  # on the way out, `__exit__` hands in what is done
         if heartbeat.failure is not None:
             raise heartbeat.failure
@@ -315,7 +342,7 @@ class DiLoCo:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._resources:
-            if kind is None:
+            if kind is None or issubclass(kind, Stopped):
                 self.joined.rounds.hand_in()
 
     def _leave(self) -> None:

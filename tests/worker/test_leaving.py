@@ -16,7 +16,7 @@ from tests.support.states import zeros_of_state_0
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
-from worker import agent
+from worker import signals
 from worker.diloco import DiLoCo
 from worker.errors import Stopped
 from worker.link.client import Client
@@ -188,9 +188,10 @@ def test_an_upload_ends_between_two_pieces() -> None:
 
 def test_whatever_hangs_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """An inner step that takes minutes, or a request that nobody answers."""
-    monkeypatch.setattr(agent, "LEAVE_WITHIN_S", 0.01)
+    monkeypatch.setattr(signals, "LEAVE_WITHIN_S", 0.01)
     ended: SimpleQueue[int] = SimpleQueue()
-    with agent.stop_on_signals(ended.put) as stop:
+    stop = threading.Event()
+    with signals.stop_on_signals(stop, partial(ended.put, Exit.DONE)):
         os.kill(os.getpid(), signal.SIGTERM)
         assert ended.get(timeout=60) == Exit.DONE
         assert stop.is_set()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
-from worker.errors import ModelError
+from worker.errors import ModelError, Stopped
 from worker.inner.usable import usable_optimizers
 
 
@@ -95,6 +95,26 @@ def test_a_step_after_the_end_is_refused_and_changes_nothing(joined: Joined) -> 
     with pytest.raises(RuntimeError, match=r"the run is over for this worker.*`diloco.finished`"):
         toy.step(diloco, model, optimizer, 0)
     assert all(map(torch.equal, model.parameters(), ended))
+
+
+def test_a_loop_that_does_not_hear_that_it_is_to_stop_is_ended_and_what_it_did_is_handed_in(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=1), tmp_path)
+        model = toy.make_model()
+        optimizer = sgd(model)
+        diloco = run.connect(model, optimizer)
+
+        def loop() -> None:
+            with diloco:
+                for unit in range(toy.STEPS):
+                    if unit == 2:
+                        diloco.client.stop.set()
+                    toy.step(diloco, model, optimizer, unit)
+
+        with pytest.raises(Stopped, match="asked to stop"):
+            loop()
+        assert run.told("a").tokens == 3 * diloco.spec.unit_tokens
+        assert run.told("a").state == "left"
 
 
 def test_the_steps_of_another_optimizer_are_noticed_at_the_first(joined: Joined) -> None:

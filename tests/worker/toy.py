@@ -139,7 +139,8 @@ class Toy:
 
     def connect(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> DiLoCo:
         """Worker a, as a script of somebody's own has it."""
-        return DiLoCo.connect(model, optimizer, url=self.coordinator.url, run="toy", token=self.token, name="a")
+        url, token = self.coordinator.url, self.token
+        return DiLoCo.connect(model, optimizer, url=url, run="toy", token=token, name="a", state_dir=None)
 
     def worker(
         self,

@@ -1,0 +1,89 @@
+"""A script that says no more than which run it joins."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import wait_until
+from tests.worker import toy
+from tests.worker.toy import Toy, coordinator_thread
+from worker.connecting import membership_of
+
+ENVIRONMENT = {"OUTERSTEP_URL": "https://coordinator.example.org/", "OUTERSTEP_TOKEN": " secret\n"}
+
+SCRIPT = """
+import torch
+from outerstep import DiLoCo
+from tests.worker import toy
+
+model = toy.make_model()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+with DiLoCo.connect(model, optimizer, run="toy") as diloco:
+    for unit in diloco.units():
+        toy.step(diloco, model, optimizer, unit)
+assert diloco.stopped
+"""
+
+
+def test_what_is_left_out_is_the_environment_s() -> None:
+    who = membership_of("toy", None, None, None, ENVIRONMENT)
+    assert (who.url, who.token) == ("https://coordinator.example.org", "secret")
+    assert who.directory == Path.home() / ".local/state/outerstep/toy" / who.name
+    given = membership_of("toy", "http://other", "own", "box-1", ENVIRONMENT)
+    assert (given.url, given.token, given.name) == ("http://other", "own", "box-1")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"url": ""}, "url is missing: give url=…, or set OUTERSTEP_URL in the environment"),
+        ({"token": ""}, "token is missing: give token=…, or set OUTERSTEP_TOKEN in the environment"),
+        ({"url": "coordinator.example.org"}, "url = 'coordinator.example.org': 'coordinator.example.org' is not an address"),
+        ({"name": "Box 1"}, "name = 'Box 1': string should match pattern"),
+        ({"run": "My Run"}, "run = 'My Run': string should match pattern"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_or_wrong_is_said(given: dict[str, str], told: str) -> None:
+    arguments: dict[str, str | None] = {"url": None, "token": None, "name": None, **given}
+    with pytest.raises(ValueError, match=re.escape(told)):
+        membership_of(given.get("run", "toy"), arguments["url"], arguments["token"], arguments["name"], ENVIRONMENT)
+
+
+@contextmanager
+def script(run: Toy, home: Path) -> Iterator["subprocess.Popen[str]"]:
+    environment = {"OUTERSTEP_URL": run.coordinator.url, "OUTERSTEP_TOKEN": run.token, "HOME": str(home)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], env=os.environ | environment, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_script_that_is_killed_and_stopped_says_what_it_waits_for_and_leaves(tmp_path: Path) -> None:
+    """The second process is let in at once, by what the first has left in the state directory."""
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(min_workers=2), tmp_path)
+        with script(run, tmp_path) as first:
+            assert first.stderr is not None
+            told = next(line for line in first.stderr if "waiting" in line)
+            assert "1 of at least 2 are ready" in told
+            first.send_signal(signal.SIGKILL)
+            first.wait()
+        (state,) = (tmp_path / ".local/state/outerstep/toy").iterdir()
+        with script(run, tmp_path) as second:
+            assert second.stderr is not None
+            assert any("waiting" in line for line in second.stderr)
+            second.send_signal(signal.SIGTERM)
+            _, rest = second.communicate()
+            assert second.returncode == 0, rest
+        wait_until(lambda: run.told(state.name).state == "left")

@@ -1,0 +1,51 @@
+"""A script's way into a run: what it leaves out is as `outerstep worker` has it."""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import ValidationError
+
+from protocol.explaining import explain
+from worker.settings import WorkerSettings
+
+URL_VARIABLE, TOKEN_VARIABLE = "OUTERSTEP_URL", "OUTERSTEP_TOKEN"
+
+
+def membership_of(
+    run: str,
+    url: str | None,
+    token: str | None,
+    name: str | None,
+    environment: Mapping[str, str] = os.environ,
+) -> WorkerSettings:
+    """Return who is to join what. Raises ValueError, which says what is missing or wrong."""
+    given: dict[str, Any] = {"run": run} if name is None else {"run": run, "name": name}
+    for key, value, variable in (("url", url, URL_VARIABLE), ("token", token, TOKEN_VARIABLE)):
+        given[key] = environment.get(variable, "").strip() if value is None else value
+        if not given[key]:
+            raise ValueError(f"{key} is missing: give {key}=…, or set {variable} in the environment")
+    try:
+        return WorkerSettings(**given)
+    except ValidationError as error:
+        raise ValueError("; ".join(explain(fault) for fault in error.errors())) from error
+
+
+@contextmanager
+def told_on_stderr() -> Iterator[None]:
+    """Tell on stderr what the worker tells, unless the script has set up logging itself: why it waits, above all."""
+    logger = logging.getLogger("worker")
+    if logger.hasHandlers():
+        yield
+        return
+    handler, level = logging.StreamHandler(), logger.level
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
