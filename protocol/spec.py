@@ -49,8 +49,12 @@ class LoraSpec(_Section):
     )
 
 
+MODELS = ("preset", "config", "factory", "pretrained")
+
+
 class ModelSpec(_Section):
-    """What is trained: exactly one of preset, config, factory and pretrained."""
+    """What is trained: exactly one of preset, config, factory and pretrained; or none of them, where the workers are
+    scripts, which bring it (`data.source = "custom"`)."""
 
     preset: Literal["tiny", "llama-150m", "llama-1b"] | None = Field(
         None, description="a model that ships with Outerstep"
@@ -83,11 +87,10 @@ class ModelSpec(_Section):
     lora: LoraSpec | None = Field(None, description="train adapters instead of the model")
 
     @model_validator(mode="after")
-    def _exactly_one(self) -> "ModelSpec":
-        kinds = ("preset", "config", "factory", "pretrained")
-        given = [key for key in kinds if getattr(self, key) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of preset, config, factory and pretrained, not {given or 'none'}")
+    def _one_at_most(self) -> "ModelSpec":
+        given = [key for key in MODELS if getattr(self, key) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give exactly one of preset, config, factory and pretrained, not {given}")
         if self.config is not None and "model_type" not in self.config:
             raise ValueError('config needs a model_type, for example model_type = "llama"')
         for key, needed in (
@@ -99,6 +102,11 @@ class ModelSpec(_Section):
             if getattr(self, key) is not None and getattr(self, needed) is None:
                 raise ValueError(f"{key} needs {needed}: give both, or leave {key} out")
         return self
+
+    @property
+    def is_said(self) -> bool:
+        """True if the spec says what is trained; otherwise the workers' scripts do."""
+        return any(getattr(self, key) is not None for key in MODELS)
 
 
 class DataSpec(_Section):
@@ -375,11 +383,11 @@ class RetentionSpec(_Section):
 
 
 class RunSpec(_Section):
-    """A run spec. `sync.rounds` and `model` have no default; all other keys do."""
+    """A run spec. `sync.rounds` has no default, nor has what is trained, `model`; all other keys do."""
 
     name: Name = Field(..., description="the run's name: lower-case letters, digits, '.', '_' and '-'")
     seed: int = Field(0, ge=0, lt=1 << 32, description="seed of the initial model and of the order of the data")
-    model: ModelSpec
+    model: ModelSpec = Field(default_factory=ModelSpec)
     data: DataSpec = Field(default_factory=DataSpec)
     inner: InnerSpec = Field(default_factory=InnerSpec)
     outer: OuterSpec = Field(default_factory=OuterSpec)
@@ -399,6 +407,15 @@ class RunSpec(_Section):
         if not isinstance(model, dict) or not isinstance(inner, dict):
             return document
         return {**document, "inner": {**inner_by_the_model(model), **inner}}
+
+    @model_validator(mode="after")
+    def _says_what_is_trained(self) -> "RunSpec":
+        if not self.model.is_said and (self.data.source != "custom" or self.model.run is not None):
+            raise ValueError(
+                "model: give exactly one of preset, config, factory and pretrained; none of them is for scripts that "
+                'bring the model, with data.source = "custom" and without model.run'
+            )
+        return self
 
     @model_validator(mode="after")
     def _begins_with_another_run(self) -> "RunSpec":

@@ -12,7 +12,7 @@ from protocol.messages import RunDetail
 from protocol.presets import BYTES
 from worker.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from worker.errors import DataError, ModelError
-from worker.link.checkpoints import load_parameters
+from worker.link.checkpoints import load_bare_parameters, load_parameters
 from worker.link.client import Client
 from worker.models.building import build_model, logits_of
 
@@ -38,7 +38,8 @@ def export(client: Client, directory: Path, state_round: int | None = None, *, m
 
     A transformers model becomes a directory that `AutoModelForCausalLM.from_pretrained` loads. Adapters are written as
     peft has them, or, to `merge`, as the model that they make with the one they belong to. A model from the user's own
-    function becomes model.safetensors and the run's spec.toml. The run's tokenizer goes with it; where this machine
+    function becomes model.safetensors and the run's spec.toml, and so do the trained parameters alone where the spec
+    says nothing of the model. The run's tokenizer goes with it; where this machine
     does not have it, a warning says so. Raises FileExistsError, ModelError where there is nothing to merge, and what
     `load_checkpoint` raises.
     """
@@ -48,7 +49,8 @@ def export(client: Client, directory: Path, state_round: int | None = None, *, m
     adapted = run.spec.model.lora is not None
     if merge and not adapted:
         raise ModelError(f"the run {run.name} has no adapters to merge: its export is the whole model")
-    model, tokenizer = load_checkpoint(client, state_round), _tokenizer(run)
+    load = load_checkpoint if run.spec.model.is_said else load_bare_parameters
+    model, tokenizer = load(client, state_round), _tokenizer(run)
     directory.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
         tokenizer.save(directory)

@@ -296,7 +296,8 @@ def export(
 
     Needs the worker's libraries (torch, transformers), but no GPU. Adapters are written as peft has them, for the model
     that they were trained on. The run's tokenizer goes with the model; bytes have none: their token ids are the bytes
-    of UTF-8 text. The model of a user's own function is written as model.safetensors beside the spec.
+    of UTF-8 text. The model of a user's own function is written as model.safetensors beside the spec; so are the
+    trained parameters of a run whose scripts bring the model.
 
     \b
     Example:
@@ -384,7 +385,7 @@ def _facts(run: RunDetail) -> object:
 
 def _model(run: RunDetail) -> str:
     model = run.spec.model
-    name = model.preset or model.factory or model.pretrained or (model.config or {}).get("model_type")
+    name = model.preset or model.factory or model.pretrained or (model.config or {}).get("model_type") or "of a script"
     adapters = "" if model.lora is None else f" with adapters of rank {model.lora.rank}"
     start = "" if model.run is None else f" from the run {model.run}"
     trained = f"{count_text(run.elements)} parameters in {run.fragments or UNKNOWN} fragments"

@@ -57,7 +57,10 @@ def edited(old: str, new: str) -> str:
 ERRORS: dict[str, tuple[str, list[str]]] = {
     "no name": (edited('name = "demo"\n', ""), ["name: this key is missing"]),
     "a bad name": (edited('"demo"', '"De mo"'), ["name = 'De mo'", "^[a-z0-9]"]),
-    "no model": (edited('[model]\npreset = "tiny"\n', ""), ["model: this key is missing"]),
+    "no model": (
+        edited('[model]\npreset = "tiny"\n', ""),
+        ["model: give exactly one of preset, config, factory and pretrained; none of them is for scripts"],
+    ),
     "no rounds": (edited("rounds = 4\n", ""), ["sync.rounds: this key is missing"]),
     "no rounds at all": (edited("rounds = 4", "rounds = 0"), ["sync.rounds = 0", "greater than 0"]),
     "rounds as text": (edited("rounds = 4", 'rounds = "many"'), ["sync.rounds = 'many'", "integer"]),
@@ -80,11 +83,15 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     "an unknown preset": (edited('"tiny"', '"huge"'), ["model.preset = 'huge'", "'tiny', 'llama-150m' or 'llama-1b'"]),
     "no model chosen": (
         edited('preset = "tiny"', ""),
-        ["model: give exactly one of preset, config, factory and pretrained, not none"],
+        ["model: give exactly one of preset, config, factory and pretrained; none of them is for scripts"],
     ),
     "two models chosen": (
         edited('preset = "tiny"', 'preset = "tiny"\nfactory = "a:b"'),
         ["exactly one of preset, config, factory and pretrained", "['preset', 'factory']"],
+    ),
+    "another run's parameters for a script": (
+        edited('preset = "tiny"', 'run = "other"') + '[data]\nsource = "custom"\n',
+        ["none of them is for scripts that bring the model", "without model.run"],
     ),
     "a config without a type": (
         edited('preset = "tiny"', "config = {hidden_size = 8}"),

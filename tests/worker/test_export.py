@@ -7,15 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.exit_codes import Exit
 from protocol.messages import Scope
+from protocol.spec import parse_spec
 from tests.support.tokenizers import END, write_tokenizer
+from tests.worker import toy
 from tests.worker.runs import create, work
+from tests.worker.toy import Toy
+from worker.errors import ModelError
 from worker.export import export
 from worker.link.client import Client, open_http
+from worker.models.building import build_model
 
 WORDS = "all work and no play"
 
@@ -62,6 +68,22 @@ def test_a_machine_without_the_tokenizer_exports_without_it_and_says_so(
     assert not (directory / "tokenizer.json").exists()
     assert "exported without a tokenizer: data.tokenizer = " in caplog.text
     assert "copy the one of a worker beside the model" in caplog.text
+
+
+def test_of_a_run_whose_scripts_bring_the_model_the_parameters_are_exported(tmp_path: Path) -> None:
+    text = toy.spec(rounds=1).replace('[model]\nfactory = "tests.worker.toy:make_model"\n', "")
+    assert not parse_spec(text).model.is_said
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        run = Toy(running, text, tmp_path)
+        trained = run.worker("a").model
+        with open_http(running.url) as http:
+            client = Client(http, "toy", running.token(Scope.VIEWER))
+            export(client, tmp_path / "model")
+            with pytest.raises(ModelError, match="does not say what its model is: its workers are scripts"):
+                build_model(client.run_detail().spec, torch.device("cpu"))
+    model = toy.make_model()
+    load_model(model, tmp_path / "model" / "model.safetensors")
+    assert all(map(torch.equal, model.parameters(), trained.parameters()))
 
 
 def test_another_tokenizer_is_not_exported(trained: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,7 @@
 """A run's checkpoint, put into a model."""
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -8,8 +9,8 @@ from torch import nn
 
 from protocol import wire
 from protocol.errors import Problem
-from protocol.fragments import first_difference
-from protocol.messages import CheckpointDetail, RunState
+from protocol.fragments import Layout, first_difference
+from protocol.messages import CheckpointDetail, RunDetail, RunState
 from protocol.outer_step import reached
 from protocol.spec import OuterSpec
 from worker.codecs import unpack_payload
@@ -35,30 +36,67 @@ def load_parameters(client: Client, model: nn.Module, state_round: int | None = 
     step a moment after the run has finished. Raises Problem `not-found` for a checkpoint that does not exist, `gone`
     for one that was deleted, ModelError for a model of another shape, or with other frozen parameters than the run's.
     """
-    run = client.run_detail()
-    while state_round is None and run.state is RunState.FINISHED and run.state_digest is None:
-        client.pause(_PAUSE_S)
-        run = client.run_detail()
+    run = _settled(client, state_round)
     frozen = frozen_summary(model)
     if run.frozen is not None and frozen != run.frozen:
         raise ModelError(
             f"the frozen parameters here ({frozen or 'none'}) are not those of the run {client.run} ({run.frozen}); "
             "load the weights that its workers have"
         )
-    while True:
-        checkpoint = client.checkpoint(state_round)
-        difference = first_difference(checkpoint.layout.tensors, tensor_specs(model))
+
+    def checked(layout: Layout) -> nn.Module:
+        difference = first_difference(layout.tensors, tensor_specs(model))
         if difference:
             raise ModelError(f"the model built here is not the model of the run {client.run}: {difference}")
+        return model
+
+    return _load(client, run.spec.outer, state_round, checked)[0]
+
+
+def load_bare_parameters(client: Client, state_round: int | None = None) -> nn.Module:
+    """Return a module that is nothing but the trained parameters of a checkpoint, otherwise as `load_parameters` has
+    them, by their names."""
+    run = _settled(client, state_round)
+    return _load(client, run.spec.outer, state_round, _bare)[1]
+
+
+def _bare(layout: Layout) -> nn.Module:
+    module = nn.Module()
+    for tensor in layout.tensors:
+        *path, name = tensor.name.split(".")
+        owner = module
+        for part in path:
+            if part not in dict(owner.named_children()):
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(name, nn.Parameter(torch.empty(tensor.shape)))
+    return module
+
+
+def _settled(client: Client, state_round: int | None) -> RunDetail:
+    run = client.run_detail()
+    while state_round is None and run.state is RunState.FINISHED and run.state_digest is None:
+        client.pause(_PAUSE_S)
+        run = client.run_detail()
+    return run
+
+
+def _load(
+    client: Client, outer: OuterSpec, state_round: int | None, model_for: Callable[[Layout], nn.Module]
+) -> tuple[int, nn.Module]:
+    """Put a checkpoint into the model for its layout; return its number, and the model."""
+    while True:
+        checkpoint = client.checkpoint(state_round)
+        model = model_for(checkpoint.layout)
         try:
-            _fetch_into(model, client, checkpoint, run.spec.outer)
+            _fetch_into(model, client, checkpoint, outer)
         except Problem as problem:
             if state_round is not None or problem.slug not in ("gone", "not-found"):
                 raise
             log.info("%s: asking again for the latest checkpoint", problem.detail)
             client.pause(_PAUSE_S)
         else:
-            return checkpoint.round
+            return checkpoint.round, model
 
 
 def _fetch_into(model: nn.Module, client: Client, checkpoint: CheckpointDetail, outer: OuterSpec) -> None:

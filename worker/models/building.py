@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 def build_model(spec: RunSpec, device: torch.device) -> nn.Module:
     """Return the run's model in float32 on `device`, with its initial parameters, unless `load_weights` brings them.
     Raises ModelError if it cannot be built."""
+    if not spec.model.is_said:
+        raise ModelError(f"the run {spec.name} does not say what its model is: its workers are scripts that bring it")
     # The lock: torch's default generator belongs to the whole process.
     with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
