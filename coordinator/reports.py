@@ -45,6 +45,7 @@ from protocol.messages import (
     WorkerState,
 )
 
+CHECKPOINTS_NAMED = 5
 ADVANCEMENT = list(FragmentState)
 
 
@@ -323,13 +324,15 @@ def checkpoint_digest(run: LiveRun, round_: int, fragment: int) -> bytes:
 def _no_checkpoint(run: LiveRun, session: Session, round_: int | None) -> Problem:
     """Return the Problem that there is no checkpoint of `round_` (None: none at all): `gone` if the retention rule has
     deleted those of so early states, otherwise `not-found`."""
-    oldest = session.scalar(select(func.min(CheckpointRow.round)).where(CheckpointRow.run_id == run.id))
-    if round_ is not None and oldest is not None and round_ < oldest:
+    found = sorted(session.scalars(select(CheckpointRow.round).where(CheckpointRow.run_id == run.id)))
+    if round_ is None or not found:
+        return Problem("not-found", f"the run {run.name} has no checkpoint yet")
+    if round_ < found[0]:
         return Problem(
-            "gone", f"checkpoints below {oldest} were deleted by the retention rule; recover from the latest one"
+            "gone", f"checkpoints below {found[0]} were deleted by the retention rule; recover from the latest one"
         )
-    which = "no checkpoint yet" if round_ is None else f"no checkpoint {round_}"
-    return Problem("not-found", f"the run {run.name} has {which}; see /v1/runs/{run.name}/checkpoints")
+    there = ", ".join(map(str, found[-CHECKPOINTS_NAMED:]))
+    return Problem("not-found", f"the run {run.name} has no checkpoint {round_}; the latest are {there}")
 
 
 def _checkpoint_fields(session: Session, row: CheckpointRow) -> dict[str, Any]:

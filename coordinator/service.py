@@ -29,6 +29,7 @@ from protocol.digest import digest
 from protocol.errors import Problem, SpecError
 from protocol.messages import NewToken, RunState, TokenRequest
 from protocol.spec import RunSpec, parse_spec
+from protocol.suggesting import those_here
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class Coordinator:
         """Return the run of this name. Problem `not-found` if there is none."""
         run = self._runs.get(name)
         if run is None:
-            raise Problem("not-found", f"there is no run {name}; see /v1/runs")
+            raise Problem("not-found", f"there is no run {name}; {those_here(name, self._runs, 'runs')}")
         return run
 
     def runs(self) -> list[LiveRun]:

@@ -12,6 +12,7 @@ from protocol.codecs import CODECS, CodecName, DownloadCodecName
 from protocol.defaults import inner_by_the_model
 from protocol.errors import SpecError
 from protocol.explaining import explain
+from protocol.suggesting import meant
 
 MAX_SPEC_BYTES = 1 << 16
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
@@ -464,6 +465,12 @@ class RunSpec(_Section):
         return self.sync.rounds * self.sync.schedule_steps
 
 
+def _explain(fault: Any) -> str:
+    key = ".".join(map(str, fault["loc"]))
+    nearest = meant(key, RunSpec) if fault["type"] == "extra_forbidden" else None
+    return explain(fault) + ("" if nearest is None else f"; did you mean {nearest}?")
+
+
 def parse_spec(text: str) -> RunSpec:
     """Return the run spec in `text` (TOML). Raises SpecError naming each wrong key, its value and what is allowed."""
     if len(text.encode()) > MAX_SPEC_BYTES:
@@ -475,7 +482,7 @@ def parse_spec(text: str) -> RunSpec:
     try:
         spec = RunSpec.model_validate(document)
     except ValidationError as error:
-        raise SpecError("; ".join(explain(fault) for fault in error.errors())) from error
+        raise SpecError("; ".join(map(_explain, error.errors()))) from error
     if faults := spec.inner.without_effect():
         raise SpecError("; ".join(faults))
     return spec

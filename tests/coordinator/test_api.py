@@ -154,6 +154,12 @@ def test_a_spec_that_cannot_be_run_is_refused_with_key_and_value(
     assert admin.get("/v1/runs/x").status_code == 404
 
 
+def test_a_run_that_is_not_there_is_told_with_those_that_are(admin: httpx.Client, run: str) -> None:
+    admin.post("/v1/runs", content=spec_toml(run).encode()).raise_for_status()
+    detail = problem(admin.get(f"/v1/runs/{run}x"), "not-found")["detail"]
+    assert detail.startswith(f"there is no run {run}x; runs here: {run}")
+
+
 def test_the_same_spec_again_is_the_same_run_and_it_is_kept_byte_for_byte(admin: httpx.Client, run: str) -> None:
     spec = spec_toml(run) + "\n# grüße\r\n"
     assert admin.post("/v1/runs", content=spec.encode()).status_code == 201

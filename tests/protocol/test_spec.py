@@ -64,8 +64,16 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     "no rounds": (edited("rounds = 4\n", ""), ["sync.rounds: this key is missing"]),
     "no rounds at all": (edited("rounds = 4", "rounds = 0"), ["sync.rounds = 0", "greater than 0"]),
     "rounds as text": (edited("rounds = 4", 'rounds = "many"'), ["sync.rounds = 'many'", "integer"]),
-    "an unknown key": (edited("rounds = 4", "rounds = 4\nround = 5"), ["sync.round: there is no such key"]),
-    "an unknown section": (LEAST + "[outr]\n", ["outr: there is no such key"]),
+    "an unknown key": (
+        edited("rounds = 4", "rounds = 4\nround = 5"),
+        ["sync.round: there is no such key; did you mean sync.rounds?"],
+    ),
+    "a key in the wrong place": (
+        "rounds = 4\n" + LEAST,
+        ["rounds: there is no such key; did you mean sync.rounds?"],
+    ),
+    "a key that is like nothing": (LEAST + "[inner]\nepochs = 3\n", ["inner.epochs: there is no such key"]),
+    "an unknown section": (LEAST + "[outr]\n", ["outr: there is no such key; did you mean outer?"]),
     "an unknown codec": (
         edited("rounds = 4", 'rounds = 4\nupload_codec = "int5"'),
         ["sync.upload_codec = 'int5'", *(f"'{name}'" for name in CODECS)],
