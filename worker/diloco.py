@@ -44,6 +44,7 @@ from worker.link.membership import Membership
 from worker.rounds.exchange import Exchange
 from worker.rounds.inner_steps import InnerSteps
 from worker.rounds.rounds import Rounds
+from worker.rounds.seeds import round_seed
 from worker.rounds.training import Training
 from worker.signals import stop_on_signals
 from worker.state.fragments import DenseFragments, tensor_specs
@@ -208,6 +209,15 @@ class DiLoCo:
         """Factor for the learning rate: below 1 during the first `inner.joiner_warmup_steps` inner steps of a worker
         that joined a run which was under way, because its inner optimizer starts cold."""
         return self._steps.warmup_scale
+
+    @property
+    def data_seed(self) -> int:
+        """A seed below 2^63 that no other worker and no other round has, and a resumed round has again.
+
+        For a loop that draws its own batches, without units(): seeded alike everywhere, all workers would train on the
+        same data, and nobody could tell.
+        """
+        return round_seed(self.spec.seed, self.name, self.round)
 
     @property
     def finished(self) -> bool:

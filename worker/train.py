@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from worker.accounts.step_log import StepLog
 from worker.box import Box
 from worker.data.loader import batches
+from worker.rounds.seeds import round_seed
 
 
 class Steps(Protocol):
@@ -53,9 +53,3 @@ def train(steps: Steps, box: Box, log: StepLog | None = None) -> None:
                 learning_rate=box.optimizers[-1].param_groups[0]["lr"],  # AdamW's where Muon steps before it
             )
         box.step.apply()  # after the last one of a round: sync, and the next round's parameters
-
-
-def round_seed(seed: int, worker: str, round_number: int) -> int:
-    """Return the seed of one worker's random numbers (dropout, for example) in one round."""
-    name = f"{seed}\0{worker}\0{round_number}"
-    return int.from_bytes(blake3(name.encode()).digest()[:8], "little") >> 1

@@ -150,6 +150,19 @@ def test_a_model_that_is_changed_under_way_is_refused_before_anything_of_it_is_s
         optimizer.step()
 
 
+def test_every_worker_and_round_has_a_data_seed_of_its_own(tmp_path: Path) -> None:
+    seeds: dict[int, set[tuple[str, int]]] = {}
+
+    def note(diloco: DiLoCo) -> None:
+        if diloco.inner_step:  # after a round's last step the next one is there
+            seeds.setdefault(diloco.data_seed, set()).add((diloco.name, diloco.round))
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=2, min_workers=2), tmp_path)
+        run.workers(["a", "b"], a={"on_step": note}, b={"on_step": note})
+    assert sorted(seeds.values(), key=min) == [{("a", 0)}, {("a", 1)}, {("b", 0)}, {("b", 1)}]
+
+
 def test_another_process_is_refused_and_this_one_goes_on(joined: Joined) -> None:
     """A DataLoader's workers are forks, which have this process's connections."""
     diloco, model, optimizer = joined
