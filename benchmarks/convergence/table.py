@@ -14,12 +14,14 @@ from protocol.spec import parse_spec
 PARAMETERS = 139_584  # of the preset tiny
 DASH = "–"
 
-HEADINGS = ("row", "loss", "same rate", "best rate", "gap closed", "MB up", "MB down", "bytes", "lines", "replicas")
+HEADINGS = (
+    *("row", "seeds", "loss", "same rate", "best rate", "gap closed"),
+    *("MB up", "MB down", "bytes", "lines", "replicas"),
+)
 
 
 def table(results: Sequence[Result]) -> Table:
-    seeds = len({each.seed for each in results})
-    shown = Table(*HEADINGS, title=f"{results[0].steps if results else 0} inner steps, mean of {seeds} seed(s)")
+    shown = Table(*HEADINGS, title=f"{results[0].steps if results else 0} inner steps, means of so many seeds")
     for cells in cells_of(results):
         shown.add_row(*cells)
     return shown
@@ -52,6 +54,7 @@ def _cells(
     dense = row.synchronous or row.workers == 1
     return [
         name,
+        str(len(own)),
         f"{statistics.mean(own.values()):.4f}",
         _above(own, same),
         _above(own, best),
