@@ -112,7 +112,7 @@ def test_a_run_of_your_own_goes_as_the_readme_says(tmp_path: Path) -> None:
 
 
 def test_the_script_in_the_readme_trains(tmp_path: Path) -> None:
-    (script,) = blocks("python")
+    script, _ = blocks("python")
     spec = """
 name = "my-script"
 [data]

@@ -35,9 +35,7 @@ from protocol.spec import RunSpec
 from worker.accounts.device_use import DeviceUse
 from worker.accounts.host import host_facts
 from worker.accounts.progress import Progress
-from worker.connecting import membership_of, told_on_stderr
 from worker.errors import Stopped
-from worker.inner.usable import Parameters, usable_optimizers
 from worker.link.client import Client, open_http
 from worker.link.heartbeat import Heartbeat
 from worker.link.membership import Membership
@@ -46,6 +44,8 @@ from worker.rounds.inner_steps import InnerSteps
 from worker.rounds.rounds import Rounds
 from worker.rounds.seeds import round_seed
 from worker.rounds.training import Training
+from worker.script.connecting import membership_of, told_on_stderr
+from worker.script.usable import Parameters, usable_optimizers
 from worker.signals import stop_on_signals
 from worker.state.fragments import DenseFragments, tensor_specs
 from worker.state.frozen import frozen_summary
@@ -91,7 +91,7 @@ class DiLoCo:
     pseudo-gradient is not finite) and OSError (of the state directory); also from within `optimizer.step()`, and from
     there RuntimeError, if the optimizers step in another order than they were given in, or after the run is over, and
     Stopped, in a loop that goes on where `finished` says that this worker was asked to stop. What
-    cannot be trained with is refused before the run is joined: TypeError, ValueError, ModelError (inner/usable.py).
+    cannot be trained with is refused before the run is joined: TypeError, ValueError, ModelError (script/usable.py).
     """
 
     def __init__(

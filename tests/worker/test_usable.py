@@ -14,7 +14,7 @@ from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
 from worker.errors import ModelError, Stopped
-from worker.inner.usable import usable_optimizers
+from worker.script.usable import usable_optimizers
 
 
 class Wrapper(Optimizer):

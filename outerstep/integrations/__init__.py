@@ -1,0 +1,1 @@
+"""DiLoCo in the training loops of others."""

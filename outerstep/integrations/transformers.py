@@ -1,0 +1,106 @@
+"""DiLoCo in transformers' Trainer: a callback, and nothing else of the script changes.
+
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[DiLoCoCallback("my-run")])
+    trainer.train()
+
+The Trainer's own steps are the inner steps, however many batches it accumulates for one; its data are its own, drawn in
+an order that no other worker has. It trains until the run is over, wherever in it this worker joins, and its learning
+rate is that of the run's step. Needs `pip install 'outerstep[trainer]'`: accelerate, as the Trainer does.
+"""
+
+import atexit
+import logging
+from typing import Any
+
+import torch
+from accelerate.data_loader import SeedableRandomSampler, get_sampler
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from outerstep import DiLoCo
+from worker.errors import BoxError
+from worker.link.client import Client, open_http
+from worker.script.connecting import membership_of
+
+log = logging.getLogger(__name__)
+
+
+class DiLoCoCallback(TrainerCallback):
+    """One worker of the run `run`. `options` are those of `DiLoCo.connect`.
+
+    `TrainingArguments.max_steps` becomes the run's inner steps, so that the Trainer's schedule is as long. Raises what
+    `DiLoCo.connect` raises, and BoxError for a run whose workers have each their own H: the Trainer counts its steps
+    beforehand.
+    """
+
+    def __init__(self, run: str, **options: Any) -> None:
+        self._run, self._options = run, options
+        self._diloco: DiLoCo | None = None
+        who = membership_of(run, options.get("url"), options.get("token"), options.get("name"))
+        with open_http(who.url) as http:
+            self.spec = Client(http, run, who.token).run_detail().spec
+        if self.spec.sync.inner_steps == "auto":
+            raise BoxError(
+                f'the run {run} has sync.inner_steps = "auto", and the Trainer counts its steps beforehand: give '
+                "the run a number of them, or train in a loop of your own"
+            )
+
+    @property
+    def diloco(self) -> DiLoCo:
+        """The worker, while the Trainer trains. Raises RuntimeError before and after."""
+        if self._diloco is None:
+            raise RuntimeError("the run is joined when the Trainer begins to train, and left when it ends")
+        return self._diloco
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Make the Trainer's training as long as the run's."""
+        args.max_steps = self.spec.total_inner_steps
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **has: Any) -> None:
+        """Join the run."""
+        self._diloco = diloco = DiLoCo.connect(has["model"], has["optimizer"], run=self._run, **self._options)
+        diloco.__enter__()
+        atexit.register(self._leave, RuntimeError("the training ended before its end"))
+        state.global_step = diloco.global_step
+        control.should_training_stop = diloco.finished
+        self._draw_other_data(has["train_dataloader"])
+
+    def _draw_other_data(self, loader: Any) -> None:
+        """Let the loader draw its data in an order of this worker's own: all would have the same, by `args.seed`."""
+        sampler = get_sampler(loader)
+        if isinstance(sampler, SeedableRandomSampler):
+            sampler.initial_seed = self.diloco.data_seed >> 1  # epochs are added to it
+        else:
+            log.warning(
+                "the order of the training data is not the Trainer's own (%s): give every worker other data than the "
+                "rest, or all of them train on the same",
+                type(sampler).__name__,
+            )
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **has: Any) -> None:
+        """Put the learning rate to that of the run's step: another than the Trainer's, if this worker joined late."""
+        scheduler: LRScheduler = has["lr_scheduler"]
+        state.global_step = self.diloco.global_step
+        if scheduler.last_epoch > state.global_step:  # the run went back to a backup
+            scheduler.last_epoch = state.global_step - 1
+        while scheduler.last_epoch < state.global_step:
+            scheduler.step()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **has: Any) -> None:
+        """Report the training loss, as often as the Trainer logs it."""
+        if self._diloco is not None and "loss" in has["logs"]:
+            self.diloco.report_loss(torch.tensor(has["logs"]["loss"]))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Stop training where the run is over, or this worker is asked to stop, and nowhere else."""
+        control.should_training_stop = self.diloco.finished
+        state.global_step = self.diloco.global_step
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Leave the run; the model is what an export of it has, if it is over."""
+        self._leave(None)
+
+    def _leave(self, error: BaseException | None) -> None:
+        diloco, self._diloco = self._diloco, None
+        if diloco is not None:
+            diloco.__exit__(None if error is None else type(error), error, None)

@@ -1,0 +1,137 @@
+"""transformers' Trainer as a worker: real processes, a model of one layer."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.harness.coordinator import InThread, coordinator_thread
+from protocol.messages import RunDetail, Scope, WorkerInfo
+from tests.support.waiting import wait_until
+from worker.errors import BoxError
+
+H, ROUNDS = 3, 3
+
+SPEC = f"""
+name = "trainer"
+[data]
+source = "custom"
+sequence_length = 8
+[inner]
+batch_size = 4
+[sync]
+rounds = {ROUNDS}
+inner_steps = {H}
+upload_codec = "int8"
+fragment_elements = 1024
+"""
+
+SCRIPT = """
+import json, sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from outerstep.integrations.transformers import DiLoCoCallback
+from worker.state.fragments import trainable_parameters
+from protocol.digest import digest
+
+name, directory, stop_after = sys.argv[1], sys.argv[2], int(sys.argv[3])
+told = {"rows": [], "rates": [], "steps": []}
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, row):
+        told["rows"].append(row)
+        ids = torch.randint(64, (8,), generator=torch.Generator().manual_seed(row))
+        return {"input_ids": ids, "labels": ids}
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                     num_attention_heads=2))
+arguments = TrainingArguments(directory, per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True,
+                              logging_steps=1, learning_rate=0.01, report_to=[], save_strategy="no", disable_tqdm=True)
+callback = DiLoCoCallback("trainer", name=name)
+
+class Watch(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, optimizer, **_):
+        told["steps"].append(callback.diloco.global_step)
+        told["rates"].append(optimizer.param_groups[0]["lr"])
+        if len(told["steps"]) == stop_after:
+            callback.diloco.client.stop.set()
+
+trainer = Trainer(model, arguments, train_dataset=Rows(), callbacks=[callback, Watch()])
+trainer.train()
+vector = torch.cat([each.detach().reshape(-1) for each in trainable_parameters(model).values()])
+print(json.dumps({**told, "digest": digest(vector.numpy().tobytes()).hex()}))
+"""
+
+
+def start(running: InThread, name: str, directory: Path, stop_after: int = 0) -> "subprocess.Popen[str]":
+    environment = {
+        "OUTERSTEP_URL": running.url,
+        "OUTERSTEP_TOKEN": running.token(Scope.WORKER),
+        "HOME": str(directory),
+        "OMP_NUM_THREADS": "1",
+    }
+    arguments = [sys.executable, "-c", SCRIPT, name, str(directory / name), str(stop_after)]
+    return subprocess.Popen(arguments, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+
+
+def result(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    out, _ = process.communicate()
+    assert process.returncode == 0
+    told: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return told
+
+
+def told(running: InThread, name: str) -> WorkerInfo:
+    with running.client() as http:
+        return WorkerInfo.model_validate(http.get(f"/v1/runs/trainer/workers/{name}").json())
+
+
+def test_two_trainers_end_with_the_same_model_and_have_trained_on_other_data(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(f"{SPEC}[members]\nmin_workers = 2\n")
+        a, b = map(result, [start(running, name, tmp_path) for name in "ab"])
+        with running.client() as http:
+            wait_until(lambda: http.get("/v1/runs/trainer").json()["state_digest"] is not None)
+            run = RunDetail.model_validate(http.get("/v1/runs/trainer").json())
+            rounds = http.get("/v1/runs/trainer/rounds").json()["items"]
+        assert run.state == "finished"
+        assert told(running, "a").state_digest == told(running, "b").state_digest == run.state_digest
+    assert a["digest"] == b["digest"]
+    assert a["steps"] == b["steps"] == list(range(ROUNDS * H))
+    assert run.tokens == 2 * ROUNDS * H * 4 * 8, "four sequences of eight tokens per step, however they are accumulated"
+    assert all(each["loss"] > 0 for each in rounds)
+    count = ROUNDS * H * 4
+    assert len(set(a["rows"][:count])) == len(set(b["rows"][:count])) == count
+    assert a["rows"][:count] != b["rows"][:count]
+
+
+def test_one_that_is_stopped_hands_in_and_a_late_one_is_at_the_run_s_step(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(SPEC)
+        a = result(start(running, "a", tmp_path, stop_after=H + 1))
+        assert a["steps"] == list(range(H + 1))
+        assert told(running, "a").state == "left"
+        assert told(running, "a").tokens == (H + 1) * 4 * 8
+        b = result(start(running, "b", tmp_path))
+        with running.client() as http:
+            assert http.get("/v1/runs/trainer").json()["state"] == "finished"
+    first = b["steps"][0]
+    assert first in (H, 2 * H), "in the round that was open, or the one after it"
+    assert b["steps"] == list(range(first, ROUNDS * H))
+    linear = [0.01 * (1 - step / (ROUNDS * H)) for step in b["steps"]]  # the Trainer's schedule, without warmup
+    assert b["rates"] == pytest.approx(linear)
+
+
+def test_a_run_whose_workers_have_their_own_h_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outerstep.integrations.transformers import DiLoCoCallback
+
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(SPEC.replace(f"inner_steps = {H}", 'inner_steps = "auto"\nround_s = 5'))
+        with pytest.raises(BoxError, match=r'sync.inner_steps = "auto", and the Trainer counts its steps'):
+            DiLoCoCallback("trainer", url=running.url, token=running.token(Scope.WORKER))
