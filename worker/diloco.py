@@ -45,7 +45,7 @@ from worker.rounds.rounds import Rounds
 from worker.rounds.seeds import round_seed
 from worker.rounds.training import Training
 from worker.script.connecting import membership_of, told_on_stderr
-from worker.script.usable import Parameters, usable_optimizers
+from worker.script.usable import Writes, usable_optimizers
 from worker.signals import stop_on_signals
 from worker.state.fragments import DenseFragments, tensor_specs
 from worker.state.frozen import frozen_summary
@@ -83,15 +83,15 @@ class DiLoCo:
     initial     puts state 0 into the model, called if this worker is to seed the run; None: the model holds it
     scaler      the loop's GradScaler, whose scale goes into the snapshot. That is taken within the optimizer's step,
                 so it has to be updated before; where the loop steps through it (`scaler.step`), give None
-    host        what the coordinator shows about this machine
+    host        what the coordinator shows about this machine; None: what can be found out about it
     use         the model's FLOPs and the device's peak, for the MFU; None: memory alone is told
     clock       monotonic seconds
 
     Raises protocol.errors.Problem if the coordinator refuses, StateDirBusy, ModelError, CodecError (the
     pseudo-gradient is not finite) and OSError (of the state directory); also from within `optimizer.step()`, and from
     there RuntimeError, if the optimizers step in another order than they were given in, or after the run is over, and
-    Stopped, in a loop that goes on where `finished` says that this worker was asked to stop. What
-    cannot be trained with is refused before the run is joined: TypeError, ValueError, ModelError (script/usable.py).
+    Stopped, in a loop that goes on where `finished` says that this worker was asked to stop. What cannot be trained
+    with is refused before the run is joined: TypeError, ValueError, ModelError (script/usable.py).
     """
 
     def __init__(
@@ -121,9 +121,11 @@ class DiLoCo:
         self._evaluate, self._initial, self._scaler = evaluate, initial, scaler
         if data is not None and run.spec.data.private:
             data = data.model_copy(update={"digest": None})
-        self._parameters = Parameters(model)
-        request = JoinRequest(tensors=tensor_specs(model), data=data, frozen=frozen_summary(model), host=host or {})
-        use = use or DeviceUse(next(model.parameters()).device)
+        tensors, device = tensor_specs(model), next(model.parameters()).device
+        host = host or dict(host_facts(device))
+        request = JoinRequest(tensors=tensors, data=data, frozen=frozen_summary(model), host=host)
+        self._writes = Writes(model)
+        use = use or DeviceUse(device)
         self._progress = Progress(client.traffic, client.stages, clock, use)
         self._membership = Membership(client, name, request, self._files)
         self._steps = InnerSteps(run.spec)
@@ -154,7 +156,6 @@ class DiLoCo:
         """
         who = membership_of(run, url, token, name)
         options.setdefault("state_dir", who.directory)
-        options.setdefault("host", host_facts(next(model.parameters()).device))
         http = open_http(who.url)
         try:
             client = Client(http, run, who.token)
@@ -243,14 +244,14 @@ class DiLoCo:
             due = first_units(assignment.units, assignment.inner_steps)
             for unit in chain.from_iterable(range(start, stop) for start, stop in due):
                 self._steps.begin_unit()
-                self._parameters.begin_unit()
                 yield self.spec.number_in_set(unit)
-                self._parameters.end_unit()
+                self._writes.look()
                 self._steps.end_unit()
                 if self.finished or rounds.assignment is not assignment:
                     break
             else:
                 rounds.advance(ended=True)  # fewer than H steps: some were skipped
+                self._writes.forget()
 
     def upcoming(self) -> Iterator[int]:
         """Yield the numbers of the units that follow the one in hand, in order, as far as they are known: for a loader
@@ -267,8 +268,10 @@ class DiLoCo:
         """Report one inner step's mean loss (a scalar, nats per token) before `optimizer.step()`, without waiting for
         the device.
 
-        Without it the coordinator shows a training loss of 0.
+        Without it the coordinator shows a training loss of 0. Raises ModelError where another optimizer than the run's
+        has stepped since the last report, or since the last unit began.
         """
+        self._writes.look()
         self._progress.report_loss(loss)
 
     # --- lifetime -------------------------------------------------------------------------------------------------
@@ -281,6 +284,7 @@ class DiLoCo:
                 resources.enter_context(self._files)
             self._joined = joined = self._join(resources)
             joined.rounds.begin()
+            self._writes.forget()
             *others, last = self._optimizers
             for each in self._optimizers:
                 resources.callback(each.register_step_pre_hook(self._before_any).remove)
@@ -312,7 +316,7 @@ class DiLoCo:
 
     def _before_any(self, *_: Any) -> None:
         """Note a step, and refuse one that no round would have, as the hook of all optimizers."""
-        self._parameters.stepped = True
+        self._writes.stepped = True
         if self.joined.rounds.finished:
             raise RuntimeError(
                 "the run is over for this worker, so that a step would only change the model: leave the training loop "
@@ -343,10 +347,7 @@ class DiLoCo:
             return  # on the way out, `__exit__` hands in what is done
         if heartbeat.failure is not None:
             raise heartbeat.failure
-        ended = self.inner_step >= rounds.assignment.inner_steps
-        if ended:
-            self._parameters.check()
-        rounds.advance(ended=ended)
+        rounds.advance(ended=self.inner_step >= rounds.assignment.inner_steps)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -30,7 +30,7 @@ class DiLoCoCallback(TrainerCallback):
 
     `TrainingArguments.max_steps` becomes the run's inner steps, so that the Trainer's schedule is as long. Raises what
     `DiLoCo.connect` raises, and BoxError for a run whose workers have each their own H: the Trainer counts its steps
-    beforehand.
+    beforehand; and for `load_best_model_at_end`.
     """
 
     def __init__(self, run: str, **options: Any) -> None:
@@ -54,6 +54,11 @@ class DiLoCoCallback(TrainerCallback):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Make the Trainer's training as long as the run's."""
+        if args.load_best_model_at_end:
+            raise BoxError(
+                "load_best_model_at_end=True would put an older model in the place of the run's before this worker "
+                "leaves it: set it to False, and take the model from the run, `outerstep run export`"
+            )
         args.max_steps = self.spec.total_inner_steps
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **has: Any) -> None:
@@ -92,12 +97,16 @@ class DiLoCoCallback(TrainerCallback):
             self.diloco.report_loss(torch.tensor(has["logs"]["loss"]))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Stop training where the run is over, or this worker is asked to stop, and nowhere else."""
-        control.should_training_stop = self.diloco.finished
+        """Stop training where the run is over, this worker is asked to stop, or another callback wants it; but not
+        because the Trainer has counted its steps: a round may be trained anew."""
+        by_another = control.should_training_stop and state.global_step < state.max_steps
+        control.should_training_stop = self.diloco.finished or by_another
         state.global_step = self.diloco.global_step
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the run; the model is what an export of it has, if it is over."""
+        if not self.diloco.finished:
+            log.warning("the Trainer ended at step %d of %d: the run goes on", state.global_step, state.max_steps)
         self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:

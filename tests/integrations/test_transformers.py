@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.messages import RunDetail, Scope, WorkerInfo
@@ -37,7 +38,7 @@ from outerstep.integrations.transformers import DiLoCoCallback
 from worker.state.fragments import trainable_parameters
 from protocol.digest import digest
 
-name, directory, stop_after = sys.argv[1], sys.argv[2], int(sys.argv[3])
+name, directory, stop_after, end_after = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 told = {"rows": [], "rates": [], "steps": []}
 
 class Rows(torch.utils.data.Dataset):
@@ -62,29 +63,36 @@ class Watch(TrainerCallback):
         if len(told["steps"]) == stop_after:
             callback.diloco.client.stop.set()
 
-trainer = Trainer(model, arguments, train_dataset=Rows(), callbacks=[callback, Watch()])
+    def on_step_end(self, args, state, control, **_):
+        if len(told["steps"]) == end_after:
+            control.should_training_stop = True
+
+trainer = Trainer(model, arguments, train_dataset=Rows(), callbacks=[Watch(), callback])
 trainer.train()
 vector = torch.cat([each.detach().reshape(-1) for each in trainable_parameters(model).values()])
 print(json.dumps({**told, "digest": digest(vector.numpy().tobytes()).hex()}))
 """
 
 
-def start(running: InThread, name: str, directory: Path, stop_after: int = 0) -> "subprocess.Popen[str]":
+def start(
+    running: InThread, name: str, directory: Path, stop_after: int = 0, end_after: int = 0
+) -> "subprocess.Popen[str]":
     environment = {
         "OUTERSTEP_URL": running.url,
         "OUTERSTEP_TOKEN": running.token(Scope.WORKER),
         "HOME": str(directory),
         "OMP_NUM_THREADS": "1",
     }
-    arguments = [sys.executable, "-c", SCRIPT, name, str(directory / name), str(stop_after)]
-    return subprocess.Popen(arguments, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+    arguments = [sys.executable, "-c", SCRIPT, name, str(directory / name), str(stop_after), str(end_after)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(arguments, env=os.environ | environment, stdout=pipe, stderr=pipe, text=True)
 
 
 def result(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    out, _ = process.communicate()
-    assert process.returncode == 0
+    out, errors = process.communicate()
+    assert process.returncode == 0, errors
     told: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return told
+    return told | {"errors": errors}
 
 
 def told(running: InThread, name: str) -> WorkerInfo:
@@ -116,6 +124,7 @@ def test_one_that_is_stopped_hands_in_and_a_late_one_is_at_the_run_s_step(tmp_pa
         running.create_run(SPEC)
         a = result(start(running, "a", tmp_path, stop_after=H + 1))
         assert a["steps"] == list(range(H + 1))
+        assert "the Trainer ended" not in a["errors"], "it was told to"
         assert told(running, "a").state == "left"
         assert told(running, "a").tokens == (H + 1) * 4 * 8
         b = result(start(running, "b", tmp_path))
@@ -126,6 +135,31 @@ def test_one_that_is_stopped_hands_in_and_a_late_one_is_at_the_run_s_step(tmp_pa
     assert b["steps"] == list(range(first, ROUNDS * H))
     linear = [0.01 * (1 - step / (ROUNDS * H)) for step in b["steps"]]  # the Trainer's schedule, without warmup
     assert b["rates"] == pytest.approx(linear)
+
+
+def test_another_callback_may_end_the_training_and_that_the_run_goes_on_is_told(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(SPEC)
+        a = result(start(running, "a", tmp_path, end_after=H + 1))
+        assert a["steps"] == list(range(H + 1))
+        assert f"the Trainer ended at step {H + 1} of {ROUNDS * H}: the run goes on" in a["errors"]
+        assert told(running, "a").state == "left"
+        assert told(running, "a").tokens == (H + 1) * 4 * 8, "what it did is handed in"
+
+
+def test_to_load_the_best_model_at_the_end_is_refused(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from outerstep.integrations.transformers import DiLoCoCallback
+
+    arguments = TrainingArguments(
+        str(tmp_path), eval_strategy="steps", save_strategy="steps", load_best_model_at_end=True, use_cpu=True
+    )
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(SPEC)
+        callback = DiLoCoCallback("trainer", url=running.url, token=running.token(Scope.WORKER))
+        with pytest.raises(BoxError, match="load_best_model_at_end=True would put an older model in the place"):
+            Trainer(nn.Linear(2, 2), arguments, eval_dataset=[0], callbacks=[callback])
 
 
 def test_a_run_whose_workers_have_their_own_h_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

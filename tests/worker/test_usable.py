@@ -125,29 +125,44 @@ def test_the_steps_of_another_optimizer_are_noticed_at_the_first(joined: Joined)
         next(units)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.half().float().half(),
-        lambda model: setattr(model, "0", nn.Linear(20, 32)),
-        lambda model: model.get_submodule("0").requires_grad_(False),
-    ],
-    ids=["dtype", "replaced", "frozen"],
-)
+def test_so_are_they_in_a_loop_that_draws_its_own_data(joined: Joined) -> None:
+    diloco, model, _ = joined
+    other = sgd(model)
+    toy.step(diloco, model, other, 0)
+    with pytest.raises(ModelError, match="changed without a step of the optimizer that DiLoCo was given"):
+        toy.step(diloco, model, other, 1)
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "dtype": lambda model: model.half().float().half(),
+    "replaced": lambda model: setattr(model, "0", nn.Linear(20, 32)),
+    "frozen": lambda model: model.get_submodule("0").requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("steps", [1, toy.STEPS], ids=["that leaves early", "to its end"])
+@pytest.mark.parametrize("sync", ["", 'offsets = "spread"', "overlap = 1"], ids=["", "spread", "overlap"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_a_model_that_is_changed_under_way_is_refused_before_anything_of_it_is_sent(
-    joined: Joined, change: Callable[[nn.Module], object]
+    tmp_path: Path, change: Callable[[nn.Module], object], sync: str, steps: int
 ) -> None:
-    diloco, model, optimizer = joined
-    change(model)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    units = diloco.units()
-    for _ in range(toy.STEPS - 1):
-        next(units)
-        optimizer.step()
-    next(units)
-    with pytest.raises(ModelError, match=r"changed after the run was joined, 0\.\w+ for one"):
-        optimizer.step()
+    model = toy.make_model()
+    optimizer = sgd(model)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=1, sync=sync), tmp_path)
+
+        def loop() -> None:
+            with run.connect(model, optimizer):
+                change(model)
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                for _ in range(steps):
+                    optimizer.step()
+
+        with pytest.raises(ModelError, match=r"changed after the run was joined, 0\.\w+ for one"):
+            loop()
+        assert run.told("a").state == "left"
+        assert run.told("a").upload_bytes == 0
 
 
 def test_every_worker_and_round_has_a_data_seed_of_its_own(tmp_path: Path) -> None:

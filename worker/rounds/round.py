@@ -85,6 +85,7 @@ class Round:
         fragments = self._due(self._schedule.sent, self._sent)
         if not fragments:
             return
+        self._fragments.check()
         self._progress.phase("gather")
         waited_for = [p for p in fragments if self._schedule.merged[p] <= self._step]
         if waited_for:
@@ -124,6 +125,7 @@ class Round:
         fragments = [p for p in range(len(self._state)) if p not in self._sent]
         if not fragments or not (self._steps.units_used or self.carry.units):
             return []
+        self._fragments.check()
         self.note_speed()
         self._check_all_finite()
         return [self._contribution(p)() for p in fragments]

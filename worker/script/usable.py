@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -70,43 +69,28 @@ def _check_that_they_train(model: nn.Module, optimizers: Sequence[Optimizer]) ->
         )
 
 
-class Parameters:
-    """The model's parameters as they were when the run was joined.
+class Writes:
+    """Watches whether anything but the run's optimizers trains the model.
 
-    stepped   one of the run's optimizers has stepped since `begin_unit`, be it that a GradScaler had it do nothing
+    stepped   one of them has stepped since the last look, be it that a GradScaler had it do nothing
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._found = model, self._now(model)
-        self._all = list(trainable_parameters(model).values())
-        self.stepped, self._before = False, 0
+        self._parameters = list(trainable_parameters(model).values())
+        self.forget()
 
-    @staticmethod
-    def _now(model: nn.Module) -> dict[str, tuple[int, torch.dtype, torch.device]]:
-        return {name: (id(each), each.dtype, each.device) for name, each in trainable_parameters(model).items()}
+    def forget(self) -> None:
+        """Take what was written so far for the run's own, as a sync is."""
+        self.stepped, self._seen = False, self._count()
 
-    def begin_unit(self) -> None:
-        """Note how often they were written to."""
-        self.stepped, self._before = False, self._writes()
-
-    def end_unit(self) -> None:
-        """Raise ModelError where somebody else than the run's optimizers has trained them since `begin_unit`."""
-        if not self.stepped and self._writes() != self._before:
+    def look(self) -> None:
+        """Raise ModelError where somebody else has written to the parameters since the last look."""
+        if not self.stepped and self._count() != self._seen:
             raise ModelError(
                 "the model's parameters changed without a step of the optimizer that DiLoCo was given: another one "
                 "steps, whose steps are neither counted nor followed by a sync; give DiLoCo that one"
             )
+        self.forget()
 
-    def _writes(self) -> int:
-        return sum(each._version for each in self._all)  # noqa: SLF001, which autograd's documentation names
-
-    def check(self) -> None:
-        """Raise ModelError where they are not the same any more: what was sent would not be what is trained."""
-        now = self._now(self._model)
-        if now == self._found:
-            return
-        name = next(name for name in self._found | now if self._found.get(name) != now.get(name))
-        raise ModelError(
-            f"the model's parameters were changed after the run was joined, {name} for one: replaced, frozen, or put "
-            "into another dtype or onto another device; do that before DiLoCo is made"
-        )
+    def _count(self) -> int:
+        return sum(each._version for each in self._parameters)  # noqa: SLF001, which autograd's documentation names

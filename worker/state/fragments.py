@@ -88,6 +88,10 @@ def tensor_specs(model: nn.Module) -> list[TensorSpec]:
     return [TensorSpec(name=name, shape=list(parameter.shape)) for name, parameter in parameters.items()]
 
 
+def _identities(model: nn.Module) -> dict[str, tuple[int, torch.dtype, torch.device]]:
+    return {name: (id(each), each.dtype, each.device) for name, each in trainable_parameters(model).items()}
+
+
 def host_copy(tensor: Tensor) -> Tensor:
     """Return a contiguous copy of `tensor` as it is now, in host memory; page-locked where it comes from a GPU, which
     copies into that by itself, several times as fast."""
@@ -127,6 +131,9 @@ class Fragments(Protocol):
     def norm(self) -> float:
         """The norm of all parameters together, in fp32: not finite where one of them is not."""
 
+    def check(self) -> None:
+        """Raise ModelError where the model has other parameters by now than those that are gathered here."""
+
     def mark(self) -> Any:
         """Return a mark of what the calling thread has begun on the device so far, for another thread to wait for."""
 
@@ -138,6 +145,7 @@ class DenseFragments:
     """The fragments of a model whose parameters are plain tensors, each of them whole on one device."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self._model, self._found = model, _identities(model)
         self._parameters = list(trainable_parameters(model).values())
         self._slices = layout.fragments
         self.device = self._parameters[0].device
@@ -155,6 +163,15 @@ class DenseFragments:
     def norm(self) -> float:
         norms = [torch.linalg.vector_norm(parameter, dtype=torch.float32) for parameter in self._parameters]
         return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+    def check(self) -> None:
+        now = _identities(self._model)
+        if now != self._found:
+            name = next(name for name in self._found | now if self._found.get(name) != now.get(name))
+            raise ModelError(
+                f"the model's parameters were changed after the run was joined, {name} for one: replaced, frozen, or "
+                "put into another dtype or onto another device; do that before DiLoCo is made"
+            )
 
     @torch.no_grad()
     def scatter(self, p: int, vector: Tensor) -> None:
