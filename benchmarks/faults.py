@@ -39,7 +39,8 @@ from torch import Tensor
 from coordinator.runs import pacing
 from coordinator.sync.aggregating import aggregate
 from protocol.fragments import plan_fragments
-from protocol.spec import RunSpec, SyncSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
+from protocol.spec.sections import SyncSpec
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
 from worker.codecs import pack_fragment, unpack_payload
 from worker.data.text import TextData

@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from benchmarks.harness.coordinator import CoordinatorProcess
 from protocol.exit_codes import Exit
 from protocol.messages import Scope
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
 from worker.agent import run_worker
 from worker.data.text import TextData
 from worker.models.building import build_model

@@ -39,7 +39,7 @@ from benchmarks.harness.coordinator import Running, coordinator_process
 from benchmarks.harness.lines import Line, Rate, slow_lines, why_not
 from benchmarks.harness.relay import Relay
 from protocol.messages import Scope
-from protocol.spec import SyncSpec
+from protocol.spec.sections import SyncSpec
 
 WORKERS = 4
 ROUND_TRIP_S = 0.04

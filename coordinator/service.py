@@ -28,7 +28,7 @@ from coordinator.workers import membership
 from protocol.digest import digest
 from protocol.errors import Problem, SpecError
 from protocol.messages import NewToken, RunState, TokenRequest
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
 from protocol.suggesting import those_here
 
 logger = logging.getLogger(__name__)

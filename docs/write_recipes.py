@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from outerstep import plan
 from outerstep.plan import Setting, Workload
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
 from worker.inner.optimizers import hidden_matrices
 from worker.models.building import build_model
 

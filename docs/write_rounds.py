@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coordinator.runs.rounds import TRANSITIONS, Close, decide, grace_s, has_quorum
 from protocol.messages import FragmentState
-from protocol.spec import MembersSpec
+from protocol.spec.sections import MembersSpec
 
 PAGE = Path(__file__).parent / "rounds.md"
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from coordinator.settings import Settings
 from outerstep.cli import coordinator as coordinator_command
 from outerstep.cli import worker as worker_command
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from worker.settings import WorkerSettings
 
 PAGE = Path(__file__).parent / "settings.md"

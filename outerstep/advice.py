@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from outerstep.plan import GAP_ROUNDS
 from protocol.codecs import CODECS
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 
 TRIAL_STEPS = 1000  # inner steps of a run that is too short for any of this
 FEW_ROUNDS = 50

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from protocol.messages import DataSummary, Evaluation, RunDetail
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
 from worker.agent import choose_device
 from worker.box import shard_cache
 from worker.data.opening import open_training_set

@@ -13,7 +13,7 @@ from protocol import wire
 from protocol.codecs import CODECS
 from protocol.digest import DIGEST_BYTES
 from protocol.fragments import cut
-from protocol.spec import SyncSpec
+from protocol.spec.sections import SyncSpec
 
 INNER_STEPS = (50, 100, 200, 500, 1000, 2000)
 FRAGMENT_ELEMENTS: int = SyncSpec.model_fields["fragment_elements"].default

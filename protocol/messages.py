@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from protocol.fragments import Layout, TensorSpec
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from protocol.wire import MAX_UNIT_RANGES, UnitRange
 
 Item = TypeVar("Item")

@@ -26,7 +26,7 @@ from benchmarks.convergence.rows import (
 )
 from benchmarks.convergence.table import HEADINGS, cells_of
 from docs import write_convergence
-from protocol.spec import parse_spec
+from protocol.spec.run import parse_spec
 from worker.models.building import build_model
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from benchmarks.harness.coordinator import InThread, coordinator_thread
 from benchmarks.harness.member import Member, spec_toml
 from protocol.digest import model_digest
 from protocol.messages import Action, LeaveRequest
-from protocol.spec import parse_spec
+from protocol.spec.run import parse_spec
 from tests.coordinator.crew import play_round
 from tests.support import crash_points
 from tests.support.crash_points import forked

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.harness.coordinator import CoordinatorProcess, Running
 from protocol.messages import Scope
-from protocol.spec import parse_spec
+from protocol.spec.run import parse_spec
 from tests.support.reference import fragment_bounds, run_reference
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text

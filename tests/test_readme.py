@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from benchmarks.harness.coordinator import coordinator_thread
 from outerstep.cli import app
 from protocol.messages import Scope
-from protocol.spec import parse_spec
+from protocol.spec.run import parse_spec
 from tests.support.text import write_text
 
 ROOT = Path(__file__).parents[1]

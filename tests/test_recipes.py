@@ -69,7 +69,7 @@ from docs import write_commands, write_settings
 from outerstep import plan
 from protocol import wire
 from protocol.codecs import CODECS
-from protocol.spec import parse_spec
+from protocol.spec.run import parse_spec
 from worker.codecs import pack_fragment, round_trip, unpack_payload
 
 spec = parse_spec('''
@@ -172,7 +172,7 @@ import torch
 
 from docs import write_settings
 from protocol.errors import SpecError
-from protocol.spec import parse_spec
+from protocol.spec.run import parse_spec
 from worker.inner.optimizers import build_inner_optimizers
 from worker.inner.schedules import Schedule
 
@@ -237,7 +237,7 @@ def test_one_file_on_each_side_and_one_line(copy: Path) -> None:
 def test_a_function_a_line_and_a_value_of_the_spec(copy: Path) -> None:
     """A run that asks for the rule gets it."""
     edit(copy / "coordinator/sync/aggregating.py", 'AGGREGATORS: dict[str, Aggregator] = {"mean": mean}\n', MEDIAN)
-    edit(copy / "protocol/spec.py", 'aggregation: Literal["mean"]', 'aggregation: Literal["mean", "median"]')
+    edit(copy / "protocol/spec/sections.py", 'aggregation: Literal["mean"]', 'aggregation: Literal["mean", "median"]')
     run(copy, USE_OF_THE_RULE)
 
 
@@ -245,14 +245,14 @@ def test_a_function_and_a_line_are_an_inner_optimizer(copy: Path) -> None:
     """And a schedule, with a value of the spec."""
     edit(copy / "worker/inner/optimizers.py", "\n\n_BY_NAME =", ADAGRAD)
     edit(
-        copy / "protocol/spec.py",
+        copy / "protocol/spec/sections.py",
         "OPTIMIZERS: dict[str, set[str]] = {\n",
         'OPTIMIZERS: dict[str, set[str]] = {\n    "adagrad": set(),\n',
     )
     schedules = copy / "worker/inner/schedules.py"
     edit(schedules, "\ndef _constant(", SQUARE)
     edit(schedules, '    "constant": _constant,\n', '    "constant": _constant,\n    "square": _square,\n')
-    edit(copy / "protocol/spec.py", '"linear", "constant"]', '"linear", "constant", "square"]')
+    edit(copy / "protocol/spec/sections.py", '"linear", "constant"]', '"linear", "constant", "square"]')
     run(copy, USE_OF_THE_OPTIMIZER)
 
 

@@ -14,7 +14,7 @@ import torch
 from benchmarks.harness.coordinator import InThread, Running, coordinator_thread
 from protocol.exit_codes import Exit
 from protocol.messages import CheckpointDetail, Scope
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
 from protocol.wire import Payload
 from tests.support.reference import fragment_bounds, run_reference
 from tests.support.specs import tiny_spec

@@ -9,7 +9,7 @@ from benchmarks.harness.coordinator import coordinator_thread
 from docs import write_recipes
 from protocol.exit_codes import Exit
 from protocol.messages import RunDetail, WorkerInfo
-from protocol.spec import parse_spec
+from protocol.spec.run import parse_spec
 from tests.support.miniature import SMALL, miniature
 from tests.support.waiting import wait_until
 from tests.support.workers import worker_settings

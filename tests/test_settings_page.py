@@ -13,7 +13,7 @@ def test_the_page_is_current() -> None:
 
 
 def test_the_least_run_spec_of_the_page_is_one() -> None:
-    from protocol.spec import parse_spec
+    from protocol.spec.run import parse_spec
 
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert parse_spec(page.partition("```toml\n")[2].partition("```")[0]).sync.rounds == 10

@@ -15,7 +15,7 @@ from protocol.compiled import KERNELS
 from protocol.errors import CodecError, OuterstepError, Problem, Remedy
 from protocol.exit_codes import Exit
 from protocol.messages import RunDetail, RunState
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from worker.accounts.host import host_facts
 from worker.accounts.step_log import StepLog
 from worker.alone import train_alone

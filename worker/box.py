@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from protocol.messages import EvaluationReport
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from worker.accounts.device_use import DeviceUse, peak_flops
 from worker.data.caches import cache_directory
 from worker.data.fetching.shards import CacheSettings

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from protocol.errors import OuterstepError
 from protocol.messages import DataSummary, EvaluationReport, JoinRequest, RunDetail
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from worker.accounts.device_use import DeviceUse
 from worker.accounts.host import host_facts
 from worker.accounts.progress import Progress

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from protocol.messages import RunDetail
-from protocol.presets import BYTES
+from protocol.spec.presets import BYTES
 from worker.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from worker.errors import DataError, ModelError
 from worker.link.checkpoints import load_bare_parameters, load_parameters

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from protocol.spec import NAME_PATTERN, Name
+from protocol.spec.sections import NAME_PATTERN, Name
 
 
 def default_name() -> str:

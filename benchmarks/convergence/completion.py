@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from worker.data.sources.files import held_out_names, source_files
 from worker.models.building import logits_of
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from benchmarks.convergence.results import Result
 from benchmarks.convergence.rows import ONE_WORKER, ROWS, SYNCHRONOUS
 from outerstep.plan import allreduce_bytes
-from protocol.spec import parse_spec
+from protocol.spec.run import parse_spec
 
 PARAMETERS = 139_584  # of the preset tiny
 DASH = "–"

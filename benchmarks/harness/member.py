@@ -13,7 +13,7 @@ from protocol.digest import Buffer, StateHash, content_digest, digest
 from protocol.fragments import TensorSpec
 from protocol.messages import Assignment, DataSummary, JoinReply, JoinRequest
 from protocol.outer_step import outer_step
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, StateHeader, pack_frames, pack_header
 
 F32 = npt.NDArray[np.float32]

@@ -12,7 +12,7 @@ from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
 from coordinator.runs import epochs, steering
 from protocol.errors import Problem
 from protocol.messages import EpochInfo, Page, RunChange, RunDetail, RunInfo, RunState
-from protocol.spec import MAX_SPEC_BYTES
+from protocol.spec.run import MAX_SPEC_BYTES
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=LimitedRoute)
 

@@ -12,7 +12,7 @@ from coordinator.store.tokens import Identity
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import Scope
-from protocol.spec import NAME_PATTERN
+from protocol.spec.sections import NAME_PATTERN
 
 _bearer = HTTPBearer(auto_error=False)
 

@@ -32,7 +32,7 @@ from coordinator.tuning.room import Room
 from protocol.digest import model_digest
 from protocol.fragments import Layout
 from protocol.messages import DataSummary, FrozenSummary, RoundReport, RunState
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from protocol.wire import ContributionHeader
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from coordinator.runs.rounds import Close, decide, has_quorum
 from protocol.messages import FragmentState
-from protocol.spec import MembersSpec
+from protocol.spec.sections import MembersSpec
 
 
 @dataclass(frozen=True)

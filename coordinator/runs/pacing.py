@@ -1,6 +1,6 @@
 """How many inner steps a worker does per round: H, or as many as it manages in the round's time. Pure."""
 
-from protocol.spec import SyncSpec
+from protocol.spec.sections import SyncSpec
 
 
 def inner_steps(sync: SyncSpec, inner_steps_per_second: float | None, elapsed_s: float = 0.0) -> int:

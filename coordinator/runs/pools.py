@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from coordinator.runs.live_run import LiveRun
 from coordinator.store.tables import RunRow, WorkerRow
-from protocol.spec import UNITS_PER_WORKER
+from protocol.spec.run import UNITS_PER_WORKER
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from protocol.messages import FragmentState
-from protocol.spec import MembersSpec
+from protocol.spec.sections import MembersSpec
 
 # state -> what happens -> the state after it. docs/rounds.md is drawn from this.
 TRANSITIONS: dict[FragmentState, dict[str, FragmentState]] = {

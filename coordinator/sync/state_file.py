@@ -15,7 +15,7 @@ from coordinator.store.payloads import StoredPayload
 from protocol.digest import StateHash
 from protocol.errors import WireError
 from protocol.outer_step import outer_step_by
-from protocol.spec import OuterSpec
+from protocol.spec.sections import OuterSpec
 from protocol.wire import CHUNK_ELEMENTS, Payload, StateHeader, chunk_sizes, pack_header
 
 F32 = npt.NDArray[np.float32]

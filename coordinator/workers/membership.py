@@ -25,7 +25,8 @@ from protocol.messages import (
     WorkerChange,
     WorkerState,
 )
-from protocol.spec import PRIVATE_WORKERS, DataSpec
+from protocol.spec.run import PRIVATE_WORKERS
+from protocol.spec.sections import DataSpec
 
 DIRECTIVES = {
     RunState.STOPPED: Directive.STOP,

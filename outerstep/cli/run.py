@@ -18,7 +18,7 @@ from outerstep.follow import FIRST_ROUNDS, follow
 from outerstep.units import UNKNOWN, bytes_text, count_text, held_out_text
 from protocol.errors import SpecError
 from protocol.messages import SUCCESSIVE, Account, RunChange, RunDetail, RunInfo, WorkerChange
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
 
 WATCH_PATIENCE_S = 5.0  # the workers' own figures change without an event
 

@@ -9,7 +9,7 @@ import pytest
 from coordinator.sync.aggregating import AGGREGATORS, aggregate
 from protocol.codecs import CODECS
 from protocol.digest import Buffer
-from protocol.spec import SyncSpec
+from protocol.spec.sections import SyncSpec
 from protocol.wire import ContributionHeader, Payload, pack_frames, pack_header
 
 F32 = np.float32

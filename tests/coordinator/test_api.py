@@ -20,7 +20,7 @@ from coordinator.app import create_app
 from coordinator.http.limits import LimitedRoute, takes_up_to
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
 from protocol.messages import Scope, WorkerChange
-from protocol.spec import MAX_SPEC_BYTES
+from protocol.spec.run import MAX_SPEC_BYTES
 from tests.coordinator.crew import crew, info, play_round, problem
 
 

@@ -16,7 +16,7 @@ import migrations
 from coordinator.store import sqlite
 from coordinator.store.database import Database, disk_is_full
 from coordinator.store.tables import Base
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 
 
 @pytest.fixture

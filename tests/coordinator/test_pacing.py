@@ -8,7 +8,8 @@ from benchmarks.harness.coordinator import InThread, SettableClock
 from benchmarks.harness.member import Member, spec_toml
 from coordinator.runs.pacing import inner_steps
 from protocol.errors import SpecError
-from protocol.spec import SyncSpec, parse_spec
+from protocol.spec.run import parse_spec
+from protocol.spec.sections import SyncSpec
 from tests.coordinator.crew import enlist, info, recovered
 
 AUTO = SyncSpec(

@@ -11,7 +11,7 @@ from benchmarks.harness.coordinator import InThread, SettableClock
 from benchmarks.harness.member import Member, spec_toml
 from coordinator.store.tables import RunRow
 from protocol.messages import DataSummary
-from protocol.spec import PRIVATE_WORKERS, UNITS_PER_WORKER
+from protocol.spec.run import PRIVATE_WORKERS, UNITS_PER_WORKER
 from tests.coordinator.crew import crew, events, info, play_round, problem, recovered
 from tests.support.waiting import wait_until
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from coordinator.runs.rounds import TRANSITIONS, Close, Wait, advance, decide, grace_s, has_quorum
 from protocol.messages import FragmentState
-from protocol.spec import MembersSpec
+from protocol.spec.sections import MembersSpec
 
 POLICY = MembersSpec(min_workers=2, grace_factor=0.5, grace_min_s=5, grace_max_s=60)
 ALL = {"w0", "w1", "w2", "w3", "w4"}

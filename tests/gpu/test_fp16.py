@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.coordinator import coordinator_thread
-from protocol.spec import InnerSpec
+from protocol.spec.sections import InnerSpec
 from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy
 from worker.diloco import DiLoCo

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from protocol.spec import parse_spec
+from protocol.spec.run import parse_spec
 
 SPEC = 'name = "demo"\nmodel.preset = "tiny"\nsync.rounds = 4\nsync.inner_steps = 10\n'
 DIGEST = "ab" * 32

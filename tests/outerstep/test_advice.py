@@ -3,7 +3,7 @@
 import pytest
 
 from outerstep.advice import advice
-from protocol.spec import parse_spec
+from protocol.spec.run import parse_spec
 from tests.outerstep.conftest import Served
 
 SOUND = """

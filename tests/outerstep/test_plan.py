@@ -14,7 +14,7 @@ from outerstep.plan import Workload
 from protocol.codecs import CODECS
 from protocol.codecs.figures import UNKNOWN
 from protocol.fragments import TensorSpec, plan_fragments
-from protocol.spec import SyncSpec
+from protocol.spec.sections import SyncSpec
 from protocol.wire import CHUNK_ELEMENTS, Contributor, DeltaHeader, pack_frames, pack_header
 
 WORKLOAD = Workload(parameters=100_000_000, up=10e6, down=100e6, step_s=1.0, workers=4, latency_s=0.04, steps=20_000)

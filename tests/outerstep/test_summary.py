@@ -9,7 +9,7 @@ from outerstep.demo.summary import replicas_identical, summarise, summary_text
 from outerstep.plan import allreduce_bytes
 from protocol.codecs import DownloadCodecName
 from protocol.messages import RoundInfo, RunDetail, WorkerInfo
-from protocol.spec import parse_spec
+from protocol.spec.run import parse_spec
 from tests.outerstep.examples import DIGEST, round_document, run_document, worker_document
 
 FINISHED = RunDetail.model_validate(

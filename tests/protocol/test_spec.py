@@ -4,7 +4,8 @@ import pytest
 
 from protocol.codecs import CODECS
 from protocol.errors import SpecError
-from protocol.spec import MAX_SPEC_BYTES, OPTIMIZERS, UNITS_PER_WORKER, RunSpec, parse_spec
+from protocol.spec.run import MAX_SPEC_BYTES, UNITS_PER_WORKER, RunSpec, parse_spec
+from protocol.spec.sections import OPTIMIZERS
 
 LEAST = """
 name = "demo"

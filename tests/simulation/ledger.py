@@ -23,7 +23,8 @@ from coordinator.runs.live_run import LiveRun
 from coordinator.store import sqlite
 from coordinator.store.blobs import RunNames, round_of
 from protocol.codecs import CODECS
-from protocol.spec import UNITS_PER_WORKER, OuterSpec
+from protocol.spec.run import UNITS_PER_WORKER
+from protocol.spec.sections import OuterSpec
 from protocol.wire import Payload
 from tests.simulation.coordinator_node import Answer, CoordinatorNode
 from tests.simulation.error_feedback import ErrorFeedback

@@ -18,7 +18,7 @@ from blake3 import blake3
 from coordinator.runs.opening import status
 from coordinator.store.database import Database
 from protocol.messages import DataSummary
-from protocol.spec import parse_spec
+from protocol.spec.run import parse_spec
 from tests.simulation.coordinator_node import CoordinatorNode, crash_at_commits
 from tests.simulation.faults import Faults
 from tests.simulation.ledger import Ledger

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from worker.data.text import TextData
 from worker.models.building import build_model
 

@@ -2,7 +2,7 @@
 
 from protocol import wire
 from protocol.fragments import Layout, TensorSpec, plan_fragments
-from protocol.spec import OuterSpec
+from protocol.spec.sections import OuterSpec
 from worker.state.outer_state import OuterState
 
 LAYOUT: Layout = plan_fragments([TensorSpec(name="w", shape=[500])], 256)

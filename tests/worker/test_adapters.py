@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.exit_codes import Exit
 from protocol.messages import Scope
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
 from tests.support.trained import save_trained
 from tests.worker.runs import create, join, shown, state, work
 from worker.errors import ModelError

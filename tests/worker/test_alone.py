@@ -16,7 +16,8 @@ from benchmarks.harness.coordinator import coordinator_thread
 from outerstep.cli import app
 from protocol.exit_codes import Exit
 from protocol.messages import Scope
-from protocol.spec import InnerSpec, RunSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
+from protocol.spec.sections import InnerSpec
 from tests.support.text import write_chapters
 from worker.accounts.step_log import StepLog
 from worker.agent import run_alone

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.rounds.schedule import schedule

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
 from worker.data.text import TextData
 from worker.errors import DataError
 

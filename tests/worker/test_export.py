@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.exit_codes import Exit
 from protocol.messages import Scope
-from protocol.spec import parse_spec
+from protocol.spec.run import parse_spec
 from tests.support.tokenizers import END, write_tokenizer
 from tests.worker import toy
 from tests.worker.runs import create, work

@@ -9,7 +9,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
 from tests.support.http_server import Handler, serving
 from tests.support.trained import save_trained
 from worker.errors import ModelError

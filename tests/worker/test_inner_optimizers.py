@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from protocol.spec import InnerSpec, parse_spec
+from protocol.spec.run import parse_spec
+from protocol.spec.sections import InnerSpec
 from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
 from worker.diloco import DiLoCo

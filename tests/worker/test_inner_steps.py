@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.messages import Action, Assignment
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
 from worker.rounds.inner_steps import InnerSteps
 
 

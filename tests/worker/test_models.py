@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from protocol.presets import PRESETS
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec.presets import PRESETS
+from protocol.spec.run import RunSpec, parse_spec
 from worker.errors import ModelError
 from worker.export import sample
 from worker.models.building import build_model, check_vocabulary, logits_of

@@ -20,7 +20,7 @@ from protocol import wire
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
 from protocol.messages import Metrics
-from protocol.spec import parse_spec
+from protocol.spec.run import parse_spec
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
 from tests.support.waiting import wait_until

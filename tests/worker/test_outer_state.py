@@ -10,7 +10,7 @@ from protocol.codecs import CODECS
 from protocol.errors import WireError
 from protocol.fragments import TensorSpec, plan_fragments
 from protocol.outer_step import outer_step
-from protocol.spec import OuterSpec
+from protocol.spec.sections import OuterSpec
 from protocol.wire import CHUNK_ELEMENTS, DeltaHeader, Payload, pack_frames, pack_header
 from worker.errors import Resync
 from worker.state.outer_state import OuterState

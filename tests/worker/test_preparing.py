@@ -15,7 +15,7 @@ import pytest
 import zstandard
 from blake3 import blake3
 
-from protocol.spec import parse_spec
+from protocol.spec.run import parse_spec
 from tests.support.text import write_text
 from tests.support.tokenizers import END, write_tokenizer
 from worker.data.making.preparing import HowFar, Recipe, prepare

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
 from tests.support.trained import save_trained
 from worker.errors import ModelError
 from worker.models.building import build_model, has_initial_parameters, load_weights, logits_of

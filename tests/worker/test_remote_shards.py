@@ -16,7 +16,7 @@ from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.errors import Transient
 from protocol.exit_codes import Exit
 from protocol.messages import RunDetail
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
 from tests.support.file_server import FileServer, file_server
 from tests.support.token_sets import write_token_set
 from tests.support.waiting import wait_until

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.spec import SyncSpec
+from protocol.spec.sections import SyncSpec
 from worker.rounds.schedule import Schedule, schedule
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protocol.spec import InnerSpec
+from protocol.spec.sections import InnerSpec
 from worker.errors import BoxError
 from worker.inner.evaluation import evaluate
 from worker.inner.loss import Loss, mean_loss

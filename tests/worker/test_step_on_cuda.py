@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from protocol.spec import InnerSpec
+from protocol.spec.sections import InnerSpec
 from worker.accounts.device_use import DeviceUse
 from worker.inner import loss as loss_module
 from worker.inner.compiling import compile_model

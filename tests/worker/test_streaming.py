@@ -12,7 +12,7 @@ from torch import nn
 
 from protocol.errors import CodecError, Problem
 from protocol.messages import EpochInfo, RoundDetail
-from protocol.spec import parse_spec
+from protocol.spec.run import parse_spec
 from tests.support.waiting import PATIENCE_S
 from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
 from tests.support.text import write_text
 from tests.support.tokenizers import write_tokenizer
 from worker.data.caches import cache_directory

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
-from protocol.spec import RunSpec, parse_spec
+from protocol.spec.run import RunSpec, parse_spec
 from worker.data.text import TextData
 from worker.inner.evaluation import evaluate
 from worker.inner.loss import mean_loss

@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from protocol.spec import DataSpec, RunSpec
+from protocol.spec.run import RunSpec
+from protocol.spec.sections import DataSpec
 from worker.data.caches import cache_directory
 from worker.data.fetching.remote import is_remote
 from worker.data.fetching.shards import CacheSettings, open_remote_set

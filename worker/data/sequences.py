@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from protocol.messages import DataSummary
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from worker.data.ids import BYTES, Integers, Tokens
 from worker.data.order import Order, Places
 from worker.errors import DataError

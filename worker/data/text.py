@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from worker.data.ids import BYTES
 from worker.data.sequences import InMemory, Sequences
 from worker.data.sources.files import Named, held_out_names, source_files

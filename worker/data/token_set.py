@@ -1,6 +1,6 @@
 """A token set as a training set, wherever its shards are."""
 
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from worker.data.sequences import Ahead, Sequences
 from worker.data.tokens.index import Index
 from worker.data.tokens.token_files import TokenFiles

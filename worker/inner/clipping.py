@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from protocol.spec import InnerSpec
+from protocol.spec.sections import InnerSpec
 
 
 def clip_gradients(parameters: list[nn.Parameter], inner: InnerSpec) -> Tensor | None:

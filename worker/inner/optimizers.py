@@ -1,4 +1,4 @@
-"""The inner optimizers: one function for each name in `protocol.spec.OPTIMIZERS`, or the user's own.
+"""The inner optimizers: one function for each name in `protocol.spec.sections.OPTIMIZERS`, or the user's own.
 
 Each takes the model and the spec's [inner] and returns the optimizers that make up one inner step, in the order in
 which they step, with the peak learning rate in every group.
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from protocol.spec import OPTIMIZERS, InnerSpec
+from protocol.spec.sections import OPTIMIZERS, InnerSpec
 from worker.errors import ModelError
 from worker.user_code import imported
 

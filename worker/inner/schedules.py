@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 
 
 def _cosine(step: int, steps: int, decay: int) -> float:

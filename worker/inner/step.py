@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from protocol.spec import InnerSpec
+from protocol.spec.sections import InnerSpec
 from worker.errors import BoxError
 from worker.inner.clipping import clip_gradients
 from worker.inner.loss import Loss

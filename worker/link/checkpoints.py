@@ -12,7 +12,7 @@ from protocol.errors import Problem
 from protocol.fragments import Layout, first_difference
 from protocol.messages import CheckpointDetail, RunDetail, RunState
 from protocol.outer_step import reached
-from protocol.spec import OuterSpec
+from protocol.spec.sections import OuterSpec
 from worker.codecs import unpack_payload
 from worker.errors import ModelError
 from worker.link.client import Client

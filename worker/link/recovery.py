@@ -14,7 +14,7 @@ from typing import TypeVar
 from protocol import wire
 from protocol.errors import Problem
 from protocol.messages import CheckpointDetail
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from worker.errors import Resync
 from worker.link.client import MAX_LISTED, Client
 from worker.state.outer_state import OuterState

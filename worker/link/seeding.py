@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from protocol import wire
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from worker.codecs import pack_fragment
 from worker.link.membership import Membership
 from worker.state.fragments import Fragments

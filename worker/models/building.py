@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from protocol.presets import EMBEDDINGS, PRESETS
-from protocol.spec import ModelSpec, RunSpec
+from protocol.spec.presets import EMBEDDINGS, PRESETS
+from protocol.spec.run import RunSpec
+from protocol.spec.sections import ModelSpec
 from worker.errors import ModelError
 from worker.models.adapters import import_peft, with_adapters
 from worker.models.pretrained import Pretrained

@@ -16,7 +16,7 @@ from protocol.codecs import CODECS
 from protocol.digest import Buffer
 from protocol.errors import Problem, UnexpectedAnswer
 from protocol.messages import Stage
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from worker.codecs import round_trip
 from worker.errors import Resync, RunEnded, Stopped, WorkLost
 from worker.link.grace import Grace

@@ -7,7 +7,7 @@ contribution; all others go back to the pool.
 """
 
 from protocol.messages import Assignment
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from worker.state.units import UnitRanges, first_units, units_left
 
 

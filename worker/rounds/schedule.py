@@ -11,7 +11,7 @@ in its next contribution. The last round has no next one, so there all are sent 
 
 from dataclasses import dataclass
 
-from protocol.spec import SyncSpec
+from protocol.spec.sections import SyncSpec
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from protocol.digest import Buffer, StateHash, model_digest
 from protocol.fragments import Layout
 from protocol.outer_step import outer_step_by, reached
-from protocol.spec import OuterSpec
+from protocol.spec.sections import OuterSpec
 from protocol.wire import DeltaHeader, Payload, StateHeader
 from worker.codecs import unpack_payload
 from worker.errors import Resync

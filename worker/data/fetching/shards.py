@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from protocol.spec import RunSpec
+from protocol.spec.run import RunSpec
 from worker.data.caches import cache_directory
 from worker.data.fetching.ahead import Closing, FetchAhead
 from worker.data.fetching.remote import Remote, open_remote

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from protocol.presets import PRESETS
+from protocol.spec.presets import PRESETS
 
 LEAST_RATE, LARGEST_RATE = 4e-4, 8e-3
 RATE_BY_WIDTH = 0.4  # times 1 / hidden_size; measured at a width of 64: docs/log.md

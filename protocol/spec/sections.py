@@ -1,28 +1,16 @@
-"""The run spec: one TOML file that says everything about a run. It never changes after the run was created.
+"""The sections of a run spec: a class each, with its keys, their defaults and what they are checked for."""
 
-Unknown keys are refused. docs/settings.md lists every key (generated from these classes, and tested).
-"""
-
-import tomllib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from protocol.codecs import CODECS, CodecName, DownloadCodecName
-from protocol.defaults import inner_by_the_model
-from protocol.errors import SpecError
-from protocol.explaining import explain
-from protocol.suggesting import meant
+from protocol.codecs import CodecName, DownloadCodecName
 
-MAX_SPEC_BYTES = 1 << 16
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 PositiveInt = Annotated[int, Field(gt=0, lt=1 << 40)]
 
-# With private data worker k of a run, counted from 0 as they first joined, has the units [k, k + 1) times this.
-UNITS_PER_WORKER = 1 << 40
-PRIVATE_WORKERS = 1 << 23  # more of them had units whose numbers are above 2^63, which nobody can store or send
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 # Inner optimizer -> those keys of [inner] that it takes and not all of them do. There is a function of each name in
@@ -34,11 +22,11 @@ OPTIMIZERS: dict[str, set[str]] = {
 }
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class LoraSpec(_Section):
+class LoraSpec(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685), by peft, on a model that stays as it is: only they are trained and
     sent. Needs `model.pretrained`, and `pip install 'outerstep[peft]'` on the workers."""
 
@@ -53,7 +41,7 @@ class LoraSpec(_Section):
 MODELS = ("preset", "config", "factory", "pretrained")
 
 
-class ModelSpec(_Section):
+class ModelSpec(Section):
     """What is trained: exactly one of preset, config, factory and pretrained; or none of them, where the workers are
     scripts, which bring it (`data.source = "custom"`)."""
 
@@ -110,7 +98,7 @@ class ModelSpec(_Section):
         return any(getattr(self, key) is not None for key in MODELS)
 
 
-class DataSpec(_Section):
+class DataSpec(Section):
     """The training set: text, or token ids. Sources are on the worker, or where it can fetch them."""
 
     source: str = Field(
@@ -151,7 +139,7 @@ class DataSpec(_Section):
     )
 
 
-class InnerSpec(_Section):
+class InnerSpec(Section):
     """The inner optimizer and its learning rates, keyed to global inner steps."""
 
     batch_size: PositiveInt = Field(8, description="sequences per inner step; one batch is one work unit")
@@ -228,14 +216,14 @@ class InnerSpec(_Section):
         ]
 
 
-class OuterSpec(_Section):
+class OuterSpec(Section):
     """The outer optimizer: Nesterov SGD on the averaged pseudo-gradient."""
 
     learning_rate: float = Field(1.0, gt=0, description="outer learning rate")
     momentum: Fraction = Field(0.8, description="outer Nesterov momentum")
 
 
-class SyncSpec(_Section):
+class SyncSpec(Section):
     """When and how the workers synchronise."""
 
     rounds: PositiveInt = Field(..., description="outer steps until the run is finished")
@@ -332,7 +320,7 @@ class SyncSpec(_Section):
         return self.nominal_inner_steps if self.inner_steps == "auto" else self.inner_steps
 
 
-class MembersSpec(_Section):
+class MembersSpec(Section):
     """Who is waited for, and for how long."""
 
     min_workers: Annotated[int, Field(ge=1, le=10_000)] = Field(
@@ -357,14 +345,14 @@ class MembersSpec(_Section):
         return self
 
 
-class CheckpointSpec(_Section):
+class CheckpointSpec(Section):
     """Checkpoints of the outer state on the coordinator. The last state is always kept."""
 
     every_rounds: PositiveInt = Field(10, description="rounds between checkpoints")
     keep: PositiveInt = Field(2, description="checkpoints kept; deltas are kept back to the oldest of them")
 
 
-class EvaluationSpec(_Section):
+class EvaluationSpec(Section):
     """Held-out loss of the global model, by one worker per evaluated round."""
 
     every_rounds: PositiveInt = Field(
@@ -373,7 +361,7 @@ class EvaluationSpec(_Section):
     max_tokens: PositiveInt = Field(65_536, description="held-out tokens per evaluation, at most")
 
 
-class RetentionSpec(_Section):
+class RetentionSpec(Section):
     """History in the database. Files are kept as `checkpoints` says: what the newest checkpoint covers may go."""
 
     rounds: PositiveInt = Field(
@@ -381,108 +369,3 @@ class RetentionSpec(_Section):
         description="rounds of which each contribution and report is remembered; of older ones the sums and the loss",
     )
     events: PositiveInt = Field(10_000, description="events kept; older ones are deleted")
-
-
-class RunSpec(_Section):
-    """A run spec. `sync.rounds` has no default, nor has what is trained, `model`; all other keys do."""
-
-    name: Name = Field(..., description="the run's name: lower-case letters, digits, '.', '_' and '-'")
-    seed: int = Field(0, ge=0, lt=1 << 32, description="seed of the initial model and of the order of the data")
-    model: ModelSpec = Field(default_factory=ModelSpec)
-    data: DataSpec = Field(default_factory=DataSpec)
-    inner: InnerSpec = Field(default_factory=InnerSpec)
-    outer: OuterSpec = Field(default_factory=OuterSpec)
-    sync: SyncSpec
-    members: MembersSpec = Field(default_factory=MembersSpec)
-    checkpoints: CheckpointSpec = Field(default_factory=CheckpointSpec)
-    evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
-    retention: RetentionSpec = Field(default_factory=RetentionSpec)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _inner_by_the_model(cls, document: Any) -> Any:
-        """Give [inner] the defaults that depend on the model."""
-        if not isinstance(document, dict):
-            return document
-        model, inner = document.get("model"), document.get("inner", {})
-        if not isinstance(model, dict) or not isinstance(inner, dict):
-            return document
-        return {**document, "inner": {**inner_by_the_model(model), **inner}}
-
-    @model_validator(mode="after")
-    def _says_what_is_trained(self) -> "RunSpec":
-        if not self.model.is_said and (self.data.source != "custom" or self.model.run is not None):
-            raise ValueError(
-                "model: give exactly one of preset, config, factory and pretrained; none of them is for scripts that "
-                'bring the model, with data.source = "custom" and without model.run'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _begins_with_another_run(self) -> "RunSpec":
-        if self.model.run == self.name:
-            raise ValueError(f"model.run = {self.name!r} is this run itself; name the one to start from")
-        return self
-
-    @model_validator(mode="after")
-    def _one_momentum(self) -> "RunSpec":
-        codec = CODECS[self.sync.upload_codec]
-        if codec.add_weight is not None and self.outer.momentum != 0:
-            raise ValueError(
-                f'sync.upload_codec = "{codec.name}" needs outer.momentum = 0, not {self.outer.momentum}: what a '
-                "worker has not sent yet is its momentum, and a second one on top makes the training unstable"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _private_units_have_room(self) -> "RunSpec":
-        units = self.sync.rounds * self.sync.most_inner_steps
-        if self.data.private and units >= UNITS_PER_WORKER:
-            raise ValueError(
-                f"data.private = true has room for {UNITS_PER_WORKER - 1} units per worker; sync.rounds and inner "
-                f"steps make it {units}; give less of either"
-            )
-        return self
-
-    def with_source(self, source: str | None) -> "RunSpec":
-        """Return the spec with another `data.source`, where one machine has the data elsewhere; None: as it is."""
-        if source is None:
-            return self
-        return self.model_copy(update={"data": self.data.model_copy(update={"source": source})})
-
-    def number_in_set(self, unit: int) -> int:
-        """Return the number of a work unit within its own training set: with private data, its worker's."""
-        return unit % UNITS_PER_WORKER if self.data.private else unit
-
-    @property
-    def unit_tokens(self) -> int:
-        """Tokens in one work unit."""
-        return self.inner.batch_size * self.data.sequence_length
-
-    @property
-    def total_inner_steps(self) -> int:
-        """Inner steps of the whole run, as the schedules count them: see `SyncSpec.schedule_steps`."""
-        return self.sync.rounds * self.sync.schedule_steps
-
-
-def _explain(fault: Any) -> str:
-    key = ".".join(map(str, fault["loc"]))
-    nearest = meant(key, RunSpec) if fault["type"] == "extra_forbidden" else None
-    return explain(fault) + ("" if nearest is None else f"; did you mean {nearest}?")
-
-
-def parse_spec(text: str) -> RunSpec:
-    """Return the run spec in `text` (TOML). Raises SpecError naming each wrong key, its value and what is allowed."""
-    if len(text.encode()) > MAX_SPEC_BYTES:
-        raise SpecError(f"the spec is larger than {MAX_SPEC_BYTES} bytes")
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise SpecError(f"the spec is not valid TOML: {error}") from error
-    try:
-        spec = RunSpec.model_validate(document)
-    except ValidationError as error:
-        raise SpecError("; ".join(map(_explain, error.errors()))) from error
-    if faults := spec.inner.without_effect():
-        raise SpecError("; ".join(faults))
-    return spec

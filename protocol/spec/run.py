@@ -1,0 +1,136 @@
+"""A run spec as a whole, and how it is read."""
+
+import tomllib
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from protocol.codecs import CODECS
+from protocol.errors import SpecError
+from protocol.explaining import explain
+from protocol.spec.defaults import inner_by_the_model
+from protocol.spec.sections import (
+    CheckpointSpec,
+    DataSpec,
+    EvaluationSpec,
+    InnerSpec,
+    MembersSpec,
+    ModelSpec,
+    Name,
+    OuterSpec,
+    RetentionSpec,
+    Section,
+    SyncSpec,
+)
+from protocol.suggesting import meant
+
+MAX_SPEC_BYTES = 1 << 16
+
+# With private data worker k of a run, counted from 0 as they first joined, has the units [k, k + 1) times this.
+UNITS_PER_WORKER = 1 << 40
+PRIVATE_WORKERS = 1 << 23  # more of them had units whose numbers are above 2^63, which nobody can store or send
+
+
+class RunSpec(Section):
+    """A run spec. `sync.rounds` has no default, nor has what is trained, `model`; all other keys do."""
+
+    name: Name = Field(..., description="the run's name: lower-case letters, digits, '.', '_' and '-'")
+    seed: int = Field(0, ge=0, lt=1 << 32, description="seed of the initial model and of the order of the data")
+    model: ModelSpec = Field(default_factory=ModelSpec)
+    data: DataSpec = Field(default_factory=DataSpec)
+    inner: InnerSpec = Field(default_factory=InnerSpec)
+    outer: OuterSpec = Field(default_factory=OuterSpec)
+    sync: SyncSpec
+    members: MembersSpec = Field(default_factory=MembersSpec)
+    checkpoints: CheckpointSpec = Field(default_factory=CheckpointSpec)
+    evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
+    retention: RetentionSpec = Field(default_factory=RetentionSpec)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inner_by_the_model(cls, document: Any) -> Any:
+        """Give [inner] the defaults that depend on the model."""
+        if not isinstance(document, dict):
+            return document
+        model, inner = document.get("model"), document.get("inner", {})
+        if not isinstance(model, dict) or not isinstance(inner, dict):
+            return document
+        return {**document, "inner": {**inner_by_the_model(model), **inner}}
+
+    @model_validator(mode="after")
+    def _says_what_is_trained(self) -> "RunSpec":
+        if not self.model.is_said and (self.data.source != "custom" or self.model.run is not None):
+            raise ValueError(
+                "model: give exactly one of preset, config, factory and pretrained; none of them is for scripts that "
+                'bring the model, with data.source = "custom" and without model.run'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _begins_with_another_run(self) -> "RunSpec":
+        if self.model.run == self.name:
+            raise ValueError(f"model.run = {self.name!r} is this run itself; name the one to start from")
+        return self
+
+    @model_validator(mode="after")
+    def _one_momentum(self) -> "RunSpec":
+        codec = CODECS[self.sync.upload_codec]
+        if codec.add_weight is not None and self.outer.momentum != 0:
+            raise ValueError(
+                f'sync.upload_codec = "{codec.name}" needs outer.momentum = 0, not {self.outer.momentum}: what a '
+                "worker has not sent yet is its momentum, and a second one on top makes the training unstable"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _private_units_have_room(self) -> "RunSpec":
+        units = self.sync.rounds * self.sync.most_inner_steps
+        if self.data.private and units >= UNITS_PER_WORKER:
+            raise ValueError(
+                f"data.private = true has room for {UNITS_PER_WORKER - 1} units per worker; sync.rounds and inner "
+                f"steps make it {units}; give less of either"
+            )
+        return self
+
+    def with_source(self, source: str | None) -> "RunSpec":
+        """Return the spec with another `data.source`, where one machine has the data elsewhere; None: as it is."""
+        if source is None:
+            return self
+        return self.model_copy(update={"data": self.data.model_copy(update={"source": source})})
+
+    def number_in_set(self, unit: int) -> int:
+        """Return the number of a work unit within its own training set: with private data, its worker's."""
+        return unit % UNITS_PER_WORKER if self.data.private else unit
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens in one work unit."""
+        return self.inner.batch_size * self.data.sequence_length
+
+    @property
+    def total_inner_steps(self) -> int:
+        """Inner steps of the whole run, as the schedules count them: see `SyncSpec.schedule_steps`."""
+        return self.sync.rounds * self.sync.schedule_steps
+
+
+def _explain(fault: Any) -> str:
+    key = ".".join(map(str, fault["loc"]))
+    nearest = meant(key, RunSpec) if fault["type"] == "extra_forbidden" else None
+    return explain(fault) + ("" if nearest is None else f"; did you mean {nearest}?")
+
+
+def parse_spec(text: str) -> RunSpec:
+    """Return the run spec in `text` (TOML). Raises SpecError naming each wrong key, its value and what is allowed."""
+    if len(text.encode()) > MAX_SPEC_BYTES:
+        raise SpecError(f"the spec is larger than {MAX_SPEC_BYTES} bytes")
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"the spec is not valid TOML: {error}") from error
+    try:
+        spec = RunSpec.model_validate(document)
+    except ValidationError as error:
+        raise SpecError("; ".join(map(_explain, error.errors()))) from error
+    if faults := spec.inner.without_effect():
+        raise SpecError("; ".join(faults))
+    return spec
