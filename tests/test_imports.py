@@ -71,7 +71,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "link": {"errors", "accounts", "codecs", "tuning", "state"},
         "data": {"errors", "files", "tuning", "link"},
         "rounds": {"errors", "accounts", "codecs", "tuning", "state", "link"},
-        "script": {"errors", "settings", "state"},
+        "script": {"errors", "settings", "data", "state"},
         "diloco": {"errors", "signals", "accounts", "state", "link", "rounds", "script"},
         "export": {"errors", "data", "models", "link"},
         "initial": {"errors", "models", "link"},

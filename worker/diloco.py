@@ -17,10 +17,9 @@ step ends it. Source of the algorithm: DiLoCo (arXiv 2311.08105), algorithm 1.
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -45,7 +44,8 @@ from worker.rounds.rounds import Rounds
 from worker.rounds.seeds import round_seed
 from worker.rounds.training import Training
 from worker.script.connecting import membership_of, told_on_stderr
-from worker.script.usable import Writes, usable_optimizers
+from worker.script.sampler import UnitSampler
+from worker.script.usable import FirstUnits, Writes, usable_optimizers
 from worker.signals import stop_on_signals
 from worker.state.fragments import DenseFragments, tensor_specs
 from worker.state.frozen import frozen_summary
@@ -53,7 +53,7 @@ from worker.state.outer_state import OuterState
 from worker.state.saver import Saver
 from worker.state.snapshot import identity
 from worker.state.state_dir import StateDir
-from worker.state.units import first_units
+from worker.state.units import count, first_units, numbers
 
 log = logging.getLogger(__name__)
 
@@ -236,21 +236,29 @@ class DiLoCo:
 
         Asking for the next unit ends the previous one: if its step was skipped, as a GradScaler does, it is spent all
         the same, and the round has an inner step less. If the loop breaks out before a unit's step, that unit returns
-        to the pool.
+        to the pool. So a loader that loads ahead takes them from `unit_sampler`; here it is told, by RuntimeError.
         """
-        rounds = self.joined.rounds
+        rounds, first = self.joined.rounds, FirstUnits(self.model)
         while not self.finished:
             assignment = rounds.assignment
             due = first_units(assignment.units, assignment.inner_steps)
-            for unit in chain.from_iterable(range(start, stop) for start, stop in due):
+            for unit in numbers(due):
                 self._steps.begin_unit()
                 yield self.spec.number_in_set(unit)
+                first.end(stepped=self._steps.unit_stepped)
                 self._writes.look()
                 self._steps.end_unit()
                 if self.finished or rounds.assignment is not assignment:
                     break
             else:
-                rounds.advance(ended=True)  # fewer than H steps: some were skipped
+                log.warning(
+                    "round %d: %d inner steps on %d units; each unit is for a step of its own, so where several "
+                    "batches make a step, divide the unit",
+                    self.round,
+                    self.inner_step,
+                    count(due),
+                )
+                rounds.advance(ended=True)
                 self._writes.forget()
 
     def upcoming(self) -> Iterator[int]:
@@ -262,7 +270,16 @@ class DiLoCo:
         asked to stop, leaves them to others. Call it from the thread of the training loop, as often as is useful.
         """
         ranges = [] if self.finished else self.joined.rounds.units_to_come
-        return map(self.spec.number_in_set, chain.from_iterable(range(start, stop) for start, stop in ranges))
+        return map(self.spec.number_in_set, numbers(ranges))
+
+    def unit_sampler(self, dataset: Sized, micro_batch: int | None = None) -> UnitSampler:
+        """Return a `batch_sampler` for a DataLoader over `dataset`, in place of units(): a loader loads ahead.
+
+        One pass of the loader is a round, so the loop around it is `while not diloco.finished`. A row of the data set
+        is a sequence, and a unit `inner.batch_size` of them; `micro_batch` is the rows of one of the loader's batches,
+        where several make an inner step. Raises ValueError for a size that does not suit.
+        """
+        return UnitSampler(self.spec, len(dataset), micro_batch, self._steps, lambda: self.finished)
 
     def report_loss(self, loss: Tensor) -> None:
         """Report one inner step's mean loss (a scalar, nats per token) before `optimizer.step()`, without waiting for

@@ -6,8 +6,9 @@ Every worker is a real DiLoCo with a real client on a real coordinator; only the
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ from worker.diloco import DiLoCo
 from worker.link.client import Client, open_http
 
 __all__ = ["Killed", "Toy", "coordinator_thread", "make_model", "spec"]
+
+T = TypeVar("T")
 
 STEPS = 4
 LR = 0.01
@@ -137,10 +140,10 @@ class Toy:
         wait_until(lambda: self.info().state_digest is not None)
         return self.info()
 
-    def connect(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> DiLoCo:
-        """Worker a, as a script of somebody's own has it."""
+    def connect(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, name: str = "a") -> DiLoCo:
+        """A worker, as a script of somebody's own has it."""
         url, token = self.coordinator.url, self.token
-        return DiLoCo.connect(model, optimizer, url=url, run="toy", token=token, name="a", state_dir=None)
+        return DiLoCo.connect(model, optimizer, url=url, run="toy", token=token, name=name, state_dir=None)
 
     def worker(
         self,
@@ -168,24 +171,29 @@ class Toy:
 
     def workers(self, names: list[str], **options: dict[str, Any]) -> dict[str, DiLoCo]:
         """Several at once; options by name. Raises what a worker raised."""
-        done: dict[str, DiLoCo] = {}
-        failures: list[BaseException] = []
+        return at_once({name: partial(self.worker, name, **options.get(name, {})) for name in names})
 
-        def work(name: str) -> None:
-            try:
-                done[name] = self.worker(name, **options.get(name, {}))
-            except BaseException as error:
-                failures.append(error)
-                raise
 
-        threads = [threading.Thread(target=work, args=(name,)) for name in names]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-        assert not failures, failures
-        assert set(done) == set(names), "a worker did not end"
-        return done
+def at_once(workers: dict[str, Callable[[], T]]) -> dict[str, T]:
+    """Run each worker on a thread of its own; what they return, by name. Raises what one raised."""
+    done: dict[str, T] = {}
+    failures: list[BaseException] = []
+
+    def work(name: str) -> None:
+        try:
+            done[name] = workers[name]()
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert not failures, failures
+    assert set(done) == set(workers), "a worker did not end"
+    return done
 
 
 def batch(unit: int) -> tuple[torch.Tensor, torch.Tensor]:

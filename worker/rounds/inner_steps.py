@@ -17,6 +17,7 @@ class InnerSteps:
     def __init__(self, spec: RunSpec) -> None:
         self._scheduled, self._warmup_steps = spec.sync.schedule_steps, spec.inner.joiner_warmup_steps
         self.done = 0
+        self.taken = 0  # by this process, in all rounds
         self.unit_stepped = False  # the unit in hand; always False where the loop takes no units
         self._round = self._own = self._units_begun = self._units_used = 0
         self._units: UnitRanges = []
@@ -41,6 +42,7 @@ class InnerSteps:
     def step(self) -> None:
         """Note that one inner step is done."""
         self.done += 1
+        self.taken += 1
         self.unit_stepped = self._units_begun > 0
         self._units_used = max(self._units_begun, self.done)
         if self.warmup_left:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from worker.errors import ModelError
@@ -94,3 +94,31 @@ class Writes:
 
     def _count(self) -> int:
         return sum(each._version for each in self._parameters)  # noqa: SLF001, which autograd's documentation names
+
+
+class FirstUnits:
+    """Watches the first units that a loop takes: what loads ahead takes others before they are trained on. One may have
+    nothing that can be trained on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = trainable_parameters(model).values()
+        self._handles = [each.register_post_accumulate_grad_hook(self._note) for each in parameters]
+        self._has_gradient, self._without = False, 0
+
+    def _note(self, _: Tensor) -> None:
+        self._has_gradient = True
+
+    def end(self, *, stepped: bool) -> None:
+        """Note that a unit ends. Raises RuntimeError at the second one if none had a step, `stepped`, or a gradient."""
+        if not self._handles:
+            return
+        self._without += 1
+        if stepped or self._has_gradient:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+        elif self._without > 1:
+            raise RuntimeError(
+                "units() was asked for a third unit before the first was trained on, as by a DataLoader, which loads "
+                "ahead: give that batch_sampler=diloco.unit_sampler(dataset), or take units in the training loop"
+            )

@@ -1,6 +1,14 @@
 """Ranges of work units: lists of [start, stop), in the order in which they are trained on. Pure."""
 
+from collections.abc import Iterator
+from itertools import chain
+
 UnitRanges = list[list[int]]
+
+
+def numbers(units: UnitRanges) -> Iterator[int]:
+    """The numbers of the units, one by one."""
+    return chain.from_iterable(range(start, stop) for start, stop in units)
 
 
 def count(units: UnitRanges) -> int:

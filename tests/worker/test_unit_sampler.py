@@ -1,0 +1,164 @@
+"""Units for a DataLoader: whatever it loads ahead, every unit is trained on once, and no sync is inside the loader."""
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from tests.worker import toy
+from tests.worker.toy import Toy, at_once, coordinator_thread
+from worker.diloco import DiLoCo
+from worker.errors import ModelError
+
+BATCH, ROUNDS = 4, 3
+ROWS = BATCH * toy.STEPS * ROUNDS  # what one worker trains on
+
+
+class Rows(Dataset[tuple[int, Tensor]]):
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[int, Tensor]:
+        return row, torch.randn(20, generator=torch.Generator().manual_seed(row))
+
+
+def spec(**options: Any) -> str:
+    return toy.spec(rounds=options.pop("rounds", ROUNDS), inner=f"batch_size = {BATCH}", **options)
+
+
+def train(
+    run: Toy, name: str, *, micro_batch: int | None = None, skipped: tuple[int, ...] = (), **loading: Any
+) -> tuple[list[int], DiLoCo]:
+    """Train as worker `name` by a DataLoader, passing the steps `skipped` over; the rows in order, and the DiLoCo."""
+    model, rows, steps = toy.make_model(), list[int](), 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    batches = 1 if micro_batch is None else BATCH // micro_batch
+    with run.connect(model, optimizer, name=name) as diloco:
+        sampler = diloco.unit_sampler(Rows(), micro_batch)
+        loader = DataLoader(Rows(), batch_sampler=sampler, **loading)
+        while not diloco.finished:
+            for number, (taken, x) in enumerate(loader):
+                rows += taken.tolist()
+                loss = model(x).square().mean() / batches
+                loss.backward()
+                diloco.report_loss(loss)
+                if (number + 1) % batches == 0:
+                    if steps not in skipped:
+                        optimizer.step()
+                    optimizer.zero_grad()
+                    steps += 1
+    return rows, diloco
+
+
+LOADINGS: dict[str, dict[str, Any]] = {
+    "in the loop": {},
+    "in processes": {"num_workers": 2, "prefetch_factor": 8},
+    "in processes that stay": {"num_workers": 1, "persistent_workers": True},
+}
+
+
+@pytest.mark.parametrize("micro_batch", [None, 2], ids=["whole", "accumulated"])
+@pytest.mark.parametrize("loading", LOADINGS.values(), ids=LOADINGS.keys())
+def test_an_epoch_has_every_row_once(tmp_path: Path, loading: dict[str, Any], micro_batch: int | None) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(), tmp_path)
+        rows, diloco = train(run, "a", micro_batch=micro_batch, **loading)
+        info = run.final()
+        assert sorted(rows) == list(range(ROWS))
+        assert rows != sorted(rows)
+        assert info.tokens == ROUNDS * toy.STEPS * info.spec.unit_tokens
+        assert run.told("a").state_digest == info.state_digest
+        assert diloco.inner_step == 0, "no step is left over"
+
+
+def test_two_workers_share_an_epoch(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(rounds=1, min_workers=2), tmp_path)
+        taken = at_once({name: partial(train, run, name) for name in "ab"})
+        info = run.final()
+        assert len({*taken["a"][0], *taken["b"][0]}) == 2 * BATCH * toy.STEPS
+        assert run.told("a").state_digest == run.told("b").state_digest == info.state_digest
+
+
+def test_what_a_skipped_step_leaves_is_loaded_again_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(rounds=1), tmp_path)
+        rows, _ = train(run, "a", skipped=(1,))
+        info = run.final()
+        assert rows[-BATCH:] == rows[-2 * BATCH : -BATCH]
+        assert info.tokens == toy.STEPS * info.spec.unit_tokens
+        assert f"1 of {toy.STEPS} units had no inner step: they are loaded again" in caplog.text
+
+
+def test_nothing_is_told_of_a_loop_that_does_it_right(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as coordinator, caplog.at_level(logging.WARNING, "worker"):
+        train(Toy(coordinator, spec(), tmp_path), "a")
+    assert [each.message for each in caplog.records if each.name.startswith("worker")] == []
+
+
+def test_a_loop_without_a_step_ends_with_a_word(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(rounds=1), tmp_path)
+        with pytest.raises(ModelError, match="all 4 batches of a round were loaded, and the optimizer .* not stepped"):
+            train(run, "a", skipped=tuple(range(toy.STEPS)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro_batch", "told"),
+    [
+        (BATCH - 1, None, r"the data set has 3 rows, and a unit of this run has 4, its inner\.batch_size"),
+        (ROWS, 3, r"micro_batch = 3: a unit of this run has 4 rows"),
+        (ROWS, 0, r"micro_batch = 0: a unit of this run has 4 rows"),
+        (ROWS, 8, r"micro_batch = 8: a unit of this run has 4 rows"),
+    ],
+)
+def test_sizes_that_do_not_suit_are_refused(tmp_path: Path, rows: int, micro_batch: int | None, told: str) -> None:
+    model = toy.make_model()
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        diloco = Toy(coordinator, spec(), tmp_path).connect(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ValueError, match=told):
+            diloco.unit_sampler(range(rows), micro_batch)
+
+
+def test_the_length_is_known_before_the_run_is_joined_and_is_what_is_left(tmp_path: Path) -> None:
+    model = toy.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        diloco = Toy(coordinator, spec(rounds=1), tmp_path).connect(model, optimizer)
+        sampler = diloco.unit_sampler(Rows(), 2)
+        assert len(sampler) == 2 * toy.STEPS
+        with diloco:
+            for left in range(toy.STEPS, 0, -1):
+                assert len(sampler) == 2 * left
+                toy.step(diloco, model, optimizer, left)
+            assert list(sampler) == [], "the run is over"
+
+
+def test_units_that_a_loader_takes_ahead_are_refused(tmp_path: Path) -> None:
+    model = toy.make_model()
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(), tmp_path)
+        with run.connect(model, torch.optim.SGD(model.parameters(), lr=0.1)) as diloco:
+            loader = DataLoader(Rows(), batch_sampler=([unit] for unit in diloco.units()), num_workers=1)
+            with pytest.raises(RuntimeError, match=r"loads ahead: give that batch_sampler=diloco\.unit_sampler"):
+                next(iter(loader))
+
+
+def test_units_that_share_a_step_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = toy.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(rounds=1), tmp_path)
+        with run.connect(model, optimizer) as diloco:
+            for number, unit in enumerate(diloco.units()):
+                x, _ = toy.batch(unit)
+                model(x).sum().backward()
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert "round 0: 2 inner steps on 4 units; each unit is for a step of its own" in caplog.text
