@@ -4,7 +4,9 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -111,8 +113,22 @@ def test_a_run_of_your_own_goes_as_the_readme_says(tmp_path: Path) -> None:
         assert shell(f"python -c '{load}'", tmp_path).strip() == "139584"
 
 
-def test_the_script_in_the_readme_trains(tmp_path: Path) -> None:
-    script, _ = blocks("python")
+def own_loop() -> str:
+    return blocks("python")[0]
+
+
+def own_loop_with_a_loader() -> str:
+    """The README's script, with its loop over a DataLoader."""
+    script, loader, _ = blocks("python")
+    head, _, _ = script.partition("    for unit in")
+    data = "dataset = torch.randn(100, 4)\n"
+    step = "loss = model(batch).square().mean(); loss.backward(); diloco.report_loss(loss); optimizer.step()"
+    looped = textwrap.indent(loader.replace("...", step), "    ")
+    return "from torch.utils.data import DataLoader\n" + head.replace("with DiLoCo", f"{data}with DiLoCo") + looped
+
+
+@pytest.mark.parametrize("written", [own_loop, own_loop_with_a_loader])
+def test_the_script_in_the_readme_trains(tmp_path: Path, written: Callable[[], str]) -> None:
     spec = """
 name = "my-script"
 [data]
@@ -123,7 +139,7 @@ inner_steps = 5
 """
     with coordinator_thread(tmp_path / "data") as running:
         running.create_run(spec)
-        (tmp_path / "train.py").write_text(script)
+        (tmp_path / "train.py").write_text(written())
         token = running.token(Scope.WORKER)
         shell("python train.py", tmp_path, OUTERSTEP_URL=running.url, OUTERSTEP_TOKEN=token, HOME=str(tmp_path))
         with running.client() as client:

@@ -108,6 +108,20 @@ def test_a_loop_without_a_step_ends_with_a_word(tmp_path: Path) -> None:
             train(run, "a", skipped=tuple(range(toy.STEPS)))
 
 
+def test_a_loop_that_steps_on_every_micro_batch_is_told(tmp_path: Path) -> None:
+    model = toy.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(), tmp_path)
+        with run.connect(model, optimizer) as diloco:
+            loader = DataLoader(Rows(), batch_sampler=diloco.unit_sampler(Rows(), 2))
+            for _, x in loader:
+                model(x).sum().backward()
+                optimizer.step()
+            with pytest.raises(ModelError, match="8 inner steps were done on the 4 units .* once for every 2 batches"):
+                next(iter(loader))
+
+
 @pytest.mark.parametrize(
     ("rows", "micro_batch", "told"),
     [

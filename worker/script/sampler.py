@@ -60,7 +60,7 @@ class UnitSampler(Sampler[list[int]]):
         return (count(self._steps.units_to_come) or self._spec.sync.schedule_steps) * self._batches_per_unit
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Raises ModelError where all of the last pass was loaded, and not one inner step was done."""
+        """Raises ModelError where all of the last pass was loaded, and there was no inner step, or more than units."""
         if self._finished():
             return
         taken, units = self._steps.taken, self._steps.units_to_come
@@ -82,6 +82,11 @@ class UnitSampler(Sampler[list[int]]):
             raise ModelError(
                 f"all {count(passed) * self._batches_per_unit} batches of a round were loaded, and the optimizer that "
                 "DiLoCo was given has not stepped: let it step once for every unit"
+            )
+        if taken - before > count(passed):
+            raise ModelError(
+                f"{taken - before} inner steps were done on the {count(passed)} units of a round: the optimizer has to "
+                f"step once for every {self._batches_per_unit} batches of the loader, which have the rows of a unit"
             )
         if taken - before < count(passed) and units[-1][1] == passed[-1][1]:
             log.warning(
