@@ -27,6 +27,7 @@ from typing import Any, Self
 import httpx
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from protocol.errors import OuterstepError
 from protocol.messages import DataSummary, EvaluationReport, JoinRequest, RunDetail
@@ -45,6 +46,7 @@ from worker.rounds.seeds import round_seed
 from worker.rounds.training import Training
 from worker.script.connecting import membership_of, told_on_stderr
 from worker.script.sampler import UnitSampler
+from worker.script.schedules import RunSchedules
 from worker.script.usable import FirstUnits, Writes, usable_optimizers
 from worker.signals import stop_on_signals
 from worker.state.fragments import DenseFragments, tensor_specs
@@ -81,6 +83,8 @@ class DiLoCo:
                 length and tokenizer alone leave this machine
     evaluate    measures the held-out loss of the model as it is; called when the coordinator asks this worker to
     initial     puts state 0 into the model, called if this worker is to seed the run; None: the model holds it
+    scheduler   the loop's LRScheduler, or several: brought to the run's step before each inner step, wherever in the
+                run this worker joins or goes on; where the loop steps it as well, that changes nothing
     scaler      the loop's GradScaler, whose scale goes into the snapshot. That is taken within the optimizer's step,
                 so it has to be updated before; where the loop steps through it (`scaler.step`), give None
     host        what the coordinator shows about this machine; None: what can be found out about it
@@ -106,6 +110,7 @@ class DiLoCo:
         data: DataSummary | None = None,
         evaluate: Callable[[], EvaluationReport] | None = None,
         initial: Callable[[], None] | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         host: dict[str, str | int | float] | None = None,
         use: DeviceUse | None = None,
@@ -117,6 +122,7 @@ class DiLoCo:
         self.client = client
         self._run = run
         self._optimizers = usable_optimizers(model, inner_optimizer)
+        self._schedules = RunSchedules(scheduler, self._optimizers)
         self._files = StateDir(state_dir) if state_dir is not None else None
         self._evaluate, self._initial, self._scaler = evaluate, initial, scaler
         if data is not None and run.spec.data.private:
@@ -302,6 +308,8 @@ class DiLoCo:
             self._joined = joined = self._join(resources)
             joined.rounds.begin()
             self._writes.forget()
+            if not self.finished:
+                self._schedules.set(self.global_step)
             *others, last = self._optimizers
             for each in self._optimizers:
                 resources.callback(each.register_step_pre_hook(self._before_any).remove)
@@ -332,7 +340,8 @@ class DiLoCo:
         return Joined(state, heartbeat, rounds)
 
     def _before_any(self, *_: Any) -> None:
-        """Note a step, and refuse one that no round would have, as the hook of all optimizers."""
+        """Note a step, which is at the run's learning rate, and refuse one that no round would have, as the hook of all
+        optimizers."""
         self._writes.stepped = True
         if self.joined.rounds.finished:
             raise RuntimeError(
@@ -341,6 +350,7 @@ class DiLoCo:
             )
         if self._ended_by_stop:
             raise Stopped("asked to stop: leave the training loop once `diloco.finished`")
+        self._schedules.set(self.global_step)
 
     def _before_the_last(self, *_: Any) -> None:
         """Refuse a step that is late, as the hook of all optimizers but the last: the sync would come before it."""

@@ -2,6 +2,7 @@
 
 from sqlalchemy import select
 
+from coordinator.runs.equal_work import tell_equal_work
 from coordinator.runs.live_run import Change, Settling
 from coordinator.runs.open_round import OpenRound
 from coordinator.runs.rounds import Close, advance
@@ -40,6 +41,9 @@ def _close(change: Change, opening: OpenRound, index: int, decision: Close) -> N
     if late and not _is_late_recorded(change, opening.number, late):
         message = f"round {opening.number}, first in fragment {index}: {decision.reason}"
         change.record("late", message, round=opening.number, fragment=index, workers=late)
+
+    if index == 0:  # one tells of all of them
+        tell_equal_work(change, opening.number, index)
 
     def apply() -> None:
         fragment.state, fragment.closes_at = closed, None

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from outerstep import DiLoCo
@@ -63,7 +62,8 @@ class DiLoCoCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **has: Any) -> None:
         """Join the run."""
-        self._diloco = diloco = DiLoCo.connect(has["model"], has["optimizer"], run=self._run, **self._options)
+        options = {"scheduler": has["lr_scheduler"]} | self._options
+        self._diloco = diloco = DiLoCo.connect(has["model"], has["optimizer"], run=self._run, **options)
         diloco.__enter__()
         atexit.register(self._leave, RuntimeError("the training ended before its end"))
         state.global_step = diloco.global_step
@@ -83,13 +83,8 @@ class DiLoCoCallback(TrainerCallback):
             )
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **has: Any) -> None:
-        """Put the learning rate to that of the run's step: another than the Trainer's, if this worker joined late."""
-        scheduler: LRScheduler = has["lr_scheduler"]
+        """Tell the Trainer the run's step: another than its own, if this worker joined late."""
         state.global_step = self.diloco.global_step
-        if scheduler.last_epoch > state.global_step:  # the run went back to a backup
-            scheduler.last_epoch = state.global_step - 1
-        while scheduler.last_epoch < state.global_step:
-            scheduler.step()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **has: Any) -> None:
         """Report the training loss, as often as the Trainer logs it."""

@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,29 @@ def test_every_worker_and_round_has_a_data_seed_of_its_own(tmp_path: Path) -> No
         run = Toy(coordinator, toy.spec(rounds=2, min_workers=2), tmp_path)
         run.workers(["a", "b"], a={"on_step": note}, b={"on_step": note})
     assert sorted(seeds.values(), key=min) == [{("a", 0)}, {("a", 1)}, {("b", 0)}, {("b", 1)}]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "told"), [(lambda diloco: diloco.round, [["a", "b"]]), (lambda diloco: diloco.data_seed, [])]
+)
+def test_workers_that_draw_the_same_batches_are_told_of(
+    tmp_path: Path, seeds: Callable[[DiLoCo], int], told: list[list[str]]
+) -> None:
+    """Nothing else differs between a run of two and a run of one that counts twice."""
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=2, min_workers=2), tmp_path)
+
+        def work(name: str) -> None:
+            model = toy.make_model()
+            optimizer = sgd(model)
+            with run.connect(model, optimizer, name=name) as diloco:
+                while not diloco.finished:
+                    toy.step(diloco, model, optimizer, seeds(diloco) + diloco.inner_step)
+
+        toy.at_once({name: partial(work, name) for name in "ab"})
+        with coordinator.client() as http:
+            events = http.get("/v1/runs/toy/events").json()["items"]
+    assert [event["data"]["workers"] for event in events if event["kind"] == "equal"] == told
 
 
 def test_another_process_is_refused_and_this_one_goes_on(joined: Joined) -> None:

@@ -140,10 +140,12 @@ class Toy:
         wait_until(lambda: self.info().state_digest is not None)
         return self.info()
 
-    def connect(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, name: str = "a") -> DiLoCo:
-        """A worker, as a script of somebody's own has it."""
-        url, token = self.coordinator.url, self.token
-        return DiLoCo.connect(model, optimizer, url=url, run="toy", token=token, name=name, state_dir=None)
+    def connect(
+        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, name: str = "a", **options: Any
+    ) -> DiLoCo:
+        """A worker, as a script of somebody's own has it; without a state directory, unless `options` name one."""
+        where = {"url": self.coordinator.url, "run": "toy", "token": self.token}
+        return DiLoCo.connect(model, optimizer, **where, name=name, **{"state_dir": None} | options)
 
     def worker(
         self,

@@ -22,7 +22,7 @@ def usable_optimizers(model: nn.Module, given: Any) -> list[Optimizer]:
 
     Raises TypeError and ValueError for what is no optimizer, ModelError for one that trains something else.
     """
-    optimizers = [_unwrapped(each) for each in (given if isinstance(given, Sequence) else [given])]
+    optimizers = [unwrapped(each) for each in (given if isinstance(given, Sequence) else [given])]
     if not optimizers:
         raise ValueError("inner_optimizer is an empty sequence: DiLoCo needs one optimizer at least")
     if len({id(each) for each in optimizers}) < len(optimizers):
@@ -31,7 +31,8 @@ def usable_optimizers(model: nn.Module, given: Any) -> list[Optimizer]:
     return optimizers
 
 
-def _unwrapped(given: Any) -> Optimizer:
+def unwrapped(given: Any) -> Optimizer:
+    """Return the optimizer that `given` is or wraps. Raises TypeError if there is none."""
     while isinstance(inner := getattr(given, "optimizer", None), Optimizer):
         given = inner
     if not isinstance(given, Optimizer):

@@ -1,0 +1,129 @@
+"""A script's learning rate schedule follows the run's step, and not how often this process has stepped."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim import lr_scheduler as schedulers
+
+from tests.worker import toy
+from tests.worker.toy import Toy, coordinator_thread
+from worker.script.schedules import RunSchedules
+
+TOTAL = 12
+MAKE: dict[str, Callable[[Optimizer], schedulers.LRScheduler]] = {
+    "a function": lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "from the value before": lambda optimizer: schedulers.CosineAnnealingLR(optimizer, TOTAL),
+    "of parts": lambda optimizer: schedulers.SequentialLR(
+        optimizer,
+        [schedulers.LinearLR(optimizer, 0.1, total_iters=3), schedulers.CosineAnnealingLR(optimizer, TOTAL - 3)],
+        [3],
+    ),
+    "with moments": lambda optimizer: schedulers.OneCycleLR(optimizer, 0.5, total_steps=TOTAL),
+}
+EVERY = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE.keys())
+
+
+def adam() -> Optimizer:
+    groups: list[dict[str, Any]] = [{"params": [nn.Parameter(torch.ones(2))]}]
+    return Adam([*groups, {"params": [nn.Parameter(torch.ones(1))], "lr": 0.3}])
+
+
+def scheduled(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def expected(make: Callable[[Optimizer], schedulers.LRScheduler]) -> list[list[dict[str, Any]]]:
+    """What is scheduled at each step of a run from its beginning to its end."""
+    optimizer = adam()
+    scheduler, values = make(optimizer), []
+    for _ in range(TOTAL):
+        values.append(copy.deepcopy(scheduled(optimizer)))
+        optimizer.step()
+        if len(values) < TOTAL:
+            scheduler.step()
+    return values
+
+
+@EVERY
+def test_any_step_has_the_value_of_that_step(make: Callable[[Optimizer], schedulers.LRScheduler]) -> None:
+    optimizer, values = adam(), expected(make)
+    schedules = RunSchedules(make(optimizer), [optimizer])
+    optimizer.step()
+    for step in (0, 1, 2, 5, 5, 6, 11, 4, 5, 0, 10):
+        schedules.set(step)
+        assert scheduled(optimizer) == values[step]
+
+
+@EVERY
+def test_the_rates_that_a_snapshot_brings_do_not_matter(make: Callable[[Optimizer], schedulers.LRScheduler]) -> None:
+    optimizer, other, values = adam(), adam(), expected(make)
+    schedules = RunSchedules(make(optimizer), [optimizer])
+    make(other)
+    for group in other.param_groups:
+        group["lr"] = 7.0
+    optimizer.load_state_dict(other.state_dict())
+    schedules.set(5)
+    assert scheduled(optimizer) == values[5]
+
+
+@pytest.mark.parametrize(
+    ("give", "error", "told"),
+    [
+        (lambda own: schedulers.ReduceLROnPlateau(own), TypeError, "ReduceLROnPlateau, which is no function of"),
+        (lambda own: 0.1, TypeError, "scheduler is of type float, which is no function of the run's step"),
+        (
+            lambda own: MAKE["a function"](adam()),
+            ValueError,
+            "a LambdaLR, is not of an optimizer that DiLoCo was given",
+        ),
+    ],
+)
+def test_what_cannot_follow_the_run_is_refused(
+    give: Callable[[Optimizer], Any], error: type[Exception], told: str
+) -> None:
+    own = adam()
+    with pytest.raises(error, match=told):
+        RunSchedules(give(own), [own])
+
+
+@pytest.mark.parametrize("steps_itself", [True, False], ids=["that the loop steps", ""])
+def test_a_worker_that_joins_late_or_comes_again_has_the_rate_of_the_run(tmp_path: Path, steps_itself: bool) -> None:
+    seen: dict[str, list[tuple[int, float]]] = {"a": [], "a again": [], "b": []}
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=4), tmp_path)
+
+        def work(name: str, until: int) -> None:
+            model = toy.make_model()
+            optimizer = SGD(model.parameters(), lr=1e-3)
+            scheduler = schedulers.CosineAnnealingLR(optimizer, 4 * toy.STEPS)
+            who = name.removesuffix(" again")
+            options = {"scheduler": scheduler, "state_dir": tmp_path / who}
+            with run.connect(model, optimizer, name=who, **options) as diloco:
+                optimizer.register_step_pre_hook(
+                    lambda *_: seen[name].append((diloco.global_step, optimizer.param_groups[0]["lr"]))
+                )
+                for unit in diloco.units():
+                    if diloco.global_step == until:
+                        break
+                    toy.step(diloco, model, optimizer, unit)
+                    if steps_itself:
+                        scheduler.step()
+
+        work("a", toy.STEPS)
+        work("b", 2 * toy.STEPS)
+        work("a again", 4 * toy.STEPS)
+    reference = SGD([nn.Parameter(torch.ones(1))], lr=1e-3)
+    scheduler, rates = schedulers.CosineAnnealingLR(reference, 4 * toy.STEPS), []
+    for _ in range(4 * toy.STEPS):
+        rates.append(reference.param_groups[0]["lr"])
+        reference.step()
+        scheduler.step()
+    steps = {name: [step for step, _ in each] for name, each in seen.items()}
+    assert steps == {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7], "a again": list(range(8, 16))}
+    assert all(rate == rates[step] for each in seen.values() for step, rate in each)

@@ -1,0 +1,69 @@
+"""A script's learning rate schedules, at the run's step wherever in the run this worker joins or goes on."""
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from worker.script.usable import unwrapped
+
+
+class RunSchedules:
+    """The schedulers in `given`, one or a sequence or None, whose step is the run's from the first `set` on.
+
+    Where a scheduler has to go to another step than the next, it begins anew and takes the steps one by one: the value
+    of many is only known from the one before. So a script's own `scheduler.step()` changes nothing.
+
+    Raises TypeError for what is no function of the step, ValueError for a scheduler of another optimizer.
+    """
+
+    def __init__(self, given: Any, optimizers: Sequence[Optimizer]) -> None:
+        listed = given if isinstance(given, Sequence) else [] if given is None else [given]
+        self._schedules = [_Schedule(_usable(each, optimizers)) for each in listed]
+
+    def set(self, step: int) -> None:
+        """Set what the schedulers schedule to what it is for inner step `step` of the run, counted from 0."""
+        for schedule in self._schedules:
+            schedule.set(step)
+
+
+class _Schedule:
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self._scheduler, self._is_set = scheduler, False
+        self._beginning = copy.deepcopy(scheduler.state_dict())
+        self._rates = [copy.deepcopy(_scheduled(group)) for group in scheduler.optimizer.param_groups]
+
+    def set(self, step: int) -> None:
+        if not self._is_set or self._scheduler.last_epoch > step:  # a snapshot has the rates of another step
+            self._scheduler.load_state_dict(copy.deepcopy(self._beginning))
+            for group, rates in zip(self._scheduler.optimizer.param_groups, self._rates, strict=True):
+                group.update(copy.deepcopy(rates))
+            self._is_set = True
+        if self._scheduler.last_epoch == step:
+            return
+        with warnings.catch_warnings():
+            # They may go anywhere before this process has stepped.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            while self._scheduler.last_epoch < step:
+                self._scheduler.step()
+
+
+def _scheduled(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _usable(given: Any, optimizers: Sequence[Optimizer]) -> LRScheduler:
+    while isinstance(inner := getattr(given, "scheduler", None), LRScheduler):  # accelerate's wrapper
+        given = inner
+    kind = type(given).__name__
+    if not isinstance(given, LRScheduler) or isinstance(given, ReduceLROnPlateau):
+        raise TypeError(
+            f"scheduler is of type {kind}, which is no function of the run's step: give a scheduler of "
+            "torch.optim.lr_scheduler other than ReduceLROnPlateau, which every worker would step by a loss of its own"
+        )
+    if all(unwrapped(given.optimizer) is not each for each in optimizers):
+        raise ValueError(f"the scheduler, a {kind}, is not of an optimizer that DiLoCo was given")
+    return given
