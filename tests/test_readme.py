@@ -119,7 +119,7 @@ def own_loop() -> str:
 
 def own_loop_with_a_loader() -> str:
     """The README's script, with its loop over a DataLoader."""
-    script, loader, _ = blocks("python")
+    script, loader, *_ = blocks("python")
     head, _, _ = script.partition("    for unit in")
     data = "dataset = torch.randn(100, 4)\n"
     step = "loss = model(batch).square().mean(); loss.backward(); diloco.report_loss(loss); optimizer.step()"

@@ -313,6 +313,7 @@ class DiLoCo:
             *others, last = self._optimizers
             for each in self._optimizers:
                 resources.callback(each.register_step_pre_hook(self._before_any).remove)
+                resources.callback(each.register_step_post_hook(self._after_any).remove)
             for each in others:
                 resources.callback(each.register_step_pre_hook(self._before_the_last).remove)
             resources.callback(last.register_step_post_hook(self._after_inner_step).remove)
@@ -359,6 +360,10 @@ class DiLoCo:
                 "an inner optimizer steps after the last one of the sequence that DiLoCo was given, which ends the "
                 "inner step: let them step in that order, each once per unit"
             )
+
+    def _after_any(self, *_: Any) -> None:
+        """Note a step once more, as the hook of all optimizers: the loss may be reported within it, by a closure."""
+        self._writes.stepped = True
 
     def _after_inner_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Count one inner step, as the hook of the last optimizer."""

@@ -15,12 +15,16 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 
 def closure(requirements: list[str]) -> set[str]:
-    """Names of all distributions that `requirements` bring, as installed here."""
-    todo, seen = [Requirement(text) for text in requirements], set[str]()
+    """Names of all distributions that `requirements` bring, with the extras that they ask for, as installed here."""
+    todo: list[tuple[Requirement, str]] = [(Requirement(text), "") for text in requirements]
+    seen = set[tuple[str, str]]()
     while todo:
-        requirement = todo.pop()
+        requirement, of_extra = todo.pop()
+        if requirement.marker and not requirement.marker.evaluate({"extra": of_extra}):
+            continue
         name = canonicalize_name(requirement.name)
-        if name not in seen and not (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
-            seen.add(name)
-            todo += [Requirement(text) for text in importlib.metadata.requires(name) or []]
-    return seen
+        for extra in {"", *requirement.extras}:
+            if (name, extra) not in seen:
+                seen.add((name, extra))
+                todo += [(Requirement(text), extra) for text in importlib.metadata.requires(name) or []]
+    return {name for name, _ in seen}

@@ -134,6 +134,25 @@ def test_so_are_they_in_a_loop_that_draws_its_own_data(joined: Joined) -> None:
         toy.step(diloco, model, other, 1)
 
 
+@pytest.mark.parametrize("takes_units", [True, False])
+def test_a_loss_that_is_reported_within_the_step_is_no_fault(joined: Joined, takes_units: bool) -> None:
+    """Lightning's loops, and those of LBFGS, do everything in a closure."""
+    diloco, model, optimizer = joined
+    units = diloco.units() if takes_units else iter(range(toy.STEPS))
+
+    def closure(unit: int) -> float:
+        optimizer.zero_grad()
+        x, y = toy.batch(unit)
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        diloco.report_loss(loss)
+        return loss.item()
+
+    for unit in units:
+        optimizer.step(partial(closure, unit))
+    assert diloco.finished
+
+
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "dtype": lambda model: model.half().float().half(),
     "replaced": lambda model: setattr(model, "0", nn.Linear(20, 32)),

@@ -1,0 +1,101 @@
+"""DiLoCo in Lightning: a callback, and nothing else of the script changes.
+
+    trainer = lightning.Trainer(callbacks=[DiLoCoCallback("my-run")])
+    trainer.fit(module, loader)
+
+The steps of the module's optimizers are the inner steps, however many batches are accumulated for one; the data are the
+script's own, shuffled in an order that no other worker has. It trains until the run is over, wherever in it this worker
+joins, and the learning rate is that of the run's step. Needs `pip install 'outerstep[lightning]'`.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import SequentialSampler
+
+from outerstep import DiLoCo
+from worker.errors import BoxError
+from worker.link.client import Client, open_http
+from worker.script.connecting import membership_of
+
+log = logging.getLogger(__name__)
+
+
+class DiLoCoCallback(Callback):
+    """One worker of the run `run`. `options` are those of `DiLoCo.connect`.
+
+    How long to train is the run's to say: `max_steps` becomes its inner steps, so that schedules are as long, and
+    `max_epochs` nothing. Raises what `DiLoCo.connect` raises, and BoxError for several processes, and for a learning
+    rate that is scheduled by epochs.
+    """
+
+    def __init__(self, run: str, **options: Any) -> None:
+        self._run, self._options = run, options
+        self._diloco: DiLoCo | None = None
+        who = membership_of(run, options.get("url"), options.get("token"), options.get("name"))
+        with open_http(who.url) as http:
+            self.spec = Client(http, run, who.token).run_detail().spec
+
+    @property
+    def diloco(self) -> DiLoCo:
+        """The worker, while the Trainer fits. Raises RuntimeError before and after."""
+        if self._diloco is None:
+            raise RuntimeError("the run is joined when Trainer.fit begins, and left when it ends")
+        return self._diloco
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Make the training as long as the run, for the schedules that the module configures next."""
+        if trainer.world_size > 1:
+            raise BoxError(f"the Trainer has {trainer.world_size} processes, and a worker is one: give devices=1")
+        trainer.fit_loop.epoch_loop.max_steps = self.spec.total_inner_steps
+        trainer.fit_loop.max_epochs = -1
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Join the run, before the loaders begin to draw."""
+        trainer.fit_loop.epoch_loop.max_steps = -1  # it ends with the run: a round may be trained anew
+        for config in trainer.lr_scheduler_configs:
+            if config.interval != "step":
+                raise BoxError(
+                    'the learning rate is scheduled by epochs, which every worker has of its own: give "interval": '
+                    '"step" beside the scheduler in configure_optimizers'
+                )
+        options = {"scheduler": [config.scheduler for config in trainer.lr_scheduler_configs]} | self._options
+        self._diloco = diloco = DiLoCo.connect(pl_module, trainer.optimizers, run=self._run, **options)
+        diloco.__enter__()
+        trainer.should_stop = diloco.finished
+        torch.manual_seed(diloco.data_seed)  # what a shuffling loader draws from; seed_everything made all alike
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn where the data have an order of their own."""
+        loader = trainer.train_dataloader
+        if isinstance(getattr(loader, "sampler", None), SequentialSampler):
+            log.warning(
+                "the training data are not shuffled: give every worker other data than the rest, or shuffle=True; all "
+                "of them train on the same"
+            )
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Report the training loss."""
+        self.diloco.report_loss(loss.detach() * trainer.accumulate_grad_batches)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Stop where the run is over or this worker is asked to."""
+        trainer.should_stop = trainer.should_stop or self.diloco.finished
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the run; the model is what an export of it has, if it is over."""
+        if not self.diloco.finished:
+            log.warning("the Trainer ended at step %d of the run, which goes on", self.diloco.global_step)
+        self._leave(None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the run without handing anything in."""
+        self._leave(exception)
+
+    def _leave(self, error: BaseException | None) -> None:
+        diloco, self._diloco = self._diloco, None
+        if diloco is not None:
+            diloco.__exit__(None if error is None else type(error), error, None)

@@ -1,0 +1,168 @@
+"""Lightning's Trainer as a worker: real processes, a model of one layer."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.harness.coordinator import InThread, coordinator_thread
+from protocol.messages import RunDetail, Scope, WorkerInfo
+from tests.support.waiting import wait_until
+
+H, ROUNDS = 3, 3
+TOTAL = H * ROUNDS
+
+SPEC = f"""
+name = "light"
+[data]
+source = "custom"
+sequence_length = 8
+[inner]
+batch_size = 4
+[sync]
+rounds = {ROUNDS}
+inner_steps = {H}
+upload_codec = "int8"
+fragment_elements = 1024
+"""
+
+SCRIPT = """
+import json, sys, torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from outerstep.integrations.lightning import DiLoCoCallback
+from worker.state.fragments import trainable_parameters
+from protocol.digest import digest
+
+how = json.loads(sys.argv[1])
+told = {"rows": [], "rates": [], "steps": []}
+seed_everything(0)
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, row):
+        return row, torch.randn(8, generator=torch.Generator().manual_seed(row))
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+    def training_step(self, batch, _):
+        rows, x = batch
+        told["rows"] += rows.tolist()
+        return (self.layer(x) - x.flip(1)).square().mean()
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, self.trainer.estimated_stepping_batches)
+        return [optimizer], [{"scheduler": scheduler, "interval": how["interval"]}]
+
+callback = DiLoCoCallback("light", name=how["name"])
+
+class Watch(Callback):
+    def on_fit_start(self, trainer, module):
+        optimizer, = trainer.optimizers
+        optimizer.register_step_post_hook(lambda *_: told["rates"].append(optimizer.param_groups[0]["lr"]))
+    def on_train_batch_start(self, trainer, module, batch, index):
+        if index % 2 == 0:
+            told["steps"].append(callback.diloco.global_step)
+        elif len(told["steps"]) == how["stop_after"]:
+            callback.diloco.client.stop.set()
+    def on_train_batch_end(self, trainer, module, *_):
+        if len(told["rates"]) == how["end_after"]:
+            trainer.should_stop = True
+
+model = Module()
+trainer = Trainer(accelerator="cpu", accumulate_grad_batches=2, callbacks=[Watch(), callback], logger=False,
+                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(model, torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=how["shuffle"]))
+vector = torch.cat([each.detach().reshape(-1) for each in trainable_parameters(model).values()])
+print(json.dumps({**told, "digest": digest(vector.numpy().tobytes()).hex()}))
+"""
+
+
+def start(running: InThread, directory: Path, **how: Any) -> "subprocess.Popen[str]":
+    how = {"name": "a", "stop_after": -1, "end_after": -1, "interval": "step", "shuffle": True} | how
+    environment = {
+        "OUTERSTEP_URL": running.url,
+        "OUTERSTEP_TOKEN": running.token(Scope.WORKER),
+        "HOME": str(directory),
+        "OMP_NUM_THREADS": "1",
+    }
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", SCRIPT, json.dumps(how)]
+    return subprocess.Popen(command, env=os.environ | environment, cwd=directory, stdout=pipe, stderr=pipe, text=True)
+
+
+def result(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    out, errors = process.communicate()
+    assert process.returncode == 0, errors
+    told: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return told | {"errors": errors}
+
+
+def told(running: InThread, name: str) -> WorkerInfo:
+    with running.client() as http:
+        return WorkerInfo.model_validate(http.get(f"/v1/runs/light/workers/{name}").json())
+
+
+def linear(steps: list[int]) -> Any:
+    return pytest.approx([0.01 * (1 - step / TOTAL) for step in steps])
+
+
+def test_two_of_them_end_with_the_same_model_and_have_trained_on_other_data(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(f"{SPEC}[members]\nmin_workers = 2\n")
+        a, b = map(result, [start(running, tmp_path, name=name) for name in "ab"])
+        with running.client() as http:
+            wait_until(lambda: http.get("/v1/runs/light").json()["state_digest"] is not None)
+            run = RunDetail.model_validate(http.get("/v1/runs/light").json())
+            rounds = http.get("/v1/runs/light/rounds").json()["items"]
+        assert run.state == "finished"
+        assert told(running, "a").state_digest == told(running, "b").state_digest == run.state_digest
+    assert a["digest"] == b["digest"]
+    assert a["steps"] == b["steps"] == list(range(TOTAL))
+    assert a["rates"] == b["rates"] == linear(a["steps"])
+    assert run.tokens == 2 * TOTAL * 4 * 8
+    assert all(each["loss"] > 0 for each in rounds)
+    assert len(set(a["rows"])) == len(set(b["rows"])) == 4 * TOTAL
+    assert a["rows"] != b["rows"]
+
+
+def test_one_that_is_stopped_hands_in_and_a_late_one_is_at_the_run_s_step(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(SPEC)
+        a = result(start(running, tmp_path, stop_after=H + 1))
+        assert a["steps"] == list(range(H + 1))
+        assert "the Trainer ended" not in a["errors"], "it was told to"
+        assert (told(running, "a").state, told(running, "a").tokens) == ("left", (H + 1) * 4 * 8)
+        b = result(start(running, tmp_path, name="b"))
+        with running.client() as http:
+            assert http.get("/v1/runs/light").json()["state"] == "finished"
+    first = b["steps"][0]
+    assert first in (H, 2 * H), "in the round that was open, or the one after it"
+    assert b["steps"] == list(range(first, TOTAL))
+    assert b["rates"] == linear(b["steps"])
+
+
+def test_what_a_script_should_hear_of_is_told(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(SPEC)
+        a = result(start(running, tmp_path, end_after=2, shuffle=False))
+        assert "the Trainer ended at step 2 of the run, which goes on" in a["errors"]
+        assert "the training data are not shuffled" in a["errors"]
+        assert told(running, "a").tokens == 2 * 4 * 8, "what it did is handed in"
+
+
+def test_a_rate_by_epochs_is_refused_before_the_run_is_joined(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(SPEC)
+        process = start(running, tmp_path, interval="epoch")
+        _, errors = process.communicate()
+        assert process.returncode != 0
+        assert "the learning rate is scheduled by epochs, which every worker has of its own" in errors
+        with running.client() as http:
+            assert http.get("/v1/runs/light").json()["live_workers"] == 0
