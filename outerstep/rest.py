@@ -16,6 +16,7 @@ import httpx
 from protocol.answers import Reply, raise_for_problem, read_message
 from protocol.errors import Transient
 from protocol.messages import (
+    CheckpointInfo,
     EpochInfo,
     Event,
     NewToken,
@@ -79,6 +80,10 @@ class Client:
     def epochs(self, run: str) -> Iterator[EpochInfo]:
         """Yield the work units of each epoch that has begun, newest first."""
         return self._pages(_path(run, "units"), EpochInfo)
+
+    def checkpoints(self, run: str) -> Iterator[CheckpointInfo]:
+        """Yield the checkpoints that are kept of the run, newest first."""
+        return self._pages(_path(run, "checkpoints"), CheckpointInfo)
 
     def rounds(self, run: str) -> Iterator[RoundInfo]:
         """Yield the run's rounds, newest first."""

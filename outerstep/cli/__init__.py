@@ -12,8 +12,8 @@ from protocol.exit_codes import IN_WORDS
 app = typer.Typer(
     name="outerstep",
     cls=CommandGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

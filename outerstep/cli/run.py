@@ -1,4 +1,4 @@
-"""The commands `outerstep run create|ls|show|units|watch|pause|resume|drain|stop|evict|readmit|export`."""
+"""The commands `outerstep run create|ls|show|units|checkpoints|watch|pause|resume|drain|stop|evict|readmit|export`."""
 
 import os
 import sys
@@ -160,6 +160,29 @@ def units(
         for each in epochs
     ]
     console().print(table(columns, rows))
+
+
+@app.command()
+def checkpoints(
+    run: RunArgument,
+    output: FormatOption = Format.TABLE,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """List the checkpoints that are kept of a run, newest first: the states that can be exported and evaluated.
+
+    \b
+    Example:
+      outerstep run checkpoints my-run
+    """
+    with operator_client(url, token, token_file) as client:
+        kept = list(client.checkpoints(run))
+    if output is Format.JSON:
+        print_json(kept)
+        return
+    rows = [(str(each.round), time_text(each.created_at), bytes_text(each.bytes), each.state_digest) for each in kept]
+    console().print(table([">round", "at", ">size", "digest"], rows))
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """The command line where no coordinator is needed: help, usage, exit codes, missing extras."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -27,9 +28,17 @@ def invoke(*arguments: str, **options) -> tuple[int, str, str]:
 @pytest.mark.parametrize("command", list(commands()), ids=" ".join)
 def test_help_says_what_a_command_does_and_shows_an_example(command: tuple[str, ...]):
     code, out, _ = invoke(*command, "--help")
+    assert invoke(*command, "-h")[:2] == (code, out)
     assert code == 0
     assert "Example:\n" in out
     assert f"outerstep {' '.join(command)}" in out
+
+
+def test_a_shell_completes_commands():
+    words = {"_OUTERSTEP_COMPLETE": "complete_bash", "COMP_WORDS": "outerstep run ch", "COMP_CWORD": "2"}
+    command = [sys.executable, "-m", "outerstep"]
+    done = subprocess.run(command, env=os.environ | words, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["checkpoints"]
 
 
 def test_python_m_outerstep_is_the_command():

@@ -86,6 +86,21 @@ def test_a_whole_model_has_no_adapters_to_merge(served: Served, tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
+def test_checkpoints_are_listed(served: Served):
+    create(served, "kept")
+    assert json.loads(served.outerstep("run", "checkpoints", "kept", "--format", "json")[1]) == []
+    with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.admin_token}"}) as http:
+        member = Member(http, "kept", "w")
+        member.join(served.admin_token)
+        assert member.assignment(None).action == "seed"
+        member.seed()
+        code, table, _ = served.outerstep("run", "checkpoints", "kept")
+        (kept,) = json.loads(served.outerstep("run", "checkpoints", "kept", "--format", "json")[1])
+    assert (code, table.split()[:4]) == (0, ["round", "at", "size", "digest"])
+    assert (kept["round"], kept["bytes"] > 0) == (0, True)
+    assert re.search(rf"^ +0 .*{kept['state_digest']}", table, re.MULTILINE)
+
+
 def test_more_runs_than_a_page_holds_are_all_listed(served: Served):
     names = [f"many-{number:03d}" for number in range(105)]
     with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.admin_token}"}) as http:
