@@ -1,0 +1,87 @@
+"""The scripts in examples/: each trains with two workers that end with the same model, for the lines that it says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.coordinator import coordinator_thread
+from protocol.messages import RunDetail, Scope, WorkerInfo
+from tests.support.text import write_text
+from tests.support.waiting import wait_until
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SPEC = (EXAMPLES / "example.toml").read_text(encoding="utf-8")
+SMALL = {"rounds = 20": "rounds = 2", "inner_steps = 50": "inner_steps = 3"}
+# Lines that Outerstep adds or changes.
+LINES = {"plain.py": 3, "trainer.py": 2, "lora.py": 2, "lightning_fit.py": 2, "accelerate_loop.py": 4}
+
+# A worker's name is its host's.
+ON_ANOTHER_MACHINE = """
+import platform, runpy, sys
+_, node, script, *_ = sys.argv
+platform.node = lambda: node
+sys.argv = sys.argv[2:]
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def code(name: str) -> list[str]:
+    """The script's lines after its docstring."""
+    return (EXAMPLES / name).read_text(encoding="utf-8").split('"""', 2)[2].splitlines()
+
+
+def test_every_example_is_counted() -> None:
+    assert sorted(LINES) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_the_lines_that_are_marked_are_all_of_them(name: str) -> None:
+    marked = [line for line in code(name) if "# +" in line]
+    others = [line for line in code(name) if "# +" not in line]
+    assert len(marked) == LINES[name]
+    assert [line for line in others if re.search("diloco|outerstep", line, re.IGNORECASE)] == []
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", LINES)
+def test_two_workers_end_with_the_same_model(tmp_path: Path, name: str) -> None:
+    spec = SPEC + "[members]\nmin_workers = 2\n"
+    for long, short in SMALL.items():
+        assert long in spec
+        spec = spec.replace(long, short)
+    text = write_text(tmp_path / "text", seed=1)
+    file = next(path for path in sorted(text.rglob("*")) if path.is_file())
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(spec)
+        workers = {}
+        for worker in "ab":
+            home = tmp_path / worker
+            home.mkdir()
+            environment = {
+                "OUTERSTEP_URL": running.url,
+                "OUTERSTEP_TOKEN": running.token(Scope.WORKER),
+                "HOME": str(home),
+                "OMP_NUM_THREADS": "1",
+            }
+            workers[worker] = subprocess.Popen(
+                [sys.executable, "-c", ON_ANOTHER_MACHINE, worker, str(EXAMPLES / name), str(file)],
+                env=os.environ | environment,
+                cwd=home,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        for process in workers.values():
+            out, _ = process.communicate()
+            assert process.returncode == 0, out
+        with running.client() as http:
+            wait_until(lambda: http.get("/v1/runs/example").json()["state_digest"] is not None)
+            run = RunDetail.model_validate(http.get("/v1/runs/example").json())
+            told = [WorkerInfo.model_validate(each) for each in http.get("/v1/runs/example/workers").json()["items"]]
+    assert run.state == "finished"
+    assert [each.state_digest for each in told] == [run.state_digest] * 2
+    assert run.tokens == 2 * 2 * 3 * run.spec.unit_tokens
