@@ -14,37 +14,21 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import SequentialSampler
+from torch.utils.data import RandomSampler
 
-from outerstep import DiLoCo
+from outerstep.integrations.run_worker import RunWorker
 from worker.errors import BoxError
-from worker.link.client import Client, open_http
-from worker.script.connecting import membership_of
 
 log = logging.getLogger(__name__)
 
 
-class DiLoCoCallback(Callback):
+class DiLoCoCallback(RunWorker, Callback):
     """One worker of the run `run`. `options` are those of `DiLoCo.connect`.
 
     How long to train is the run's to say: `max_steps` becomes its inner steps, so that schedules are as long, and
     `max_epochs` nothing. Raises what `DiLoCo.connect` raises, and BoxError for several processes, and for a learning
     rate that is scheduled by epochs.
     """
-
-    def __init__(self, run: str, **options: Any) -> None:
-        self._run, self._options = run, options
-        self._diloco: DiLoCo | None = None
-        who = membership_of(run, options.get("url"), options.get("token"), options.get("name"))
-        with open_http(who.url) as http:
-            self.spec = Client(http, run, who.token).run_detail().spec
-
-    @property
-    def diloco(self) -> DiLoCo:
-        """The worker, while the Trainer fits. Raises RuntimeError before and after."""
-        if self._diloco is None:
-            raise RuntimeError("the run is joined when Trainer.fit begins, and left when it ends")
-        return self._diloco
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make the training as long as the run, for the schedules that the module configures next."""
@@ -62,19 +46,18 @@ class DiLoCoCallback(Callback):
                     'the learning rate is scheduled by epochs, which every worker has of its own: give "interval": '
                     '"step" beside the scheduler in configure_optimizers'
                 )
-        options = {"scheduler": [config.scheduler for config in trainer.lr_scheduler_configs]} | self._options
-        self._diloco = diloco = DiLoCo.connect(pl_module, trainer.optimizers, run=self._run, **options)
-        diloco.__enter__()
+        diloco = self._join(pl_module, trainer.optimizers, [each.scheduler for each in trainer.lr_scheduler_configs])
         trainer.should_stop = diloco.finished
         torch.manual_seed(diloco.data_seed)  # what a shuffling loader draws from; seed_everything made all alike
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn where the data have an order of their own."""
-        loader = trainer.train_dataloader
-        if isinstance(getattr(loader, "sampler", None), SequentialSampler):
+        """Warn where the order of the data is not what `data_seed` made it."""
+        sampler = getattr(trainer.train_dataloader, "sampler", None)
+        if not isinstance(sampler, RandomSampler) or sampler.generator is not None:
             log.warning(
-                "the training data are not shuffled: give every worker other data than the rest, or shuffle=True; all "
-                "of them train on the same"
+                "the training data are not shuffled by shuffle=True, without a generator of its own (%s): give every "
+                "worker other data than the rest, or all of them train on the same",
+                type(sampler).__name__,
             )
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -94,8 +77,3 @@ class DiLoCoCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the run without handing anything in."""
         self._leave(exception)
-
-    def _leave(self, error: BaseException | None) -> None:
-        diloco, self._diloco = self._diloco, None
-        if diloco is not None:
-            diloco.__exit__(None if error is None else type(error), error, None)

@@ -16,15 +16,13 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from outerstep import DiLoCo
+from outerstep.integrations.run_worker import RunWorker
 from worker.errors import BoxError
-from worker.link.client import Client, open_http
-from worker.script.connecting import membership_of
 
 log = logging.getLogger(__name__)
 
 
-class DiLoCoCallback(TrainerCallback):
+class DiLoCoCallback(RunWorker, TrainerCallback):
     """One worker of the run `run`. `options` are those of `DiLoCo.connect`.
 
     `TrainingArguments.max_steps` becomes the run's inner steps, so that the Trainer's schedule is as long. Raises what
@@ -33,23 +31,12 @@ class DiLoCoCallback(TrainerCallback):
     """
 
     def __init__(self, run: str, **options: Any) -> None:
-        self._run, self._options = run, options
-        self._diloco: DiLoCo | None = None
-        who = membership_of(run, options.get("url"), options.get("token"), options.get("name"))
-        with open_http(who.url) as http:
-            self.spec = Client(http, run, who.token).run_detail().spec
+        super().__init__(run, **options)
         if self.spec.sync.inner_steps == "auto":
             raise BoxError(
                 f'the run {run} has sync.inner_steps = "auto", and the Trainer counts its steps beforehand: give '
                 "the run a number of them, or train in a loop of your own"
             )
-
-    @property
-    def diloco(self) -> DiLoCo:
-        """The worker, while the Trainer trains. Raises RuntimeError before and after."""
-        if self._diloco is None:
-            raise RuntimeError("the run is joined when the Trainer begins to train, and left when it ends")
-        return self._diloco
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Make the Trainer's training as long as the run's."""
@@ -62,9 +49,7 @@ class DiLoCoCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **has: Any) -> None:
         """Join the run."""
-        options = {"scheduler": has["lr_scheduler"]} | self._options
-        self._diloco = diloco = DiLoCo.connect(has["model"], has["optimizer"], run=self._run, **options)
-        diloco.__enter__()
+        diloco = self._join(has["model"], has["optimizer"], has["lr_scheduler"])
         atexit.register(self._leave, RuntimeError("the training ended before its end"))
         state.global_step = diloco.global_step
         control.should_training_stop = diloco.finished
@@ -103,8 +88,3 @@ class DiLoCoCallback(TrainerCallback):
         if not self.diloco.finished:
             log.warning("the Trainer ended at step %d of %d: the run goes on", state.global_step, state.max_steps)
         self._leave(None)
-
-    def _leave(self, error: BaseException | None) -> None:
-        diloco, self._diloco = self._diloco, None
-        if diloco is not None:
-            diloco.__exit__(None if error is None else type(error), error, None)

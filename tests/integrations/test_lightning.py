@@ -1,16 +1,15 @@
 """Lightning's Trainer as a worker: real processes, a model of one layer."""
 
-import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
-from protocol.messages import RunDetail, Scope, WorkerInfo
+from protocol.messages import RunDetail, WorkerInfo
+from tests.integrations import script
+from tests.integrations.script import result
 from tests.support.waiting import wait_until
 
 H, ROUNDS = 3, 3
@@ -78,35 +77,29 @@ class Watch(Callback):
 model = Module()
 trainer = Trainer(accelerator="cpu", accumulate_grad_batches=2, callbacks=[Watch(), callback], logger=False,
                   enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-trainer.fit(model, torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=how["shuffle"]))
+generator = torch.Generator().manual_seed(0) if how["seeded"] else None
+trainer.fit(model, torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=how["shuffle"], generator=generator))
 vector = torch.cat([each.detach().reshape(-1) for each in trainable_parameters(model).values()])
 print(json.dumps({**told, "digest": digest(vector.numpy().tobytes()).hex()}))
 """
 
 
+HOW: dict[str, Any] = {
+    "name": "a",
+    "stop_after": -1,
+    "end_after": -1,
+    "interval": "step",
+    "shuffle": True,
+    "seeded": False,
+}
+
+
 def start(running: InThread, directory: Path, **how: Any) -> "subprocess.Popen[str]":
-    how = {"name": "a", "stop_after": -1, "end_after": -1, "interval": "step", "shuffle": True} | how
-    environment = {
-        "OUTERSTEP_URL": running.url,
-        "OUTERSTEP_TOKEN": running.token(Scope.WORKER),
-        "HOME": str(directory),
-        "OMP_NUM_THREADS": "1",
-    }
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", SCRIPT, json.dumps(how)]
-    return subprocess.Popen(command, env=os.environ | environment, cwd=directory, stdout=pipe, stderr=pipe, text=True)
-
-
-def result(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    out, errors = process.communicate()
-    assert process.returncode == 0, errors
-    told: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return told | {"errors": errors}
+    return script.start(running, SCRIPT, directory, **HOW | how)
 
 
 def told(running: InThread, name: str) -> WorkerInfo:
-    with running.client() as http:
-        return WorkerInfo.model_validate(http.get(f"/v1/runs/light/workers/{name}").json())
+    return script.told(running, "light", name)
 
 
 def linear(steps: list[int]) -> Any:
@@ -138,6 +131,7 @@ def test_one_that_is_stopped_hands_in_and_a_late_one_is_at_the_run_s_step(tmp_pa
         a = result(start(running, tmp_path, stop_after=H + 1))
         assert a["steps"] == list(range(H + 1))
         assert "the Trainer ended" not in a["errors"], "it was told to"
+        assert "the training data are not shuffled" not in a["errors"]
         assert (told(running, "a").state, told(running, "a").tokens) == ("left", (H + 1) * 4 * 8)
         b = result(start(running, tmp_path, name="b"))
         with running.client() as http:
@@ -148,10 +142,11 @@ def test_one_that_is_stopped_hands_in_and_a_late_one_is_at_the_run_s_step(tmp_pa
     assert b["rates"] == linear(b["steps"])
 
 
-def test_what_a_script_should_hear_of_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", [{"shuffle": False}, {"seeded": True}], ids=["as they are", "by a generator"])
+def test_what_a_script_should_hear_of_is_told(tmp_path: Path, order: dict[str, bool]) -> None:
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(SPEC)
-        a = result(start(running, tmp_path, end_after=2, shuffle=False))
+        a = result(start(running, tmp_path, end_after=2, **order))
         assert "the Trainer ended at step 2 of the run, which goes on" in a["errors"]
         assert "the training data are not shuffled" in a["errors"]
         assert told(running, "a").tokens == 2 * 4 * 8, "what it did is handed in"

@@ -1,17 +1,15 @@
 """transformers' Trainer as a worker: real processes, a model of one layer."""
 
-import json
-import os
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.messages import RunDetail, Scope, WorkerInfo
+from tests.integrations import script
+from tests.integrations.script import result
 from tests.support.waiting import wait_until
 from worker.errors import BoxError
 
@@ -38,7 +36,8 @@ from outerstep.integrations.transformers import DiLoCoCallback
 from worker.state.fragments import trainable_parameters
 from protocol.digest import digest
 
-name, directory, stop_after, end_after = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+how = json.loads(sys.argv[1])
+name, stop_after, end_after = how["name"], how["stop_after"], how["end_after"]
 told = {"rows": [], "rates": [], "steps": []}
 
 class Rows(torch.utils.data.Dataset):
@@ -52,7 +51,7 @@ class Rows(torch.utils.data.Dataset):
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                      num_attention_heads=2))
-arguments = TrainingArguments(directory, per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True,
+arguments = TrainingArguments(name, per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True,
                               logging_steps=1, learning_rate=0.01, report_to=[], save_strategy="no", disable_tqdm=True)
 callback = DiLoCoCallback("trainer", name=name)
 
@@ -77,27 +76,11 @@ print(json.dumps({**told, "digest": digest(vector.numpy().tobytes()).hex()}))
 def start(
     running: InThread, name: str, directory: Path, stop_after: int = 0, end_after: int = 0
 ) -> "subprocess.Popen[str]":
-    environment = {
-        "OUTERSTEP_URL": running.url,
-        "OUTERSTEP_TOKEN": running.token(Scope.WORKER),
-        "HOME": str(directory),
-        "OMP_NUM_THREADS": "1",
-    }
-    arguments = [sys.executable, "-c", SCRIPT, name, str(directory / name), str(stop_after), str(end_after)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(arguments, env=os.environ | environment, stdout=pipe, stderr=pipe, text=True)
-
-
-def result(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    out, errors = process.communicate()
-    assert process.returncode == 0, errors
-    told: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return told | {"errors": errors}
+    return script.start(running, SCRIPT, directory, name=name, stop_after=stop_after, end_after=end_after)
 
 
 def told(running: InThread, name: str) -> WorkerInfo:
-    with running.client() as http:
-        return WorkerInfo.model_validate(http.get(f"/v1/runs/trainer/workers/{name}").json())
+    return script.told(running, "trainer", name)
 
 
 def test_two_trainers_end_with_the_same_model_and_have_trained_on_other_data(tmp_path: Path) -> None:

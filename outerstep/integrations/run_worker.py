@@ -1,0 +1,49 @@
+"""One worker of a run in somebody else's trainer: it joins when that begins to train, and leaves when that ends."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from outerstep import DiLoCo
+from worker.link.client import Client, open_http
+from worker.script.connecting import membership_of
+
+
+class RunWorker:
+    """What a callback is besides the trainer's own: a worker of `run`. `options` are those of `DiLoCo.connect`.
+
+    spec   the run's, which is fetched here, before there is a model. Raises what `DiLoCo.connect` raises for that
+    """
+
+    def __init__(self, run: str, **options: Any) -> None:
+        self._run, self._options = run, options
+        self._diloco: DiLoCo | None = None
+        who = membership_of(run, options.get("url"), options.get("token"), options.get("name"))
+        with open_http(who.url) as http:
+            self.spec = Client(http, run, who.token).run_detail().spec
+
+    @property
+    def diloco(self) -> DiLoCo:
+        """The worker, while it trains. Raises RuntimeError before and after."""
+        if self._diloco is None:
+            raise RuntimeError("the run is joined when the Trainer begins to train, and left when it ends")
+        return self._diloco
+
+    def _join(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        scheduler: LRScheduler | Sequence[LRScheduler] | None,
+    ) -> DiLoCo:
+        options = {"scheduler": scheduler} | self._options
+        self._diloco = diloco = DiLoCo.connect(model, optimizer, run=self._run, **options)
+        return diloco.__enter__()
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Leave the run, once; what is done is handed in unless there was an `error`."""
+        diloco, self._diloco = self._diloco, None
+        if diloco is not None:
+            diloco.__exit__(None if error is None else type(error), error, None)
