@@ -50,8 +50,9 @@ from worker.inner.loss import mean_loss
 from worker.inner.optimizers import build_inner_optimizers
 from worker.inner.schedules import Schedule
 from worker.models.building import build_model
-from worker.state.fragments import DenseFragments, tensor_specs
+from worker.state.fragments import Fragments
 from worker.state.outer_state import OuterState
+from worker.state.parameters import tensor_specs
 from worker.state.work import Carry, Contribution, Missed
 
 WORKERS = 8
@@ -182,7 +183,7 @@ class Replica:
         self.model = build_model(spec, CPU)
         self.parameters = list(self.model.parameters())
         self.layout = plan_fragments(tensor_specs(self.model), spec.sync.fragment_elements)
-        self.fragments = DenseFragments(self.model, self.layout)
+        self.fragments = Fragments(self.model, self.layout)
         self.join()
         self.warmup_left = 0
 

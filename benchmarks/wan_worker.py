@@ -24,8 +24,9 @@ from worker.link.client import Client, open_http
 from worker.link.membership import Membership
 from worker.rounds.exchange import Exchange
 from worker.rounds.flight import Flight
-from worker.state.fragments import DenseFragments, tensor_specs
+from worker.state.fragments import Fragments
 from worker.state.outer_state import OuterState
+from worker.state.parameters import tensor_specs
 from worker.state.work import Contribution
 
 
@@ -70,7 +71,7 @@ def synchronise(url: str, run: str, token: str, rank: int, elements: int, rounds
 
         while (asked := ask(None)).action is not Action.RECOVER:
             if asked.action is Action.SEED:
-                seeding.seed(membership, spec, DenseFragments(model, layout), state)
+                seeding.seed(membership, spec, Fragments(model, layout), state)
         for p in range(len(state)):  # state 0 is known to everybody here
             state.set(p, torch.zeros(layout.elements[p]), None)
         exchange = Exchange(membership, spec, state, torch.device("cpu"))

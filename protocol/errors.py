@@ -13,6 +13,7 @@
 """
 
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 PROBLEM_PREFIX = "urn:outerstep:problem:"
@@ -157,6 +158,10 @@ class Problem(OuterstepError):
         known = {"type", "title", "status", "detail"}
         members = {key: value for key, value in document.items() if key not in known}
         return cls(slug, str(document["detail"]), retry_after_s=retry_after_s, **members)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What pickle makes it of, between the processes of one worker."""
+        return partial(Problem, retry_after_s=self.retry_after_s, **self.members), (self.slug, self.detail)
 
     def __str__(self) -> str:
         return f"{self.slug}: {self.detail}"

@@ -21,7 +21,7 @@ from worker.accounts.step_log import StepLog
 from worker.accounts.traffic import Traffic
 from worker.box import Box
 from worker.errors import BoxError, ModelError, Stopped
-from worker.state.fragments import trainable_parameters
+from worker.state.parameters import trainable_parameters
 from worker.state.snapshot import read_document, write_document
 from worker.state.state_dir import StateDir
 from worker.train import train

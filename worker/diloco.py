@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from protocol.digest import model_digest
 from protocol.errors import OuterstepError
 from protocol.messages import DataSummary, EvaluationReport, JoinRequest, RunDetail
 from protocol.spec.run import RunSpec
@@ -39,6 +40,8 @@ from worker.errors import Stopped
 from worker.link.client import Client, open_http
 from worker.link.heartbeat import Heartbeat
 from worker.link.membership import Membership
+from worker.link.sharing import SharedMembership
+from worker.ranks import LOST, Ranks, is_of_a_lost_rank
 from worker.rounds.exchange import Exchange
 from worker.rounds.inner_steps import InnerSteps
 from worker.rounds.rounds import Rounds
@@ -49,12 +52,13 @@ from worker.script.sampler import UnitSampler
 from worker.script.schedules import RunSchedules
 from worker.script.usable import FirstUnits, Writes, usable_optimizers
 from worker.signals import stop_on_signals
-from worker.state.fragments import DenseFragments, tensor_specs
+from worker.state.fragments import Fragments
 from worker.state.frozen import frozen_summary
 from worker.state.outer_state import OuterState
+from worker.state.parameters import tensor_specs
 from worker.state.saver import Saver
 from worker.state.snapshot import identity
-from worker.state.state_dir import StateDir
+from worker.state.state_dir import StateDir, rank_directory
 from worker.state.units import count, first_units, numbers
 
 log = logging.getLogger(__name__)
@@ -88,6 +92,8 @@ class DiLoCo:
     scaler      the loop's GradScaler, whose scale goes into the snapshot. That is taken within the optimizer's step,
                 so it has to be updated before; where the loop steps through it (`scaler.step`), give None
     host        what the coordinator shows about this machine; None: what can be found out about it
+    ranks       the processes that train the model together, as one worker; None: those of torch.distributed's default
+                group, in each of which a DiLoCo is made
     use         the model's FLOPs and the device's peak, for the MFU; None: memory alone is told
     clock       monotonic seconds
 
@@ -114,26 +120,33 @@ class DiLoCo:
         scaler: torch.amp.GradScaler | None = None,
         host: dict[str, str | int | float] | None = None,
         use: DeviceUse | None = None,
+        ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec: RunSpec = run.spec
-        self.name = name
+        self.ranks = ranks = ranks or Ranks.here()
+        self.name = name = ranks.by_first(lambda: name)
         self.model = model
         self.client = client
         self._run = run
         self._optimizers = usable_optimizers(model, inner_optimizer)
         self._schedules = RunSchedules(scheduler, self._optimizers)
-        self._files = StateDir(state_dir) if state_dir is not None else None
+        self._files = StateDir(rank_directory(state_dir, ranks.rank)) if state_dir is not None else None
         self._evaluate, self._initial, self._scaler = evaluate, initial, scaler
         if data is not None and run.spec.data.private:
             data = data.model_copy(update={"digest": None})
         tensors, device = tensor_specs(model), next(model.parameters()).device
-        host = host or dict(host_facts(device))
+        host = (host or dict(host_facts(device))) | ({"processes": ranks.size} if ranks.size > 1 else {})
         request = JoinRequest(tensors=tensors, data=data, frozen=frozen_summary(model), host=host)
         self._writes = Writes(model)
         use = use or DeviceUse(device)
-        self._progress = Progress(client.traffic, client.stages, clock, use)
-        self._membership = Membership(client, name, request, self._files)
+        self._progress = Progress(client.traffic, client.stages, clock, use, ranks)
+        self._membership = (
+            SharedMembership(client, name, request, self._files, ranks)
+            if ranks.size > 1
+            else Membership(client, name, request, self._files)
+        )
+        self._digests: list[bytes] | None = None  # of all fragments, as this worker leaves
         self._steps = InnerSteps(run.spec)
         self._resources = ExitStack()
         self._joined: Joined | None = None
@@ -160,8 +173,9 @@ class DiLoCo:
         and Ctrl-C set `stopped`: units() ends, and leaving hands in what is done. Where the script has set up no
         logging, what the worker does and waits for is told on stderr. Raises ValueError for what is missing or wrong.
         """
-        who = membership_of(run, url, token, name)
-        options.setdefault("state_dir", who.directory)
+        ranks: Ranks = options.get("ranks") or Ranks.here()
+        who = membership_of(run, url, token, ranks.by_first(lambda: membership_of(run, url, token, name).name))
+        options = {"state_dir": who.directory} | options | {"ranks": ranks}
         http = open_http(who.url)
         try:
             client = Client(http, run, who.token)
@@ -170,7 +184,8 @@ class DiLoCo:
             http.close()
             raise
         diloco._resources.callback(http.close)
-        diloco._surroundings = [told_on_stderr(), stop_on_signals(client.stop)]
+        level = logging.INFO if ranks.is_first else logging.WARNING
+        diloco._surroundings = [told_on_stderr(level), stop_on_signals(client.stop)]
         return diloco
 
     # --- what a training loop uses --------------------------------------------------------------------------------
@@ -219,12 +234,13 @@ class DiLoCo:
 
     @property
     def data_seed(self) -> int:
-        """A seed below 2^63 that no other worker and no other round has, and a resumed round has again.
+        """A seed below 2^63 that no other worker (or process of this one) and no other round has, and a resumed round
+        has again.
 
         For a loop that draws its own batches, without units(): seeded alike everywhere, all workers would train on the
         same data, and nobody could tell.
         """
-        return round_seed(self.spec.seed, self.name, self.round)
+        return round_seed(self.spec.seed, self.name, self.round, self.ranks.rank)
 
     @property
     def finished(self) -> bool:
@@ -233,7 +249,10 @@ class DiLoCo:
 
     @property
     def stopped(self) -> bool:
-        """True once this worker was asked to stop, by a signal for example, whether or not the run goes on."""
+        """True once this worker was asked to stop, by a signal for example, whether or not the run goes on. If it has
+        several processes, all of them learn of it at the same inner step."""
+        if self.ranks.size > 1 and not self.joined.rounds.finished:
+            return self._ended_by_stop
         return self.client.stop.is_set()
 
     def units(self) -> Iterator[int]:
@@ -285,7 +304,7 @@ class DiLoCo:
         is a sequence, and a unit `inner.batch_size` of them; `micro_batch` is the rows of one of the loader's batches,
         where several make an inner step. Raises ValueError for a size that does not suit.
         """
-        return UnitSampler(self.spec, len(dataset), micro_batch, self._steps, lambda: self.finished)
+        return UnitSampler(self.spec, len(dataset), micro_batch, self._steps, lambda: self.finished, self.ranks)
 
     def report_loss(self, loss: Tensor) -> None:
         """Report one inner step's mean loss (a scalar, nats per token) before `optimizer.step()`, without waiting for
@@ -324,18 +343,27 @@ class DiLoCo:
         client, spec, membership = self.client, self.spec, self._membership
         reply = membership.join()
         resources.callback(self._leave)
-        fragments = DenseFragments(self.model, reply.layout)
+        fragments = Fragments(self.model, reply.layout, self.ranks)
         on_cuda = fragments.device.type == "cuda"
-        state = OuterState(reply.layout, spec.outer, pin_memory=on_cuda)
-        heartbeat = resources.enter_context(Heartbeat(membership, reply.lease_s, self._progress.metrics))
+        state = OuterState(reply.layout, spec.outer, pin_memory=on_cuda, owns=fragments.owns)
+        heartbeat = Heartbeat(membership, reply.lease_s, self._progress.metrics)
+        if self.ranks.is_first:  # the others' learns nothing
+            resources.enter_context(heartbeat)
         # Metal does not promise IEEE division, which the codecs' bytes depend on; CUDA and CPUs do.
         encoder = fragments.device if on_cuda else torch.device("cpu")
         exchange = Exchange(membership, spec, state, encoder)
         training = Training(
-            fragments, self._optimizers, self._steps, self._progress, self._evaluate, self._initial, self._scaler
+            fragments,
+            self._optimizers,
+            self._steps,
+            self._progress,
+            self._evaluate,
+            self._initial,
+            self._scaler,
+            self.ranks,
         )
         owner = identity(self._run, reply.layout, self.name)
-        saver = resources.enter_context(Saver(self._files, owner, state, client.stages))
+        saver = resources.enter_context(Saver(self._files, owner, state, client.stages, self.ranks))
         rounds = Rounds(exchange, training, saver, heartbeat)
         resources.callback(rounds.close)
         return Joined(state, heartbeat, rounds)
@@ -374,26 +402,44 @@ class DiLoCo:
             return
         self._steps.step()
         self._progress.step(self.inner_step)
-        if self.client.stop.is_set():
+        stop, failed = self.ranks.flags(self.client.stop.is_set(), heartbeat.failure is not None)
+        if stop:
+            self.client.stop.set()
             self._ended_by_stop = True
             return  # on the way out, `__exit__` hands in what is done
-        if heartbeat.failure is not None:
-            raise heartbeat.failure
+        if failed:
+            self.ranks.by_first(heartbeat.raise_failure)
         rounds.advance(ended=self.inner_step >= rounds.assignment.inner_steps)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._resources:
+            if (
+                error is not None and self.ranks.size > 1 and is_of_a_lost_rank(error)
+            ):  # from the model's own collectives
+                log.error("%s", LOST)
             if kind is None or issubclass(kind, Stopped):
                 self.joined.rounds.hand_in()
+                self._digests = self._all_digests()
+
+    def _all_digests(self) -> list[bytes] | None:
+        """Return the state digests of all fragments; None where there is no outer state."""
+        state = self.joined.state
+        digests = self.ranks.all(None if state.round is None else dict(zip(state.own, state.digests, strict=True)))
+        known = {p: each for own in digests if own is not None for p, each in own.items()}
+        return [known[p] for p in range(len(state))] if None not in digests else None
 
     def _leave(self) -> None:
         """Leave the run, so that nobody waits for this worker and its units return to the pool."""
         self._progress.phase("leave")
+        if not self.ranks.is_first:
+            return
         state = None if self._joined is None else self._joined.state
-        round_number = None if state is None else state.round
-        state_digest = None if state is None or round_number is None else state.digest()
+        if state is not None and self.ranks.size == 1:
+            self._digests = self._all_digests()
+        round_number = None if state is None or self._digests is None else state.round
+        state_digest = None if self._digests is None or round_number is None else model_digest(self._digests)
         try:
             report = self._progress.report(self._membership.epoch)
             self._membership.leave(round_number, state_digest, self._progress.metrics(), report)

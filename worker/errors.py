@@ -9,6 +9,7 @@ OuterstepError (protocol)
 ├── Resync              the worker's outer state is not the run's: take a checkpoint, drop the round's work
 ├── WorkLost            the work units of a contribution were assigned to another worker: drop the round's work
 ├── Unwanted            the coordinator does not accept the round's work any more: drop it
+├── RankLost            another process of this worker has gone
 ├── RunEnded            the run ended while the worker waited for something of it
 └── Stopped             the worker was asked to stop while it waited
 """
@@ -46,6 +47,10 @@ class WorkLost(OuterstepError):
 
 class Unwanted(OuterstepError):
     """The coordinator does not accept the round's work any more."""
+
+
+class RankLost(OuterstepError):
+    """Another process of this worker has gone."""
 
 
 class RunEnded(OuterstepError):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from protocol.codecs import REFERENCE
 from protocol.fragments import plan_fragments
 from worker.codecs import IN_TORCH
-from worker.state.fragments import DenseFragments, tensor_specs
+from worker.state.fragments import Fragments
+from worker.state.parameters import tensor_specs
 
 LARGE, MINIATURE = (1 << 24) + 77, (1 << 14) + 77
 
@@ -78,7 +79,7 @@ def test_pseudo_gradients_are_those_of_a_cpu(dtype: torch.dtype, device: torch.d
     def ways(to: torch.device) -> list[Tensor]:
         local = model(dtype, to).to(to)
         layout = plan_fragments(tensor_specs(local), 1 << 23)
-        fragments = DenseFragments(local, layout)
+        fragments = Fragments(local, layout)
         found: list[Tensor] = []
         for p, carried in product(range(len(fragments)), (False, True)):
             theta = fragments.gather(p).cpu() * 1.01

@@ -33,7 +33,7 @@ SCRIPT = """
 import json, sys, torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from outerstep.integrations.lightning import DiLoCoCallback
-from worker.state.fragments import trainable_parameters
+from worker.state.parameters import trainable_parameters
 from protocol.digest import digest
 
 how = json.loads(sys.argv[1])

@@ -32,7 +32,7 @@ from worker.agent import run_worker
 from worker.data.making.preparing import Recipe, prepare
 from worker.data.sources.source import find_source
 from worker.data.tokens.tokenizer import load_tokenizer
-from worker.state.fragments import DenseFragments
+from worker.state.fragments import Fragments
 
 RUN = "evaluated"
 
@@ -99,7 +99,7 @@ def test_what_is_exported_is_the_point_that_the_outer_optimizer_has_reached(trai
         at = f"/v1/runs/{RUN}/checkpoints/{checkpoint.round}/fragments"
         bodies = [http.get(f"{at}/{p}").raise_for_status().content for p in range(len(checkpoint.fragments))]
     outer = trained.run["spec"]["outer"]
-    fragments = DenseFragments(LlamaForCausalLM.from_pretrained(exported), checkpoint.layout)
+    fragments = Fragments(LlamaForCausalLM.from_pretrained(exported), checkpoint.layout)
     for p, body in enumerate(bodies):
         state = np.empty(2 * checkpoint.layout.elements[p], np.float32)
         Payload.from_bytes(body).decode(state)

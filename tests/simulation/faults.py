@@ -12,7 +12,7 @@ from protocol.messages import JoinRequest, RunState, WorkerChange
 from tests.simulation.network import Weather
 from tests.simulation.violation import Violation, demand
 from tests.simulation.worker_node import Toy, WorkerNode
-from worker.state.fragments import tensor_specs
+from worker.state.parameters import tensor_specs
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation

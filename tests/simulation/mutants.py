@@ -32,7 +32,7 @@ from worker.rounds import round as round_
 from worker.rounds import rounds
 from worker.rounds.exchange import Exchange
 from worker.state import outer_state as worker_outer_state
-from worker.state.fragments import DenseFragments
+from worker.state.fragments import Fragments
 from worker.state.work import Contribution, Late, Missed
 
 Replacement = tuple[Any, str, Any]
@@ -142,14 +142,14 @@ def _stale_tokens_work() -> list[Replacement]:
 
 
 def _no_rebase() -> list[Replacement]:
-    real, gradient = DenseFragments.rebase, DenseFragments.pseudo_gradient
+    real, gradient = Fragments.rebase, Fragments.pseudo_gradient
 
-    def without(self: DenseFragments, p: int, theta: torch.Tensor, carry: object = None, *rest: Any) -> torch.Tensor:
+    def without(self: Fragments, p: int, theta: torch.Tensor, carry: object = None, *rest: Any) -> torch.Tensor:
         return gradient(self, p, theta, None, *rest)
 
     return [
-        (DenseFragments, "rebase", lambda self, p, theta, carry: real(self, p, theta, None)),
-        (DenseFragments, "pseudo_gradient", without),
+        (Fragments, "rebase", lambda self, p, theta, carry: real(self, p, theta, None)),
+        (Fragments, "pseudo_gradient", without),
     ]
 
 
@@ -163,7 +163,7 @@ def _carries_what_the_mean_has() -> list[Replacement]:
 
 
 def _drops_what_was_trained_meanwhile() -> list[Replacement]:
-    return [(DenseFragments, "progress_since", lambda self, p, local: torch.zeros_like(local))]
+    return [(Fragments, "progress_since", lambda self, p, local: torch.zeros_like(local))]
 
 
 def _drops_what_the_codec_leaves_out() -> list[Replacement]:

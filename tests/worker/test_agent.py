@@ -30,7 +30,7 @@ from worker.export import export, load_checkpoint, sample
 from worker.link.client import Client, open_http
 from worker.models.building import build_model
 from worker.settings import WorkerSettings
-from worker.state.fragments import tensor_specs
+from worker.state.parameters import tensor_specs
 
 RUN = """
 name = "text"

@@ -16,7 +16,7 @@ from worker.errors import BoxError
 from worker.inner import compiling
 from worker.inner.checkpointing import checkpoint_activations
 from worker.inner.head import find_head
-from worker.state.fragments import tensor_specs
+from worker.state.parameters import tensor_specs
 
 __all__ = ["spec"]  # the fixture
 CPU = torch.device("cpu")

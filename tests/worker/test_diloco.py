@@ -16,7 +16,7 @@ from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
 from worker.diloco import DiLoCo
 from worker.link.client import Client, open_http
-from worker.state.fragments import DenseFragments
+from worker.state.fragments import Fragments
 
 
 @pytest.fixture(scope="module")
@@ -474,19 +474,19 @@ def test_units_of_a_killed_process_are_trained_on(tmp_path: Path) -> None:
 
 def test_a_fragment_is_gathered_while_those_before_it_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here not before the coordinator has them: who gathers all of it first waits for ever."""
-    gather, gathered = DenseFragments.pseudo_gradient, []
+    gather, gathered = Fragments.pseudo_gradient, []
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(), tmp_path)
 
-        def after_the_last(fragments: DenseFragments, p: int, *state: Any) -> torch.Tensor:
+        def after_the_last(fragments: Fragments, p: int, *state: Any) -> torch.Tensor:
             opening = coordinator.live("toy").open
             assert opening is not None
             wait_until(lambda: all(each.contributed for each in opening.fragments[:p]))
             gathered.append(p)
             return gather(fragments, p, *state)
 
-        monkeypatch.setattr(DenseFragments, "pseudo_gradient", after_the_last)
+        monkeypatch.setattr(Fragments, "pseudo_gradient", after_the_last)
         run.worker("a", state_dir=tmp_path / "state")
         run.final()
     assert gathered == 3 * [0, 1, 2]

@@ -24,6 +24,7 @@ class State(list[None]):
     def __init__(self) -> None:
         super().__init__([None] * FRAGMENTS)
         self.round: int | None = 7
+        self.own = list(range(FRAGMENTS))
         self.stepped: list[int] = []
 
     def step(self, p: int, delta: object) -> None:

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from protocol.fragments import Layout, plan_fragments
 from worker.errors import ModelError
-from worker.state.fragments import DenseFragments, host_copy, tensor_specs
+from worker.state.fragments import Fragments, host_copy
+from worker.state.parameters import tensor_specs
 
 
 class Tied(nn.Module):
@@ -27,9 +29,9 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def fragments_of(model: nn.Module, elements: int = 100) -> tuple[DenseFragments, Layout]:
+def fragments_of(model: nn.Module, elements: int = 100) -> tuple[Fragments, Layout]:
     layout = plan_fragments(tensor_specs(model), elements)
-    return DenseFragments(model, layout), layout
+    return Fragments(model, layout), layout
 
 
 def test_tied_once_and_frozen_never() -> None:
@@ -182,7 +184,7 @@ def test_wrappers_change_no_name(wrapped: str) -> None:
     for p, n in enumerate(layout.elements):
         fragments.scatter(p, torch.arange(n) + 100.0 * p)
     expected = Plain()
-    same = DenseFragments(expected, layout)
+    same = Fragments(expected, layout)
     for p, n in enumerate(layout.elements):
         same.scatter(p, torch.arange(n) + 100.0 * p)
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
@@ -204,12 +206,33 @@ def test_two_parameters_of_one_name() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_sharded_model_is_refused() -> None:
-    """It was a RuntimeError of torch, as the first round began."""
-    model = Plain()
-    fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
-    with pytest.raises(ModelError, match=r"parameter inner\.weight is sharded \(a DTensor\)"):
-        tensor_specs(model)
+def test_a_sharded_model_is_gathered_and_scattered() -> None:
+    """Of one process, or of several (test_ranks.py); also after an evaluation, which leaves it gathered by itself."""
+    model, mesh = Plain(), distributed.device_mesh.init_device_mesh("cpu", (1,))
+    before = tensor_specs(model)
+    expected = [fragments_of(model, 10)[0].gather(p) for p in range(3)]
+    fully_shard(model.inner, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert tensor_specs(model) == before
+    fragments, _ = fragments_of(model, 10)
+    assert all(torch.equal(fragments.gather(p), each) for p, each in enumerate(expected))
+    model.inner.unshard()  # type: ignore[operator]
+    for p, each in enumerate(expected):
+        fragments.scatter(p, each + 1)
+    fragments.check()
+    assert all(torch.equal(fragments.gather(p), each + 1) for p, each in enumerate(expected))
+    model.inner.unshard()  # type: ignore[operator]
+    whole: Any = model.inner.weight
+    assert torch.equal(whole.flatten(), torch.cat(expected)[: whole.numel()] + 1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_columns_are_not_sharded() -> None:
+    model = nn.Linear(4, 4)
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+    with pytest.raises(ModelError, match=r"parameter weight is sharded as S\(1\).* only its rows can be"):
+        fragments_of(model)
 
 
 @pytest.mark.usefixtures("alone")
@@ -224,7 +247,7 @@ def test_a_model_within_fully_sharded_data_parallel_is_refused(use_orig_params: 
     else:
         model.inner, wrapped = FullyShardedDataParallel(model.inner, **options), model
     with pytest.raises(
-        ModelError, match=r"FullyShardedDataParallel, and each worker needs the whole model .* leave it"
+        ModelError, match=r"FullyShardedDataParallel, which hides its parameters; what is fine: fully_shard"
     ):
         tensor_specs(wrapped)
 
@@ -233,5 +256,7 @@ def test_a_flat_parameter_without_its_wrapper_is_refused() -> None:
     """As one has who takes the parameters out of FSDP's handles."""
     model = nn.Module()
     model.flat = FlatParameter(torch.zeros(10))
-    with pytest.raises(ModelError, match=r"parameter flat is flattened \(a FlatParameter\), and each worker needs"):
+    with pytest.raises(
+        ModelError, match=r"parameter flat is flattened \(a FlatParameter\), which has no shape of its own"
+    ):
         tensor_specs(model)

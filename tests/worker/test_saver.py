@@ -26,7 +26,7 @@ def to_round(state: OuterState, number: int) -> None:
 
 def work_of(number: int) -> Work:
     deltas = enumerate(torch.zeros(n) for n in LAYOUT.elements)
-    return Work([Contribution(number, p, [[0, 1]], 1, 1, 0.5, 0.0, delta) for p, delta in deltas])
+    return Work(number, [Contribution(number, p, [[0, 1]], 1, 1, 0.5, 0.0, delta) for p, delta in deltas])
 
 
 @contextmanager

@@ -33,10 +33,11 @@ def take(state: OuterState) -> Snapshot:
     late = Late(torch.randn(LAYOUT.elements[1]), 0.5, [5, 6])
     on_time, partly_late = (torch.randn(n) for n in LAYOUT.elements)
     work = Work(
+        7,
         [
             Contribution(7, 0, [[3, 9]], 4, 6, 0.25, 0.1, on_time),
             Contribution(7, 1, [[3, 9]], 4, 6, 0.25, 0.2, partly_late, late),
-        ]
+        ],
     )
     return Snapshot(work, False, [optimizer.state_dict()], None, 3, 0, state.digests)
 

@@ -15,6 +15,7 @@ from protocol.messages import Metrics, RoundReport, Stage
 from worker.accounts.device_use import DeviceUse
 from worker.accounts.stages import Stages
 from worker.accounts.traffic import Traffic
+from worker.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +25,17 @@ class Progress:
     heartbeat."""
 
     def __init__(
-        self, traffic: Traffic, stages: Stages, clock: Callable[[], float], use: DeviceUse | None = None
+        self,
+        traffic: Traffic,
+        stages: Stages,
+        clock: Callable[[], float],
+        use: DeviceUse | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks, self._others = (
+            ranks,
+            (0, 0),
+        )  # bytes that other processes of this worker had moved by a round's end
         self._traffic, self._stages, self._clock = traffic, stages, clock
         self._use = use or DeviceUse(torch.device("cpu"))
         self._lock = threading.Lock()
@@ -64,8 +74,11 @@ class Progress:
         self._reports += 1
 
     def mean_loss(self) -> float | None:
-        """Return the mean loss of the round so far; None where the training loop has reported none."""
-        return None if self._losses is None else float(self._losses) / self._reports
+        """Return the mean loss of the round so far, over all processes; None where the training loop has reported none.
+        All of them call it at once."""
+        own = None if self._losses is None else float(self._losses) / self._reports
+        reported = [each for each in self._ranks.all(own) if each is not None]
+        return sum(reported) / len(reported) if reported else None
 
     def end_inner_steps(self, steps: int, tokens: int) -> float:
         """Tell the speed of the round's inner steps; return their mean loss, 0 where the training loop has reported
@@ -84,9 +97,12 @@ class Progress:
         return loss
 
     def end_round(self, round_number: int, epoch: int) -> None:
-        """Make and log the report on the round; the next one is waited for."""
+        """Make and log the report on the round; the next one is waited for. All processes call it at once."""
         self.phase("wait")
         self._round = round_number
+        moved = self._ranks.all((self._traffic.upload_bytes, self._traffic.download_bytes))
+        del moved[self._ranks.rank]
+        self._others = sum(up for up, _ in moved), sum(down for _, down in moved)
         self.last_report = report = self.report(epoch)
         self._round += 1
         metrics = self.metrics()
@@ -102,20 +118,21 @@ class Progress:
 
     def report(self, epoch: int) -> RoundReport:
         """Return the bytes and seconds since the last report."""
-        moved = (self._traffic.upload_bytes, self._traffic.download_bytes)
+        moved = self._moved()
         up, down = (now - before for now, before in zip(moved, self._bytes_before, strict=True))
         self._bytes_before = moved
         return RoundReport(
             round=self._round, epoch=epoch, upload_bytes=up, download_bytes=down, seconds=self._stages.take()
         )
 
+    def _moved(self) -> tuple[int, int]:
+        up, down = self._others
+        return self._traffic.upload_bytes + up, self._traffic.download_bytes + down
+
     def metrics(self) -> Metrics:
+        up, down = self._moved()
         with self._lock:
-            now = {
-                "inner_step": self._inner_step,
-                "upload_bytes": self._traffic.upload_bytes,
-                "download_bytes": self._traffic.download_bytes,
-            }
+            now = {"inner_step": self._inner_step, "upload_bytes": up, "download_bytes": down}
             return self._shown.model_copy(update=now)
 
 

@@ -16,8 +16,9 @@ from protocol.spec.sections import OuterSpec
 from worker.codecs import unpack_payload
 from worker.errors import ModelError
 from worker.link.client import Client
-from worker.state.fragments import DenseFragments, tensor_specs
+from worker.state.fragments import Fragments
 from worker.state.frozen import frozen_summary
+from worker.state.parameters import tensor_specs
 
 _HOST = torch.device("cpu")
 _PAUSE_S = 0.2
@@ -100,7 +101,7 @@ def _load(
 
 
 def _fetch_into(model: nn.Module, client: Client, checkpoint: CheckpointDetail, outer: OuterSpec) -> None:
-    fragments = DenseFragments(model, checkpoint.layout)
+    fragments = Fragments(model, checkpoint.layout)
     with ThreadPoolExecutor(_CONNECTIONS, "checkpoint") as connections:
         for p, elements in enumerate(checkpoint.layout.elements):
             limit_bytes = wire.max_payload_bytes("fp32", 2 * elements)

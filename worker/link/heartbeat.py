@@ -47,6 +47,11 @@ class Heartbeat:
         """Renew the lease soon: there is news in the metrics that the coordinator acts upon."""
         self._wake.set()
 
+    def raise_failure(self) -> None:
+        """Raise what ended it early, if anything did."""
+        if self.failure is not None:
+            raise self.failure
+
     def _run(self) -> None:
         while True:
             self._wake.wait(self._interval_s)

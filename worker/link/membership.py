@@ -57,7 +57,7 @@ class Membership:
             with self._lock:
                 if self._token == token:
                     log.warning("this worker's lease has ended (%s); joining again", reason)
-                    self._join(token)
+                    self._renew(token)
 
     def start_over(self) -> None:
         """Leave and join again: whatever units this worker still holds return to the pool."""
@@ -79,6 +79,10 @@ class Membership:
         hexadecimal = state_digest.hex() if state_digest else None
         request = LeaveRequest(state_round=state_round, state_digest=hexadecimal, metrics=metrics, report=report)
         self.client.leave(self._token, self.worker, request)
+
+    def _renew(self, ended: str) -> None:
+        """Get another token than the one whose lease has `ended`."""
+        self._join(ended)
 
     def _join(self, previous: str | None, proposed: str | None = None) -> JoinReply:
         """Propose a token, so that the join can be repeated by this process, or by the next one after a kill -9."""

@@ -79,17 +79,17 @@ def _load_checkpoint(client: Client, state: OuterState, checkpoint: CheckpointDe
 
         def load(p: int) -> bool:
             described, n = checkpoint.fragments[p], len(state.theta[p])
-            if state.is_intact(p) and state.digests[p].hex() == described.state_digest:
+            if state.is_intact(p) and state.fragment_digest(p).hex() == described.state_digest:
                 return False
             limit_bytes = wire.max_payload_bytes("fp32", 2 * n)
             state.load(p, client.checkpoint_fragment(checkpoint.round, described, limit_bytes, connections))
-            if state.digests[p].hex() != described.state_digest:
+            if state.fragment_digest(p).hex() != described.state_digest:
                 raise Resync(f"fragment {p} of checkpoint {checkpoint.round} is not what the coordinator says it is")
             return True
 
         fetched = sum(_each_fragment(state, load, _LOADED))
     state.round = checkpoint.round
-    log.info("took checkpoint %d: fetched %d of %d fragments", checkpoint.round, fetched, len(state))
+    log.info("took checkpoint %d: fetched %d of %d fragments", checkpoint.round, fetched, len(state.own))
 
 
 def _replay(client: Client, spec: RunSpec, state: OuterState, start: int, target: int) -> None:
@@ -109,4 +109,4 @@ def _replay(client: Client, spec: RunSpec, state: OuterState, start: int, target
 
 def _each_fragment(state: OuterState, act: Callable[[int], T], threads: int) -> list[T]:
     with ThreadPoolExecutor(threads, "recovery") as executor:
-        return list(executor.map(act, range(len(state))))
+        return list(executor.map(act, state.own))

@@ -7,6 +7,7 @@ from protocol.errors import Problem
 from protocol.messages import Action, Assignment
 from worker.accounts.progress import Progress
 from worker.link import recovery, seeding
+from worker.ranks import Ranks
 from worker.rounds.exchange import Exchange
 from worker.state.fragments import Fragments
 from worker.state.units import UnitRanges
@@ -18,11 +19,18 @@ log = logging.getLogger(__name__)
 
 class Assignments:
     """Asks for assignments and prepares for them. `exchange` has the membership that asks and the outer state;
-    `initial` puts state 0 into the model, None where it is there."""
+    `initial` puts state 0 into the model, None where it is there. Of several `ranks` the first asks, and all do what it
+    was told."""
 
     def __init__(
-        self, exchange: Exchange, fragments: Fragments, progress: Progress, initial: Callable[[], None] | None
+        self,
+        exchange: Exchange,
+        fragments: Fragments,
+        progress: Progress,
+        initial: Callable[[], None] | None,
+        ranks: Ranks,
     ) -> None:
+        self._ranks = ranks
         self._exchange, self._membership, self._client = exchange, exchange.membership, exchange.client
         self._fragments, self._progress, self._initial = fragments, progress, initial
         self._reason = ""  # for waiting, told last
@@ -32,6 +40,9 @@ class Assignments:
     def ask(self, state_round: int | None, carried: UnitRanges) -> tuple[int, Assignment]:
         """Ask what to do at state `state_round` of the run; return the epoch of the membership that asked, and the
         answer."""
+        return self._ranks.by_first(lambda: self._ask(state_round, carried))
+
+    def _ask(self, state_round: int | None, carried: UnitRanges) -> tuple[int, Assignment]:
         worker, report = self._membership.worker, self._progress.last_report
         epoch = self._membership.epoch
         ask = lambda token: self._client.assignment(token, worker, state_round, carried, report)  # noqa: E731
@@ -47,21 +58,26 @@ class Assignments:
                 self._progress.phase("recover")
                 state = self._exchange.state
                 held, self.untouched = 0 if self.untouched else state.round, False
-                recovery.recover(self._client, self._exchange.spec, state, assignment.round, held=held)
+                client, spec = self._client, self._exchange.spec
+                self._ranks.together(lambda: recovery.recover(client, spec, state, assignment.round, held=held))
             case Action.WAIT:
                 self._progress.phase("wait")
                 if assignment.reason != self._reason:
                     log.info("waiting: %s", assignment.reason)
                 self._reason = assignment.reason
-                self._client.pause(_PAUSE_S)
+                self._pause()
 
     def _seed(self) -> None:
         self.untouched = False
         try:
-            seeding.seed(self._membership, self._exchange.spec, self._fragments, self._exchange.state, self._initial)
+            spec, state = self._exchange.spec, self._exchange.state
+            seeding.seed(self._membership, spec, self._fragments, state, self._initial, self._ranks)
         except Problem as problem:
             if problem.slug != "state-conflict":
                 raise
             log.warning("%s", problem.detail)  # another worker was asked to in the meantime
             self.untouched = True
-            self._client.pause(_PAUSE_S)
+            self._pause()
+
+    def _pause(self) -> None:
+        self._ranks.by_first(lambda: self._client.pause(_PAUSE_S))

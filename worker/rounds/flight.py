@@ -160,7 +160,7 @@ class Flight:
         with self._lock:
             self._outcomes[contribution.fragment] = count(contribution.units), outcome
             self.inner_steps = max(self.inner_steps, contribution.inner_steps)
-            if len(self._outcomes) < len(self._exchange.state):
+            if len(self._outcomes) < len(self._exchange.state.own):
                 return
             self._exchange.state.round = self.round + 1
         if self._arrived is not None:

@@ -45,9 +45,12 @@ class Round:
     """One round, from the model that holds θ_global − carry. `ask_ahead` is called once all fragments are stepped, if
     the training goes on meanwhile.
 
-    carry       progress that no mean has, up to now
+    Of several processes, each contributes to the fragments that it owns. All of them send and merge all fragments, in
+    the same order: those of others by giving what they hold of the parameters, and taking what they hold of new ones.
+
+    carry       progress that no mean has, up to now; of fragments, of those that this process owns
     ended       the inner steps are done
-    work        all contributions, where they were made at once, while the training stood still
+    work        all contributions of this process, where they were made at once, while the training stood still
     trained_on  once it is settled: the fragments that have been trained on since they were merged
     """
 
@@ -62,6 +65,7 @@ class Round:
     ) -> None:
         self._exchange, self._state, self._sync = exchange, exchange.state, exchange.spec.sync
         self._fragments, self._steps, self._progress = training.fragments, training.steps, training.progress
+        self._ranks = training.ranks
         self._save, self.assignment, self.carry = durable.save, assignment, carry
         last = assignment.round + 1 == self._sync.rounds
         self._schedule = schedule(
@@ -69,11 +73,13 @@ class Round:
         )
         # Units each fragment was trained on since it was sent, those of this round not counted.
         self._fresh = {p: carry.fresh.get(p, 0) for p in range(len(self._state))}
-        arrived = ask_ahead if self._schedule.overlaps else None
+        # Of several processes none knows when the others' fragments are stepped, so that they ask at the round's end.
+        arrived = ask_ahead if self._schedule.overlaps and self._ranks.size == 1 else None
         self._flight = Flight(exchange, assignment.round, durable.start, arrived)
         self._sent: set[int] = set()
         self._merged: set[int] = set()
         self._local: dict[int, Tensor] = {}  # the parameters as sent, of fragments that are trained on meanwhile
+        self._loss = carry.loss
         self.work: list[Contribution] = []
         self.trained_on: set[int] = set()
         self.ended = False
@@ -87,6 +93,7 @@ class Round:
             return
         self._fragments.check()
         self._progress.phase("gather")
+        self._note_loss()
         waited_for = [p for p in fragments if self._schedule.merged[p] <= self._step]
         if waited_for:
             self._send_standing_still(waited_for)
@@ -98,7 +105,8 @@ class Round:
         well."""
         self._local |= {p: self._fragments.gather(p) for p in fragments}
         for p in fragments:
-            self._flight.send(p, self._contribution(p, self._local[p]))
+            if self._fragments.owns(p):
+                self._flight.send(p, self._contribution(p, self._local[p]))
             self._note_sent(p)
         self._progress.phase("train")
 
@@ -106,34 +114,56 @@ class Round:
         """Make the contributions here, one by one, while those before them travel. The last upload waits until the work
         is durable: so the round cannot close with this work in it, and only this process know what came of it."""
         self._check_all_finite()
+        last: Contribution | None = None
         for p in fragments:
-            contribution = self._contribution(p)()
-            if len(fragments) == len(self._state):
-                self.work.append(contribution)
-            if self._save is not None and self.has_all_work:
-                self._flight.saved = self._save(Work(list(self.work)))
-            self._progress.phase("sync")  # those that travel are a part of it
-            self._flight.send_made(contribution)
+            local = self._fragments.gather(p) if self._fragments.spread else None
+            if self._fragments.owns(p):
+                if last is not None:
+                    self._send_made(last)
+                last = self._contribution(p, local)()
+                if len(fragments) == len(self._state):
+                    self.work.append(last)
             self._note_sent(p)
+        if self._save is not None and len(fragments) == len(self._state):
+            self._flight.saved = self._durable_everywhere(self._save(Work(self.assignment.round, list(self.work))))
+        if last is not None:
+            self._send_made(last)
+
+    def _send_made(self, contribution: Contribution) -> None:
+        self._progress.phase("sync")  # those that travel are a part of it
+        self._flight.send_made(contribution)
+
+    def _durable_everywhere(self, saved: Future[None] | None) -> Future[None] | None:
+        """Wait, if there are other processes, until what all of them save is durable: of these snapshots one alone is
+        worth nothing."""
+        if self._ranks.size > 1 and saved is not None:
+            self._ranks.together(saved.result)
+        return saved
 
     def _note_sent(self, p: int) -> None:
         self._sent.add(p)
         self._fresh[p] = -count(self._used)
 
     def unsent(self) -> list[Contribution]:
-        """Return the contributions of the fragments that are not sent yet, as they are now."""
+        """Return this process's contributions to the fragments that are not sent yet, as they are now."""
         fragments = [p for p in range(len(self._state)) if p not in self._sent]
         if not fragments or not (self._steps.units_used or self.carry.units):
             return []
         self._fragments.check()
         self.note_speed()
+        self._note_loss()
         self._check_all_finite()
-        return [self._contribution(p)() for p in fragments]
+        made = []
+        for p in fragments:
+            local = self._fragments.gather(p) if self._fragments.spread else None
+            if self._fragments.owns(p):
+                made.append(self._contribution(p, local)())
+        return made
 
     @property
     def has_all_work(self) -> bool:
-        """True if all of the round's contributions are in `work`."""
-        return len(self.work) == len(self._state)
+        """True if all of the round's contributions of this process are in `work`."""
+        return len(self.work) == len(self._state.own)
 
     def note_speed(self) -> None:
         """Tell how fast the inner steps were; they are done."""
@@ -176,10 +206,9 @@ class Round:
         """The units of this round that were used so far."""
         return self._steps.units_used
 
-    @property
-    def _loss(self) -> float:
-        """The mean loss of this round so far; before its first inner step, that of what is carried."""
-        return (self._progress.mean_loss() or 0.0) if self._steps.done else self.carry.loss
+    def _note_loss(self) -> None:
+        """Note the mean loss of this round so far; before its first inner step, that of what is carried."""
+        self._loss = (self._progress.mean_loss() or 0.0) if self._steps.done else self.carry.loss
 
     def _check_all_finite(self) -> None:
         """Raise CodecError where any part of the model is not finite, before any of it is sent."""
@@ -203,11 +232,16 @@ class Round:
 
     def _merge(self, p: int) -> None:
         self._progress.phase("sync")
-        left = self._flight.land(p)
-        carry = self.carry.lacking(self._flight.contributions.pop(p), left)
-        self.carry = carry.with_ahead(p, self._ahead(p, self._local.pop(p, None), carry.delta(p)))
+        self._ranks.by(self._fragments.owner(p), lambda: self._land(p))
+        ahead = self._ahead(p, self._local.pop(p, None), self.carry.delta(p))
+        if self._fragments.owns(p):
+            self.carry = self.carry.with_ahead(p, ahead)
         self._fragments.rebase(p, self._state.theta[p], self.carry.delta(p))
         self._merged.add(p)
+
+    def _land(self, p: int) -> None:
+        left = self._flight.land(p)
+        self.carry = self.carry.lacking(self._flight.contributions.pop(p), left)
 
     def _ahead(self, p: int, local: Tensor | None, carried: Tensor | None) -> Tensor | None:
         """Return what is kept, float32[n] in host memory, of the progress of fragment p that neither its new mean has
@@ -217,31 +251,35 @@ class Round:
             return None if local is None else self._fragments.progress_since(p, local)
         if carried is not None:  # it is in the local parameters as well, and must not count twice
             start = start - carried
-        now = self._fragments.in_host_memory(self._fragments.gather(p))
+        now = self._fragments.in_host_memory(self._fragments.gather(p))  # of others' fragments, nothing
         return (start - now) * alpha  # θ_local becomes α·θ_local + (1 − α)·start
 
     def contribute(self, work: list[Contribution]) -> None:
-        """Send and merge all of the round's contributions, which are made already. Raises as `merge_due` does."""
+        """Send and merge all of the round's contributions, which are made already: `work` those of this process. Raises
+        as `merge_due` does."""
         self.work, self._flight = work, Flight(self._exchange, self.assignment.round)
         for contribution in work:
             self._flight.send_made(contribution)
-        for contribution in work:
-            self._merge(contribution.fragment)
+        for p in range(len(self._state)):
+            self._merge(p)
 
     # --- over -----------------------------------------------------------------------------------------------------
 
     def settle(self) -> tuple[Carry, Future[Any] | None]:
         """End the round, all fragments of which are merged; return what is carried on, and what `ask_ahead` returns."""
         self._flight.end()
-        if self._flight.superseded:
+        self._state.round = self._flight.round + 1  # also in a process that owns no fragment
+        ends = self._ranks.all((self._flight.superseded, self._flight.consumed, self._flight.inner_steps))
+        if any(superseded for superseded, _, _ in ends):
             return self._begin_anew(), self._flight.arrival
-        used, consumed = self._used, self._flight.consumed
+        used, consumed = self._used, max(consumed for _, consumed, _ in ends)
+        self._note_loss()
         self.trained_on = {p for p, due in enumerate(self._schedule.merged) if due < self._steps.done}
         carry = replace(
             self.carry,
             units=units_left(self.carry.units + used, consumed),
             weight=count(used) or self.carry.weight,
-            inner_steps=0 if consumed else self._flight.inner_steps,
+            inner_steps=0 if consumed else max(inner_steps for _, _, inner_steps in ends),
             loss=self._loss,
             fresh={p: fresh + count(used) for p, fresh in self._fresh.items()},
         )

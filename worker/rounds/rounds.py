@@ -22,10 +22,11 @@ from worker.rounds.exchange import Exchange
 from worker.rounds.flight import Flight
 from worker.rounds.round import Durable, Round
 from worker.rounds.training import Training
+from worker.state.optimizer_state import load_local_state, local_state, stretches
 from worker.state.saver import Saver
 from worker.state.snapshot import copied
 from worker.state.units import UnitRanges, first_units, units_left
-from worker.state.work import Carry, Contribution, RoundStart, Work
+from worker.state.work import Carry, RoundStart, Work
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +41,11 @@ class Rounds:
 
     def __init__(self, exchange: Exchange, training: Training, saver: Saver, heartbeat: Heartbeat) -> None:
         self._exchange, self._state, self._sync = exchange, exchange.state, exchange.spec.sync
-        self._training, self._fragments = training, training.fragments
+        self._training, self._fragments, self._ranks = training, training.fragments, training.ranks
         self._saver, self._heartbeat = saver, heartbeat
-        self._assignments = Assignments(exchange, training.fragments, training.progress, training.initial)
+        self._assignments = Assignments(
+            exchange, training.fragments, training.progress, training.initial, training.ranks
+        )
         self._running = self.algorithm()
         self.assignment = Assignment(action=Action.WAIT, reason="not asked yet", round=0)
         self.carry = Carry()
@@ -155,7 +158,9 @@ class Rounds:
         self._training.progress.phase("evaluate")
         report = evaluate()
         log.info("state %d: held-out loss %.4f", state_round, report.loss)
-        self._exchange.membership.act(lambda token: self._exchange.client.report_evaluation(token, state_round, report))
+        client, membership = self._exchange.client, self._exchange.membership
+        tell = lambda token: client.report_evaluation(token, state_round, report)  # noqa: E731
+        self._ranks.by_first(lambda: membership.act(tell))
 
     def _note_inner_step(self, round_: Round) -> None:
         """Note that an inner step is done. Raises Unwanted where the round's work is not wanted any more."""
@@ -184,16 +189,15 @@ class Rounds:
         try:
             act()
         except WorkLost:
-            if not (round_.has_all_work and all(each.all_weighs for each in round_.work)):
-                raise
-            if not self._holds_again(round_.work[0]):
+            at_hand = round_.has_all_work and all(each.all_weighs for each in round_.work)
+            if not all(self._ranks.all(at_hand)) or not self._holds_again(round_):
                 raise
             round_.contribute(round_.work)
 
-    def _holds_again(self, contribution: Contribution) -> bool:
-        """Return True if the units of `contribution`, asked for anew, are this worker's."""
-        self._epoch, asked = self._assignments.ask(self._state.round, [])
-        return _is_for(asked, contribution.round, contribution.units)
+    def _holds_again(self, round_: Round) -> bool:
+        """Return True if the units of the round's work, asked for anew, are this worker's."""
+        self._epoch, asked = self._assignments.ask(self._held(), [])
+        return self._ranks.by_first(lambda: _is_for(asked, round_.assignment.round, round_.work[0].units))
 
     def _drop(self, round_: Round, error: OuterstepError) -> None:
         """Drop the work of a round that the coordinator cannot take or does not want; then a later state is the way
@@ -206,6 +210,7 @@ class Rounds:
         self._forget()
         if isinstance(error, Resync):
             self._state.round = None
+        self._state.round = self._held()
         if isinstance(error, Resync | WorkLost):
             self._exchange.membership.start_over()
 
@@ -214,6 +219,10 @@ class Rounds:
         self.carry, self._round, self._asked_ahead = Carry(), None, None
         self._placed, self._trained_on = False, set()
 
+    def _held(self) -> int | None:
+        """Return the round of the outer state, None where that of another process of this worker is at another one."""
+        return self._ranks.agreed(self._state.round)
+
     # --- between rounds -------------------------------------------------------------------------------------------
 
     def _ask(self) -> Assignment:
@@ -221,13 +230,13 @@ class Rounds:
         is dropped."""
         ahead, self._asked_ahead = self._asked_ahead, None
         try:
-            self._epoch, asked = ahead.result() if ahead else self._assignments.ask(self._state.round, self.carry.units)
+            self._epoch, asked = ahead.result() if ahead else self._assignments.ask(self._held(), self.carry.units)
         except Problem as problem:
             if problem.slug != "units-not-held":
                 raise
             log.warning("the work that was carried is dropped: %s", problem.detail)
             self._forget()
-            self._epoch, asked = self._assignments.ask(self._state.round, [])
+            self._epoch, asked = self._assignments.ask(self._held(), [])
         return asked
 
     def _ask_ahead(self, flight: Flight) -> tuple[int, Assignment]:
@@ -241,11 +250,11 @@ class Rounds:
     def _check_wanted(self) -> None:
         """Raise Unwanted where the lease ended in the middle of the round, or the coordinator said stop, and the work
         on this round is not wanted any more."""
-        joined_again = self._exchange.membership.epoch != self._epoch
-        if not joined_again and not self._heartbeat.run_ended.is_set():
+        joined_again = self._ranks.is_first and self._exchange.membership.epoch != self._epoch
+        if not any(self._ranks.flags(joined_again or self._heartbeat.run_ended.is_set())):
             return
         self._heartbeat.run_ended.clear()
-        trained, held = self.assignment, self._state.round
+        trained, held = self.assignment, self._held()
         try:
             self._epoch, asked = self._assignments.ask(trained.round if held is None else held, self.carry.units)
         except Problem as problem:
@@ -267,13 +276,16 @@ class Rounds:
     def _take_back(self, to_round: int) -> None:
         """Before another state, that of round `to_round`, is loaded: carry all of the progress that is in the model;
         unless the run has gone back to a backup, and the rounds that were missed are still to come."""
-        if not self.carry.is_of_rounds_before(to_round):
+        if not all(self._ranks.all(self.carry.is_of_rounds_before(to_round))):
             log.warning("the run went back to round %d: the work of later rounds is dropped", to_round)
             self._forget()
             return
         sent, ahead = replace(self.carry, ahead={}), dict(self.carry.ahead)
         for p in self._trained_on:
-            delta = self._fragments.pseudo_gradient(p, self._state.theta[p], self.carry.delta(p))
+            local = self._fragments.gather(p) if self._fragments.spread else None
+            if not self._fragments.owns(p):
+                continue
+            delta = self._fragments.pseudo_gradient(p, self._state.theta[p], self.carry.delta(p), local)
             carried = sent.delta(p)
             ahead[p] = delta if carried is None else delta - carried
         self.carry, self._placed, self._trained_on = replace(self.carry, ahead=ahead), False, set()
@@ -284,7 +296,7 @@ class Rounds:
         """Begin to write the snapshot; `partial`: the worker leaves in the middle of the round."""
 
         def optimizers() -> list[dict[str, Any]]:
-            taken = [each.state_dict() for each in self._training.optimizers]
+            taken = [local_state(each) for each in self._training.optimizers]
             # They stand still while work is written; where a round starts, the training goes on meanwhile.
             return [copied(each) for each in taken] if isinstance(work, RoundStart) else taken
 
@@ -292,16 +304,20 @@ class Rounds:
             work,
             partial=partial,
             optimizers=optimizers,
+            held=lambda: [stretches(each) for each in self._training.optimizers],
             scaler=self._training.scaler_state,
             warmup_left=self._training.steps.warmup_left or 0,
         )
 
     def _resume(self) -> Assignment:
         """Go on from the last process's snapshot, if there is one; return the first assignment."""
-        found = self._saver.load()
+        found = self._saver.load(self._training.optimizers)
         if found is None:
+            self._state.round = None
             for p in range(len(self._state)):
-                self._state.set(p, self._fragments.gather(p), None)
+                local = self._fragments.gather(p)
+                if self._fragments.owns(p):
+                    self._state.set(p, local, None)
             return self._ask()
         self._assignments.untouched, self._training.steps.warmup_left = False, found.warmup_left
         optimizers, saved = self._training.optimizers, found.inner_optimizers
@@ -309,7 +325,7 @@ class Rounds:
             if len(optimizers) != len(saved):
                 raise ValueError(f"there are {len(optimizers)} of them, and {len(saved)} in the snapshot")
             for optimizer, state in zip(optimizers, saved, strict=True):
-                optimizer.load_state_dict(state)
+                load_local_state(optimizer, state)
         except ValueError as error:
             raise ModelError(
                 f"the inner optimizers are not those of the snapshot in this state_dir: {error}"
@@ -318,7 +334,7 @@ class Rounds:
             self._training.scaler.load_state_dict(found.scaler)
         log.info("resuming with the work of round %d", found.work.round)
         if isinstance(found.work, Work):
-            self._contribute(found.work, partial=found.partial)
+            self._contribute(found.work, partial=any(self._ranks.all(found.partial)))
         else:
             self._start_from(found.work)
         asked = self._ask()
@@ -333,8 +349,12 @@ class Rounds:
 
     def _contribute(self, work: Work, *, partial: bool) -> None:
         """Contribute what was saved. What of it had got through already is accepted as the same."""
-        first = work.contributions[0]
-        carry = Carry(units=first.units, weight=first.weight, inner_steps=first.inner_steps, loss=first.loss)
+
+        def in_common() -> Carry:
+            first = work.contributions[0]
+            return Carry(units=first.units, weight=first.weight, inner_steps=first.inner_steps, loss=first.loss)
+
+        carry = self._ranks.by_first(in_common)
         nothing_new = Assignment(action=Action.TRAIN, reason="resumed", round=work.round)
         round_ = Round(self._exchange, self._training, nothing_new, carry, Durable(), self._ask_ahead)
         self._training.progress.phase("sync")
@@ -357,8 +377,9 @@ class Rounds:
         if self._round is None:
             return
         unsent = self._round.unsent()
-        if len(unsent) == len(self._state) and not self._sync.streams:
-            self._save(Work(unsent), partial=True)  # for a fragment that does not get through
+        if all(self._ranks.all(len(unsent) == len(self._state.own))) and not self._sync.streams:
+            # For a fragment that does not get through.
+            self._save(Work(self._round.assignment.round, unsent), partial=True)
         if unsent:
             self._exchange.hand_in(unsent)
 

@@ -8,6 +8,7 @@ import torch
 
 from protocol.messages import EvaluationReport
 from worker.accounts.progress import Progress
+from worker.ranks import ALONE, Ranks
 from worker.rounds.inner_steps import InnerSteps
 from worker.state.fragments import Fragments
 
@@ -16,7 +17,7 @@ from worker.state.fragments import Fragments
 class Training:
     """What one worker trains. `evaluate` measures the held-out loss of the model as it is; None where none is.
     `initial` puts state 0 into the model; None where it holds that. `scaler` scales the loss, for fp16; None where
-    nothing does."""
+    nothing does. `ranks`: the processes that train it together."""
 
     fragments: Fragments
     optimizers: Sequence[torch.optim.Optimizer]
@@ -25,6 +26,7 @@ class Training:
     evaluate: Callable[[], EvaluationReport] | None
     initial: Callable[[], None] | None
     scaler: torch.amp.GradScaler | None
+    ranks: Ranks = ALONE
 
     def scaler_state(self) -> dict[str, Any] | None:
         """Return the scale of the loss and when it grows; None without a scaler."""

@@ -34,18 +34,19 @@ def membership_of(
 
 
 @contextmanager
-def told_on_stderr() -> Iterator[None]:
-    """Tell on stderr what the worker tells, unless the script has set up logging itself: why it waits, above all."""
+def told_on_stderr(level: int = logging.INFO) -> Iterator[None]:
+    """Tell on stderr what the worker tells, from `level` on, unless the script has set up logging itself: why it waits,
+    above all."""
     logger = logging.getLogger("worker")
     if logger.hasHandlers():
         yield
         return
-    handler, level = logging.StreamHandler(), logger.level
+    handler, before = logging.StreamHandler(), logger.level
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level)
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
+        logger.setLevel(before)

@@ -9,6 +9,7 @@ from torch.utils.data import Sampler
 from protocol.spec.run import RunSpec
 from worker.data.order import Order
 from worker.errors import ModelError
+from worker.ranks import ALONE, Ranks
 from worker.state.units import UnitRanges, count, numbers
 
 log = logging.getLogger(__name__)
@@ -32,26 +33,40 @@ class UnitSampler(Sampler[list[int]]):
     once, but for fewer than a unit has, over all workers together, in an order of its own.
 
     rows          those of the data set; a unit is `inner.batch_size` of them
-    micro_batch   rows of one batch of the loader; None: all of a unit
+    micro_batch   rows of one batch of the loader; None: all of a unit, or of this process's part of it
     finished      says whether training is to stop
+    ranks         the processes that train one model; each has its own part of every unit
 
     Raises ValueError where the rows are fewer than a unit's, or a unit is no whole number of micro-batches.
     """
 
     def __init__(
-        self, spec: RunSpec, rows: int, micro_batch: int | None, steps: Steps, finished: Callable[[], bool]
+        self,
+        spec: RunSpec,
+        rows: int,
+        micro_batch: int | None,
+        steps: Steps,
+        finished: Callable[[], bool],
+        ranks: Ranks = ALONE,
     ) -> None:
         unit = spec.inner.batch_size
         if rows < unit:
             raise ValueError(f"the data set has {rows} rows, and a unit of this run has {unit}, its inner.batch_size")
-        self._micro_batch = unit if micro_batch is None else micro_batch
-        if self._micro_batch < 1 or unit % self._micro_batch:
+        if unit % ranks.size:
             raise ValueError(
-                f"micro_batch = {micro_batch}: a unit of this run has {unit} rows, its inner.batch_size, which is no "
-                "whole number of such micro-batches"
+                f"a unit of this run has {unit} rows, its inner.batch_size, which {ranks.size} processes cannot share: "
+                "start as many as divide it"
             )
-        self._spec, self._steps, self._finished = spec, steps, finished
-        self._batches_per_unit = unit // self._micro_batch
+        part = unit // ranks.size
+        self._micro_batch = part if micro_batch is None else micro_batch
+        if self._micro_batch < 1 or part % self._micro_batch:
+            shared = f", {part} of them for each of {ranks.size} processes" if ranks.size > 1 else ""
+            raise ValueError(
+                f"micro_batch = {micro_batch}: a unit of this run has {unit} rows, its inner.batch_size{shared}, which "
+                "is no whole number of such micro-batches"
+            )
+        self._spec, self._steps, self._finished, self._ranks = spec, steps, finished, ranks
+        self._batches_per_unit = part // self._micro_batch
         self._order = Order([rows], unit, spec.seed)
         self._passed: tuple[int, UnitRanges] | None = None  # the last pass: the steps before it, and its units
 
@@ -68,7 +83,9 @@ class UnitSampler(Sampler[list[int]]):
         for unit in numbers(units):
             if self._finished():
                 return
-            rows = self._order.places(self._spec.number_in_set(unit)).rows.tolist()
+            rows = self._order.places(self._spec.number_in_set(unit)).rows.tolist()[
+                self._ranks.rank :: self._ranks.size
+            ]
             for start in range(0, len(rows), self._micro_batch):
                 yield rows[start : start + self._micro_batch]
         self._passed = taken, units

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from worker.errors import ModelError
-from worker.state.fragments import trainable_parameters
+from worker.state.parameters import is_sharded, trainable_parameters
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,8 @@ class FirstUnits:
     nothing that can be trained on."""
 
     def __init__(self, model: nn.Module) -> None:
-        parameters = trainable_parameters(model).values()
+        # Of sharded parameters it is not autograd that accumulates the gradients.
+        parameters = [each for each in trainable_parameters(model).values() if not is_sharded(each)]
         self._handles = [each.register_post_accumulate_grad_hook(self._note) for each in parameters]
         self._has_gradient, self._without = False, 0
 

@@ -1,95 +1,21 @@
 """A model's trainable parameters as fragments: gather them into fp32 vectors, scatter vectors back.
 
-Parameters are taken in `named_parameters` order, tied ones once, those with requires_grad only. Buffers are not
-averaged.
+A worker of several processes has every fragment owned by one of them, which alone holds its outer state, and moves it
+to and from the coordinator. The others give the owner what they hold of the parameters, and get what they hold of new
+ones: nobody ever has more than one fragment of the model beside what is its own. Buffers are not averaged.
 """
 
-import sys
 from collections.abc import Iterator
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from protocol.fragments import Layout, TensorSpec
+from protocol.fragments import Layout
 from worker.errors import ModelError
+from worker.ranks import ALONE, Ranks
+from worker.state.parameters import held, local_part, reshard, trainable_parameters
 from worker.tuning.side_stream import SideStream
-
-_WHOLE = "and each worker needs the whole model in one process, as it was built (torch.compile and DDP are fine)"
-
-
-def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by the names that they have without torch.compile, DistributedDataParallel and
-    DataParallel around the model or parts of it, so that workers with and without them share a run.
-
-    Raises ModelError where two parameters then have one name.
-    """
-    return _parameters(model, trained=True)
-
-
-def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are not trained, otherwise like `trainable_parameters`."""
-    return _parameters(model, trained=False)
-
-
-def _parameters(model: nn.Module, *, trained: bool) -> dict[str, nn.Parameter]:
-    within = {path for name, module in model.named_modules() if (path := _path_within(name, module))}
-    found: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad is not trained:
-            continue
-        plain = _without(within, name)
-        if plain in found:
-            raise ModelError(f"two parameters are called {plain}, one of them {name} within its wrapper; rename one")
-        found[plain] = parameter
-    return found
-
-
-def _path_within(name: str, module: nn.Module) -> str | None:
-    """The path of the module that `module`, of this name, wraps; None where it wraps none."""
-    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        child = "module"
-    elif _is_a(module, "torch._dynamo.eval_frame", "OptimizedModule"):
-        child = "_orig_mod"
-    else:
-        return None
-    return f"{name}.{child}".removeprefix(".")
-
-
-def _is_a(value: object, module: str, name: str) -> bool:
-    """Return True if `value` is of that class, whose module takes seconds to import: until it is, nothing is."""
-    kind = getattr(sys.modules.get(module), name, None)
-    return kind is not None and isinstance(value, kind)
-
-
-def _without(within: set[str], name: str) -> str:
-    """The parameter's name less the parts of its path that only a wrapper has put there."""
-    paths = accumulate(name.split("."), "{}.{}".format)
-    return ".".join(path.rpartition(".")[2] for path in paths if path not in within)
-
-
-def tensor_specs(model: nn.Module) -> list[TensorSpec]:
-    """What the coordinator is told about the model. Raises ModelError for parameters that cannot be averaged here."""
-    if any(_is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel") for module in model.modules()):
-        raise ModelError(f"the model is sharded by FullyShardedDataParallel, {_WHOLE}: leave it out")
-    parameters = trainable_parameters(model)
-    if not parameters:
-        raise ModelError("the model has no trainable parameters")
-    for name, parameter in parameters.items():
-        if _is_a(parameter, "torch.distributed.tensor", "DTensor"):
-            raise ModelError(
-                f"parameter {name} is sharded (a DTensor), {_WHOLE}: leave out fully_shard or parallelize_module"
-            )
-        if getattr(parameter, "_is_flat_param", False):
-            raise ModelError(f"parameter {name} is flattened (a FlatParameter), {_WHOLE}: leave out FSDP")
-        if not parameter.is_floating_point():
-            raise ModelError(f"parameter {name} is {parameter.dtype}; only floating-point parameters can be averaged")
-    return [TensorSpec(name=name, shape=list(parameter.shape)) for name, parameter in parameters.items()]
-
-
-def _identities(model: nn.Module) -> dict[str, tuple[int, torch.dtype, torch.device]]:
-    return {name: (id(each), each.dtype, each.device) for name, each in trainable_parameters(model).items()}
 
 
 def host_copy(tensor: Tensor) -> Tensor:
@@ -99,72 +25,89 @@ def host_copy(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor.detach())
 
 
-class Fragments(Protocol):
-    """The parameters of a model, fragment by fragment, in the run's layout. Vectors are float32[n], n the fragment's
-    elements; θ is the global one, `carry` the progress that no mean has, as a part of the next pseudo-gradient."""
+class Piece(NamedTuple):
+    """Elements [start, stop) of the flattened tensor number `tensor`, and where they are in the fragment's vector."""
 
-    def __len__(self) -> int: ...
+    tensor: int
+    start: int
+    stop: int
+    place: slice
 
-    def gather(self, p: int) -> Tensor:
-        """Return a copy of the local parameters, on the model's device."""
-
-    def scatter(self, p: int, vector: Tensor) -> None:
-        """Write `vector` into the model, cast to each parameter's dtype."""
-
-    def rebase(self, p: int, theta: Tensor, carry: Tensor | None) -> None:
-        """Write θ − carry into the model: what the inner steps start from."""
-
-    def pseudo_gradient(
-        self, p: int, theta: Tensor, carry: Tensor | None = None, local: Tensor | None = None, after: Any = None
-    ) -> Tensor:
-        """Return Δ = θ_global − θ_local, in host memory; so defined, the outer optimizer descends.
-
-        θ_local is that of the model now, or `local`, which `gather` gave before; `after` is what `mark` gave after
-        that. θ_global is taken as the model started from it, cast to its own dtype, and `carry`, which `rebase` was
-        given, is part of Δ exactly: so neither the rounding of a bf16 model nor that of its rebase is mistaken for
-        progress or swallows some.
-        """
-
-    def progress_since(self, p: int, local: Tensor) -> Tensor:
-        """Return `local` − θ_local in host memory; `local`, which `gather` gave before, is used up."""
-
-    def norm(self) -> float:
-        """The norm of all parameters together, in fp32: not finite where one of them is not."""
-
-    def check(self) -> None:
-        """Raise ModelError where the model has other parameters by now than those that are gathered here."""
-
-    def mark(self) -> Any:
-        """Return a mark of what the calling thread has begun on the device so far, for another thread to wait for."""
-
-    def in_host_memory(self, vector: Tensor) -> Tensor:
-        """Return `vector`, or on a GPU a copy of it as it is now."""
+    def within(self, start: int, stop: int) -> "Piece":
+        """Return the part of it that is in [start, stop), which may be empty."""
+        first, last = max(self.start, start), min(self.stop, stop)
+        offset = self.place.start - self.start
+        return Piece(self.tensor, first, last, slice(first + offset, last + offset))
 
 
-class DenseFragments:
-    """The fragments of a model whose parameters are plain tensors, each of them whole on one device."""
+class Fragments:
+    """The parameters of a model, fragment by fragment, in the run's layout.
 
-    def __init__(self, model: nn.Module, layout: Layout) -> None:
-        self._model, self._found = model, _identities(model)
-        self._parameters = list(trainable_parameters(model).values())
-        self._slices = layout.fragments
-        self.device = self._parameters[0].device
+    Vectors are float32[n], n the fragment's elements; in a process that does not own the fragment float32[0]. θ is the
+    global one, `carry` the progress that no mean has, as a part of the next pseudo-gradient. Where there are several
+    `ranks`, all of them call whatever reads or writes the model's parameters: `gather`, `scatter`, `rebase`, `norm`,
+    `check`, `progress_since`.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, ranks: Ranks = ALONE) -> None:
+        self._model, self._ranks, self._found = model, ranks, _identities(model)
+        named = trainable_parameters(model)
+        self._parameters = list(named.values())
+        self._held = ranks.all([held(name, parameter) for name, parameter in named.items()])
+        self._slices, self._elements = layout.fragments, layout.elements
+        self.device = local_part(self._parameters[0]).device
         self._side_stream = SideStream(self.device)
 
     def __len__(self) -> int:
         return len(self._slices)
 
+    @property
+    def spread(self) -> bool:
+        """True if parts of a fragment, or its owner, are in other processes."""
+        return self._ranks.size > 1
+
+    def owner(self, p: int) -> int:
+        """The rank that owns fragment p."""
+        return p % self._ranks.size
+
+    def owns(self, p: int) -> bool:
+        """Return True if this process owns fragment p."""
+        return self.owner(p) == self._ranks.rank
+
     @torch.no_grad()
     def gather(self, p: int) -> Tensor:
-        parts = [parameter.reshape(-1)[stretch].float() for parameter, stretch, _ in self._stretches(p)]
-        return torch.cat(parts)
+        """Return a copy of the local parameters, on the model's device."""
+        given = self._given(p)
+        owner = self.owner(p)
+        if not self.owns(p):
+            mine = given.get(self._ranks.rank)
+            self._ranks.exchange({owner: torch.cat([self._read(each).float() for each in mine])} if mine else {}, {})
+            return torch.empty(0)
+        own = given.pop(owner, [])
+        if not given:
+            return torch.cat([self._read(each).float() for each in own])
+        vector = torch.empty(self._elements[p], device=self.device)
+        received = {rank: vector.new_empty(_length(pieces)) for rank, pieces in given.items()}
+        self._ranks.exchange({}, received)
+        for each in own:
+            vector[each.place] = self._read(each)
+        for rank, pieces in given.items():
+            for each, values in zip(pieces, received[rank].split([_length([each]) for each in pieces]), strict=True):
+                vector[each.place] = values
+        return vector
 
     @torch.no_grad()
     def norm(self) -> float:
-        norms = [torch.linalg.vector_norm(parameter, dtype=torch.float32) for parameter in self._parameters]
-        return float(torch.linalg.vector_norm(torch.stack(norms)))
+        """The norm of all parameters that are here, in fp32: in all processes not finite where one of them is not."""
+        parts = [local_part(each) for each in self._parameters]
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in parts if each.numel()]
+        norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        return sum(self._ranks.all(norm))
 
     def check(self) -> None:
+        """Raise ModelError where the model has other parameters by now than those that are gathered here, or where
+        parameters that several processes have are not the same in all of them."""
+        reshard(self._model)
         now = _identities(self._model)
         if now != self._found:
             name = next(name for name in self._found | now if self._found.get(name) != now.get(name))
@@ -172,61 +115,147 @@ class DenseFragments:
                 f"the model's parameters were changed after the run was joined, {name} for one: replaced, frozen, or "
                 "put into another dtype or onto another device; do that before DiLoCo is made"
             )
+        if self.spread:
+            self._check_replicas()
+
+    @torch.no_grad()
+    def _check_replicas(self) -> None:
+        shared = [index for index, parts in enumerate(zip(*self._held, strict=True)) if len(set(parts)) < len(parts)]
+        sums = {index: int(_sum_of_bits(local_part(self._parameters[index]))) for index in shared}
+        theirs, names = self._ranks.all(sums), list(trainable_parameters(self._model))
+        for index in shared:
+            values = {(stretches[index], each[index]) for stretches, each in zip(self._held, theirs, strict=True)}
+            if len(values) > len({stretch for stretch, _ in values}):
+                raise ModelError(
+                    f"parameter {names[index]} is not the same in all processes of this worker: they train models of "
+                    "their own, as their gradients are not averaged; wrap the model in DistributedDataParallel, or "
+                    "give it to fully_shard, and call that, not the model within"
+                )
 
     @torch.no_grad()
     def scatter(self, p: int, vector: Tensor) -> None:
-        for parameter, stretch, part in self._stretches(p):
-            self._write(parameter, stretch, vector[part])
+        """Write `vector` into the model, cast to each parameter's dtype."""
+        self._spread(p, lambda piece: vector[piece.place])
+
+    @torch.no_grad()
+    def rebase(self, p: int, theta: Tensor, carry: Tensor | None) -> None:
+        """Write θ − carry into the model: what the inner steps start from."""
+        self._spread(p, lambda piece: self._start(piece, theta, carry))
 
     @torch.no_grad()
     def pseudo_gradient(
         self, p: int, theta: Tensor, carry: Tensor | None = None, local: Tensor | None = None, after: Any = None
     ) -> Tensor:
+        """Return Δ = θ_global − θ_local, in host memory; so defined, the outer optimizer descends.
+
+        θ_local is `local`, which `gather` gave before, or in a process that has all parameters that of the model now;
+        `after` is what `mark` gave after that. θ_global is taken as the model started from it, cast to its own dtype,
+        and `carry`, which `rebase` was given, is part of Δ exactly: so neither the rounding of a bf16 model nor that of
+        its rebase is mistaken for progress or swallows some.
+        """
         with self._side_stream.beside(self.mark() if after is None else after):
             delta = torch.empty(len(theta), dtype=torch.float32, device=self.device)
-            for parameter, stretch, part in self._stretches(p):
-                start = self._start(parameter, theta, carry, part)
-                reached = parameter.reshape(-1)[stretch].float() if local is None else local[part]
-                torch.sub(start.float(), reached, out=delta[part])
+            for piece in self._pieces(p):
+                start = self._start(piece, theta, carry).float()
+                reached = self._read(piece).float() if local is None else local[piece.place]
+                torch.sub(start, reached, out=delta[piece.place])
             return self.in_host_memory(delta if carry is None else delta.add_(carry.to(self.device)))
 
     @torch.no_grad()
     def progress_since(self, p: int, local: Tensor) -> Tensor:
-        for parameter, stretch, part in self._stretches(p):
-            local[part].sub_(parameter.reshape(-1)[stretch].float())
+        """Return `local` − θ_local in host memory; `local`, which `gather` gave before, is used up."""
+        if self.spread:
+            return self.in_host_memory(local.sub_(self.gather(p).to(local.device)))
+        for piece in self._pieces(p):
+            local[piece.place].sub_(self._read(piece).float())
         return self.in_host_memory(local)
 
-    @torch.no_grad()
-    def rebase(self, p: int, theta: Tensor, carry: Tensor | None) -> None:
-        for parameter, stretch, part in self._stretches(p):
-            self._write(parameter, stretch, self._start(parameter, theta, carry, part))
-
     def in_host_memory(self, vector: Tensor) -> Tensor:
+        """Return `vector`, or on a GPU a copy of it as it is now."""
         return vector if vector.device.type == "cpu" else host_copy(vector)
 
     def mark(self) -> Any:
+        """Return a mark of what the calling thread has begun on the device so far, for another thread to wait for."""
         return self._side_stream.mark()
 
-    @staticmethod
-    def _write(parameter: nn.Parameter, stretch: slice, values: Tensor) -> None:
-        flat = parameter.detach().reshape(-1)  # a view, or a copy where the parameter's memory has gaps
-        flat[stretch].copy_(values)
-        if not parameter.is_contiguous():
-            parameter.copy_(flat.view_as(parameter))
+    # --- who has what ---------------------------------------------------------------------------------------------
 
-    def _start(self, parameter: Tensor, theta: Tensor, carry: Tensor | None, part: slice) -> Tensor:
-        """Return what the training of this part of a parameter starts from, in the parameter's dtype."""
-        cast = theta[part].to(self.device).to(parameter.dtype)
-        return cast if carry is None else (cast.float() - carry[part].to(self.device)).to(parameter.dtype)
-
-    def _stretches(self, p: int) -> Iterator[tuple[nn.Parameter, slice, slice]]:
-        """Yield each slice of fragment p: its parameter, where it is in there (flattened), and where in the vector."""
+    def _pieces(self, p: int) -> Iterator[Piece]:
+        """Yield each slice of fragment p."""
         position = 0
         for stretch in self._slices[p]:
             length = stretch.stop - stretch.start
-            yield (
-                self._parameters[stretch.tensor],
-                slice(stretch.start, stretch.stop),
-                slice(position, position + length),
-            )
+            yield Piece(stretch.tensor, stretch.start, stretch.stop, slice(position, position + length))
             position += length
+
+    def _held_by(self, rank: int, p: int) -> list[Piece]:
+        """Return what of fragment p process `rank` has."""
+        pieces = (each.within(*self._held[rank][each.tensor]) for each in self._pieces(p))
+        return [each for each in pieces if each.start < each.stop]
+
+    def _given(self, p: int) -> dict[int, list[Piece]]:
+        """Return what of fragment p each process gives its owner, every element once: the owner itself what it has, and
+        of the others the first that has it. What several have they have as a whole."""
+        owner, given = self.owner(p), dict[int, list[Piece]]()
+        taken: set[tuple[int, int]] = set()
+        for rank in sorted(range(self._ranks.size), key=lambda rank: (rank != owner, rank)):
+            pieces = [each for each in self._held_by(rank, p) if (each.tensor, each.start) not in taken]
+            taken |= {(each.tensor, each.start) for each in pieces}
+            if pieces:
+                given[rank] = pieces
+        return given
+
+    # --- read and written -----------------------------------------------------------------------------------------
+
+    def _spread(self, p: int, values: Any) -> None:
+        """Write `values(piece)` into the parameters, those of other processes as well; the owner alone is asked for
+        them."""
+        reshard(self._model)
+        mine = self._held_by(self._ranks.rank, p)
+        if self.owns(p):
+            others = {rank: self._held_by(rank, p) for rank in range(self._ranks.size) if rank != self._ranks.rank}
+            sent = {
+                rank: torch.cat([values(each).to(self.device).float() for each in pieces])
+                for rank, pieces in others.items()
+                if pieces
+            }
+            self._ranks.exchange(sent, {})
+            for each in mine:
+                self._write(each, values(each))
+        elif mine:
+            vector = torch.empty(_length(mine), device=self.device)
+            self._ranks.exchange({}, {self.owner(p): vector})
+            for each, part in zip(mine, vector.split([_length([each]) for each in mine]), strict=True):
+                self._write(each, part)
+
+    def _read(self, piece: Piece) -> Tensor:
+        """Return a piece of a parameter that is here, in its own dtype."""
+        first = self._held[self._ranks.rank][piece.tensor][0]
+        return local_part(self._parameters[piece.tensor]).reshape(-1)[piece.start - first : piece.stop - first]
+
+    def _write(self, piece: Piece, values: Tensor) -> None:
+        local, first = local_part(self._parameters[piece.tensor]), self._held[self._ranks.rank][piece.tensor][0]
+        flat = local.reshape(-1)  # a view, or a copy where the parameter's memory has gaps
+        flat[piece.start - first : piece.stop - first].copy_(values)
+        if not local.is_contiguous():
+            local.copy_(flat.view_as(local))
+
+    def _start(self, piece: Piece, theta: Tensor, carry: Tensor | None) -> Tensor:
+        """Return what the training of this piece of a parameter starts from, in the parameter's dtype."""
+        dtype = self._parameters[piece.tensor].dtype
+        cast = theta[piece.place].to(self.device).to(dtype)
+        return cast if carry is None else (cast.float() - carry[piece.place].to(self.device)).to(dtype)
+
+
+def _identities(model: nn.Module) -> dict[str, tuple[int, torch.dtype, torch.device]]:
+    return {name: (id(each), each.dtype, each.device) for name, each in trainable_parameters(model).items()}
+
+
+def _length(pieces: list[Piece]) -> int:
+    return sum(each.stop - each.start for each in pieces)
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """Return a sum that does not depend on the order of the elements, int64[]."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(-1).view(words).sum(dtype=torch.int64)

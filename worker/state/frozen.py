@@ -1,13 +1,14 @@
 """The parameters that a worker does not train: nobody sends them, so they must be the same on all workers."""
 
 import sys
+from typing import Any
 
 import torch
 from blake3 import blake3
 from torch import nn
 
 from protocol.messages import FrozenSummary
-from worker.state.fragments import frozen_parameters
+from worker.state.parameters import frozen_parameters, is_sharded
 
 
 @torch.no_grad()
@@ -20,7 +21,10 @@ def frozen_summary(model: nn.Module) -> FrozenSummary | None:
     """
     hasher, elements = blake3(max_threads=blake3.AUTO), 0
     for name, parameter in frozen_parameters(model).items():
-        values = (parameter.float() if parameter.is_floating_point() else parameter).contiguous().cpu().numpy()
+        whole: Any = parameter
+        if is_sharded(parameter):  # one after the other, in all processes of the worker
+            whole = whole.full_tensor()
+        values = (whole.float() if whole.is_floating_point() else whole).contiguous().cpu().numpy()
         if sys.byteorder == "big":
             values = values.byteswap()
         hasher.update(f"{name}\0{','.join(map(str, values.shape))}\0".encode())

@@ -4,6 +4,7 @@ The same published bytes and the same arithmetic make it bit-identical on every 
 digests prove that, fragment by fragment, before every step.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -32,13 +33,18 @@ class OuterState:
     different rounds.
 
     Different fragments may be loaded and stepped by different threads at once. `pin_memory`: of θ, which is copied to a
-    GPU.
+    GPU. `owns`: says which fragments are this process's; the others have no elements here, and are in no method's
+    reach.
     """
 
-    def __init__(self, layout: Layout, outer: OuterSpec, *, pin_memory: bool) -> None:
+    def __init__(
+        self, layout: Layout, outer: OuterSpec, *, pin_memory: bool, owns: Callable[[int], bool] = lambda p: True
+    ) -> None:
         self.round: int | None = None
-        self.theta = [torch.zeros(n, dtype=torch.float32, pin_memory=pin_memory) for n in layout.elements]
-        self.momentum = [torch.zeros(n, dtype=torch.float32) for n in layout.elements]
+        self.own = [p for p in range(len(layout.fragments)) if owns(p)]
+        elements = [n if owns(p) else 0 for p, n in enumerate(layout.elements)]
+        self.theta = [torch.zeros(n, dtype=torch.float32, pin_memory=pin_memory) for n in elements]
+        self.momentum = [torch.zeros(n, dtype=torch.float32) for n in elements]
         self._digests: list[bytes | None] = [None] * len(layout.fragments)
         self._outer = outer
         self.changes = 0  # counted, to tell whether it is still what it was
@@ -61,11 +67,11 @@ class OuterState:
 
     @property
     def digests(self) -> list[bytes]:
-        """The state digest of every fragment."""
-        return [self.fragment_digest(p) for p in range(len(self))]
+        """The state digests of the fragments that this process owns, in order."""
+        return [self.fragment_digest(p) for p in self.own]
 
     def digest(self) -> bytes:
-        """Return one digest of the whole outer state."""
+        """Return one digest of the whole outer state, all of which is here."""
         return model_digest(self.digests)
 
     def set(self, p: int, theta: Tensor, momentum: Tensor | None) -> None:

@@ -5,15 +5,19 @@ So at the end, where everybody waits, less is left to write. Two files take turn
 last work belongs to stays until other work is durable.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial as bound
 from types import TracebackType
 from typing import Any, Self
 
+from torch.optim import Optimizer
+
 from protocol.messages import Stage
 from worker.accounts.stages import Stages
+from worker.ranks import ALONE, Ranks
 from worker.state import snapshot
+from worker.state.optimizer_state import Stretch
 from worker.state.outer_state import OuterState
 from worker.state.snapshot import Snapshot
 from worker.state.state_dir import StateDir
@@ -22,10 +26,13 @@ from worker.state.work import RoundStart, Work
 
 class Saver:
     """Writes snapshots into `files`, one thing after the other, on a thread of its own; nothing where there is no
-    directory. `owner` is the snapshot's `identity`."""
+    directory. `owner` is the snapshot's `identity`. Of several `ranks`, each has a directory and a Saver."""
 
-    def __init__(self, files: StateDir | None, owner: str, state: OuterState, stages: Stages) -> None:
+    def __init__(
+        self, files: StateDir | None, owner: str, state: OuterState, stages: Stages, ranks: Ranks = ALONE
+    ) -> None:
         self._files, self._owner, self._state, self._stages = files, owner, state, stages
+        self._ranks = ranks
         self._thread = ThreadPoolExecutor(1, "snapshot")
         # The slots of the outer state that was written last, and of the one that the last work belongs to.
         self._state_slot = self._work_slot = 0
@@ -40,10 +47,12 @@ class Saver:
     ) -> None:
         self._thread.shutdown()
 
-    def load(self) -> Snapshot | None:
+    def load(self, optimizers: Sequence[Optimizer] = ()) -> Snapshot | None:
         """Return what the last process with this directory saved, its outer state loaded; None where nothing whole
-        is."""
-        found = None if self._files is None else snapshot.load(self._files, self._owner, self._state)
+        is. `optimizers` are the inner ones, whose states are wanted."""
+        if self._files is None:
+            return None
+        found = snapshot.load(self._files, self._owner, self._state, optimizers, self._ranks)
         if found is not None:
             self._state_slot = self._work_slot = found.slot
             self._written = (found.work.round, self._state.changes)
@@ -75,6 +84,7 @@ class Saver:
         *,
         partial: bool,
         optimizers: Callable[[], list[dict[str, Any]]],
+        held: Callable[[], list[list[Stretch]]] = list,
         scaler: Callable[[], dict[str, Any] | None],
         warmup_left: int,
     ) -> Future[None] | None:
@@ -88,10 +98,20 @@ class Saver:
             return None
         assert self._written[0] == work.round, "what is trained on is written as the training begins"
         self._work_slot = self._state_slot
-        taken = bound(Snapshot, work, partial, optimizers(), scaler(), warmup_left, self._work_slot)
+        taken = bound(
+            Snapshot,
+            work,
+            partial,
+            optimizers(),
+            scaler(),
+            warmup_left,
+            self._work_slot,
+            held=held(),
+            ranks=(self._ranks.rank, self._ranks.size),
+        )
         write = self._stages.timed(Stage.SNAPSHOT, self._write)
         return self._thread.submit(write, self._files, self._digests, taken)
 
-    def _write(self, files: StateDir, state: Future[list[bytes]], taken: Callable[[list[bytes]], Snapshot]) -> None:
+    def _write(self, files: StateDir, state: Future[list[bytes]], taken: Callable[..., Snapshot]) -> None:
         digests = state.result()  # it came before on this thread; without it, the snapshot is worth nothing
-        snapshot.save(files, self._owner, taken(digests))
+        snapshot.save(files, self._owner, taken(digests=digests))

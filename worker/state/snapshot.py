@@ -12,7 +12,8 @@ and a cold inner optimizer, which needs no snapshot.
 
 import logging
 import pickle
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
@@ -20,14 +21,18 @@ from typing import IO, Any, cast
 import torch
 from blake3 import blake3
 from torch import Tensor
+from torch.optim import Optimizer
 
 from protocol.digest import DIGEST_BYTES, Buffer, digest
 from protocol.direct import Writer
 from protocol.fragments import Layout
 from protocol.messages import RunDetail
+from worker.errors import ModelError
+from worker.ranks import ALONE, Ranks
 from worker.state.fragments import host_copy
+from worker.state.optimizer_state import Stretch, reassembled, stretches
 from worker.state.outer_state import OuterState
-from worker.state.state_dir import SNAPSHOT, STATE, StateDir
+from worker.state.state_dir import BEFORE, SNAPSHOT, STATE, StateDir, rank_directory
 from worker.state.work import Carry, Contribution, Late, RoundStart, Work
 
 _VERSION = 6
@@ -43,10 +48,11 @@ log = logging.getLogger(__name__)
 class Snapshot:
     """The work done on state `work.round` of the run, and the states of the inner optimizers, and of the GradScaler if
     there is one, after it. Or, where training goes on while fragments travel, what that round starts from, and theirs
-    before it.
+    before it. Of a worker of several processes, what is one process's own: the others have the rest.
 
     `digests` are the outer state's, which is in a file of its own, number `slot`. `partial`: the worker left in the
-    middle of the round. `warmup_left`: inner steps until a joiner is warm.
+    middle of the round. `warmup_left`: inner steps until a joiner is warm. `held`: of each optimizer's parameters, what
+    this process had of them, as `optimizer_state.stretches` has it. `ranks`: this process's, and how many there were.
     """
 
     work: Work | RoundStart
@@ -56,6 +62,8 @@ class Snapshot:
     warmup_left: int
     slot: int
     digests: list[bytes]
+    held: list[list[Stretch]] = field(default_factory=list)
+    ranks: tuple[int, int] = (0, 1)
 
 
 def identity(run: RunDetail, layout: Layout, worker: str) -> str:
@@ -65,7 +73,9 @@ def identity(run: RunDetail, layout: Layout, worker: str) -> str:
 
 
 def save_state(files: StateDir, owner: str, slot: int, state: OuterState) -> None:
-    """Write the outer state, which may not change before this returns. Raises OSError."""
+    """Write the outer state, which may not change before this returns. The snapshot before the last one, if it is there
+    still, is worth nothing without the state in whose place this one comes. Raises OSError."""
+    (files.path / BEFORE).unlink(missing_ok=True)
     document = {
         "version": _VERSION,
         "identity": owner,
@@ -77,8 +87,8 @@ def save_state(files: StateDir, owner: str, slot: int, state: OuterState) -> Non
 
 
 def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
-    """Write the snapshot, whose outer state is durable. Nothing in it may change before this returns. Raises
-    OSError."""
+    """Write the snapshot, whose outer state is durable. Nothing in it may change before this returns. The one before it
+    is kept where another process may yet be killed without this one. Raises OSError."""
     document = {
         "version": _VERSION,
         "identity": owner,
@@ -89,7 +99,11 @@ def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
         "warmup_left": snapshot.warmup_left,
         "slot": snapshot.slot,
         "digests": snapshot.digests,
+        "held": snapshot.held,
+        "ranks": snapshot.ranks,
     }
+    if snapshot.ranks[1] > 1 and (files.path / SNAPSHOT).exists():
+        (files.path / SNAPSHOT).rename(files.path / BEFORE)
     files.replace(SNAPSHOT, partial(write_document, document))
 
 
@@ -120,47 +134,131 @@ def write_document(document: dict[str, Any], file: Writer) -> None:
     file.write(hashed.hasher.digest())
 
 
-def load(files: StateDir, owner: str, state: OuterState) -> Snapshot | None:
+def load(
+    files: StateDir, owner: str, state: OuterState, optimizers: Sequence[Optimizer] = (), ranks: Ranks = ALONE
+) -> Snapshot | None:
     """Return the snapshot, on the CPU, and load its outer state into `state`. Return None where there is none, and with
-    a warning where it is not ours or damaged; `state` may have anything in it then."""
-    path = files.path / SNAPSHOT
-    if not path.exists():
-        return None
-    document = read_document(path, owner, _VERSION)
-    if document is None:
-        return None
-    try:
-        snapshot = Snapshot(
-            work=_read_work(document),
-            partial=document["partial"],
-            # Older processes wrote the state of one.
-            inner_optimizers=(
-                document["inner_optimizers"] if "inner_optimizers" in document else [document["inner_optimizer"]]
-            ),
-            scaler=document.get("scaler"),  # which older processes did not write
-            warmup_left=document["warmup_left"],
-            slot=document["slot"],
-            digests=document["digests"],
-        )
-    except _DAMAGE as error:
-        _say_damaged(path, error)
-        return None
-    path = files.path / STATE.format(snapshot.slot)
-    document = read_document(path, owner, _VERSION)
-    if document is None:
-        return None
-    try:
-        if document["digests"] != snapshot.digests:
-            raise ValueError("it is not the outer state that the snapshot belongs to")
-        for p in range(len(state)):
-            state.set(p, document["theta"][p], document["momentum"][p])
-        if state.digests != snapshot.digests:
-            raise ValueError("its bytes are not those that were saved")
-    except _DAMAGE as error:
-        _say_damaged(path, error)
-        return None
-    state.round = snapshot.work.round
-    return snapshot
+    a warning where it is not ours or damaged; `state` may have anything in it then.
+
+    Of several processes, all get their parts of one snapshot of the worker, the newest that is whole: also where it was
+    saved by another number of them. `optimizers` say which part of the inner optimizers' states is wanted. Raises
+    ModelError where these are not the optimizers of the snapshot.
+    """
+    directory = files.path if ranks.is_first else files.path.parent
+    for round_number, size in ranks.by_first(lambda: _rounds_in(files, owner)):
+        parts = [ranks.rank] if size == ranks.size else range(size)
+        read = [_read(rank_directory(directory, rank), owner, round_number, (rank, size)) for rank in parts]
+        if any(each is None for each in ranks.all(None if None in read else True)):
+            continue
+        saved = [each for each in read if each is not None]
+        found = ranks.together(partial(_joined, saved, state, optimizers))
+        if None in ranks.all(found and True):
+            continue
+        state.round = round_number
+        return found
+    return None
+
+
+def _rounds_in(files: StateDir, owner: str) -> list[tuple[int, int]]:
+    """Return the rounds of the snapshots of the first process, and how many processes there were, the latest first."""
+    documents = (read_document(path, owner, _VERSION) for path in _paths(files.path))
+    return [(_round_of(each), _ranks_of(each)[1]) for each in documents if each is not None]
+
+
+def _paths(directory: Path) -> list[Path]:
+    return [path for name in (SNAPSHOT, BEFORE) if (path := directory / name).exists()]
+
+
+_Saved = tuple[Snapshot, dict[str, Any]]
+
+
+def _read(directory: Path, owner: str, round_number: int, ranks: tuple[int, int]) -> _Saved | None:
+    """Return what process `ranks` saved of that round, and the document of its outer state; None where it did not."""
+    for path in _paths(directory):
+        document = read_document(path, owner, _VERSION)
+        if document is None or _round_of(document) != round_number or _ranks_of(document) != ranks:
+            continue
+        try:
+            snapshot = _snapshot_of(document)
+        except _DAMAGE as error:
+            _say_damaged(path, error)
+            continue
+        path = directory / STATE.format(snapshot.slot)
+        state = read_document(path, owner, _VERSION)
+        if state is None:
+            continue
+        if state["digests"] == snapshot.digests:
+            return snapshot, state
+        _say_damaged(path, ValueError("it is not the outer state that the snapshot belongs to"))
+    return None
+
+
+def _round_of(document: dict[str, Any]) -> int:
+    number: int = document["midway" if "midway" in document else "work"]["round"]
+    return number
+
+
+def _ranks_of(document: dict[str, Any]) -> tuple[int, int]:
+    rank, size = document.get("ranks", (0, 1))  # which older processes did not write
+    return rank, size
+
+
+def _snapshot_of(document: dict[str, Any]) -> Snapshot:
+    return Snapshot(
+        work=_read_work(document),
+        partial=document["partial"],
+        # Older processes wrote the state of one.
+        inner_optimizers=(
+            document["inner_optimizers"] if "inner_optimizers" in document else [document["inner_optimizer"]]
+        ),
+        scaler=document.get("scaler"),  # which older processes did not write
+        warmup_left=document["warmup_left"],
+        slot=document["slot"],
+        digests=document["digests"],
+        held=document.get("held", []),
+        ranks=_ranks_of(document),
+    )
+
+
+def _joined(saved: list[_Saved], state: OuterState, optimizers: Sequence[Optimizer]) -> Snapshot | None:
+    """Return what of `saved`, the snapshots of all processes or of this one, is this process's; load its outer state,
+    or return None where that is damaged."""
+    first, size = saved[0][0], saved[0][0].ranks[1]
+    of = {snapshot.ranks[0]: (snapshot, document) for snapshot, document in saved}
+    for p in state.own:
+        snapshot, document = of[p % size]
+        state.set(p, document["theta"][p], document["momentum"][p])
+        if state.fragment_digest(p) != snapshot.digests[p // size]:
+            return None
+    parts = [snapshot for snapshot, _ in saved]
+    held = [stretches(each) for each in optimizers]
+    inner = first.inner_optimizers
+    if len(parts) > 1 or (first.held and first.held != held):
+        if len(held) != len(inner):
+            raise ModelError(
+                "the inner optimizers are not those of the snapshot in this state_dir: there are "
+                f"{len(held)} of them, and {len(inner)} in the snapshot"
+            )
+        inner = [
+            reassembled([(each.held[index], each.inner_optimizers[index]) for each in parts], wanted)
+            for index, wanted in enumerate(held)
+        ]
+    return replace(first, work=_work_of(parts, set(state.own), size), inner_optimizers=inner, held=held)
+
+
+def _work_of(parts: list[Snapshot], own: set[int], size: int) -> Work | RoundStart:
+    """Return what of the work of all these processes belongs to the fragments `own`."""
+    first = parts[0].work
+    if isinstance(first, Work):
+        all_of_them = [each for part in parts for each in cast(Work, part.work).contributions]
+        return Work(first.round, sorted((c for c in all_of_them if c.fragment in own), key=lambda c: c.fragment))
+    starts = {part.ranks[0]: cast(RoundStart, part.work) for part in parts}
+    local = [starts[p % size].local[p] if p in own else torch.empty(0) for p in range(len(first.local))]
+    carried = [start.carry for start in starts.values()]
+    late = {p: each for carry in carried for p, each in carry.late.items() if p in own}
+    unsent = {p: each for carry in carried for p, each in carry.unsent.items() if p in own}
+    ahead = {p: each for carry in carried for p, each in carry.ahead.items() if p in own}
+    return RoundStart(first.round, local, replace(first.carry, late=late, unsent=unsent, ahead=ahead))
 
 
 def read_document(path: Path, owner: str, version: int) -> dict[str, Any] | None:
@@ -204,7 +302,7 @@ def copied(value: Any) -> Any:
     return value
 
 
-# The fields of Work in the file that its contributions have in common, and those that they have one each of.
+# The fields that the contributions of older processes had in common.
 _COMMON = ("round", "units", "weight", "inner_steps", "loss")
 
 
@@ -214,11 +312,8 @@ def _written(work: Work | RoundStart) -> dict[str, Any]:
         carry = vars(work.carry) | {"late": {p: vars(late) for p, late in work.carry.late.items()}}
         fresh = carry.pop("fresh")
         return {"midway": vars(work) | {"carry": carry, "fresh": [fresh.get(p, 0) for p in range(len(work.local))]}}
-    contributions = work.contributions
-    common = {name: getattr(contributions[0], name) for name in _COMMON}
-    late = {each.fragment: vars(each.late) for each in contributions if each.late is not None}
-    each = {"norms": [each.norm for each in contributions], "deltas": [each.delta for each in contributions]}
-    return {"work": common | each | {"late": late}}
+    contributions = [vars(each) | {"late": each.late and vars(each.late)} for each in work.contributions]
+    return {"work": {"round": work.round, "contributions": contributions}}
 
 
 def _read_work(document: dict[str, Any]) -> Work | RoundStart:
@@ -228,7 +323,12 @@ def _read_work(document: dict[str, Any]) -> Work | RoundStart:
         carry = Carry(**start["carry"] | {"late": late, "fresh": dict(enumerate(start["fresh"]))})
         return RoundStart(start["round"], start["local"], carry)
     work = document["work"]
+    if "contributions" in work:
+        made = ({**one, "late": one["late"] and Late(**one["late"])} for one in work["contributions"])
+        return Work(work["round"], [Contribution(**one) for one in made])
     common = {name: work[name] for name in _COMMON}
     late = {p: Late(**each) for p, each in work["late"].items()}
     each = enumerate(zip(work["norms"], work["deltas"], strict=True))
-    return Work([Contribution(**common, fragment=p, norm=n, delta=d, late=late.get(p)) for p, (n, d) in each])
+    return Work(
+        work["round"], [Contribution(**common, fragment=p, norm=n, delta=d, late=late.get(p)) for p, (n, d) in each]
+    )

@@ -14,6 +14,7 @@ from worker import files
 from worker.errors import StateDirBusy
 
 SNAPSHOT = "snapshot.pt"
+BEFORE = "snapshot-before.pt"  # the one before, while another process of this worker may have no other
 STATE = "state-{}.pt"  # two that take turns, 0 and 1
 _MEMBER = "member.json"
 _LOCK = "lock"
@@ -27,6 +28,11 @@ class MemberTokens:
     proposed: str | None
 
 
+def rank_directory(directory: Path, rank: int) -> Path:
+    """Return where process `rank` of a worker keeps its files, if the worker's are in `directory`."""
+    return directory / f"rank-{rank}" if rank else directory
+
+
 class StateDir:
     """A directory that one process at a time works in. Use as a context manager; raises StateDirBusy and OSError."""
 
@@ -35,7 +41,8 @@ class StateDir:
 
     def __enter__(self) -> Self:
         if not self.path.is_dir():
-            self.path.mkdir(parents=True, mode=0o700)
+            for each in (self.path.parent, self.path):  # which another process of this worker may make as well
+                each.mkdir(parents=True, mode=0o700, exist_ok=True)
             files.sync_directory(self.path.parent)
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         if not files.lock_now(self._lock):

@@ -137,19 +137,17 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Work:
-    """All that a worker contributes to a round, one contribution per fragment, made while the training stands still."""
+    """All that this process contributes to a round, one contribution to each fragment that it owns, made while the
+    training stands still."""
 
+    round: int
     contributions: list[Contribution]
-
-    @property
-    def round(self) -> int:
-        return self.contributions[0].round
 
 
 @dataclass(frozen=True)
 class RoundStart:
     """What the training of `round` starts from: the local parameters `local` of each fragment, float32[n], in host
-    memory, that were trained from the global ones less `carry`."""
+    memory, that were trained from the global ones less `carry`. Of those that another process owns there is nothing."""
 
     round: int
     local: list[Tensor]

@@ -1,0 +1,177 @@
+"""One worker of several processes: replicated or sharded, it is one worker to the run, and goes on after any of them was
+killed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.harness.coordinator import InThread
+from protocol.messages import RunDetail, RunState, WorkerInfo
+from tests.worker import toy
+from tests.worker.rank_script import STAGES, RankProcesses
+from tests.worker.toy import coordinator_thread
+from worker.ranks import Ranks
+
+Start = Callable[..., RankProcesses]
+
+LONGER = toy.spec(rounds=4)
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., RankProcesses]]:
+    """Starts a worker, of which nothing is left after the test."""
+    with ExitStack() as started:
+
+        def begin(
+            running: InThread, mode: str, size: int, name: str = "a", *, directory: Path = tmp_path, **how: Any
+        ) -> RankProcesses:
+            worker = RankProcesses(running, directory, mode, size, name, **how)
+            started.callback(worker.kill)
+            return worker
+
+        yield begin
+
+
+def run_of(running: InThread) -> RunDetail:
+    with running.client() as http:
+        return RunDetail.model_validate(http.get("/v1/runs/toy").json())
+
+
+def worker_of(running: InThread, name: str = "a") -> WorkerInfo:
+    with running.client() as http:
+        return WorkerInfo.model_validate(http.get(f"/v1/runs/toy/workers/{name}").json())
+
+
+def finished(running: InThread, *names: str) -> str:
+    """The digest of the run's last state, which all workers have as well."""
+    run = run_of(running)
+    assert run.state is RunState.FINISHED
+    for name in names or ("a",):
+        assert worker_of(running, name).state_digest == run.state_digest
+    assert run.state_digest is not None
+    return run.state_digest
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The digests, by mode, that a run of one worker of two processes, which nothing happens to, ends with."""
+    digests = {}
+    for mode in ("fsdp", "ddp"):
+        directory = tmp_path_factory.mktemp(mode)
+        with coordinator_thread(directory / "coordinator") as running:
+            running.create_run(LONGER)
+            worker = RankProcesses(running, directory, mode, 2)
+            assert worker.wait() == [0, 0], worker.told()
+            digests[mode] = finished(running)
+    return digests
+
+
+@pytest.mark.parametrize("sync", ["", 'overlap = 1\noffsets = "spread"\nalpha = 0.5'])
+def test_sharded_replicated_and_plain_workers_have_one_state(start: Start, tmp_path: Path, sync: str) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(toy.spec(min_workers=4, sync=sync))
+        workers = {
+            name: start(running, mode, size, name)
+            for name, mode, size in (("d", "hybrid", 4), ("a", "fsdp", 3), ("b", "ddp", 2), ("c", "plain", 1))
+        }
+        for worker in workers.values():
+            assert not any(worker.wait()), worker.told()
+        finished(running, *workers)
+        assert [worker_of(running, name).host.get("processes") for name in "abcd"] == [3, 2, None, 4]
+        # Each worker's loss is the mean over its processes.
+        losses = [workers["a"].result(rank)["losses"][-toy.STEPS :] for rank in range(3)]
+        assert worker_of(running, "a").metrics.loss == pytest.approx(sum(map(sum, losses)) / 3 / toy.STEPS, rel=1e-5)
+
+
+def test_more_processes_than_fragments(start: Start, tmp_path: Path) -> None:
+    """Those that own none train all the same."""
+    spec = toy.spec().replace("fragment_elements = 256", "fragment_elements = 100000")
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(spec)
+        worker = start(running, "fsdp", 3)
+        assert worker.wait() == [0, 0, 0], worker.told()
+        finished(running)
+        assert worker_of(running).contributions == 3
+
+
+@pytest.mark.parametrize(("mode", "victim"), [("fsdp", 1), ("ddp", 0)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_process_killed_at_any_stage_loses_nothing(
+    start: Start, tmp_path: Path, undisturbed: dict[str, str], stage: str, mode: str, victim: int
+) -> None:
+    """The others end with a clear word, and the same command comes to the same bits as if nothing had happened."""
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(LONGER)
+        worker = start(running, mode, 2, stage=stage, victim=victim)
+        codes = worker.wait()
+        assert codes[victim] == -9
+        assert codes[1 - victim] == 1
+        assert "another process of this worker has gone" in worker.told(1 - victim)
+        worker = start(running, mode, 2)
+        assert worker.wait() == [0, 0], worker.told()
+        assert finished(running) == undisturbed[mode]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sync"),
+    [
+        (("fsdp", 3), ("fsdp", 2), ""),
+        (("ddp", 2), ("fsdp", 4), ""),
+        (("fsdp", 2), ("plain", 1), "overlap = 2"),
+        (("plain", 1), ("fsdp", 2), ""),
+    ],
+)
+def test_another_number_of_processes_goes_on(
+    start: Start, tmp_path: Path, before: tuple[str, int], after: tuple[str, int], sync: str
+) -> None:
+    """With the work, the outer state and the inner optimizer that were saved."""
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(toy.spec(rounds=4, sync=sync))
+        worker = start(running, *before, stage="an inner step", victim=0)
+        assert -9 in worker.wait()
+        worker = start(running, *after)
+        assert worker.wait() == [0] * after[1], worker.told()
+        assert "resuming with the work of round" in worker.told()
+        finished(running)
+        if not sync:  # else a round may close with the fragments of it that were sent before
+            assert worker_of(running).tokens == 4 * toy.STEPS * run_of(running).spec.unit_tokens
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_signal_to_one_process_is_for_all(start: Start, tmp_path: Path, victim: int) -> None:
+    """They leave after the same inner step, and hand in what is done."""
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(toy.spec())
+        worker = start(running, "fsdp", 2, stop=toy.STEPS + 1, victim=victim)
+        assert worker.wait() == [0, 0], worker.told()
+        found = [worker.result(rank) for rank in range(2)]
+        assert [(len(each["losses"]), each["stopped"]) for each in found] == [(toy.STEPS + 2, True)] * 2
+        assert "handed in the work on 2 units before leaving" in worker.told()
+        worker = start(running, "fsdp", 2)
+        assert worker.wait() == [0, 0], worker.told()
+        finished(running)
+
+
+def test_processes_that_train_models_of_their_own_are_told(start: Start, tmp_path: Path) -> None:
+    """DistributedDataParallel was forgotten: the run would have got the model of one of them."""
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(toy.spec())
+        worker = start(running, "plain", 2)
+        assert worker.wait() == [1, 1]
+        assert "parameter 0.weight is not the same in all processes of this worker" in worker.told()
+        assert run_of(running).round == 0
+
+
+def test_processes_of_torchrun_without_a_group_are_told() -> None:
+    """Each of them would have been a worker of its own."""
+    with pytest.raises(RuntimeError, match=r"torchrun has started 2 processes.*init_process_group"):
+        Ranks.here({"WORLD_SIZE": "2", "RANK": "1"})
+    assert Ranks.here({"WORLD_SIZE": "1", "RANK": "0"}).size == 1
+    assert Ranks.here({}).size == 1
+    assert torch.distributed.is_available()

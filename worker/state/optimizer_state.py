@@ -1,0 +1,106 @@
+"""The states of the inner optimizers as a process holds them, and put together anew for other processes.
+
+Under fully_shard each process has a stretch of every parameter, and of what its optimizer keeps for each element. That
+is what it saves. Who goes on with another number of processes takes the stretches that are its own from all of them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from worker.state.parameters import held, is_sharded, local_part
+
+Stretch = tuple[int, int]
+
+
+def stretches(optimizer: Optimizer) -> list[Stretch]:
+    """Return what is here of each of the optimizer's parameters, flattened, in the order of its state."""
+    return [held("of an optimizer", each) for each in _parameters(optimizer)]
+
+
+def local_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state_dict with what is here of sharded tensors in their place. Nothing is copied."""
+    state: dict[str, Any] = _local(optimizer.state_dict())
+    return state
+
+
+def load_local_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load what `local_state` or `reassembled` returned. Raises ValueError where it is not this optimizer's."""
+    parameters = _parameters(optimizer)
+    by_index = {
+        index: {key: _like(parameters[index], value) for key, value in values.items()}
+        if index < len(parameters)
+        else {}
+        for index, values in state["state"].items()
+    }
+    optimizer.load_state_dict(state | {"state": by_index})
+
+
+def reassembled(saved: Sequence[tuple[Sequence[Stretch], dict[str, Any]]], wanted: Sequence[Stretch]) -> dict[str, Any]:
+    """Return the state of a process that holds the stretches `wanted`, of what other processes `saved`: the stretches
+    that each had, and its state. Raises ValueError where something is kept that is not one value for each element."""
+    first = saved[0][1]
+    by_index = {
+        index: {
+            key: _stretch([(had[index], state["state"][index][key]) for had, state in saved], wanted[index], key)
+            for key in values
+        }
+        for index, values in first["state"].items()
+        if index < len(wanted)
+    }
+    return first | {"state": by_index}
+
+
+def _stretch(parts: list[tuple[Stretch, Any]], wanted: Stretch, key: str) -> Any:
+    first = parts[0][1]
+    if not isinstance(first, Tensor) or first.ndim == 0:
+        return first
+    if any(value.numel() != stop - start for (start, stop), value in parts):
+        raise ValueError(f"its {key!r} is not one value for each element of a parameter")
+    start, stop = wanted
+    out = torch.empty(stop - start, dtype=first.dtype)
+    for (has, until), value in parts:
+        low, high = max(start, has), min(stop, until)
+        if low < high:
+            out[low - start : high - start] = value.reshape(-1)[low - has : high - has]
+    return out
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return local_part(value)
+    if isinstance(value, dict):
+        return {key: _local(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_local(each) for each in value)
+    return value
+
+
+def _like(parameter: Tensor, value: Any) -> Any:
+    """Return a value for each element as the parameter has its elements: sharded, in its shape."""
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    local = local_part(parameter)
+    if value.numel() != local.numel():
+        return value
+    value = value.reshape(local.shape)
+    if not is_sharded(parameter):
+        return value
+    from torch.distributed.tensor import DTensor  # which takes seconds to import, and is there already
+
+    sharded: Any = parameter
+    return DTensor.from_local(
+        value.to(local.device),
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
