@@ -77,11 +77,11 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "export": {"errors", "data", "models", "link"},
         "initial": {"errors", "models", "link"},
         "inner": {"errors", "user_code", "data", "models"},
-        "box": {"errors", "settings", "accounts", "data", "models", "inner"},
+        "box": {"errors", "ranks", "settings", "accounts", "data", "models", "inner"},
         "train": {"accounts", "data", "rounds", "box"},
         "alone": {"errors", "accounts", "state", "box", "train"},
         "agent": {
-            *("errors", "settings", "signals", "accounts", "state", "link", "inner"),
+            *("errors", "ranks", "settings", "signals", "accounts", "state", "link", "inner"),
             *("diloco", "initial", "box", "train", "alone"),
         },
     },

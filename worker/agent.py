@@ -25,6 +25,7 @@ from worker.errors import BoxError, DataError, ModelError, StateDirBusy, Stopped
 from worker.initial import initial_parameters
 from worker.inner.precision import allow_tf32, precision_on
 from worker.link.client import Client, open_http
+from worker.ranks import ALONE, Ranks
 from worker.settings import BoxSettings, WorkerSettings, state_directory
 from worker.signals import stop_on_signals
 from worker.state.state_dir import StateDir
@@ -53,8 +54,11 @@ def _run(
 ) -> Exit:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if rank:
+        logging.getLogger().setLevel(logging.WARNING)  # rank 0 tells of the worker
     try:
-        device = choose_device(settings.device)
+        device = choose_device(_of_this_process(settings.device) if size > 1 else settings.device)
         allow_tf32(precision_on(device, settings.precision, settings.parameters))
     except ValueError as error:
         log.error("%s", error)
@@ -63,7 +67,7 @@ def _run(
         torch.set_num_threads(settings.threads)
     try:
         stop = threading.Event()
-        with stop_on_signals(stop, partial(end_process, Exit.DONE)):
+        with _group_of(device, size), stop_on_signals(stop, partial(end_process, Exit.DONE)):
             try:
                 work(device, stop)
             finally:
@@ -82,6 +86,27 @@ def _run(
         log.exception("an unexpected fault; starting this worker again resumes its work")
         return Exit.RETRY
     return Exit.DONE
+
+
+def _of_this_process(name: str) -> str:
+    """Return the device of this process of several on the machine: of GPUs, each has one."""
+    is_gpu = name == "cuda" or (name == "auto" and torch.cuda.is_available())
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_gpu else name
+
+
+@contextmanager
+def _group_of(device: torch.device, size: int) -> Iterator[None]:
+    """Yield with the process group of all that torchrun has started; with none where this process is the only one."""
+    if size == 1:
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def choose_device(name: str) -> torch.device:
@@ -113,8 +138,9 @@ def _work(settings: WorkerSettings, device: torch.device, stop: threading.Event)
 def _train(
     settings: WorkerSettings, client: Client, run: RunDetail, device: torch.device, stop: threading.Event
 ) -> None:
-    with _step_log(settings) as step_log:
-        box = set_up(run.spec, settings, device, stop=stop)
+    ranks = Ranks.here()
+    with _step_log(settings, ranks) as step_log:
+        box = set_up(run.spec, settings, device, stop=stop, ranks=ranks)
         _say_what_trains(run.name, settings, box)
         diloco = DiLoCo(
             box.model,
@@ -129,14 +155,17 @@ def _train(
             scaler=box.step.scaler,
             host=host_facts(device) | {"precision": box.precision},
             use=box.use,
+            ranks=ranks,
         )
         with closing(box.data), diloco:
             train(diloco, box, step_log)
 
 
 def _work_alone(settings: BoxSettings, spec: RunSpec, device: torch.device, stop: threading.Event) -> None:
+    if Ranks.here().size > 1:
+        raise BoxError("--no-sync trains in one process: start it without torchrun and --gpus")
     directory = settings.state_dir or state_directory(spec.name, f"{settings.name}.no-sync")
-    with _step_log(settings) as step_log, StateDir(directory) as files:
+    with _step_log(settings, ALONE) as step_log, StateDir(directory) as files:
         box = set_up(spec, settings, device, stop=stop)
         _say_what_trains(spec.name, settings, box)
         load_initial = initial_parameters(box.model, spec.model)
@@ -147,9 +176,10 @@ def _work_alone(settings: BoxSettings, spec: RunSpec, device: torch.device, stop
 
 
 @contextmanager
-def _step_log(settings: BoxSettings) -> Iterator[StepLog | None]:
-    """Yield the step log; None where none is wanted. Raises BoxError where it cannot be written from the start."""
-    if settings.log is None:
+def _step_log(settings: BoxSettings, ranks: Ranks) -> Iterator[StepLog | None]:
+    """Yield the step log, which rank 0 writes; None where none is wanted. Raises BoxError where it cannot be written
+    from the start."""
+    if settings.log is None or not ranks.is_first:
         yield None
         return
     with ExitStack() as opened:
@@ -169,7 +199,7 @@ def _say_what_trains(run: str, settings: BoxSettings, box: Box) -> None:
         parameters,
         box.device,
         box.precision,
-        min(box.micro_batches.size, box.spec.inner.batch_size),
+        min(box.micro_batches.size, box.spec.inner.batch_size // box.ranks.size),
         KERNELS,
     )
 

@@ -16,7 +16,7 @@ from worker.data.caches import cache_directory
 from worker.data.fetching.shards import CacheSettings
 from worker.data.opening import open_training_set
 from worker.data.training_set import TrainingSet
-from worker.errors import DataError
+from worker.errors import BoxError, DataError
 from worker.inner.checkpointing import checkpoint_activations
 from worker.inner.compiling import compile_model
 from worker.inner.evaluation import evaluate
@@ -27,8 +27,10 @@ from worker.inner.micro_batch import MicroBatches
 from worker.inner.optimizers import build_inner_optimizers
 from worker.inner.precision import Precision, cast_parameters, loss_scaler, precision_on
 from worker.inner.schedules import Schedule
+from worker.inner.spreading import choose_mode, shard, spread
 from worker.inner.step import InnerStep
 from worker.models.building import build_model, check_vocabulary
+from worker.ranks import ALONE, Ranks
 from worker.settings import BoxSettings
 
 log = logging.getLogger(__name__)
@@ -36,7 +38,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Box:
-    """A run's training on this machine. `evaluate` measures the held-out loss of the model as it is."""
+    """A run's training on this machine. `evaluate` measures the held-out loss of the model as it is. `ranks`: the
+    processes that share every batch."""
 
     spec: RunSpec
     device: torch.device
@@ -48,18 +51,38 @@ class Box:
     step: InnerStep
     micro_batches: MicroBatches
     use: DeviceUse
+    ranks: Ranks
     evaluate: Callable[[], EvaluationReport] | None
 
 
-def set_up(spec: RunSpec, settings: BoxSettings, device: torch.device, *, stop: threading.Event | None = None) -> Box:
-    """Return the run `spec` on `device`. Raises DataError, ModelError, BoxError, Stopped where data have to be prepared
-    or fetched and `stop` is set meanwhile, and ValueError for settings that the device does not suit."""
+def set_up(
+    spec: RunSpec,
+    settings: BoxSettings,
+    device: torch.device,
+    *,
+    stop: threading.Event | None = None,
+    ranks: Ranks = ALONE,
+) -> Box:
+    """Return the run `spec` on `device`, in each of the processes `ranks`. Raises DataError, ModelError, BoxError,
+    Stopped where data have to be prepared or fetched and `stop` is set meanwhile, and ValueError for settings that the
+    device does not suit."""
     precision = precision_on(device, settings.precision, settings.parameters)
     if spec.data.source == "custom":
         raise DataError(
             f"the run {spec.name} has data.source = 'custom': its workers are scripts of their own, with DiLoCo"
         )
-    model = build_model(spec, device)
+    if spec.inner.batch_size % ranks.size:
+        raise BoxError(
+            f"the run's batch of {spec.inner.batch_size} sequences cannot be shared by {ranks.size} processes: start "
+            "as many as divide it"
+        )
+    # A sharded model is put together in host memory, and goes to the device layer by layer.
+    model = build_model(spec, device if ranks.size == 1 or settings.mode == "ddp" else torch.device("cpu"))
+    mode = choose_mode(model, device, settings.mode) if ranks.size > 1 else None
+    if mode == "fsdp" and (settings.compile or precision == "fp16"):
+        wrong = "--compile" if settings.compile else "--precision fp16"
+        raise BoxError(f"{wrong} does not go with a sharded model: leave it out, or use --mode ddp")
+    model = model if mode == "fsdp" else model.to(device)
     check = partial(check_vocabulary, model)
     data = open_training_set(spec.with_source(settings.data), check=check, stop=stop, shards=shard_cache(settings))
     if spec.data.holdout and not data.held_out_tokens:
@@ -67,15 +90,19 @@ def set_up(spec: RunSpec, settings: BoxSettings, device: torch.device, *, stop: 
         log.warning(told, spec.data.sequence_length)
     if settings.parameters == "bf16":
         cast_parameters(model, torch.bfloat16)
-    use = _device_use(spec, settings, model, precision, device)
+    use = _device_use(spec, settings, model, precision, device, ranks.size)
     head = find_head(model)
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     if settings.compile:
         head = compile_model(model, head, device)
-    optimizers = build_inner_optimizers(model, spec.inner)
     loss = Loss(model, precision, head)
-    sizes = _micro_batches(spec, settings, model, loss, device)
+    if mode == "fsdp":
+        shard(model)
+    if mode is not None:
+        loss = spread(loss, mode, device)
+    optimizers = build_inner_optimizers(model, spec.inner)
+    sizes = _micro_batches(spec, settings, model, loss, device, ranks.size)
     return Box(
         spec=spec,
         device=device,
@@ -87,6 +114,7 @@ def set_up(spec: RunSpec, settings: BoxSettings, device: torch.device, *, stop: 
         step=InnerStep(loss, optimizers, sizes, inner=spec.inner, scaler=loss_scaler(precision, device)),
         micro_batches=sizes,
         use=use,
+        ranks=ranks,
         evaluate=partial(evaluate, model, data, spec.evaluation.max_tokens, device, loss, sizes)
         if data.held_out_tokens
         else None,
@@ -99,9 +127,10 @@ def shard_cache(settings: BoxSettings) -> CacheSettings:
 
 
 def _device_use(
-    spec: RunSpec, settings: BoxSettings, model: nn.Module, precision: Precision, device: torch.device
+    spec: RunSpec, settings: BoxSettings, model: nn.Module, precision: Precision, device: torch.device, devices: int
 ) -> DeviceUse:
-    """Return what the MFU is made of. The FLOPs are counted only where there is a peak to compare them with."""
+    """Return what the MFU is made of, the peak that of all `devices`. The FLOPs are counted only where there is a peak
+    to compare them with."""
     peak = settings.peak_flops
     if peak is None and device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -109,21 +138,25 @@ def _device_use(
         if peak is None:
             log.info("the peak of %s is not known here, so the MFU is not told; --peak-flops gives it", name)
     length = spec.data.sequence_length
-    return DeviceUse(device, None if peak is None else flops_per_token(model, length, precision, device), peak)
+    if peak is None:
+        return DeviceUse(device)
+    where = next(model.parameters()).device
+    return DeviceUse(device, flops_per_token(model, length, precision, where), peak * devices)
 
 
 def _micro_batches(
-    spec: RunSpec, settings: BoxSettings, model: nn.Module, loss: Loss, device: torch.device
+    spec: RunSpec, settings: BoxSettings, model: nn.Module, loss: Loss, device: torch.device, ranks: int
 ) -> MicroBatches:
-    """Return the size that is wanted. `auto` begins with the whole batch; on a CPU, where too much swaps or kills, and
+    """Return the size that is wanted. Several processes cannot look for it: one that runs out of memory would leave
+    the others waiting. `auto` begins with the whole batch; on a CPU, where too much swaps or kills, and
     does not fail, with what keeps the logits within LOGITS_BYTES."""
     if settings.micro_batch != "auto":
         return MicroBatches(settings.micro_batch, spec.inner.batch_size)
-    at_most = spec.inner.batch_size
+    at_most = spec.inner.batch_size // ranks
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if device.type == "cpu" and loss.head is None and vocabulary:
         fit = max(LOGITS_BYTES // (4 * vocabulary * spec.data.sequence_length), 1)
         if fit < at_most:
             log.info("micro-batches of %d of %d sequences, so that their logits take 1 GiB at most", fit, at_most)
             at_most = fit
-    return MicroBatches(None, at_most)
+    return MicroBatches(None if ranks == 1 else at_most, at_most)

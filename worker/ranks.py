@@ -120,6 +120,15 @@ class Ranks:
             raise first
         return result
 
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean of a scalar on the device, over the default group; nothing waits for the device."""
+        if self.size == 1:
+            return value
+        mean = value.detach() / self.size
+        with _lost_ranks_told():
+            dist.all_reduce(mean)
+        return mean
+
     def flags(self, *flags: bool) -> list[bool]:
         """Return each of the flags, True where it is in any of them. Of all that is asked this is the quickest, for
         every inner step."""

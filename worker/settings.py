@@ -55,6 +55,13 @@ class BoxSettings(_Settings):
         allow_inf_nan=False,
         description="GB that they may take, of all workers that have this directory together",
     )
+    mode: Literal["auto", "ddp", "fsdp"] = Field(
+        "auto",
+        description=(
+            "where torchrun or --gpus start several processes, how they share the model: ddp, a replica each; fsdp, "
+            "a shard each; auto: replicas where a GPU has room for one"
+        ),
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: torch's own choice")
     micro_batch: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto",

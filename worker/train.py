@@ -32,15 +32,17 @@ class Steps(Protocol):
 
 def train(steps: Steps, box: Box, log: StepLog | None = None) -> None:
     """Train until the run is over or this worker is asked to stop; tell `log` of every inner step."""
-    spec = box.spec
+    spec, ranks = box.spec, box.ranks
     box.model.train()
     for unit, batch in batches(steps, box.data, box.device):
         if steps.inner_step == 0:
-            torch.manual_seed(round_seed(spec.seed, steps.name, steps.round))  # a resumed round repeats bit for bit
+            torch.manual_seed(
+                round_seed(spec.seed, steps.name, steps.round, ranks.rank)
+            )  # a resumed round repeats bit for bit
             if log is not None:
                 log.begin_round()
         box.schedule.set(steps.global_step, steps.warmup_scale)
-        loss = box.step.gradient(batch)
+        loss = ranks.mean(box.step.gradient(batch[ranks.rank :: ranks.size]))
         steps.report_loss(loss)
         if log is not None:
             log.step(

@@ -1,6 +1,7 @@
 """The command `outerstep worker`."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ FLAGS = {
     "name": "--name",
     "state_dir": "--state",
     "device": "--device",
+    "mode": "--mode",
     "data": "--data",
     "threads": "--threads",
     "data_cache": "--data-cache",
@@ -61,6 +63,14 @@ def worker(
     device: Annotated[
         str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps … Default: auto, the fastest there is.")
     ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", min=1, help="GPUs of this machine that are one worker, by torchrun. Default: one."),
+    ] = None,
+    mode: Annotated[
+        Literal["auto", "ddp", "fsdp"],
+        typer.Option("--mode", help="How several GPUs share the model: a replica each, or a shard each."),
+    ] = "auto",
     data: Annotated[
         str | None,
         typer.Option(
@@ -121,6 +131,7 @@ def worker(
     \b
     Example:
       OUTERSTEP_TOKEN=… outerstep worker https://coordinator.example.org --run my-run
+      outerstep worker https://coordinator.example.org --run my-run --gpus 8
       outerstep worker --no-sync --spec run.toml --log steps.jsonl
     """
     agent = import_extra("worker.agent", extra="worker", command="outerstep worker")
@@ -129,6 +140,7 @@ def worker(
         "name": name,
         "state_dir": state,
         "device": device,
+        "mode": mode,
         "data": data,
         "threads": threads,
         "data_cache": data_cache,
@@ -141,6 +153,8 @@ def worker(
         "peak_flops": peak_flops,
         "log": log,
     }
+    if gpus is not None and no_sync:
+        raise UsageError("--gpus is for a worker that joins a run: --no-sync trains in one process")
     if spec is not None:
         if not no_sync:
             raise UsageError("--spec is for --no-sync: a worker that joins a run has its spec from the coordinator")
@@ -158,4 +172,18 @@ def worker(
         with operator_client(url, token, token_file) as client:
             detail = client.run(run)
         raise typer.Exit(agent.run_alone(alone, detail.spec))
-    raise typer.Exit(agent.run_worker(validated(settings.WorkerSettings, member | box, FLAGS)))
+    joining = validated(settings.WorkerSettings, member | box, FLAGS)
+    if gpus is not None and gpus > 1 and "LOCAL_RANK" not in os.environ:
+        _start_on(gpus, joining.device)
+    raise typer.Exit(agent.run_worker(joining))
+
+
+def _start_on(gpus: int, device: str) -> None:
+    """Become torchrun, which starts this command once for each GPU."""
+    torch = import_extra("torch", extra="worker", command="outerstep worker")
+    there = torch.cuda.device_count()
+    if device in ("auto", "cuda") and there < gpus:
+        raise UsageError(f"--gpus {gpus}: torch sees {there} on this machine; --device cpu has processes without GPUs")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // gpus, 1)))
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    os.execv(sys.executable, [sys.executable, "-m", *torchrun, "-m", "--", "outerstep", *sys.argv[1:]])

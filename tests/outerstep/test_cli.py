@@ -108,6 +108,8 @@ def test_the_exit_codes_are_told_as_they_are():
             "'fp8' is not one of 'bf16', 'fp16'",
         ),
         (["worker", "--spec", "run.toml"], "--spec is for --no-sync"),
+        (["worker", "--no-sync", "--spec", "run.toml", "--gpus", "2"], "--gpus is for a worker that joins a run"),
+        (["worker", "http://localhost", "--run", "r", "--token", "t", "--gpus", "99"], "--gpus 99: torch sees "),
         (["worker", "http://c", "--no-sync", "--spec", "run.toml"], "give --spec, or URL and --run, not both"),
         (["worker", "--no-sync", "--spec", "no/such.toml"], "no/such.toml: No such file or directory"),
         (["demo", "--workers", "0"], "'--workers'"),

@@ -16,6 +16,7 @@ from worker.errors import BoxError
 from worker.inner import compiling
 from worker.inner.checkpointing import checkpoint_activations
 from worker.inner.head import find_head
+from worker.ranks import Ranks
 from worker.state.parameters import tensor_specs
 
 __all__ = ["spec"]  # the fixture
@@ -36,6 +37,21 @@ def test_the_gradient_is_the_same(spec: Any, tmp_path: Path, changes: dict[str, 
     torch.testing.assert_close(other_loss, loss)
     for one, other in zip(others, gradients, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "told"),
+    [
+        (3, {}, "the run's batch of 2 sequences cannot be shared by 3 processes"),
+        (2, {"mode": "fsdp", "compile": True}, "--compile does not go with a sharded model"),
+        (2, {"mode": "fsdp", "precision": "fp16"}, "--precision fp16 does not go with a sharded model"),
+    ],
+)
+def test_what_several_processes_cannot_do_is_refused(
+    spec: Any, tmp_path: Path, size: int, changes: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(BoxError, match=told):
+        set_up(spec, box_settings(tmp_path, **changes), CPU, ranks=Ranks(1, size))
 
 
 def test_auto_on_a_cpu_bounds_the_logits_and_says_so(

@@ -227,6 +227,19 @@ def test_a_sharded_model_is_gathered_and_scattered() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_parameters_that_a_module_around_the_model_has_gathered_are_told() -> None:
+    """An evaluation leaves them so, and the training went on with what they were before the sync."""
+    model = Plain()
+    around = nn.Sequential(model)
+    fully_shard(around, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    fragments, layout = fragments_of(model, 10)
+    fragments.scatter(0, torch.zeros(layout.elements[0]))
+    around.unshard()  # type: ignore[operator]
+    with pytest.raises(ModelError, match=r"holds parameters that it has gathered.* call its reshard\(\)"):
+        fragments.scatter(0, torch.zeros(layout.elements[0]))
+
+
+@pytest.mark.usefixtures("alone")
 def test_columns_are_not_sharded() -> None:
     model = nn.Linear(4, 4)
     mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from worker.errors import BoxError
+from worker.inner.layers import layers_of
 
 
 def checkpoint_activations(model: nn.Module) -> None:
@@ -21,9 +22,8 @@ def checkpoint_activations(model: nn.Module) -> None:
             except ValueError as error:
                 raise BoxError(f"--activation-checkpointing: {error}") from error
             return
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
-    layers = max(lists, key=len, default=())
-    if len(layers) < 2:
+    layers = layers_of(model)
+    if not layers:
         raise BoxError(
             f"--activation-checkpointing: {type(model).__name__} has no torch.nn.ModuleList or Sequential of layers; "
             "leave it out, or call torch.utils.checkpoint in the model"

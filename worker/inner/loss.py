@@ -1,5 +1,6 @@
 """The loss of one batch."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -20,6 +21,10 @@ class Loss:
     model: nn.Module
     precision: Precision | None = None
     head: Head | None = None
+
+    def unsynchronised(self) -> AbstractContextManager[object]:
+        """Return the context of a backward pass that is not the last one of its gradient."""
+        return nullcontext()
 
     def __call__(self, batch: Tensor) -> Tensor:
         """Return the mean over int64[batch, length + 1], a scalar in fp32."""

@@ -48,7 +48,8 @@ class MicroBatches:
         told = str(error).splitlines()[0]
         if not self._searching:
             raise BoxError(
-                f"--micro-batch {self.size} does not fit into the memory: {told}; give fewer, or auto"
+                f"--micro-batch {self.size} does not fit into the memory: {told}; give fewer, or auto where "
+                "one process is the worker"
             ) from error
         if tried == 1:
             raise BoxError(

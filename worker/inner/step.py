@@ -1,6 +1,7 @@
 """One inner step: the gradient of a batch, in micro-batches, and the optimizers' step."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +43,12 @@ class InnerStep:
     def _accumulate(self, micro_batches: tuple[Tensor, ...]) -> Tensor:
         rows = sum(len(each) for each in micro_batches)
         losses = []
-        for each in micro_batches:
-            loss = self._loss(each)
-            if len(each) < rows:
-                loss = loss * (len(each) / rows)
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        for number, each in enumerate(micro_batches, 1):
+            with nullcontext() if number == len(micro_batches) else self._loss.unsynchronised():
+                loss = self._loss(each)
+                if len(each) < rows:
+                    loss = loss * (len(each) / rows)
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
 

@@ -48,7 +48,12 @@ def load_weights(model: nn.Module, spec: ModelSpec) -> None:
     trained = _pretrained(spec)
     weights = trained.model(trained.config(), _attention(torch.device("cpu"))).state_dict()
     try:
-        model.load_state_dict(weights)
+        if any(hasattr(each, "full_tensor") for each in model.parameters()):
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+            set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+        else:
+            model.load_state_dict(weights)
     except RuntimeError as error:
         raise ModelError(
             f"model.pretrained = {spec.pretrained!r} is not what it was when this worker started; name a commit as "

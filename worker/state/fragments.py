@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from protocol.fragments import Layout
 from worker.errors import ModelError
 from worker.ranks import ALONE, Ranks
-from worker.state.parameters import held, local_part, reshard, trainable_parameters
+from worker.state.parameters import held, is_sharded, local_part, reshard, trainable_parameters
 from worker.tuning.side_stream import SideStream
 
 
@@ -56,6 +56,7 @@ class Fragments:
         self._held = ranks.all([held(name, parameter) for name, parameter in named.items()])
         self._slices, self._elements = layout.fragments, layout.elements
         self.device = local_part(self._parameters[0]).device
+        self._is_sharded = any(is_sharded(each) for each in self._parameters)
         self._side_stream = SideStream(self.device)
 
     def __len__(self) -> int:
@@ -209,8 +210,13 @@ class Fragments:
 
     def _spread(self, p: int, values: Any) -> None:
         """Write `values(piece)` into the parameters, those of other processes as well; the owner alone is asked for
-        them."""
+        them. Raises ModelError where a module around the model holds gathered parameters: it would go on with these."""
         reshard(self._model)
+        if self._is_sharded and p == 0 and _identities(self._model) != self._found:
+            raise ModelError(
+                "a module around the model, which fully_shard has wrapped, holds parameters that it has gathered, and "
+                "would not see the run's: call its reshard() after an evaluation, or give DiLoCo that module"
+            )
         mine = self._held_by(self._ranks.rank, p)
         if self.owns(p):
             others = {rank: self._held_by(rank, p) for rank in range(self._ranks.size) if rank != self._ranks.rank}

@@ -1,0 +1,67 @@
+"""`outerstep worker --gpus N`: one command, and torchrun starts a process for each. Here without GPUs, on two processes
+of the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.coordinator import InThread, coordinator_thread
+from protocol.messages import RunState, Scope
+from tests.support.text import write_chapters
+from tests.worker.runs import shown
+
+SPEC = """
+name = "{name}"
+[model]
+preset = "tiny"
+[data]
+source = "{text}"
+sequence_length = 32
+[inner]
+batch_size = 4
+warmup_steps = 0
+[sync]
+rounds = 3
+inner_steps = 4
+fragment_elements = 30000
+"""
+
+
+def losses(running: InThread, directory: Path, name: str, *options: str) -> list[float]:
+    """The loss of every inner step of a worker that trains the run `name` to its end."""
+    log, state = directory / f"{name}.jsonl", directory / name
+    command = [sys.executable, "-m", "outerstep", "worker", running.url, "--run", name, "--device", "cpu", *options]
+    done = subprocess.run(
+        [*command, "--name", "a", "--state", str(state), "--log", str(log)],
+        env=os.environ | {"OUTERSTEP_TOKEN": running.token(Scope.WORKER), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert shown(running, name).state is RunState.FINISHED
+    return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
+
+
+@pytest.mark.system
+def test_replicas_and_shards_train_as_one_process_does(tmp_path: Path) -> None:
+    """On the same units, the batch is shared, in micro-batches as well, and the gradient is that of all of it."""
+    text = write_chapters(tmp_path / "text", chapters=4, repeats=20)
+    ways = {
+        "one": [],
+        "ddp": ["--gpus", "2", "--mode", "ddp", "--micro-batch", "1"],
+        "fsdp": ["--gpus", "2", "--mode", "fsdp", "--micro-batch", "1", "--activation-checkpointing"],
+    }
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        found = {}
+        for name, options in ways.items():
+            running.create_run(SPEC.format(name=name, text=text))
+            found[name] = losses(running, tmp_path, name, *options)
+    assert len(found["one"]) == 12
+    assert found["one"][-1] < found["one"][0] - 0.5
+    for name in ("ddp", "fsdp"):
+        assert found[name] == pytest.approx(found["one"], rel=1e-3)
