@@ -1,7 +1,7 @@
 """What the worker's loop costs beside the training: tokens per second of `outerstep worker` between syncs against a
 bare torch loop of the same model, data and batch.
 
-    python -m benchmarks.loop [--quick] [--json] [--threads 1] [--only NAME …]
+    python -m benchmarks.loop [--quick] [--json] [--threads 1] [--only NAME …] [--ranks 2]
 
 Both run in one process and take turns: after every few inner steps of the worker, which has joined a real coordinator
 and trains as ever, a hook on its optimizer runs as many steps of the bare loop. So whatever else the machine does meets
@@ -9,6 +9,9 @@ both alike. Each segment of the worker is compared with the bare ones before and
 these ratios, and beside it their quartiles. `cpu` is the same in CPU seconds of the process, all of its threads
 together: what others do on the machine hardly changes that one. The first and the last inner step of a round are not
 counted: they have parts of the sync.
+
+With --ranks the worker is as many processes on the CPU, of one thread each, once with replicas and once with shards,
+and the bare loop is that of the same processes by torch alone (loop_ranks.py). The clock is that of rank 0.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -207,8 +211,37 @@ def measure(name: str, size: Size, threads: int) -> Result:
                 hook.remove()
         finally:
             coordinator.stop()
-    if code is not Exit.DONE or len(turns.worker) != ROUNDS * size.segments:
-        raise RuntimeError(f"the worker ended with {code!r} after {len(turns.worker)} segments")
+    if code is not Exit.DONE:
+        raise RuntimeError(f"the worker ended with {code!r}")
+    return _result(name, spec, size, turns)
+
+
+def measure_ranks(name: str, size: Size, ranks: int, mode: str) -> Result:
+    """The same, of a worker of `ranks` processes, by `mode`."""
+    text = SPEC.format(size=size, rounds=ROUNDS)
+    with tempfile.TemporaryDirectory(prefix="outerstep-loop-") as folder:
+        coordinator = CoordinatorProcess(Path(folder) / "coordinator")
+        running = coordinator.start()
+        try:
+            running.create_run(text)
+            how = {"spec": text, "size": asdict(size), "mode": mode, "directory": folder}
+            how |= {"url": running.url, "token": running.token(Scope.WORKER)}
+            torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            command = [sys.executable, "-m", *torchrun, "-m", "benchmarks.loop_ranks", json.dumps(how)]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            subprocess.run(command, env=environment, check=True, capture_output=True)
+        finally:
+            coordinator.stop()
+        found = json.loads((Path(folder) / "turns.json").read_text())
+    turns = Turns(size, lambda: Seconds(0, 0))
+    turns.worker = [Seconds(*each) for each in found["worker"]]
+    turns.around = [(Seconds(*before), Seconds(*after)) for before, after in found["around"]]
+    return _result(f"{name}, {ranks} ranks, {mode}", parse_spec(text), size, turns)
+
+
+def _result(name: str, spec: RunSpec, size: Size, turns: Turns) -> Result:
+    if len(turns.worker) != ROUNDS * size.segments:
+        raise RuntimeError(f"the worker ended after {len(turns.worker)} segments")
     low, middle, high = statistics.quantiles(turns.ratios("wall"), n=4)
     worker_s = statistics.median(each.wall for each in turns.worker)
     bare_s = statistics.median(each.wall for both in turns.around for each in both)
@@ -233,9 +266,15 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON line after the table")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch, for both")
     parser.add_argument("--only", nargs="+", choices=SIZES, help="these sizes", metavar="NAME")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of the worker; with 1, the plain loop")
     arguments = parser.parse_args()
     sizes = QUICK if arguments.quick else {name: SIZES[name] for name in arguments.only or SIZES}
-    results = [measure(name, size, arguments.threads) for name, size in sizes.items()]
+    if arguments.ranks > 1:
+        results = [
+            measure_ranks(name, size, arguments.ranks, mode) for name, size in sizes.items() for mode in ("ddp", "fsdp")
+        ]
+    else:
+        results = [measure(name, size, arguments.threads) for name, size in sizes.items()]
     load = [round(each, 2) for each in os.getloadavg()]
     _print(results, arguments.threads, load)
     if arguments.json:

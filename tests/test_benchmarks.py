@@ -107,6 +107,19 @@ def test_the_loop_of_a_worker_is_compared_with_a_bare_one() -> None:
     assert "tokens/s" in done.stdout
 
 
+@pytest.mark.system
+def test_the_loop_of_several_processes_is_compared_with_a_bare_one_of_as_many() -> None:
+    command = [sys.executable, "-m", "benchmarks.loop", "--quick", "--json", "--ranks", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert [each["size"] for each in results] == ["tiny, 2 ranks, ddp", "tiny, 2 ranks, fsdp"]
+    for each in results:
+        assert each["segments"] == loop.ROUNDS * loop.QUICK["tiny"].segments
+        assert 0 < each["quartiles"][0] <= each["ratio"] <= each["quartiles"][1]
+
+
 class Taken:
     """A clock for turns of which nothing takes time but what the test says."""
 

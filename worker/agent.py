@@ -96,8 +96,9 @@ def _of_this_process(name: str) -> str:
 
 @contextmanager
 def _group_of(device: torch.device, size: int) -> Iterator[None]:
-    """Yield with the process group of all that torchrun has started; with none where this process is the only one."""
-    if size == 1:
+    """Yield with the process group of all that torchrun has started; with none of its own where there is one already,
+    or this process is the only one."""
+    if size == 1 or torch.distributed.is_initialized():
         yield
         return
     if device.type == "cuda":

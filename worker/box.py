@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Box:
     """A run's training on this machine. `evaluate` measures the held-out loss of the model as it is. `ranks`: the
-    processes that share every batch."""
+    processes that share every batch. `logs`: the first of them logs every inner step.
+    """
 
     spec: RunSpec
     device: torch.device
@@ -52,6 +53,7 @@ class Box:
     micro_batches: MicroBatches
     use: DeviceUse
     ranks: Ranks
+    logs: bool
     evaluate: Callable[[], EvaluationReport] | None
 
 
@@ -115,6 +117,7 @@ def set_up(
         micro_batches=sizes,
         use=use,
         ranks=ranks,
+        logs=settings.log is not None,
         evaluate=partial(evaluate, model, data, spec.evaluation.max_tokens, device, loss, sizes)
         if data.held_out_tokens
         else None,

@@ -283,7 +283,7 @@ class DiLoCo:
                     self.inner_step,
                     count(due),
                 )
-                rounds.advance(ended=True)
+                rounds.advance(ended=True, news=any(self.ranks.flags(rounds.has_news)))
                 self._writes.forget()
 
     def upcoming(self) -> Iterator[int]:
@@ -402,14 +402,15 @@ class DiLoCo:
             return
         self._steps.step()
         self._progress.step(self.inner_step)
-        stop, failed = self.ranks.flags(self.client.stop.is_set(), heartbeat.failure is not None)
+        stopped, has_failed = self.client.stop.is_set(), heartbeat.failure is not None
+        stop, failed, news = self.ranks.flags(stopped, has_failed, rounds.has_news)
         if stop:
             self.client.stop.set()
             self._ended_by_stop = True
             return  # on the way out, `__exit__` hands in what is done
         if failed:
             self.ranks.by_first(heartbeat.raise_failure)
-        rounds.advance(ended=self.inner_step >= rounds.assignment.inner_steps)
+        rounds.advance(ended=self.inner_step >= rounds.assignment.inner_steps, news=news)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -42,7 +42,9 @@ def train(steps: Steps, box: Box, log: StepLog | None = None) -> None:
             if log is not None:
                 log.begin_round()
         box.schedule.set(steps.global_step, steps.warmup_scale)
-        loss = ranks.mean(box.step.gradient(batch[ranks.rank :: ranks.size]))
+        loss = box.step.gradient(batch[ranks.rank :: ranks.size])
+        if box.logs:
+            loss = ranks.mean(loss)
         steps.report_loss(loss)
         if log is not None:
             log.step(

@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 # Where a process dies, and the how manieth time that it comes there: after round 0, so that there is a snapshot.
 STAGES = {
-    "an inner step": (Ranks, "flags", 19),
+    "an inner step": (Ranks, "flags", 10),
     "the outer state is written": (Saver, "_write_state", 3),
     "the snapshot is written": (Saver, "_write", 3),
     "an upload": (Exchange, "contribute", 3),
@@ -69,7 +69,7 @@ class RankProcesses:
         return (self._directory / f"stderr-{rank}").read_text()
 
     def result(self, rank: int = 0) -> dict[str, Any]:
-        """What a process found: its losses, and its peak of elements in tensors of the worker."""
+        """What a process found: its losses, and how many elements it has of the model and of the outer θ."""
         found: dict[str, Any] = json.loads((self._directory / f"result-{rank}").read_text())
         return found
 
@@ -120,9 +120,16 @@ def _rank(rank: int, how: dict[str, Any]) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
             optimizer.step()
             optimizer.zero_grad()
-        (directory / f"result-{rank}").write_text(json.dumps({"losses": losses, "stopped": diloco.stopped}))
+        found = {"losses": losses, "stopped": diloco.stopped, "model": sum(map(_here, model.parameters()))}
+        found["outer_state"] = sum(map(len, diloco.joined.state.theta))
+        (directory / f"result-{rank}").write_text(json.dumps(found))
     if size > 1:
         dist.destroy_process_group()
+
+
+def _here(parameter: Tensor) -> int:
+    local: Any = parameter
+    return int((local.to_local() if hasattr(local, "to_local") else local).numel())
 
 
 def batch(unit: int, rank: int, size: int) -> tuple[Tensor, Tensor]:

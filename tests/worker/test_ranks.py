@@ -89,6 +89,29 @@ def test_sharded_replicated_and_plain_workers_have_one_state(start: Start, tmp_p
         assert worker_of(running, "a").metrics.loss == pytest.approx(sum(map(sum, losses)) / 3 / toy.STEPS, rel=1e-5)
 
 
+def test_each_process_holds_its_shard_and_its_fragments_and_the_line_carries_no_more(
+    start: Start, tmp_path: Path
+) -> None:
+    held, moved = {}, {}
+    for size in (1, 2, 4):
+        with coordinator_thread(tmp_path / f"coordinator-{size}") as running:
+            running.create_run(toy.spec())
+            worker = start(running, "fsdp" if size > 1 else "plain", size, directory=tmp_path / str(size))
+            assert worker.wait() == [0] * size, worker.told()
+            held[size] = [worker.result(rank) for rank in range(size)]
+            account = worker_of(running).account
+            assert account is not None
+            moved[size] = (account.upload_bytes, account.download_bytes)
+    total, longest = held[1][0]["model"], 256
+    assert held[1][0]["outer_state"] == total
+    for size in (2, 4):
+        assert sum(each["outer_state"] for each in held[size]) == sum(each["model"] for each in held[size]) == total
+        assert max(each["outer_state"] for each in held[size]) <= total / size + longest
+        assert max(each["model"] for each in held[size]) <= total / size + 32  # a row of each tensor
+        assert moved[size][1] == moved[1][1]
+        assert moved[size][0] == pytest.approx(moved[1][0], rel=0.01)
+
+
 def test_more_processes_than_fragments(start: Start, tmp_path: Path) -> None:
     """Those that own none train all the same."""
     spec = toy.spec().replace("fragment_elements = 256", "fragment_elements = 100000")

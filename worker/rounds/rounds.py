@@ -55,6 +55,7 @@ class Rounds:
         self._asked_ahead: Future[tuple[int, Assignment]] | None = None
         self._placed = False  # whether the model holds what the next round starts from
         self._trained_on: set[int] = set()  # the fragments that have been trained on since they were merged
+        self._news = False
         self._start_saved: Future[None] | None = None  # the writing of what the next round starts from
 
     @property
@@ -78,8 +79,17 @@ class Rounds:
         """Go on from the snapshot if there is one, and begin the first round."""
         self._advance(lambda: next(self._running))
 
-    def advance(self, *, ended: bool) -> None:
-        """Do what is due after an inner step; after the round's last one, `ended`, begin the next round."""
+    @property
+    def has_news(self) -> bool:
+        """True if the lease ended since this worker has asked last, or the coordinator said stop: the process that
+        holds the lease learns of it."""
+        joined_again = self._ranks.is_first and self._exchange.membership.epoch != self._epoch
+        return joined_again or self._heartbeat.run_ended.is_set()
+
+    def advance(self, *, ended: bool, news: bool) -> None:
+        """Do what is due after an inner step; after the round's last one, `ended`, begin the next round. `news`: the
+        first process has news."""
+        self._news = news
         self._advance(lambda: self._running.send(ended))
 
     def _advance(self, resume: Callable[[], None]) -> None:
@@ -250,8 +260,7 @@ class Rounds:
     def _check_wanted(self) -> None:
         """Raise Unwanted where the lease ended in the middle of the round, or the coordinator said stop, and the work
         on this round is not wanted any more."""
-        joined_again = self._ranks.is_first and self._exchange.membership.epoch != self._epoch
-        if not any(self._ranks.flags(joined_again or self._heartbeat.run_ended.is_set())):
+        if not self._news:
             return
         self._heartbeat.run_ended.clear()
         trained, held = self.assignment, self._held()
