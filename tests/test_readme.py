@@ -78,7 +78,8 @@ def test_the_tree_in_the_readme_is_the_tree() -> None:
 
 @pytest.mark.system
 def test_a_run_of_your_own_goes_as_the_readme_says(tmp_path: Path) -> None:
-    _, serve, create, join = blocks("sh")
+    _, serve, create, join, *several_gpus = blocks("sh")
+    assert [each.split(" -")[0].split(" http")[0] for each in several_gpus] == ["outerstep worker", "torchrun"]
     toml, *sections = blocks("toml")
     parse_spec(toml)
     for section in sections:

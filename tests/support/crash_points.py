@@ -11,7 +11,6 @@ simulation shows.
 """
 
 import inspect
-import multiprocessing
 import os
 import re
 import signal
@@ -25,6 +24,8 @@ from types import FrameType
 from typing import Any
 
 import sqlalchemy as sa
+
+from tests.support.forks import START
 
 # Passed through by whoever the call is made for.
 _THROUGH = (
@@ -167,8 +168,6 @@ def trace(folder: Path) -> list[str]:
 
 def forked(target: Callable[..., None], *args: Any) -> ForkServerProcess:
     """A process that runs `target(*args)`, forked from one that has imported the product."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.crashing", "pytest"])
-    process = context.Process(target=target, args=args, daemon=True)
+    process = START.Process(target=target, args=args, daemon=True)
     process.start()
     return process

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.harness.coordinator import InThread
 from outerstep import DiLoCo
 from protocol.messages import Scope
+from tests.support.forks import START
 from tests.support.waiting import PATIENCE_S
 from tests.worker import toy
 from worker.ranks import Ranks
@@ -27,9 +27,6 @@ from worker.state.saver import Saver
 
 ROWS = 12
 
-# torch is imported once: each process is a fork of one that has done nothing else.
-_START = multiprocessing.get_context("forkserver")
-_START.set_forkserver_preload([__name__, "worker.diloco", "torch.distributed.tensor"])
 _numbers = itertools.count()
 
 # Where a process dies, and the how manieth time that it comes there: after round 0, so that there is a snapshot.
@@ -54,7 +51,7 @@ class RankProcesses:
         self._directory.mkdir(parents=True)
         given = {"mode": mode, "size": size, "name": name, "state_dir": str(directory / name)} | how
         given |= {"url": running.url, "token": running.token(Scope.WORKER), "directory": str(self._directory)}
-        self._processes = [_START.Process(target=_rank, args=(rank, given), daemon=True) for rank in range(size)]
+        self._processes = [START.Process(target=_rank, args=(rank, given), daemon=True) for rank in range(size)]
         for each in self._processes:
             each.start()
 
