@@ -1,5 +1,6 @@
 """Both clients, a worker's and an operator's, read answers in the same way and say the same of them."""
 
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -84,6 +85,14 @@ def test_every_problem_comes_back_as_itself(slug: str) -> None:
     with pytest.raises(Problem, match="because") as caught:
         raise_for_problem(Answer(problem.status, body, {"Retry-After": "3"}))
     assert (caught.value.slug, caught.value.members, caught.value.retry_after_s) == (slug, {"share": 0.5}, 3)
+
+
+def test_a_problem_travels_between_the_processes_of_a_worker() -> None:
+    problem = Problem("round-closed", "round 3 is closed", retry_after_s=2.0, share=0.5, round=3)
+    copy = pickle.loads(pickle.dumps(problem))  # noqa: S301, our own
+    assert (type(copy), str(copy), copy.retry_after_s, copy.members) == (Problem, str(problem), 2.0, problem.members)
+    again = pickle.loads(pickle.dumps(Transient("later", retry_after_s=3.0)))  # noqa: S301, our own
+    assert (str(again), again.retry_after_s) == ("later", 3.0)
 
 
 def test_a_success_is_left_unread() -> None:

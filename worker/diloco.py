@@ -301,8 +301,9 @@ class DiLoCo:
         """Return a `batch_sampler` for a DataLoader over `dataset`, in place of units(): a loader loads ahead.
 
         One pass of the loader is a round, so the loop around it is `while not diloco.finished`. A row of the data set
-        is a sequence, and a unit `inner.batch_size` of them; `micro_batch` is the rows of one of the loader's batches,
-        where several make an inner step. Raises ValueError for a size that does not suit.
+        is a sequence, and a unit `inner.batch_size` of them, in equal parts for the processes of this worker.
+        `micro_batch` is the rows of one of the loader's batches, where several make an inner step. Raises ValueError
+        for a size that does not suit.
         """
         return UnitSampler(self.spec, len(dataset), micro_batch, self._steps, lambda: self.finished, self.ranks)
 

@@ -34,8 +34,8 @@ LOST = (
 
 
 class Ranks:
-    """All processes of this worker, in one of them. Every method but `sees` is for all of them to call, in the same
-    order, each from its main thread; raises RankLost where one has gone."""
+    """All processes of this worker, in one of them. Every method is for all of them to call, in the same order, each
+    from its main thread; raises RankLost where one has gone."""
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
         self.rank, self.size, self._group = rank, size, group

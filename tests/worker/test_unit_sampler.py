@@ -10,10 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from protocol.messages import Action, Assignment
+from protocol.spec.run import parse_spec
 from tests.worker import toy
 from tests.worker.toy import Toy, at_once, coordinator_thread
 from worker.diloco import DiLoCo
 from worker.errors import ModelError
+from worker.ranks import Ranks
+from worker.rounds.inner_steps import InnerSteps
+from worker.script.sampler import UnitSampler
 
 BATCH, ROUNDS = 4, 3
 ROWS = BATCH * toy.STEPS * ROUNDS  # what one worker trains on
@@ -176,3 +181,22 @@ def test_units_that_share_a_step_are_told(tmp_path: Path, caplog: pytest.LogCapt
                     optimizer.step()
                     optimizer.zero_grad()
     assert "round 0: 2 inner steps on 4 units; each unit is for a step of its own" in caplog.text
+
+
+def test_several_processes_share_every_unit() -> None:
+    """Each has its own rows of it, as many as the others, and all of them together those that one would have."""
+    run, steps = parse_spec(spec()), InnerSteps(parse_spec(spec()))
+    steps.begin(Assignment(action=Action.TRAIN, reason="", round=0, inner_steps=2, units=[[3, 5]]))
+
+    def rows(ranks: Ranks, micro_batch: int | None) -> list[list[int]]:
+        return list(UnitSampler(run, ROWS, micro_batch, steps, lambda: False, ranks))
+
+    whole = rows(Ranks(), None)
+    parts = [rows(Ranks(rank, 2), None) for rank in range(2)]
+    assert [sorted(a + b) for a, b in zip(*parts, strict=True)] == [sorted(unit) for unit in whole]
+    assert [len(each) for each in parts[0] + parts[1]] == [BATCH // 2] * 4
+    assert [row for each in rows(Ranks(1, 2), 1) for row in each] == [row for each in parts[1] for row in each]
+    with pytest.raises(ValueError, match="which 3 processes cannot share"):
+        rows(Ranks(0, 3), None)
+    with pytest.raises(ValueError, match="2 of them for each of 2 processes, which is no whole number"):
+        rows(Ranks(0, 2), 4)
