@@ -59,7 +59,8 @@ class DiLoCoCallback(RunWorker, TrainerCallback):
         """Let the loader draw its data in an order of this worker's own: all would have the same, by `args.seed`."""
         sampler = get_sampler(loader)
         if isinstance(sampler, SeedableRandomSampler):
-            sampler.initial_seed = self.diloco.data_seed >> 1  # epochs are added to it
+            # One for all processes of this worker, which take its batches in turns. Epochs are added to it.
+            sampler.initial_seed = self.diloco.ranks.by_first(lambda: self.diloco.data_seed) >> 1
         else:
             log.warning(
                 "the order of the training data is not the Trainer's own (%s): give every worker other data than the "

@@ -11,8 +11,8 @@ from benchmarks.harness.coordinator import InThread
 from protocol.messages import Scope, WorkerInfo
 
 
-def start(running: InThread, source: str, directory: Path, **how: Any) -> "subprocess.Popen[str]":
-    """Start `source`, Python, in `directory`; its first argument is `how`, JSON."""
+def start(running: InThread, source: str, directory: Path, processes: int = 1, **how: Any) -> "subprocess.Popen[str]":
+    """Start `source`, Python, in `directory`, by torchrun in several `processes`; its first argument is `how`, JSON."""
     environment = {
         "OUTERSTEP_URL": running.url,
         "OUTERSTEP_TOKEN": running.token(Scope.WORKER),
@@ -21,6 +21,10 @@ def start(running: InThread, source: str, directory: Path, **how: Any) -> "subpr
     }
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", source, json.dumps(how)]
+    if processes > 1:
+        (directory / "script.py").write_text(source)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [sys.executable, *torchrun, str(directory / "script.py"), json.dumps(how)]
     return subprocess.Popen(command, env=os.environ | environment, cwd=directory, stdout=pipe, stderr=pipe, text=True)
 
 

@@ -1,7 +1,9 @@
 """transformers' Trainer as a worker: real processes, a model of one layer."""
 
+import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -30,7 +32,7 @@ fragment_elements = 1024
 """
 
 SCRIPT = """
-import json, sys, torch
+import json, os, sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from outerstep.integrations.transformers import DiLoCoCallback
 from worker.state.parameters import trainable_parameters
@@ -51,8 +53,9 @@ class Rows(torch.utils.data.Dataset):
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                      num_attention_heads=2))
-arguments = TrainingArguments(name, per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True,
-                              logging_steps=1, learning_rate=0.01, report_to=[], save_strategy="no", disable_tqdm=True)
+arguments = TrainingArguments(name, per_device_train_batch_size=2, gradient_accumulation_steps=how["accumulate"], use_cpu=True,
+                              logging_steps=1, learning_rate=0.01, report_to=[], save_strategy="no", disable_tqdm=True,
+                              ddp_backend="gloo" if "RANK" in os.environ else None)
 callback = DiLoCoCallback("trainer", name=name)
 
 class Watch(TrainerCallback):
@@ -74,9 +77,10 @@ print(json.dumps({**told, "digest": digest(vector.numpy().tobytes()).hex()}))
 
 
 def start(
-    running: InThread, name: str, directory: Path, stop_after: int = 0, end_after: int = 0
+    running: InThread, name: str, directory: Path, stop_after: int = 0, end_after: int = 0, processes: int = 1
 ) -> "subprocess.Popen[str]":
-    return script.start(running, SCRIPT, directory, name=name, stop_after=stop_after, end_after=end_after)
+    how = {"name": name, "stop_after": stop_after, "end_after": end_after, "accumulate": 2 // processes}
+    return script.start(running, SCRIPT, directory, processes, **how)
 
 
 def told(running: InThread, name: str) -> WorkerInfo:
@@ -100,6 +104,28 @@ def test_two_trainers_end_with_the_same_model_and_have_trained_on_other_data(tmp
     count = ROUNDS * H * 4
     assert len(set(a["rows"][:count])) == len(set(b["rows"][:count])) == count
     assert a["rows"][:count] != b["rows"][:count]
+
+
+def test_several_processes_of_torchrun_are_one_worker(tmp_path: Path) -> None:
+    """They share the batch, and the order of the data, of which each has its own."""
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(SPEC)
+        process = start(running, "a", tmp_path, processes=2)
+        out, errors = process.communicate()
+        assert process.returncode == 0, errors
+        a, b = (json.loads(line) for line in out.splitlines() if line.startswith('{"rows"'))
+        with running.client() as http:
+            wait_until(lambda: http.get("/v1/runs/trainer").json()["state_digest"] is not None)
+            run = RunDetail.model_validate(http.get("/v1/runs/trainer").json())
+        assert told(running, "a").state_digest == run.state_digest
+    assert told_of(a) == told_of(b) == (list(range(ROUNDS * H)), a["digest"])
+    assert run.tokens == ROUNDS * H * 4 * 8
+    count = ROUNDS * H * 2
+    assert len({*a["rows"][:count], *b["rows"][:count]}) == 2 * count
+
+
+def told_of(result: dict[str, Any]) -> tuple[list[int], str]:
+    return result["steps"], result["digest"]
 
 
 def test_one_that_is_stopped_hands_in_and_a_late_one_is_at_the_run_s_step(tmp_path: Path) -> None:
