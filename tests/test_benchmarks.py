@@ -37,7 +37,10 @@ def test_pages_name_benchmarks_as_they_are_run() -> None:
     everything = "\n".join([*texts.values(), *pages])
     assert not re.search(r"python3? benchmarks/", everything)
     run = {name for name, text in texts.items() if "__main__" in text}
-    assert set(re.findall(r"python3? -m (benchmarks\.\w+)", everything)) == run - {"benchmarks.wan_worker", "benchmarks.loop_ranks"}
+    assert set(re.findall(r"python3? -m (benchmarks\.\w+)", everything)) == run - {
+        "benchmarks.wan_worker",
+        "benchmarks.loop_ranks",
+    }
 
 
 def test_the_floor_of_a_sync_has_core_seconds_for_every_part() -> None:
