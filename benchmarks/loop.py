@@ -146,10 +146,10 @@ class Turns:
         return [statistics.mean(getattr(each, clock) for each in around) / getattr(own, clock) for own, around in pairs]
 
 
-def bare_loop(spec: RunSpec, segment: int) -> Callable[[], Seconds]:
-    """Return what trains on for `segment` steps, as a plain loop does, and returns the seconds that they took."""
-    model, data = build_model(spec, torch.device("cpu")), TextData(spec)
-    parameters = list(model.parameters())
+def bare_loop(model: nn.Module, spec: RunSpec, segment: int, rows: slice = slice(None)) -> Callable[[], Seconds]:
+    """Return what trains `model` on for `segment` steps, as a plain loop does, on these rows of each batch, and returns
+    the seconds that they took."""
+    data, parameters = TextData(spec), list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=spec.inner.learning_rate, fused=True)
     model.train()
     unit = 0
@@ -158,7 +158,7 @@ def bare_loop(spec: RunSpec, segment: int) -> Callable[[], Seconds]:
         nonlocal unit
         began = Seconds.now()
         for _ in range(segment):
-            batch = data.unit(unit)
+            batch = data.unit(unit)[rows]
             logits = model(batch[:, :-1]).logits
             loss = functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
             loss.backward()
@@ -189,7 +189,7 @@ def measure(name: str, size: Size, threads: int) -> Result:
     text = SPEC.format(size=size, rounds=ROUNDS)
     spec = parse_spec(text)
     torch.set_num_threads(threads)
-    turns = Turns(size, bare_loop(spec, size.segment))
+    turns = Turns(size, bare_loop(build_model(spec, torch.device("cpu")), spec, size.segment))
     with tempfile.TemporaryDirectory(prefix="outerstep-loop-") as folder:
         coordinator = CoordinatorProcess(Path(folder) / "coordinator")
         running = coordinator.start()

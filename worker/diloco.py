@@ -417,11 +417,9 @@ class DiLoCo:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._resources:
-            if (
-                error is not None and self.ranks.size > 1 and is_of_a_lost_rank(error)
-            ):  # from the model's own collectives
+            if self.ranks.size > 1 and is_of_a_lost_rank(error):  # from the model's own collectives
                 log.error("%s", LOST)
-            if kind is None or issubclass(kind, Stopped):
+            if kind is None or (issubclass(kind, Stopped) and (self.ranks.size == 1 or self._ended_by_stop)):
                 self.joined.rounds.hand_in()
                 self._digests = self._all_digests()
 

@@ -26,7 +26,6 @@ T = TypeVar("T")
 # A process that dies is noticed by its connections; that others wait is no fault, however long it takes.
 _TIMEOUT = timedelta(days=365)
 
-
 LOST = (
     "another process of this worker has gone, which its own last words explain; the same command resumes the worker, "
     "with whatever number of processes"
@@ -177,7 +176,7 @@ def _portable(error: Exception) -> Exception:
     return copy
 
 
-def is_of_a_lost_rank(error: BaseException) -> bool:
+def is_of_a_lost_rank(error: BaseException | None) -> bool:
     """Return True if `error` is what torch.distributed raises where another process has gone."""
     return isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
 

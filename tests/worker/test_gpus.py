@@ -11,24 +11,9 @@ import pytest
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.messages import RunState, Scope
+from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
 from tests.worker.runs import shown
-
-SPEC = """
-name = "{name}"
-[model]
-preset = "tiny"
-[data]
-source = "{text}"
-sequence_length = 32
-[inner]
-batch_size = 4
-warmup_steps = 0
-[sync]
-rounds = 3
-inner_steps = 4
-fragment_elements = 30000
-"""
 
 
 def losses(running: InThread, directory: Path, name: str, *options: str) -> list[float]:
@@ -59,9 +44,9 @@ def test_replicas_and_shards_train_as_one_process_does(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "coordinator") as running:
         found = {}
         for name, options in ways.items():
-            running.create_run(SPEC.format(name=name, text=text))
+            running.create_run(tiny_spec(name, text, seed=0, rounds=3, min_workers=1))
             found[name] = losses(running, tmp_path, name, *options)
-    assert len(found["one"]) == 12
+    assert len(found["one"]) == 15
     assert found["one"][-1] < found["one"][0] - 0.5
     for name in ("ddp", "fsdp"):
         assert found[name] == pytest.approx(found["one"], rel=1e-3)

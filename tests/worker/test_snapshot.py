@@ -12,6 +12,8 @@ from protocol.digest import digest
 from tests.support.states import LAYOUT, empty_state
 from worker.errors import StateDirBusy
 from worker.state import snapshot
+from worker.state.fragments import host_copy
+from worker.state.nested import with_each_tensor
 from worker.state.outer_state import OuterState
 from worker.state.snapshot import Snapshot
 from worker.state.state_dir import SNAPSHOT, STATE, MemberTokens, StateDir
@@ -152,7 +154,7 @@ def test_a_copy_does_not_follow_the_training() -> None:
     optimizer = torch.optim.AdamW([parameter])
     parameter.grad = torch.ones(5)
     optimizer.step()
-    taken = snapshot.copied(optimizer.state_dict())
+    taken = with_each_tensor(optimizer.state_dict(), host_copy)
     before = taken["state"][0]["exp_avg"].clone()
     optimizer.step()
     assert torch.equal(taken["state"][0]["exp_avg"], before)

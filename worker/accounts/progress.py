@@ -32,10 +32,8 @@ class Progress:
         use: DeviceUse | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        self._ranks, self._others = (
-            ranks,
-            (0, 0),
-        )  # bytes that other processes of this worker had moved by a round's end
+        self._ranks = ranks
+        self._others = (0, 0)  # bytes up and down that this worker's other processes had moved by a round's end
         self._traffic, self._stages, self._clock = traffic, stages, clock
         self._use = use or DeviceUse(torch.device("cpu"))
         self._lock = threading.Lock()

@@ -85,8 +85,8 @@ class SpreadLoss(Loss):
 
 
 def spread(loss: Loss, mode: Mode, device: torch.device) -> SpreadLoss:
-    """Return the same loss, of a model that all processes train; the optimizers are to be made before for `ddp`, and
-    after for `fsdp`, which replaces the parameters."""
+    """Return the same loss, of a model that all processes train. The optimizers are to be made after it: for `fsdp` it
+    replaces the parameters."""
     whole: Any = _Whole(loss)
     if mode == "ddp":
         whole = DistributedDataParallel(whole, device_ids=[device] if device.type == "cuda" else None)

@@ -28,10 +28,7 @@ def seed(
     state.round = None
     if initial is not None:
         initial()
-    for p in range(len(state)):
-        local = fragments.gather(p)
-        if fragments.owns(p):
-            state.set(p, local, None)
+    state.take(fragments)
     ranks.together(lambda: _send(membership, spec, state))
     state.round = 0
 

@@ -116,7 +116,7 @@ class Round:
         self._check_all_finite()
         last: Contribution | None = None
         for p in fragments:
-            local = self._fragments.gather(p) if self._fragments.spread else None
+            local = self._fragments.gather_from_all(p)
             if self._fragments.owns(p):
                 if last is not None:
                     self._send_made(last)
@@ -155,7 +155,7 @@ class Round:
         self._check_all_finite()
         made = []
         for p in fragments:
-            local = self._fragments.gather(p) if self._fragments.spread else None
+            local = self._fragments.gather_from_all(p)
             if self._fragments.owns(p):
                 made.append(self._contribution(p, local)())
         return made

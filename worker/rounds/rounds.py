@@ -22,9 +22,10 @@ from worker.rounds.exchange import Exchange
 from worker.rounds.flight import Flight
 from worker.rounds.round import Durable, Round
 from worker.rounds.training import Training
+from worker.state.fragments import host_copy
+from worker.state.nested import with_each_tensor
 from worker.state.optimizer_state import load_local_state, local_state, stretches
 from worker.state.saver import Saver
-from worker.state.snapshot import copied
 from worker.state.units import UnitRanges, first_units, units_left
 from worker.state.work import Carry, RoundStart, Work
 
@@ -291,7 +292,7 @@ class Rounds:
             return
         sent, ahead = replace(self.carry, ahead={}), dict(self.carry.ahead)
         for p in self._trained_on:
-            local = self._fragments.gather(p) if self._fragments.spread else None
+            local = self._fragments.gather_from_all(p)
             if not self._fragments.owns(p):
                 continue
             delta = self._fragments.pseudo_gradient(p, self._state.theta[p], self.carry.delta(p), local)
@@ -307,7 +308,7 @@ class Rounds:
         def optimizers() -> list[dict[str, Any]]:
             taken = [local_state(each) for each in self._training.optimizers]
             # They stand still while work is written; where a round starts, the training goes on meanwhile.
-            return [copied(each) for each in taken] if isinstance(work, RoundStart) else taken
+            return with_each_tensor(taken, host_copy) if isinstance(work, RoundStart) else taken
 
         return self._saver.save(
             work,
@@ -323,10 +324,7 @@ class Rounds:
         found = self._saver.load(self._training.optimizers)
         if found is None:
             self._state.round = None
-            for p in range(len(self._state)):
-                local = self._fragments.gather(p)
-                if self._fragments.owns(p):
-                    self._state.set(p, local, None)
+            self._state.take(self._fragments)
             return self._ask()
         self._assignments.untouched, self._training.steps.warmup_left = False, found.warmup_left
         optimizers, saved = self._training.optimizers, found.inner_optimizers

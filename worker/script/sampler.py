@@ -83,9 +83,8 @@ class UnitSampler(Sampler[list[int]]):
         for unit in numbers(units):
             if self._finished():
                 return
-            rows = self._order.places(self._spec.number_in_set(unit)).rows.tolist()[
-                self._ranks.rank :: self._ranks.size
-            ]
+            of_all = self._order.places(self._spec.number_in_set(unit)).rows.tolist()
+            rows = of_all[self._ranks.rank :: self._ranks.size]
             for start in range(0, len(rows), self._micro_batch):
                 yield rows[start : start + self._micro_batch]
         self._passed = taken, units

@@ -97,6 +97,10 @@ class Fragments:
                 vector[each.place] = values
         return vector
 
+    def gather_from_all(self, p: int) -> Tensor | None:
+        """`gather`, where other processes have parts; None where `pseudo_gradient` finds all of it in the model."""
+        return self.gather(p) if self.spread else None
+
     @torch.no_grad()
     def norm(self) -> float:
         """The norm of all parameters that are here, in fp32: in all processes not finite where one of them is not."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from worker.state.nested import with_each_tensor
 from worker.state.parameters import held, is_sharded, local_part
 
 Stretch = tuple[int, int]
@@ -23,7 +24,7 @@ def stretches(optimizer: Optimizer) -> list[Stretch]:
 
 def local_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's state_dict with what is here of sharded tensors in their place. Nothing is copied."""
-    state: dict[str, Any] = _local(optimizer.state_dict())
+    state: dict[str, Any] = with_each_tensor(optimizer.state_dict(), local_part)
     return state
 
 
@@ -71,16 +72,6 @@ def _stretch(parts: list[tuple[Stretch, Any]], wanted: Stretch, key: str) -> Any
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [each for group in optimizer.param_groups for each in group["params"]]
-
-
-def _local(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return local_part(value)
-    if isinstance(value, dict):
-        return {key: _local(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_local(each) for each in value)
-    return value
 
 
 def _like(parameter: Tensor, value: Any) -> Any:

@@ -19,6 +19,7 @@ from protocol.spec.sections import OuterSpec
 from protocol.wire import DeltaHeader, Payload, StateHeader
 from worker.codecs import unpack_payload
 from worker.errors import Resync
+from worker.state.fragments import Fragments
 
 _HOST = torch.device("cpu")
 
@@ -84,6 +85,13 @@ class OuterState:
         else:
             self.momentum[p].copy_(momentum)
         self._rehash(p)
+
+    def take(self, fragments: Fragments) -> None:
+        """Set all fragments to what the model holds, as state 0 has them. For all processes at once."""
+        for p in range(len(self)):
+            local = fragments.gather(p)
+            if fragments.owns(p):
+                self.set(p, local, None)
 
     def load(self, p: int, payload: Payload) -> None:
         """Load fragment p from a payload of kind `state`: θ, then u. Raises Resync where that is something else."""

@@ -20,7 +20,6 @@ from typing import IO, Any, cast
 
 import torch
 from blake3 import blake3
-from torch import Tensor
 from torch.optim import Optimizer
 
 from protocol.digest import DIGEST_BYTES, Buffer, digest
@@ -29,7 +28,6 @@ from protocol.fragments import Layout
 from protocol.messages import RunDetail
 from worker.errors import ModelError
 from worker.ranks import ALONE, Ranks
-from worker.state.fragments import host_copy
 from worker.state.optimizer_state import Stretch, reassembled, stretches
 from worker.state.outer_state import OuterState
 from worker.state.state_dir import BEFORE, SNAPSHOT, STATE, StateDir, rank_directory
@@ -289,17 +287,6 @@ def _check(path: Path) -> None:
 def _say_damaged(path: Path, error: BaseException) -> None:
     reason = f"{type(error).__name__}: {error}".split(". ")[0]
     log.warning("%s is damaged (%s): ignored", path, reason)
-
-
-def copied(value: Any) -> Any:
-    """Return the same dictionaries, lists and tuples, with copies of the tensors in host memory."""
-    if isinstance(value, Tensor):
-        return host_copy(value)
-    if isinstance(value, dict):
-        return {key: copied(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(copied(each) for each in value)
-    return value
 
 
 # The fields that the contributions of older processes had in common.
