@@ -9,6 +9,7 @@ from coordinator.runs import held_out
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.open_round import OpenFragment, OpenRound
 from coordinator.runs.opening import status
+from coordinator.runs.steps import expected_rounds
 from coordinator.store.blobs import KINDS
 from coordinator.store.tables import (
     CheckpointFragmentRow,
@@ -98,7 +99,8 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
             "state": RunState.SEEDING if seeding else run.state,
             "reason": _reason(run),
             "round": run.round,
-            "rounds": run.spec.sync.rounds,
+            "rounds": expected_rounds(run),
+            "step": run.step,
             "live_workers": len(run.members),
             "fragments": None if run.model is None else len(run.model.layout.fragments),
             "elements": None if run.model is None else run.model.layout.total_elements,
@@ -111,7 +113,7 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
 
 def _reason(run: LiveRun) -> str:
     if run.ended:
-        return f"the run is {run.state} after {run.round} of {run.spec.sync.rounds} rounds"
+        return f"the run is {run.state} after {run.round} of {expected_rounds(run)} rounds"
     if run.outer.damage is not None:
         return run.outer.damage
     if run.open is None:

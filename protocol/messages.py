@@ -146,7 +146,8 @@ class RunInfo(_Reply):
     state: RunState
     reason: str  # one sentence: what the run is doing or waiting for
     round: int  # the open round; equals `rounds` when finished
-    rounds: int
+    rounds: int  # in all, as far as is known: more than sync.rounds where all workers handed one in early
+    step: int = 0  # inner steps of the schedule before the open round
     spec_digest: HexDigest
     created_at: float
     live_workers: int
@@ -309,9 +310,18 @@ class AssignmentRequest(_Request):
 
 
 class Assignment(_Reply):
+    """What a worker does next.
+
+    step            inner steps of the run's schedule before this round
+    schedule_steps  those of this round; a worker that has done k of its `inner_steps` is at step + k / inner_steps of
+                    them. Where they are the rest of the run's, the round is the last
+    """
+
     action: Action
     reason: str
     round: int
+    step: int = 0
+    schedule_steps: int = 0
     inner_steps: int = 0
     units: list[list[int]] = Field(default_factory=list)  # half-open ranges of work units, this round's
     evaluate: bool = False  # measure the held-out loss of the state `round` and report it

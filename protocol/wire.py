@@ -75,7 +75,7 @@ class _Header(_Strict):
 class ContributionHeader(_Header):
     """One worker's pseudo-gradient of one fragment. `base` is the state digest that it was computed against;
     `units` are the half-open ranges of work units that it was trained on; `loss` is the mean training loss, nats
-    per token; `norm` the L2 norm of the fragment's pseudo-gradient before encoding.
+    per token, None where nobody has told it; `norm` the L2 norm of the fragment's pseudo-gradient before encoding.
 
     `carried` are the earlier rounds, ascending, whose late work is in it, less the deltas that those rounds published,
     times `carried_share`; `tokens`, its weight in the mean, are those of its own round, while `units` has the carried
@@ -86,7 +86,7 @@ class ContributionHeader(_Header):
     base: Digest
     tokens: Annotated[int, Field(ge=1, lt=1 << 63)]
     inner_steps: Index
-    loss: Finite
+    loss: Finite | None
     norm: Finite
     units: Annotated[list[UnitRange], Field(max_length=MAX_UNIT_RANGES), FailFast()]
     carried: Annotated[list[Index], Field(max_length=MAX_UNIT_RANGES), FailFast()]

@@ -105,6 +105,7 @@ class AloneSteps:
 
     def _end_round(self) -> None:
         loss = self._progress.end_inner_steps(self.inner_step, self.inner_step * self._box.spec.unit_tokens)
+        assert loss is not None  # `train` reports every step's
         log.info("round %d: loss %.4f, %s", self.round, loss, speed_text(self._progress.metrics()))
         if not math.isfinite(loss):
             raise ModelError(f"round {self.round}: the training has diverged: loss {loss}; lower the learning rate")

@@ -219,7 +219,8 @@ class DiLoCo:
 
     @property
     def global_step(self) -> int:
-        """Inner steps of the run so far, for learning-rate schedules: round × H + inner_step.
+        """Inner steps of the run so far, for learning-rate schedules: round × H + inner_step; of a round that all
+        workers handed in early, as they were stopped, those that were trained.
 
         If every worker has an H of its own (`sync.inner_steps = "auto"`), H is `sync.nominal_inner_steps` and
         `inner_step` is scaled to it, so that all workers are at the same place of the schedule at the same time.
@@ -311,7 +312,7 @@ class DiLoCo:
         """Report one inner step's mean loss (a scalar, nats per token) before `optimizer.step()`, without waiting for
         the device.
 
-        Without it the coordinator shows a training loss of 0. Raises ModelError where another optimizer than the run's
+        Without it nobody knows the training loss. Raises ModelError where another optimizer than the run's
         has stepped since the last report, or since the last unit began.
         """
         self._writes.look()

@@ -19,14 +19,15 @@ def tell_equal_work(change: Change, round_: int, fragment: int) -> None:
         .where(ContributionRow.round == round_, ContributionRow.fragment == fragment)
         .order_by(ContributionRow.worker)
     )
-    alike: dict[tuple[float, float], list[str]] = defaultdict(list)
+    alike: dict[tuple[float | None, float], list[str]] = defaultdict(list)
     for worker, loss, norm in rows:
         alike[loss, norm].append(worker)
     for (loss, norm), workers in alike.items():
         if len(workers) > 1 and not _is_recorded(change, workers):
+            told = "" if loss is None else f"loss {loss:.6g}, "
             change.record(
                 EVENT,
-                f"round {round_}: {', '.join(workers)} have sent the same (loss {loss:.6g}, norm {norm:.6g}), as of "
+                f"round {round_}: {', '.join(workers)} have sent the same ({told}norm {norm:.6g}), as of "
                 "training on the same data: they count twice and bring the work of one; a script takes units(), or "
                 "seeds its own batches by diloco.data_seed",
                 round=round_,

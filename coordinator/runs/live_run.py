@@ -103,7 +103,7 @@ class LiveRun:
         self.lock = threading.RLock()
 
         self._state = RunState(row.state)
-        self._round = row.round
+        self._round, self._step = row.round, row.step
         self._model = None if row.layout is None else Model.model_validate(row)
         self._open: OpenRound | None = None
         self._change: Change | None = None  # the one in progress
@@ -179,6 +179,11 @@ class LiveRun:
         return self._round
 
     @property
+    def step(self) -> int:
+        """The inner steps of the schedule before that round (`steps.py`)."""
+        return self._step
+
+    @property
     def model(self) -> Model | None:
         """What is trained; None until the first worker has joined."""
         return self._model
@@ -203,8 +208,7 @@ class LiveRun:
     @property
     def final_digest(self) -> bytes | None:
         """The finished run's model digest; None until the coordinator has taken the last outer step itself."""
-        last = self.spec.sync.rounds
-        if self.state is not RunState.FINISHED or any(each.round != last for each in self.outer.states):
+        if self.state is not RunState.FINISHED or any(each.round != self.round for each in self.outer.states):
             return None
         return model_digest(each.digest for each in self.outer.states)
 
@@ -258,12 +262,14 @@ class Change:
         self.then(partial(setattr, self.run, "_open", opening))
         self.then(self.run.members.begin_round)
 
-    def end_round(self, opening: OpenRound) -> None:
-        """End the open round: the run is at the next state."""
-        self.row.round = opening.number + 1
+    def end_round(self, opening: OpenRound, steps: int) -> None:
+        """End the open round, which has taken the schedule on by `steps`: the run is at the next state."""
+        step = self.run.step + steps
+        self.row.round, self.row.step = opening.number + 1, step
         self.then(partial(setattr, self.run, "_open", None))
         self.then(partial(self.run.members.end_round, opening.assigned))
         self.then(partial(setattr, self.run, "_round", opening.number + 1))
+        self.then(partial(setattr, self.run, "_step", step))
 
     def record(self, kind: str, message: str, **data: Any) -> None:
         """Record an event, in the same transaction as the rows, and wake those who follow the events."""

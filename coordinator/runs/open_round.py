@@ -59,16 +59,21 @@ class RoundAssignment:
 class OpenRound:
     """The round that is being worked on.
 
+    step                   inner steps of the run's schedule before it
+    steps                  those of it, for a worker that does all of its own
     assigned               workers that hold an assignment for it
     assignments            by worker, as far as they are in memory
     without_earlier_units  workers known to hold no units of earlier rounds
     consumed               by worker: the units that its contribution to this round has consumed
     diverged               workers that were refused because they hold another state
 
-    The middle three spare the database the same queries by a thousand workers at once, and for every fragment.
+    What is kept of assignments and units spares the database the same queries by a thousand workers at once, and for
+    every fragment.
     """
 
     number: int
+    step: int
+    steps: int
     opened_at: float
     assigned: set[str]
     fragments: list[OpenFragment]

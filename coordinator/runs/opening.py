@@ -8,6 +8,7 @@ from coordinator.runs.bell import ASSIGNMENTS
 from coordinator.runs.live_run import LiveRun, Settling
 from coordinator.runs.open_round import OpenFragment, OpenRound, RoundAssignment
 from coordinator.runs.pools import pools_of
+from coordinator.runs.steps import round_steps, share_of
 from coordinator.runs.units import deal_units, workers_with_units
 from coordinator.store.tables import AssignmentRow, FragmentRow, RoundRow
 from protocol.messages import FragmentState, RunState
@@ -51,7 +52,9 @@ def open_next(settling: Settling) -> bool:
         return False
     workers = sorted(run.members.candidates())
     fragments = range(len(run.outer.states))
-    opening = OpenRound(run.round, run.world.clock(), set(workers), [OpenFragment() for _ in fragments])
+    opening = OpenRound(
+        run.round, run.step, round_steps(run), run.world.clock(), set(workers), [OpenFragment() for _ in fragments]
+    )
     with settling.change() as change:
         session = change.session
         session.add(RoundRow(run_id=run.id, round=run.round, opened_at=run.world.now(), closed_at=None))
@@ -85,7 +88,8 @@ def is_evaluated(run: LiveRun) -> bool:
 
 
 def inner_steps_of(run: LiveRun, worker: str) -> int:
-    """Return H of `worker` for the open or next round if it begins now."""
+    """Return H of `worker` for the open or next round if it begins now; of the run's last round it may be a part."""
     opening = run.open
     elapsed_s = 0.0 if opening is None else run.world.clock() - opening.opened_at
-    return pacing.inner_steps(run.spec.sync, run.members.metrics(worker).inner_steps_per_second, elapsed_s)
+    speed = run.members.metrics(worker).inner_steps_per_second
+    return share_of(run, pacing.inner_steps(run.spec.sync, speed, elapsed_s))

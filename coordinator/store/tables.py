@@ -44,9 +44,9 @@ class TokenRow(Base):
 
 
 class RunRow(Base):
-    """A run. `round` is the open or next round; `next_unit` the first work unit that was never assigned. `spec_toml` is
-    the spec as it was given, `spec` what it said then, with all its defaults: they are the run's, whatever a later
-    version has.
+    """A run. `round` is the open or next round, `step` the inner steps of the schedule before it (`steps.py`);
+    `next_unit` the first work unit that was never assigned. `spec_toml` is the spec as it was given, `spec` what it
+    said then, with all its defaults: they are the run's, whatever a later version has.
 
     `tokens` counts the tokens of the units that accepted contributions have consumed, so that the ranges of consumed
     units can be checked against it; `checked_epochs` is the number of epochs for which that was done.
@@ -62,6 +62,7 @@ class RunRow(Base):
     state: Mapped[str] = mapped_column(String(16))
     created_at: Mapped[float]
     round: Mapped[int] = mapped_column(default=0)
+    step: Mapped[int] = _counter()
     next_unit: Mapped[int] = mapped_column(default=0)
     layout: Mapped[dict[str, Any] | None]
     data: Mapped[dict[str, Any] | None]
@@ -212,7 +213,7 @@ class ContributionRow(Base):
     size: Mapped[int]  # bytes
     tokens: Mapped[int]
     inner_steps: Mapped[int]
-    loss: Mapped[float]
+    loss: Mapped[float | None]  # null where the training loop has reported none
     norm: Mapped[float]
     accepted_at: Mapped[float]
 

@@ -22,7 +22,8 @@ RESTING = (RunState.STOPPED, RunState.PAUSED, RunState.DRAINING)
 
 def is_due(run: LiveRun, round_: int) -> bool:
     """Return True if the run spec asks for a checkpoint of state `round_`."""
-    return round_ % run.spec.checkpoints.every_rounds == 0 or round_ == run.spec.sync.rounds
+    last = run.state is RunState.FINISHED and round_ == run.round
+    return last or round_ % run.spec.checkpoints.every_rounds == 0
 
 
 def is_due_at_rest(run: LiveRun, fragment: int) -> bool:

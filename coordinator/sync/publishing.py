@@ -14,6 +14,7 @@ from coordinator.runs.live_run import LiveRun, Settling
 from coordinator.runs.open_round import OpenRound
 from coordinator.runs.outer import Job
 from coordinator.runs.rounds import advance
+from coordinator.runs.steps import round_steps, steps_trained
 from coordinator.runs.units import merge_adjacent
 from coordinator.store.database import disk_is_full
 from coordinator.store.tables import FragmentRow, RoundRow
@@ -108,16 +109,20 @@ def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, diges
             return
         session, now = change.session, run.world.now()
         last = all(other.state is FragmentState.PUBLISHED for other in opening.fragments if other is not fragment)
-        finished = last and round_ + 1 == run.spec.sync.rounds
+        steps = steps_trained(run, session) if last else 0
+        finished = last and run.step + steps == run.spec.total_inner_steps
         published = advance(fragment.state, "published")
         row = session.get_one(FragmentRow, (run.id, round_, index))
         row.state, row.delta_bytes, row.delta_digest = published, size, digest
         row.aggregated_at, row.published_at = aggregated_at, now
         if last:
             session.get_one(RoundRow, (run.id, round_)).closed_at = now
-            change.end_round(opening)
+            change.end_round(opening, steps)
             merge_adjacent(session, run.id, round_ + 1)
             change.record("round-published", f"round {round_} is published: {fragment.reason}", round=round_)
+            if steps < round_steps(run):
+                message = f"round {round_} was handed in after {steps} of {round_steps(run)} inner steps by all workers"
+                change.record("short-round", f"{message}: the others are trained in later rounds", round=round_)
             check_epochs(change)
             if finished:
                 change.set_state(RunState.FINISHED)

@@ -84,7 +84,8 @@ def _forget_history(run: LiveRun, session: Session, before: int) -> None:
 
 
 def sums(session: Session, run_id: int, round_: int) -> tuple[int, float | None, int, int]:
-    """Return of one round: tokens, mean training loss weighted by them, bytes of contributions, bytes of deltas."""
+    """Return of one round: tokens, mean training loss weighted by them, of the workers that have told theirs, bytes of
+    contributions, bytes of deltas."""
     key = (ContributionRow.run_id == run_id, ContributionRow.round == round_)
     per_worker = (  # every fragment's row of a worker has the same tokens and loss
         select(func.max(ContributionRow.tokens).label("tokens"), func.max(ContributionRow.loss).label("loss"))
@@ -92,14 +93,15 @@ def sums(session: Session, run_id: int, round_: int) -> tuple[int, float | None,
         .group_by(ContributionRow.worker)
         .subquery()
     )
-    tokens, weighted = session.execute(
-        select(func.sum(per_worker.c.tokens), func.sum(per_worker.c.tokens * per_worker.c.loss))
+    told = case((per_worker.c.loss.is_not(None), per_worker.c.tokens))
+    tokens, of_told, weighted = session.execute(
+        select(func.sum(per_worker.c.tokens), func.sum(told), func.sum(told * per_worker.c.loss))
     ).one()
     uploaded = session.scalar(select(func.sum(ContributionRow.size)).where(*key))
     delta = session.scalar(
         select(func.sum(FragmentRow.delta_bytes)).where(FragmentRow.run_id == run_id, FragmentRow.round == round_)
     )
-    return tokens or 0, weighted / tokens if tokens else None, uploaded or 0, delta or 0
+    return tokens or 0, weighted / of_told if of_told else None, uploaded or 0, delta or 0
 
 
 def latest(session: Session, run_id: int, round_: int) -> tuple[float | None, float | None, float | None]:

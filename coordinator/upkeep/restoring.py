@@ -8,6 +8,7 @@ from sqlalchemy import select
 
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.open_round import AcceptedContribution, OpenFragment, OpenRound
+from coordinator.runs.steps import round_steps
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow, WorkerRow
 from coordinator.sync import outer_state
 from coordinator.upkeep import setting_aside, sweeping
@@ -58,6 +59,8 @@ def _open_round(run: LiveRun) -> OpenRound | None:
         ).all()
     opening = OpenRound(
         run.round,
+        run.step,
+        round_steps(run),
         run.world.clock(),
         set(assigned),
         [OpenFragment(state=FragmentState(row.state), reason=row.reason) for row in fragments],

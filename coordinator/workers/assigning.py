@@ -10,6 +10,7 @@ from coordinator.runs.live_run import Change, LiveRun
 from coordinator.runs.open_round import OpenRound, RoundAssignment
 from coordinator.runs.opening import assignment_row, inner_steps_of, is_evaluated, status
 from coordinator.runs.pools import pools_of
+from coordinator.runs.steps import round_steps
 from coordinator.runs.units import assign_units, assigned_units, reclaim_units, return_forgotten_units
 from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow, EvaluationRow
 from protocol.messages import Action, Assignment, RunState
@@ -26,21 +27,21 @@ def assign(
     """
     with run.lock:
         if run.state is RunState.STOPPED:
-            return Assignment(action=Action.FINISH, reason="the run was stopped", round=run.round)
+            return _answer(run, Action.FINISH, "the run was stopped")
         if steering.must_leave(run, worker):
-            return Assignment(action=Action.FINISH, reason="the run is draining", round=run.round)
+            return _answer(run, Action.FINISH, "the run is draining")
         if run.outer.damage is not None:
-            return Assignment(action=Action.WAIT, reason=run.outer.damage, round=run.round)
+            return _answer(run, Action.WAIT, run.outer.damage)
         if not run.seeded:
             if _is_seeder(run, worker):
-                return Assignment(action=Action.SEED, reason="nobody has state 0 yet", round=0)
-            return Assignment(action=Action.WAIT, reason=f"{run.members.seeder} uploads state 0", round=0)
+                return _answer(run, Action.SEED, "nobody has state 0 yet")
+            return _answer(run, Action.WAIT, f"{run.members.seeder} uploads state 0")
         if state_round != run.round:
             reason = f"the run is at state {run.round}, this worker at {'none' if state_round is None else state_round}"
-            return Assignment(action=Action.RECOVER, reason=reason, round=run.round)
+            return _answer(run, Action.RECOVER, reason)
         if run.state is RunState.FINISHED:
             evaluate = _is_final_evaluator(run, worker)
-            return Assignment(action=Action.FINISH, reason="the run is finished", round=run.round, evaluate=evaluate)
+            return _answer(run, Action.FINISH, "the run is finished", evaluate=evaluate)
 
         if carried or run.open is None:  # a crowd that asks about an open round changes nothing
             with run.change() as change:  # opens the round, if only this worker was missing
@@ -52,7 +53,7 @@ def assign(
                 change.then(partial(run.members.get_ready, worker))
         opening = run.open
         if opening is None:
-            return Assignment(action=Action.WAIT, reason=status(run), round=run.round)
+            return _answer(run, Action.WAIT, status(run))
         assignment = opening.assignments.get(worker)
         if assignment is None or not opening.agrees_on_earlier_units(worker, carried):
             assignment = _ensure_assignment(run, opening, worker, carried)
@@ -77,11 +78,25 @@ def assign_from_memory(
     return _training(run, opening, worker, assignment)
 
 
+def _answer(run: LiveRun, action: Action, reason: str, *, evaluate: bool = False) -> Assignment:
+    """Return what is no training. The caller has the run's lock."""
+    return Assignment(
+        action=action,
+        reason=reason,
+        round=run.round,
+        step=run.step,
+        schedule_steps=round_steps(run),
+        evaluate=evaluate,
+    )
+
+
 def _training(run: LiveRun, opening: OpenRound, worker: str, assignment: RoundAssignment) -> Assignment:
     return Assignment(
         action=Action.TRAIN,
         reason=f"round {opening.number} is open",
         round=opening.number,
+        step=opening.step,
+        schedule_steps=opening.steps,
         # A restarted worker has lost time: of its units it trains on those that it still manages.
         inner_steps=min(assignment.inner_steps, inner_steps_of(run, worker)),
         units=[list(unit_range) for unit_range in assignment.units],

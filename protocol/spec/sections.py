@@ -226,7 +226,9 @@ class OuterSpec(Section):
 class SyncSpec(Section):
     """When and how the workers synchronise."""
 
-    rounds: PositiveInt = Field(..., description="outer steps until the run is finished")
+    rounds: PositiveInt = Field(
+        ..., description="outer steps until the run is finished; more where all workers handed rounds in early"
+    )
     inner_steps: PositiveInt | Literal["auto"] = Field(
         500, description='H, inner steps per round; "auto" gives each worker as many as it manages in round_s'
     )

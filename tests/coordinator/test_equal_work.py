@@ -2,7 +2,7 @@
 
 from benchmarks.harness.coordinator import InThread
 from benchmarks.harness.member import Member
-from tests.coordinator.crew import crew, events
+from tests.coordinator.crew import crew, events, info
 
 
 def play(members: list[Member], round_: int, like: dict[str, Member]) -> None:
@@ -46,3 +46,18 @@ def test_equal_norms_alone_are_no_equal_work(shared: InThread, run: str) -> None
         b.contribute(assignments[1], p, values, loss=1.5).raise_for_status()
     a.step(0)
     assert events(shared, run, "equal") == []
+
+
+def test_a_loss_that_nobody_told_is_unknown(shared: InThread, run: str) -> None:
+    """And the mean is over those who have told theirs."""
+    a, b = crew(shared, run, ["a", "b"], rounds=2)
+    for round_, losses in enumerate(((None, None), (None, 1.5))):
+        assignments = [member.assignment(round_) for member in (a, b)]
+        for member, assignment, loss in zip((a, b), assignments, losses, strict=True):
+            for p, values in enumerate(a.pseudo_gradients(round_)):
+                member.contribute(assignment, p, values, loss=loss).raise_for_status()
+        for member in (a, b):
+            member.step(round_)
+    assert [info(shared, run, f"/rounds/{round_}")["loss"] for round_ in (0, 1)] == [None, 1.5]
+    (told,) = events(shared, run, "equal")
+    assert told["message"].startswith("round 0: a, b have sent the same (norm ")

@@ -53,9 +53,15 @@ GOLDEN: list[tuple[BaseModel, str]] = [
     ),
     (
         messages.Assignment(
-            action=messages.Action.TRAIN, reason="round 0 is open", round=0, inner_steps=5, units=[[0, 5]]
+            action=messages.Action.TRAIN,
+            reason="round 0 is open",
+            round=0,
+            schedule_steps=5,
+            inner_steps=5,
+            units=[[0, 5]],
         ),
-        '{"action":"train","reason":"round 0 is open","round":0,"inner_steps":5,"units":[[0,5]],"evaluate":false}',
+        '{"action":"train","reason":"round 0 is open","round":0,"step":0,"schedule_steps":5,"inner_steps":5,'
+        '"units":[[0,5]],"evaluate":false}',
     ),
     (
         messages.LeaseReply(directive=messages.Directive.STOP, reason="the run is finished", lease_s=60.0),

@@ -109,6 +109,13 @@ class Faults:
         self._worker().stop()
         return True
 
+    def stop_everybody(self) -> None:
+        """SIGTERM to all workers at once."""
+        self.counts["stop_everybody"] = 1
+        self._sim.disturbed_at = self._sim.scheduler.now
+        for worker in self._sim.workers.values():
+            worker.stop()
+
     def _partition(self) -> bool:
         self._worker().line.cut_until = self._sim.scheduler.now + self._rng.choice([1.0, 8.0, 40.0])
         return True

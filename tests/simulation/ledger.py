@@ -7,11 +7,14 @@ I4  restarting the coordinator changes nothing
 I5  while enough workers are alive and connected, rounds go on closing
 I6  every unit is consumed exactly once, by work that was really trained on it, once in every fragment
 I7  only the newest member token of a live lease is good for anything
+I8  the schedule goes on by the most that a contributor has trained of a round, and the run ends where the schedule does
 """
 
 import json
+import math
 import sqlite3
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from coordinator.store import sqlite
 from coordinator.store.blobs import RunNames, round_of
 from protocol.codecs import CODECS
 from protocol.spec.run import UNITS_PER_WORKER
-from protocol.spec.sections import OuterSpec
+from protocol.spec.sections import OuterSpec, SyncSpec
 from protocol.wire import Payload
 from tests.simulation.coordinator_node import Answer, CoordinatorNode
 from tests.simulation.error_feedback import ErrorFeedback
@@ -51,7 +54,7 @@ class Ledger:
     node: CoordinatorNode
     workers: dict[str, WorkerNode]
     outer: OuterSpec
-    streams: bool = False  # fragments travel while training goes on
+    sync: SyncSpec
     private: bool = False  # each worker has units of its own
     contributions: dict[Key, dict[str, Kept]] = field(default_factory=dict)
     acknowledged: dict[tuple[int, int, str], bytes] = field(default_factory=dict)
@@ -67,7 +70,11 @@ class Ledger:
     free: dict[int, set[int]] = field(default_factory=dict)  # by pool: the units in it
     units: dict[int, int] = field(default_factory=dict)  # by pool: how many were ever assigned
     passed_over: set[int] = field(default_factory=set)  # units that lay in a pool while new ones of it were assigned
+    # round -> worker -> the units that it was assigned for the round and has contributed to it
+    trained: dict[int, dict[str, int]] = field(default_factory=dict)
     round: int = 0
+    step: int = 0
+    finished: bool = False
     checks: int = 0
     _last_row: int = 0
     _database: sqlite3.Connection | None = None
@@ -134,17 +141,31 @@ class Ledger:
             self._check_held_units(worker)
 
     def _check_database(self) -> None:
-        runs = self._all("SELECT round FROM runs")
+        runs = self._all("SELECT round, step, state FROM runs")
         if not runs:
             return
         demand(runs[0]["round"] >= self.round, "I4", f"the run went back from round {self.round} to {runs[0]['round']}")
-        self.round = runs[0]["round"]
         self._check_seeding()
         self._check_contributions()
+        self._check_schedule(runs[0])
         self._check_fragments()
         self._check_units()
         if self.node.up:
             self._check_coordinator(self.node.run)
+
+    def _check_schedule(self, run: sqlite3.Row) -> None:
+        """Count the steps of the rounds that have ended since, from what was contributed to them."""
+        total = self.sync.rounds * self.sync.schedule_steps
+        while self.round < run["round"]:
+            steps = min(self.sync.schedule_steps, total - self.step)
+            rows = self._all("SELECT worker, inner_steps FROM assignments WHERE round = ?", self.round)
+            h = {row["worker"]: row["inner_steps"] for row in rows}
+            shares = [Fraction(units, h[worker]) for worker, units in self.trained.get(self.round, {}).items()]
+            self.step += steps if self.sync.streams else min(math.ceil(steps * max(shares, default=0)), steps)
+            self.round += 1
+        demand(run["step"] == self.step, "I8", f"round {self.round} begins at step {run['step']}, not {self.step}")
+        self.finished = run["state"] == "finished"
+        demand(self.finished == (self.step == total), "I8", f"the run is {run['state']} at step {self.step} of {total}")
 
     def _payload(self, name: str, invariant: str, digest: bytes | None = None) -> Payload:
         path = self.node.data_dir / name
@@ -194,11 +215,13 @@ class Ledger:
         for row in self._all(query, header.worker, round_):
             own[row["start"] - first : row["stop"] - first] = True
         named = [unit - first for start, stop in header.units for unit in range(start, stop)]
+        trained = self.trained.setdefault(round_, {})
+        trained[header.worker] = max(trained.get(header.worker, 0), int(own[named].sum()))
         if CODECS[header.codec].error_feedback:
-            of_earlier = {share, 1.0} if self.streams else {share}
+            of_earlier = {share, 1.0} if self.sync.streams else {share}
             whole = {unit: {1.0} if own[unit] else of_earlier for unit in named}
             self.error_feedback.check_sent(where, self.workers[header.worker], header, sent, whole)
-        if self.streams:  # what was trained while the late work was on its way is carried as well, and whole
+        if self.sync.streams:  # what was trained while the late work was on its way is carried as well, and whole
             own |= np.abs(values - 1) < 0.3
         values = np.where(own, values, values / share)
         if CODECS[header.codec].error_feedback:

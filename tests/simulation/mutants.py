@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from sqlalchemy.orm import Session
 
-from coordinator.runs import opening, pools
+from coordinator.runs import opening, pools, steps
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.members import Members
 from coordinator.runs.open_round import OpenRound
@@ -250,6 +250,10 @@ def _forgets_its_workers() -> list[Replacement]:
     return [(LiveRun, "restored", alone)]
 
 
+def _counts_short_rounds_as_whole() -> list[Replacement]:
+    return [(publishing, "steps_trained", lambda run, session: steps.round_steps(run))]
+
+
 # An honest worker ends for good: here, as its contribution weighs more than the units that it still holds.
 REFUSED = "unexpected: AssertionError: I5"
 
@@ -275,5 +279,6 @@ MUTANTS = [
     Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 14, _trusts_its_state_file),
     Mutant("fuses two operations of the outer step", ("I3",), 0, _fused_outer_step),
     Mutant("never tries again after a fault", ("I5",), 16, _never_tries_again),
+    Mutant("counts a round that all handed in early as a whole one", ("I8",), 71, _counts_short_rounds_as_whole),
     Mutant("never ends a lease", ("I5",), 8, _leases_never_end),
 ]

@@ -138,7 +138,7 @@ class Simulation:
         self.workers: dict[str, WorkerNode] = {}
         spec = parse_spec(self.spec)
         self.private = spec.data.private
-        self.ledger = Ledger(self.node, self.workers, spec.outer, spec.sync.streams, self.private)
+        self.ledger = Ledger(self.node, self.workers, spec.outer, spec.sync, self.private)
         self.node.on_crash, self.node.on_start = self.ledger.crashing, self._started
         self.node.on_commit = self.ledger.committed
         for number in range(count):
@@ -171,7 +171,7 @@ class Simulation:
         )
 
     def _over(self) -> bool:
-        return self.ledger.round == self.rounds
+        return self.ledger.finished
 
     # --- one run --------------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class Simulation:
                 self.scheduler.run(self._after_step)
             finally:
                 self._end()
-        demand(self.calm and self.ledger.round == self.rounds, "I5", "the run did not finish")
+        demand(self.calm and self.ledger.finished, "I5", "the run did not finish")
 
     def _begin(self) -> None:
         sleep = self.scheduler.sleep
@@ -201,6 +201,9 @@ class Simulation:
         for worker in self.workers.values():
             self.scheduler.spawn(partial(self.supervise, worker), f"supervisor of {worker.name}")
         self.scheduler.spawn(self._supervise_coordinator, "supervisor of the coordinator")
+        together = random.Random(f"{self.seed} together")
+        if not together.randrange(8):
+            self.scheduler.spawn(self.faults.stop_everybody, "stop everybody", delay_s=together.uniform(10, 60))
         self.faults.run(CALM_ROUNDS)
         self.faults.end()
         self.calm = True
@@ -216,7 +219,7 @@ class Simulation:
             self.scheduler.sleep(0.5)
 
     def _supervise_coordinator(self) -> None:
-        while not (self.calm and self.ledger.round == self.rounds and all(w.finished for w in self.workers.values())):
+        while not (self.calm and self.ledger.finished and all(w.finished for w in self.workers.values())):
             if self.node.group.dead:
                 self.disturbed_at = self.scheduler.now
                 self.scheduler.sleep(0.2 if self.calm else self.node.rng.choice([0.2, 4.0, 40.0]))
@@ -233,7 +236,7 @@ class Simulation:
         if self.ledger.round != self.last_round:
             self.last_round, self.progressed_at = self.ledger.round, now
         quiet_s = now - max(self.disturbed_at, self.progressed_at)
-        if self.ledger.round < self.rounds and quiet_s > PATIENCE_S:
+        if not self.ledger.finished and quiet_s > PATIENCE_S:
             raise Violation(
                 f"I5: round {self.ledger.round} did not close in {quiet_s:.0f} s without a fault: {self._why()}"
             )

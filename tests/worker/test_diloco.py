@@ -372,8 +372,13 @@ def test_leaving_after_a_skipped_step(tmp_path: Path, leaves: str, used: int) ->
 
 def test_asked_to_stop(tmp_path: Path) -> None:
     """The inner step is finished and handed in with those before it, the other units go back to the pool, and the next
-    worker goes on with them."""
+    worker goes on with them, at the learning rate of the next step: the run has as many as it would have had."""
     units: list[int] = []
+    seen: list[tuple[int, int]] = []
+
+    def note(diloco: DiLoCo) -> None:
+        units.extend(chain(*diloco.joined.rounds.assignment.units))
+        seen.append((diloco.round, diloco.global_step))
 
     def stop(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (1, 2):
@@ -383,11 +388,13 @@ def test_asked_to_stop(tmp_path: Path) -> None:
         run = Toy(coordinator, toy.spec(), tmp_path)
         assert run.worker("a", on_step=stop).inner_step == 2
         assert run.told("a").state == "left"
-        run.worker("b", on_step=lambda diloco: units.extend(chain(*diloco.joined.rounds.assignment.units)))
+        run.worker("b", on_step=note)
         info = run.final()
         assert info.state_digest == run.told("b").state_digest
-        assert info.tokens == (toy.STEPS + 2 + toy.STEPS) * info.spec.unit_tokens
+        assert info.round == info.rounds == 4
+        assert info.tokens == 3 * toy.STEPS * info.spec.unit_tokens
         assert min(units) == toy.STEPS + 2
+    assert seen == [(2, 7), (2, 8), (2, 9), (3, 10), (3, 11), (4, 12)], "after each step"
 
 
 def test_a_newcomer_recovers_from_checkpoint_and_deltas(tmp_path: Path) -> None:

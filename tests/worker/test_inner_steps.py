@@ -7,7 +7,7 @@ from protocol.spec.run import RunSpec, parse_spec
 from worker.rounds.inner_steps import InnerSteps
 
 
-def spec(sync: str = "inner_steps = 6", warmup: int = 4) -> RunSpec:
+def spec(warmup: int = 4) -> RunSpec:
     return parse_spec(f"""
 name = "r"
 [model]
@@ -16,16 +16,20 @@ preset = "tiny"
 joiner_warmup_steps = {warmup}
 [sync]
 rounds = 10
-{sync}
+inner_steps = 6
 """)
 
 
-AUTO = 'inner_steps = "auto"\nround_s = 60\nnominal_inner_steps = 100\nmin_inner_steps = 1\nmax_inner_steps = 1000'
-
-
-def begin(steps: InnerSteps, round_number: int = 0, inner_steps: int = 6) -> None:
-    units = [[10, 12], [20, 18 + inner_steps]]
-    assignment = Assignment(action=Action.TRAIN, reason="", round=round_number, inner_steps=inner_steps, units=units)
+def begin(steps: InnerSteps, round_number: int = 0, inner_steps: int = 6, scheduled: int = 6) -> None:
+    assignment = Assignment(
+        action=Action.TRAIN,
+        reason="",
+        round=round_number,
+        step=scheduled * round_number,
+        schedule_steps=scheduled,
+        inner_steps=inner_steps,
+        units=[[10, 12], [20, 18 + inner_steps]],
+    )
     steps.begin(assignment)
 
 
@@ -102,8 +106,8 @@ def test_all_workers_walk_through_the_schedule_together(own: int, seen: list[int
 
 
 def test_auto_counts_in_nominal_steps() -> None:
-    steps = InnerSteps(spec(AUTO))
-    begin(steps, 3, 50)
+    steps = InnerSteps(spec())
+    begin(steps, 3, 50, scheduled=100)
     for _ in range(25):
         steps.step()
     assert steps.global_step == 350

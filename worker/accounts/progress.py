@@ -5,6 +5,7 @@ by `Stages` where it happens.
 """
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 
@@ -78,12 +79,12 @@ class Progress:
         reported = [each for each in self._ranks.all(own) if each is not None]
         return sum(reported) / len(reported) if reported else None
 
-    def end_inner_steps(self, steps: int, tokens: int) -> float:
-        """Tell the speed of the round's inner steps; return their mean loss, 0 where the training loop has reported
+    def end_inner_steps(self, steps: int, tokens: int) -> float | None:
+        """Tell the speed of the round's inner steps; return their mean loss, None where the training loop has reported
         none."""
-        loss = self.mean_loss() or 0.0
+        loss = self.mean_loss()
         seconds = max(self._clock() - self._started, 1e-9)
-        finite = loss if torch.isfinite(torch.tensor(loss)) else None
+        finite = loss if loss is not None and math.isfinite(loss) else None
         self.phase(
             "gather",
             loss=finite,

@@ -15,18 +15,19 @@ class InnerSteps:
     """Counts one worker's inner steps, round by round."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self._scheduled, self._warmup_steps = spec.sync.schedule_steps, spec.inner.joiner_warmup_steps
+        self._warmup_steps = spec.inner.joiner_warmup_steps
         self.done = 0
         self.taken = 0  # by this process, in all rounds
         self.unit_stepped = False  # the unit in hand; always False where the loop takes no units
-        self._round = self._own = self._units_begun = self._units_used = 0
+        self._step = self._scheduled = self._own = self._units_begun = self._units_used = 0
         self._units: UnitRanges = []
         self.warmup_left: int | None = None  # until a joiner's inner optimizer is warm; None: not one step yet
 
     def begin(self, assignment: Assignment) -> None:
         """Nothing of `assignment`, which is of action `train`, is done yet."""
         self.done = self._units_begun = self._units_used = 0
-        self._round, self._own, self._units = assignment.round, assignment.inner_steps, assignment.units
+        self._step, self._scheduled = assignment.step, assignment.schedule_steps
+        self._own, self._units = assignment.inner_steps, assignment.units
         if self.warmup_left is None:
             self.warmup_left = self._warmup_steps if assignment.round else 0
 
@@ -61,9 +62,8 @@ class InnerSteps:
 
     @property
     def global_step(self) -> int:
-        """(round + done / H) · H of the schedule."""
-        progress = self.done * self._scheduled // self._own if self._own else self.done
-        return self._round * self._scheduled + progress
+        """The schedule's step before the round, and of its steps the share that is done."""
+        return self._step + (self.done * self._scheduled // self._own if self._own else self.done)
 
     @property
     def warmup_scale(self) -> float:

@@ -67,7 +67,7 @@ class Round:
         self._fragments, self._steps, self._progress = training.fragments, training.steps, training.progress
         self._ranks = training.ranks
         self._save, self.assignment, self.carry = durable.save, assignment, carry
-        last = assignment.round + 1 == self._sync.rounds
+        last = assignment.step + assignment.schedule_steps == exchange.spec.total_inner_steps
         self._schedule = schedule(
             self._sync, len(self._state), assignment.inner_steps, last=last, first=not carry.units
         )
@@ -208,17 +208,18 @@ class Round:
 
     def _note_loss(self) -> None:
         """Note the mean loss of this round so far; before its first inner step, that of what is carried."""
-        self._loss = (self._progress.mean_loss() or 0.0) if self._steps.done else self.carry.loss
+        self._loss = self._progress.mean_loss() if self._steps.done else self.carry.loss
 
     def _check_all_finite(self) -> None:
         """Raise CodecError where any part of the model is not finite, before any of it is sent."""
         self._check_finite(self._fragments.norm(), self._loss)
 
-    def _check_finite(self, norm: float, loss: float) -> None:
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+    def _check_finite(self, norm: float, loss: float | None) -> None:
+        if not (math.isfinite(norm) and (loss is None or math.isfinite(loss))):
             raise CodecError(
-                f"round {self.assignment.round}: the training has diverged: loss {loss}, norm {norm}; nothing of that "
-                "was sent; lower the learning rate or clip gradients, in a new run"
+                f"round {self.assignment.round}: the training has diverged: "
+                f"loss {'unknown' if loss is None else loss}, norm {norm}; "
+                "nothing of that was sent; lower the learning rate or clip gradients, in a new run"
             )
 
     # --- merged ---------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class Carry:
     units: UnitRanges = field(default_factory=list)
     weight: int = 0
     inner_steps: int = 0
-    loss: float = 0.0
+    loss: float | None = None
     unsent: dict[int, Tensor] = field(default_factory=dict)
     ahead: dict[int, Tensor] = field(default_factory=dict)
     fresh: dict[int, int] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Contribution:
     units          those that it was trained on, and those that are carried
     weight         the number of this round's own units in it, or where it has none that of the last one that is carried
     inner_steps    those that it was trained for
-    loss           mean training loss, nats per token
+    loss           mean training loss, nats per token; None where the training loop has reported none
     late           what of `delta` is late work
     """
 
@@ -116,7 +116,7 @@ class Contribution:
     units: UnitRanges
     weight: int
     inner_steps: int
-    loss: float
+    loss: float | None
     norm: float
     delta: Tensor
     late: Late | None = None

@@ -1,0 +1,113 @@
+"""Rounds that all workers hand in early: the schedule follows what was trained, and the run has a round for the rest."""
+
+from pathlib import Path
+
+from benchmarks.harness.coordinator import InThread, coordinator_thread
+from benchmarks.harness.member import Member, spec_toml
+from coordinator.runs.steps import share_of
+from protocol.messages import Assignment
+from tests.coordinator.crew import crew, enlist, events, info, play_round
+
+
+def hand_in(member: Member, assignment: Assignment, steps: int) -> None:
+    """Contribute the first `steps` inner steps of the assignment, and leave."""
+    (start, _), *_ = assignment.units
+    units = [[start, start + steps]]
+    tokens = steps * member.spec.unit_tokens
+    for p, values in enumerate(member.pseudo_gradients(assignment.round)):
+        reply = member.contribute(assignment, p, values, units=units, tokens=tokens, inner_steps=steps)
+        reply.raise_for_status()
+    member.http.delete(member.path()).raise_for_status()
+
+
+def come_again(running: InThread, run: str, members: list[Member], round_: int) -> list[Member]:
+    """The same members with new leases, at the state of `round_`."""
+    again = []
+    for each in members:
+        fresh = enlist(running, run, each.name)
+        fresh.theta, fresh.momentum = each.theta, each.momentum
+        fresh.step(round_ - 1)
+        again.append(fresh)
+    return again
+
+
+def place(assignment: Assignment) -> tuple[int, int, int]:
+    return assignment.step, assignment.schedule_steps, assignment.inner_steps
+
+
+def test_a_round_that_all_hand_in_is_as_long_as_its_longest_part(shared: InThread, run: str) -> None:
+    """Two rounds of 5 steps: the second is handed in after 2 at most, so there is a third for the other 3."""
+    members = crew(shared, run, ["a", "b"], rounds=2, min_workers=2)
+    play_round(members, 0)
+    for member, steps in zip(members, (1, 2), strict=True):
+        assert place(member.assignment(1)) == (5, 5, 5)
+        hand_in(member, member.assignment(1), steps)
+    shared.await_state(run, 2)
+    shown = info(shared, run)
+    assert (shown["state"], shown["round"], shown["rounds"], shown["step"]) == ("running", 2, 3, 7)
+    assert "after 2 of 5 inner steps" in events(shared, run, "short-round")[0]["message"]
+
+    members = come_again(shared, run, members, 2)
+    for member in members:
+        member.assignment(2)
+    assert [place(member.assignment(2)) for member in members] == [(7, 3, 3), (7, 3, 3)]
+    play_round(members, 2)
+    shared.await_state(run, 3)
+    shown = info(shared, run)
+    assert (shown["state"], shown["round"], shown["rounds"], shown["step"]) == ("finished", 3, 3, 10)
+    assert shown["reason"] == "the run is finished after 3 of 3 rounds"
+    assert info(shared, run, "/checkpoints")["items"][0]["round"] == 3
+    assert place(members[0].assignment(3)) == (10, 0, 0)
+
+
+def test_who_leaves_early_shortens_nobody_else_s_round(shared: InThread, run: str) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=1)
+    a.assignment(0)
+    b.assignment(0)
+    assigned = a.assignment(0), b.assignment(0)
+    hand_in(a, assigned[0], 1)
+    b.take_part(0)
+    shared.await_state(run, 1)
+    shown = info(shared, run)
+    assert (shown["state"], shown["round"], shown["step"]) == ("finished", 1, 5)
+    assert not events(shared, run, "short-round")
+
+
+def test_the_place_survives_a_restart(tmp_path: Path) -> None:
+    """It is in the database: what a round adds to it is there with the round."""
+    with coordinator_thread(tmp_path) as running:
+        members = crew(running, "r", ["a"], rounds=1)
+        hand_in(members[0], members[0].assignment(0), 2)
+        running.await_state("r", 1)
+    with coordinator_thread(tmp_path) as running:
+        assert info(running, "r")["step"] == 2
+        (member,) = come_again(running, "r", members, 1)
+        assert place(member.assignment(1)) == (2, 3, 3)
+
+
+def test_with_an_h_of_their_own_it_is_the_share_of_it(shared: InThread, run: str) -> None:
+    """8 of 40 own steps are 2 of 10 in the schedule; of 40 there are 32 for the other 8."""
+    sync = "round_s = 10\nnominal_inner_steps = 10\nmin_inner_steps = 2"
+    spec = spec_toml(run, rounds=1, sync=sync).replace("inner_steps = 5\n", 'inner_steps = "auto"\n', 1)
+    shared.create_run(spec)
+    member = enlist(shared, run, "a")
+    member.http.put(member.path("/lease"), json={"inner_steps_per_second": 4.0}).raise_for_status()
+    assert member.assignment(None).action == "seed"
+    member.seed()
+    assignment = member.assignment(0)
+    assert place(assignment) == (0, 10, 40)
+    hand_in(member, assignment, 8)
+    shared.await_state(run, 1)
+    assert place(enlist(shared, run, "b").assignment(1)) == (2, 8, 8), "whose speed is not known: the nominal steps"
+    live = shared.live(run)
+    with live.lock:
+        assert share_of(live, 40) == 32
+
+
+def test_of_a_run_that_streams_every_round_is_a_whole_one(shared: InThread, run: str) -> None:
+    """There a whole round's contributions name fewer units than it has: the rest is in the next one's."""
+    (member,) = crew(shared, run, ["a"], rounds=2, sync="overlap = 2")
+    assignment = member.assignment(0)
+    hand_in(member, assignment, 3)
+    shared.await_state(run, 1)
+    assert info(shared, run)["step"] == 5
