@@ -1,17 +1,58 @@
 """A training script as a process of its own, a worker of one run, and what it tells at its end: JSON in its last line."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.harness.coordinator import InThread
 from protocol.messages import Scope, WorkerInfo
+from tests.support.forks import START
 
 
-def start(running: InThread, source: str, directory: Path, processes: int = 1, **how: Any) -> "subprocess.Popen[str]":
+class Script(Protocol):
+    """A process: its exit code once `communicate` has returned what it has written."""
+
+    @property
+    def returncode(self) -> int | None: ...
+    def communicate(self) -> tuple[str, str]: ...
+
+
+class _Forked:
+    """One that has the frameworks imported already, which takes seconds."""
+
+    def __init__(self, source: str, argument: str, environment: dict[str, str], directory: Path) -> None:
+        self._files = [Path(tempfile.mkdtemp(dir=directory)) / name for name in ("out", "errors")]
+        given = (source, argument, environment, directory, self._files)
+        self._process = START.Process(target=_run, args=given, daemon=True)
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def communicate(self) -> tuple[str, str]:
+        self._process.join()
+        out, errors = (file.read_text() for file in self._files)
+        return out, errors
+
+
+def _run(source: str, argument: str, environment: dict[str, str], directory: Path, files: list[Path]) -> None:
+    os.environ.update(environment)
+    os.chdir(directory)
+    sys.argv = ["-c", argument]
+    with contextlib.ExitStack() as opened:
+        for stream, file in zip((sys.stdout, sys.stderr), files, strict=True):
+            os.dup2(opened.enter_context(file.open("w")).fileno(), stream.fileno())
+        exec(compile(source, "script", "exec"), {"__name__": "__main__"})
+        sys.stdout.flush()
+
+
+def start(running: InThread, source: str, directory: Path, processes: int = 1, **how: Any) -> Script:
     """Start `source`, Python, in `directory`, by torchrun in several `processes`; its first argument is `how`, JSON."""
     environment = {
         "OUTERSTEP_URL": running.url,
@@ -19,16 +60,16 @@ def start(running: InThread, source: str, directory: Path, processes: int = 1, *
         "HOME": str(directory),
         "OMP_NUM_THREADS": "1",
     }
+    if processes == 1:
+        return _Forked(source, json.dumps(how), environment, directory)
     pipe = subprocess.PIPE
-    command = [sys.executable, "-c", source, json.dumps(how)]
-    if processes > 1:
-        (directory / "script.py").write_text(source)
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        command = [sys.executable, *torchrun, str(directory / "script.py"), json.dumps(how)]
+    (directory / "script.py").write_text(source)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *torchrun, str(directory / "script.py"), json.dumps(how)]
     return subprocess.Popen(command, env=os.environ | environment, cwd=directory, stdout=pipe, stderr=pipe, text=True)
 
 
-def result(process: "subprocess.Popen[str]") -> dict[str, Any]:
+def result(process: Script) -> dict[str, Any]:
     """What it told, and its stderr as `errors`; it must have ended well."""
     out, errors = process.communicate()
     assert process.returncode == 0, errors

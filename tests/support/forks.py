@@ -4,4 +4,13 @@ tests, so all say here what it imports."""
 import multiprocessing
 
 START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(["tests.support.crashing", "pytest", "torch.distributed.tensor", "torch.distributed.fsdp"])
+START.set_forkserver_preload(
+    [
+        "tests.support.crashing",
+        "pytest",
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "lightning.pytorch",
+        "transformers.trainer",
+    ]
+)
