@@ -30,6 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
     stores.in_memory = config.getoption("--blobs") == "memory"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole systems take longer, above all beside other work, before a hang may be suspected."""
+    for item in items:
+        if item.get_closest_marker("system") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture
 def say(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """Prints a line, which stands at the end of pytest's report also where the test passes."""

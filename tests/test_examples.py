@@ -1,15 +1,13 @@
 """The scripts in examples/: each trains with two workers that end with the same model, for the lines that it says."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.harness.coordinator import coordinator_thread
 from protocol.messages import RunDetail, Scope, WorkerInfo
+from tests.support.forks import Forked
 from tests.support.text import write_text
 from tests.support.waiting import wait_until
 
@@ -67,17 +65,10 @@ def test_two_workers_end_with_the_same_model(tmp_path: Path, name: str) -> None:
                 "HOME": str(home),
                 "OMP_NUM_THREADS": "1",
             }
-            workers[worker] = subprocess.Popen(
-                [sys.executable, "-c", ON_ANOTHER_MACHINE, worker, str(EXAMPLES / name), str(file)],
-                env=os.environ | environment,
-                cwd=home,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        for process in workers.values():
-            out, _ = process.communicate()
-            assert process.returncode == 0, out
+            log, arguments = home / "log", [worker, str(EXAMPLES / name), str(file)]
+            workers[log] = Forked(ON_ANOTHER_MACHINE, arguments, environment, log, log, home)
+        for log, process in workers.items():
+            assert process.wait() == 0, log.read_text()
         with running.client() as http:
             wait_until(lambda: http.get("/v1/runs/example").json()["state_digest"] is not None)
             run = RunDetail.model_validate(http.get("/v1/runs/example").json())

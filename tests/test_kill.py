@@ -20,7 +20,7 @@ from tests.support.reference import fragment_bounds, run_reference
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text
 from tests.support.waiting import wait_until
-from tests.support.workers import WorkerProcess
+from tests.support.workers import ForkedWorker
 
 pytestmark = pytest.mark.system
 
@@ -32,7 +32,7 @@ def get(running: Running, path: str) -> Any:
         return client.get(path).raise_for_status().json()
 
 
-def hold_back(running: Running, worker: WorkerProcess, from_round: int) -> int:
+def hold_back(running: Running, worker: ForkedWorker, from_round: int) -> int:
     """Freeze `worker` in a round that all others have contributed to and it has not; the round's number.
 
     Wherever in its round the worker is when the signal hits: the round that is then, or next, held up is the one.
@@ -55,19 +55,19 @@ def hold_back(running: Running, worker: WorkerProcess, from_round: int) -> int:
     return int(get(running, "/v1/runs/killed")["round"])
 
 
-def kill_the_worker(coordinator: CoordinatorProcess, worker: WorkerProcess) -> None:
+def kill_the_worker(coordinator: CoordinatorProcess, worker: ForkedWorker) -> None:
     worker.kill()
     worker.start()
 
 
-def kill_the_coordinator(coordinator: CoordinatorProcess, worker: WorkerProcess) -> None:
+def kill_the_coordinator(coordinator: CoordinatorProcess, worker: ForkedWorker) -> None:
     coordinator.kill()
     coordinator.start()
     assert worker.process is not None
     os.kill(worker.process.pid, signal.SIGCONT)
 
 
-def kill_both(coordinator: CoordinatorProcess, worker: WorkerProcess) -> None:
+def kill_both(coordinator: CoordinatorProcess, worker: ForkedWorker) -> None:
     coordinator.kill()
     worker.kill()
     worker.start()  # finds nobody, and goes on asking
@@ -90,18 +90,18 @@ ERROR_FEEDBACK = 'upload_codec = "ternary"\ndownload_codec = "int4"'
     ids=["worker", "coordinator", "both", "worker, error feedback", "both, error feedback"],
 )
 def test_a_kill_9_in_the_middle_of_a_round_changes_nothing(
-    tmp_path: Path, disturb: Callable[[CoordinatorProcess, WorkerProcess], None], codecs: str
+    tmp_path: Path, disturb: Callable[[CoordinatorProcess, ForkedWorker], None], codecs: str
 ) -> None:
     torch.set_num_threads(1)
     text = write_text(tmp_path / "text", seed=2)
     spec = tiny_spec("killed", text, seed=3, rounds=8, min_workers=3, sync=codecs, members="lease_s = 3600")
     coordinator = CoordinatorProcess(tmp_path / "data")
     running = coordinator.start()
-    workers: list[WorkerProcess] = []
+    workers: list[ForkedWorker] = []
     try:
         running.create_run(spec)
         token = running.token(Scope.WORKER)
-        workers = [WorkerProcess(running.url, "killed", name, token, tmp_path / name) for name in NAMES]
+        workers = [ForkedWorker(running.url, "killed", name, token, tmp_path / name) for name in NAMES]
         for worker in workers:
             worker.start()
         held = hold_back(running, workers[1], from_round=1)

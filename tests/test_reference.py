@@ -19,7 +19,7 @@ from protocol.wire import Payload
 from tests.support.reference import fragment_bounds, run_reference
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text
-from tests.support.workers import WorkerProcess
+from tests.support.workers import ForkedWorker
 from tests.worker.runs import work
 
 WORKERS = 3
@@ -42,7 +42,7 @@ def final_state(running: Running, run: str) -> tuple[CheckpointDetail, np.ndarra
 
 def in_processes(running: InThread, run: str, directory: Path) -> None:
     token = running.token(Scope.WORKER)
-    workers = [WorkerProcess(running.url, run, name, token, directory / name) for name in NAMES]
+    workers = [ForkedWorker(running.url, run, name, token, directory / name) for name in NAMES]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -1,6 +1,5 @@
 """A training script as a process of its own, a worker of one run, and what it tells at its end: JSON in its last line."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -11,7 +10,7 @@ from typing import Any, Protocol
 
 from benchmarks.harness.coordinator import InThread
 from protocol.messages import Scope, WorkerInfo
-from tests.support.forks import START
+from tests.support.forks import Forked
 
 
 class Script(Protocol):
@@ -23,33 +22,21 @@ class Script(Protocol):
 
 
 class _Forked:
-    """One that has the frameworks imported already, which takes seconds."""
+    """One that has the frameworks imported already."""
 
     def __init__(self, source: str, argument: str, environment: dict[str, str], directory: Path) -> None:
         self._files = [Path(tempfile.mkdtemp(dir=directory)) / name for name in ("out", "errors")]
-        given = (source, argument, environment, directory, self._files)
-        self._process = START.Process(target=_run, args=given, daemon=True)
-        self._process.start()
+        out, errors = self._files
+        self._process = Forked(source, [argument], environment, out, errors, directory)
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
+        return self._process.poll()
 
     def communicate(self) -> tuple[str, str]:
-        self._process.join()
+        self._process.wait()
         out, errors = (file.read_text() for file in self._files)
         return out, errors
-
-
-def _run(source: str, argument: str, environment: dict[str, str], directory: Path, files: list[Path]) -> None:
-    os.environ.update(environment)
-    os.chdir(directory)
-    sys.argv = ["-c", argument]
-    with contextlib.ExitStack() as opened:
-        for stream, file in zip((sys.stdout, sys.stderr), files, strict=True):
-            os.dup2(opened.enter_context(file.open("w")).fileno(), stream.fileno())
-        exec(compile(source, "script", "exec"), {"__name__": "__main__"})
-        sys.stdout.flush()
 
 
 def start(running: InThread, source: str, directory: Path, processes: int = 1, **how: Any) -> Script:

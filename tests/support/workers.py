@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.harness.coordinator import Running
 from protocol.messages import Scope
+from tests.support.forks import OUTERSTEP, Forked, Process
 from worker.settings import WorkerSettings
 
 
@@ -29,7 +30,7 @@ class WorkerProcess:
         self._command = [str(python), "-m", "outerstep", "worker", url, "--run", run, "--name", name]
         self._command += ["--state", str(state_dir), "--threads", "1", "--device", "cpu"]
         self._environment = {**os.environ, "OUTERSTEP_TOKEN": token}
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Process | None = None
 
     def start(self) -> None:
         with self.log.open("ab") as log:
@@ -49,3 +50,11 @@ class WorkerProcess:
     def terminate(self) -> None:
         assert self.process is not None
         self.process.terminate()
+
+
+class ForkedWorker(WorkerProcess):
+    """The same command in a process that has its imports behind it."""
+
+    def start(self) -> None:
+        arguments = self._command[self._command.index("worker") :]
+        self.process = Forked(OUTERSTEP, arguments, self._environment, self.log, self.log, Path.cwd())
