@@ -19,13 +19,13 @@ model = LlamaForCausalLM(
     LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4)
 )
 accelerator = Accelerator()
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+loader = DataLoader(rows, batch_size=16, shuffle=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 with DiLoCo.connect(model, optimizer, run="example") as diloco:  # +
-    loader = accelerator.prepare(DataLoader(rows, batch_sampler=diloco.unit_sampler(rows)))  # + it was batch_size=16
-    while not diloco.finished:  # + it was for epoch in range(EPOCHS)
-        for batch in loader:
-            loss = model(input_ids=batch, labels=batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+    for batch in diloco.batches(loader):  # + it was for epoch in range(EPOCHS), and for batch in loader
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()

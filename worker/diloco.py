@@ -48,6 +48,7 @@ from worker.rounds.rounds import Rounds
 from worker.rounds.seeds import round_seed
 from worker.rounds.training import Training
 from worker.script.connecting import membership_of, told_on_stderr
+from worker.script.loader import unit_batches
 from worker.script.sampler import UnitSampler
 from worker.script.schedules import RunSchedules
 from worker.script.usable import FirstUnits, Writes, usable_optimizers
@@ -307,6 +308,15 @@ class DiLoCo:
         for a size that does not suit.
         """
         return UnitSampler(self.spec, len(dataset), micro_batch, self._steps, lambda: self.finished, self.ranks)
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Yield batches of a DataLoader until `finished`, of as many rows as it makes them, in place of a loop over its
+        epochs: it loads ahead, and in its own way, but in the order of the run, as `unit_sampler` has it.
+
+        A loader that accelerate has prepared is given as it is. Raises TypeError for a data set without rows by number,
+        ValueError for a loader with an order of its own, and for a batch size that does not suit.
+        """
+        return unit_batches(loader, self.unit_sampler, lambda: self.finished)
 
     def report_loss(self, loss: Tensor) -> None:
         """Report one inner step's mean loss (a scalar, nats per token) before `optimizer.step()`, without waiting for
