@@ -1,24 +1,26 @@
 """Outerstep: train one model on GPU boxes that are far apart. The command line, and `from outerstep import DiLoCo`."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from outerstep.shadowing import refuse_shadow
 
 if TYPE_CHECKING:
     from worker.diloco import DiLoCo
+    from worker.diloco_optimizer import DiLoCoOptimizer
 
-__all__ = ["DiLoCo", "__version__"]
+__all__ = ["DiLoCo", "DiLoCoOptimizer", "__version__"]
 
 __version__ = "0.1.0"
+
+_SCRIPTS = {"DiLoCo": "worker.diloco", "DiLoCoOptimizer": "worker.diloco_optimizer"}
 
 refuse_shadow("protocol")  # which all of it needs, whatever is used
 
 
 def __getattr__(name: str) -> Any:
-    """Import `DiLoCo` on first use: it needs torch, and a coordinator runs without."""
-    if name == "DiLoCo":
+    """Import what a script uses on first use: it needs torch, and a coordinator runs without."""
+    if name in _SCRIPTS:
         refuse_shadow("worker")
-        from worker.diloco import DiLoCo
-
-        return DiLoCo
+        return getattr(import_module(_SCRIPTS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

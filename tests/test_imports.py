@@ -74,6 +74,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "rounds": {"errors", "ranks", "accounts", "codecs", "tuning", "state", "link"},
         "script": {"errors", "ranks", "settings", "data", "state"},
         "diloco": {"errors", "ranks", "signals", "accounts", "state", "link", "rounds", "script"},
+        "diloco_optimizer": {"diloco"},
         "export": {"errors", "data", "models", "link"},
         "initial": {"errors", "models", "link"},
         "inner": {"errors", "user_code", "data", "models"},
@@ -139,6 +140,7 @@ for command in ([], ["coordinator"], ["worker"], ["demo"], ["run"]):
 
 
 def test_diloco_comes_lazily() -> None:
+    imported_by("from outerstep import DiLoCoOptimizer as D; assert D.__module__ == 'worker.diloco_optimizer'")
     modules = imported_by("from outerstep import DiLoCo; assert DiLoCo.__module__ == 'worker.diloco'")
     assert "torch" in modules
     assert not modules.intersection([*WEB, *DATABASE, "coordinator"])
