@@ -56,6 +56,7 @@ from worker.signals import stop_on_signals
 from worker.state.fragments import Fragments
 from worker.state.frozen import frozen_summary
 from worker.state.outer_state import OuterState
+from worker.state.own_points import OwnPoints
 from worker.state.parameters import tensor_specs
 from worker.state.saver import Saver
 from worker.state.snapshot import identity
@@ -355,7 +356,8 @@ class DiLoCo:
         client, spec, membership = self.client, self.spec, self._membership
         reply = membership.join()
         resources.callback(self._leave)
-        fragments = Fragments(self.model, reply.layout, self.ranks)
+        points = OwnPoints(self._optimizers)
+        fragments = Fragments(self.model, reply.layout, self.ranks, points)
         on_cuda = fragments.device.type == "cuda"
         state = OuterState(reply.layout, spec.outer, pin_memory=on_cuda, owns=fragments.owns)
         heartbeat = Heartbeat(membership, reply.lease_s, self._progress.metrics)
@@ -373,6 +375,7 @@ class DiLoCo:
             self._initial,
             self._scaler,
             self.ranks,
+            points,
         )
         owner = identity(self._run, reply.layout, self.name)
         saver = resources.enter_context(Saver(self._files, owner, state, client.stages, self.ranks))

@@ -148,7 +148,7 @@ def _no_rebase() -> list[Replacement]:
         return gradient(self, p, theta, None, *rest)
 
     return [
-        (Fragments, "rebase", lambda self, p, theta, carry: real(self, p, theta, None)),
+        (Fragments, "rebase", lambda self, p, theta, carry, **how: real(self, p, theta, None, **how)),
         (Fragments, "pseudo_gradient", without),
     ]
 

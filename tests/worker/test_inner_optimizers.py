@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from bitsandbytes.optim.adamw import AdamW8bit
+from schedulefree import AdamWScheduleFree
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from protocol.messages import EvaluationReport
 from protocol.spec.run import parse_spec
 from protocol.spec.sections import InnerSpec
 from tests.worker import toy
@@ -25,7 +28,8 @@ from worker.models.building import build_model
 
 CPU = torch.device("cpu")
 OWN = f"{__name__}:sgd_for_each"
-NAMES = ["adamw", "muon", "sgd", OWN]
+EIGHT_BIT = f"{__name__}:eight_bit"
+NAMES = ["adamw", "muon", "sgd", OWN, EIGHT_BIT]
 EVERY = pytest.mark.parametrize("name", NAMES)
 SPREAD = 'offsets = "spread"\noverlap = 2'
 
@@ -41,6 +45,11 @@ def sgd_for_each(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
         torch.optim.SGD([each], lr=rate, momentum=inner.momentum)
         for each, rate in zip(model.parameters(), rates, strict=True)
     ]
+
+
+def eight_bit(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
+    """bitsandbytes' AdamW, whose moments are bytes."""
+    return [AdamW8bit(model.parameters(), lr=inner.learning_rate, min_8bit_size=1)]
 
 
 # --- which parameter goes where -----------------------------------------------------------------------------------
@@ -296,8 +305,8 @@ def test_a_loop_without_units_may_have_several_as_well(tmp_path: Path) -> None:
 # --- resuming -----------------------------------------------------------------------------------------------------
 
 
-def work(run: Toy, state_dir: Path, dies_at: int | None = None) -> None:
-    """As `outerstep worker` does it, but killed after so many inner steps."""
+def work(run: Toy, state_dir: Path, dies_at: int | None = None) -> list[Tensor]:
+    """As `outerstep worker` does it, but killed after so many inner steps. The parameters at the end."""
     model, spec = toy.make_model(), run.info().spec
     optimizers = build_inner_optimizers(model, spec.inner)
     rates, steps = Schedule(spec, optimizers), 0
@@ -310,6 +319,7 @@ def work(run: Toy, state_dir: Path, dies_at: int | None = None) -> None:
                 steps += 1
                 if steps == dies_at:
                     client.die()
+    return [each.detach() for each in model.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -348,3 +358,74 @@ def test_a_snapshot_of_other_optimizers_is_told(tmp_path: Path) -> None:
             work(run, tmp_path / "a", toy.STEPS + 1)
         with pytest.raises(ModelError, match="not those of the .* 1 of them, and 2 in"):
             run.worker("a", state_dir=tmp_path / "a")
+
+
+# --- points beside the parameters ---------------------------------------------------------------------------------
+
+
+def schedule_free(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
+    optimizer = AdamWScheduleFree(model.parameters(), lr=inner.learning_rate, betas=(0.9, 0.95))
+    optimizer.train()
+    return [optimizer]
+
+
+FREE = f"{__name__}:schedule_free"
+FREE_SPEC = f'optimizer = "{FREE}"\nlearning_rate = 0.02\nschedule = "constant"\nwarmup_steps = 0'
+
+
+@pytest.mark.parametrize("sync", ["", SPREAD], ids=["classic", "spread"])
+def test_the_point_of_a_schedule_free_optimizer_goes_where_the_parameters_go(tmp_path: Path, sync: str) -> None:
+    """Between two inner steps nothing but a sync moves them, and it moves both by the same; an evaluation, which puts
+    the run's parameters into the model for a while, moves neither. At the end they are one."""
+    offsets = []
+
+    def loop(diloco: DiLoCo, optimizers: list[Optimizer]) -> None:
+        (optimizer,) = optimizers
+        parameter = next(diloco.model.parameters())
+        for unit in diloco.units():
+            z = optimizer.state[parameter].get("z")
+            if z is not None:
+                offsets.append(float((z - parameter.detach() - told[0]).abs().max()))
+            step(diloco, optimizers, unit)
+        assert all(torch.equal(optimizer.state[each]["z"], each) for each in diloco.model.parameters())
+
+    told = [torch.zeros(())]
+    real = AdamWScheduleFree.step
+
+    def noted(self: Any, *arguments: Any, **options: Any) -> Any:
+        """The offset right after the inner step, before the sync, which is in a hook after it."""
+        loss = real(self, *arguments, **options)
+        parameter = self.param_groups[0]["params"][0]
+        told[0] = (self.state[parameter]["z"] - parameter).detach().clone()
+        return loss
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(AdamWScheduleFree, "step", noted)
+        with coordinator_thread(tmp_path / "coordinator") as coordinator:
+            run = Toy(coordinator, toy.spec(sync=sync, inner=FREE_SPEC), tmp_path)
+            model = toy.make_model()
+            optimizers = build_inner_optimizers(model, run.info().spec.inner)
+            evaluate = lambda: EvaluationReport(loss=1.0, tokens=1, bytes=None)  # noqa: E731
+            with run.connect(model, optimizers, evaluate=evaluate) as diloco:
+                loop(diloco, optimizers)
+            assert run.final().state_digest == run.told("a").state_digest
+    assert len(offsets) == 3 * toy.STEPS - 1
+    assert max(offsets) < 1e-6
+    assert float(told[0].abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("sync", ["", SPREAD], ids=["classic", "spread"])
+def test_a_schedule_free_optimizer_resumes_where_it_was_but_for_rounding(tmp_path: Path, sync: str) -> None:
+    torch.set_num_threads(1)
+    ends = []
+    for dies_at in ([], [9, 3]):
+        directory = tmp_path / str(len(dies_at))
+        with coordinator_thread(directory / "coordinator") as coordinator:
+            text = toy.spec(steps=6, sync=sync, upload="fp32", download="fp32", inner=FREE_SPEC)
+            run = Toy(coordinator, text, directory)
+            for death in dies_at:
+                with pytest.raises(Killed):
+                    work(run, directory / "a", death)
+            ends.append(work(run, directory / "a"))
+    for one, other in zip(*ends, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)

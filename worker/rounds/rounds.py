@@ -133,6 +133,7 @@ class Rounds:
             raise UnexpectedAnswer(f"asked to train on state {assignment.round} while holding {self._state.round}")
         if over:
             self._reach(assignment)
+            self._training.points.end()
             return None
         self._place(assignment)
         durable = Durable(start=self._start_saved) if self._sync.streams else Durable(save=self._save)
@@ -143,15 +144,19 @@ class Rounds:
 
     def _place(self, assignment: Assignment) -> None:
         """Put into the model what the inner steps start from; on the way there, it is evaluated if that is wanted."""
-        evaluated = self._evaluation(assignment) is not None
-        local = {p: self._fragments.gather(p) for p in self._trained_on} if evaluated else {}
-        if evaluated:
-            self._reach(assignment)
-        for p in range(len(self._state)):
+        fragments = range(len(self._state))
+        if not self._placed:
+            for p in fragments:
+                self._fragments.rebase(p, self._state.theta[p], self.carry.delta(p))
+        if self._evaluation(assignment) is None:
+            return
+        local = {p: self._fragments.gather(p) for p in self._trained_on}
+        self._reach(assignment)
+        for p in fragments:
             if p in local:
                 self._fragments.scatter(p, local[p])
-            elif evaluated or not self._placed:
-                self._fragments.rebase(p, self._state.theta[p], self.carry.delta(p))
+            else:
+                self._fragments.rebase(p, self._state.theta[p], self.carry.delta(p), moves=False)
 
     def _evaluation(self, assignment: Assignment) -> Callable[[], EvaluationReport] | None:
         """Return what measures the held-out loss, if the coordinator asks this worker for it and it can."""
@@ -160,7 +165,7 @@ class Rounds:
     def _reach(self, assignment: Assignment) -> None:
         """Put into the model what the outer optimizer has reached, and tell its held-out loss if that is wanted."""
         for p in range(len(self._state)):
-            self._fragments.rebase(p, self._state.reached(p), None)
+            self._fragments.scatter(p, self._state.reached(p))
         evaluate = self._evaluation(assignment)
         if evaluate is not None:
             self._tell_evaluation(assignment.round, evaluate)
@@ -327,6 +332,8 @@ class Rounds:
             self._state.take(self._fragments)
             return self._ask()
         self._assignments.untouched, self._training.steps.warmup_left = False, found.warmup_left
+        if isinstance(found.work, Work):
+            self._put_back(found.work)
         optimizers, saved = self._training.optimizers, found.inner_optimizers
         try:
             if len(optimizers) != len(saved):
@@ -372,6 +379,13 @@ class Rounds:
             self._drop(round_, error)
         if partial and not self.carry.units:
             self._exchange.membership.start_over()  # the units that were left may still be ours, if nobody was told
+
+    def _put_back(self, work: Work) -> None:
+        """Put into the model what it was as the work was saved, θ − Δ, but for rounding: what the optimizers keep
+        beside the parameters was there with them."""
+        deltas = {each.fragment: each.delta for each in work.contributions}
+        for p in range(len(self._state)):
+            self._fragments.rebase(p, self._state.theta[p], deltas.get(p))
 
     def _start_from(self, start: RoundStart) -> None:
         for p, local in enumerate(start.local):

@@ -1,7 +1,7 @@
 """The training loop's side of the rounds: the model, its inner optimizers, and how far they are."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,13 +11,14 @@ from worker.accounts.progress import Progress
 from worker.ranks import ALONE, Ranks
 from worker.rounds.inner_steps import InnerSteps
 from worker.state.fragments import Fragments
+from worker.state.own_points import OwnPoints
 
 
 @dataclass(frozen=True)
 class Training:
     """What one worker trains. `evaluate` measures the held-out loss of the model as it is; None where none is.
     `initial` puts state 0 into the model; None where it holds that. `scaler` scales the loss, for fp16; None where
-    nothing does. `ranks`: the processes that train it together."""
+    nothing does. `ranks`: the processes that train it together. `points`: what the optimizers keep beside it."""
 
     fragments: Fragments
     optimizers: Sequence[torch.optim.Optimizer]
@@ -27,6 +28,7 @@ class Training:
     initial: Callable[[], None] | None
     scaler: torch.amp.GradScaler | None
     ranks: Ranks = ALONE
+    points: OwnPoints = field(default_factory=OwnPoints)
 
     def scaler_state(self) -> dict[str, Any] | None:
         """Return the scale of the loss and when it grows; None without a scaler."""

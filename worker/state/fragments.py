@@ -5,7 +5,7 @@ to and from the coordinator. The others give the owner what they hold of the par
 ones: nobody ever has more than one fragment of the model beside what is its own. Buffers are not averaged.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from protocol.fragments import Layout
 from worker.errors import ModelError
 from worker.ranks import ALONE, Ranks
+from worker.state.own_points import OwnPoints
 from worker.state.parameters import held, is_sharded, local_part, reshard, trainable_parameters
 from worker.tuning.side_stream import SideStream
 
@@ -47,10 +48,13 @@ class Fragments:
     global one, `carry` the progress that no mean has, as a part of the next pseudo-gradient. Where there are several
     `ranks`, all of them call whatever reads or writes the model's parameters: `gather`, `scatter`, `rebase`, `norm`,
     `check`, `progress_since`.
+
+    `points`: what optimizers keep beside the parameters, which `rebase` moves with them.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, ranks: Ranks = ALONE) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, ranks: Ranks = ALONE, points: OwnPoints | None = None) -> None:
         self._model, self._ranks, self._found = model, ranks, _identities(model)
+        self._points = points or OwnPoints()
         named = trainable_parameters(model)
         self._parameters = list(named.values())
         self._held = ranks.all([held(name, parameter) for name, parameter in named.items()])
@@ -139,13 +143,14 @@ class Fragments:
 
     @torch.no_grad()
     def scatter(self, p: int, vector: Tensor) -> None:
-        """Write `vector` into the model, cast to each parameter's dtype."""
-        self._spread(p, lambda piece: vector[piece.place])
+        """Write `vector` into the model, cast to each parameter's dtype, be it for a while or after a restart."""
+        self._spread(p, lambda piece: vector[piece.place], moves=False)
 
     @torch.no_grad()
-    def rebase(self, p: int, theta: Tensor, carry: Tensor | None) -> None:
-        """Write θ − carry into the model: what the inner steps start from."""
-        self._spread(p, lambda piece: self._start(piece, theta, carry))
+    def rebase(self, p: int, theta: Tensor, carry: Tensor | None, *, moves: bool = True) -> None:
+        """Write θ − carry into the model: what the inner steps start from. `moves`: it was at another point, not only
+        shown there."""
+        self._spread(p, lambda piece: self._start(piece, theta, carry), moves=moves)
 
     @torch.no_grad()
     def pseudo_gradient(
@@ -212,9 +217,10 @@ class Fragments:
 
     # --- read and written -----------------------------------------------------------------------------------------
 
-    def _spread(self, p: int, values: Any) -> None:
+    def _spread(self, p: int, values: Callable[[Piece], Tensor], *, moves: bool) -> None:
         """Write `values(piece)` into the parameters, those of other processes as well; the owner alone is asked for
-        them. Raises ModelError where a module around the model holds gathered parameters: it would go on with these."""
+        them. `moves`: what optimizers keep beside them goes the same way. Raises ModelError where a module around the
+        model holds gathered parameters: it would go on with these."""
         reshard(self._model)
         if self._is_sharded and p == 0 and _identities(self._model) != self._found:
             raise ModelError(
@@ -231,22 +237,26 @@ class Fragments:
             }
             self._ranks.exchange(sent, {})
             for each in mine:
-                self._write(each, values(each))
+                self._write(each, values(each), moves=moves)
         elif mine:
             vector = torch.empty(_length(mine), device=self.device)
             self._ranks.exchange({}, {self.owner(p): vector})
             for each, part in zip(mine, vector.split([_length([each]) for each in mine]), strict=True):
-                self._write(each, part)
+                self._write(each, part, moves=moves)
 
     def _read(self, piece: Piece) -> Tensor:
         """Return a piece of a parameter that is here, in its own dtype."""
         first = self._held[self._ranks.rank][piece.tensor][0]
         return local_part(self._parameters[piece.tensor]).reshape(-1)[piece.start - first : piece.stop - first]
 
-    def _write(self, piece: Piece, values: Tensor) -> None:
-        local, first = local_part(self._parameters[piece.tensor]), self._held[self._ranks.rank][piece.tensor][0]
+    def _write(self, piece: Piece, values: Tensor, *, moves: bool) -> None:
+        parameter, first = self._parameters[piece.tensor], self._held[self._ranks.rank][piece.tensor][0]
+        local, place = local_part(parameter), slice(piece.start - first, piece.stop - first)
         flat = local.reshape(-1)  # a view, or a copy where the parameter's memory has gaps
-        flat[piece.start - first : piece.stop - first].copy_(values)
+        point = self._points.of(parameter) if moves else None
+        if point is not None:
+            point.view(-1)[place] += values.to(flat) - flat[place]
+        flat[place].copy_(values)
         if not local.is_contiguous():
             local.copy_(flat.view_as(local))
 
