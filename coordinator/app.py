@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from fastapi_offline import FastAPIOffline
 
-from coordinator.api import checkpoints, events, health, rounds, runs, tokens, workers
+from coordinator.api import checkpoints, events, health, line_check, rounds, runs, tokens, workers
 from coordinator.http.answer_headers import AnswerHeaders
 from coordinator.http.authentication import Authenticate
 from coordinator.http.describing import describe
@@ -42,7 +42,7 @@ def create_app(coordinator: Coordinator) -> FastAPI:
     app.state.coordinator = coordinator
     answer_problems(app)
     describe(app)
-    for group in (runs, workers, rounds, checkpoints, events, tokens, health):
+    for group in (runs, workers, rounds, checkpoints, events, tokens, line_check, health):
         app.include_router(group.router)
     app.add_middleware(Authenticate)
     app.add_middleware(AnswerHeaders)

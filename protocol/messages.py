@@ -26,6 +26,7 @@ Item = TypeVar("Item")
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+LINE_CHECK_BYTES = 8 << 20  # at most, of one line check in either direction
 
 
 class _Request(BaseModel):

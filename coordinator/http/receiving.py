@@ -31,7 +31,7 @@ class Upload(ABC):
         """Receive all of the body. Raises Problem: request-timeout, digest-mismatch (if its length is another)."""
         received_bytes = 0
         try:
-            async for piece in _pieces(request, idle_s):
+            async for piece in pieces(request, idle_s):
                 received_bytes += len(piece)
                 if received_bytes > self._size:
                     break
@@ -125,7 +125,7 @@ class ThroughFile(Upload):
             self._path.unlink(missing_ok=True)
 
 
-async def _pieces(request: Request, idle_s: float) -> AsyncIterator[bytes]:
+async def pieces(request: Request, idle_s: float) -> AsyncIterator[bytes]:
     """Yield the body as it arrives. Raises TimeoutError if nothing arrives for `idle_s`."""
     body = request.stream()
     while True:

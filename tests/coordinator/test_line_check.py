@@ -1,0 +1,53 @@
+"""Line checks: random bytes down, any bytes up and away; more than 8 MiB are refused before they are read."""
+
+import socket
+import zlib
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.harness.coordinator import InThread
+from protocol.messages import LINE_CHECK_BYTES, Scope
+from tests.coordinator.crew import problem
+from tests.support.waiting import PATIENCE_S
+
+PATH = "/v1/line-check"
+
+
+@pytest.mark.parametrize("count", [0, 1, (1 << 18) + 1, LINE_CHECK_BYTES])
+def test_down_come_as_many_bytes_as_were_asked_for(shared: InThread, count: int) -> None:
+    with shared.client(shared.token(Scope.WORKER)) as http:
+        reply = http.get(PATH, params={"bytes": count})
+        assert (reply.status_code, len(reply.content), reply.headers["content-length"]) == (200, count, str(count))
+        assert reply.headers["cache-control"] == "no-store"
+        if count > 1000:
+            assert len(zlib.compress(reply.content)) >= count, "what lies between may compress it away"
+
+
+def test_up_goes_a_body_of_which_nothing_is_left(shared: InThread) -> None:
+    before = sorted(shared.data_dir.rglob("*"))
+    with shared.client(shared.token(Scope.WORKER)) as http:
+        assert http.post(PATH, content=bytes(LINE_CHECK_BYTES)).status_code == 204
+        assert http.post(PATH).status_code == 204
+    assert sorted(shared.data_dir.rglob("*")) == before
+
+
+def test_more_is_refused(shared: InThread) -> None:
+    def endless() -> Iterator[bytes]:  # of unknown length: refused while it arrives
+        for _ in range(LINE_CHECK_BYTES // (1 << 16) + 1):
+            yield bytes(1 << 16)
+
+    with shared.client() as http:
+        problem(http.get(PATH, params={"bytes": LINE_CHECK_BYTES + 1}), "invalid-message")
+        problem(http.get(PATH, params={"bytes": -1}), "invalid-message")
+        problem(http.post(PATH, content=bytes(LINE_CHECK_BYTES + 1)), "payload-too-large")
+        problem(http.post(PATH, content=endless()), "payload-too-large")
+
+
+def test_a_body_that_stops_coming_is_given_up(shared: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = shared.coordinator.settings.model_copy(update={"upload_idle_s": 0.1})
+    monkeypatch.setattr(shared.coordinator, "settings", settings)
+    head = [f"POST {PATH} HTTP/1.1", "Host: coordinator", f"Authorization: Bearer {shared.admin_token}"]
+    with socket.create_connection(("127.0.0.1", shared.port), timeout=PATIENCE_S) as connection:
+        connection.sendall("\r\n".join([*head, "Content-Length: 8", "", "half"]).encode())
+        assert connection.recv(12) == b"HTTP/1.1 408"
