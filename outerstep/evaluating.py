@@ -14,7 +14,6 @@ from transformers.utils import logging
 
 from protocol.messages import DataSummary, Evaluation, RunDetail
 from protocol.spec.run import RunSpec, parse_spec
-from worker.agent import choose_device
 from worker.box import shard_cache
 from worker.data.opening import open_training_set
 from worker.data.tokens.index import described
@@ -28,6 +27,7 @@ from worker.link.client import Client
 from worker.models.building import build_model, check_vocabulary
 from worker.models.pretrained import ADAPTERS, CONFIG
 from worker.settings import BoxSettings
+from worker.starting import choose_device
 from worker.state.frozen import frozen_summary
 
 HOST = torch.device("cpu")

@@ -11,8 +11,8 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
 from outerstep.evaluating import load_export
-from worker.agent import choose_device
 from worker.errors import ModelError
+from worker.starting import choose_device
 
 
 def run_tasks(directory: Path, tasks: Sequence[str], device: str) -> dict[str, dict[str, Any]]:

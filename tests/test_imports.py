@@ -79,11 +79,12 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "initial": {"errors", "models", "link"},
         "inner": {"errors", "user_code", "data", "models"},
         "box": {"errors", "ranks", "settings", "accounts", "data", "models", "inner"},
+        "starting": {"settings", "inner"},
         "train": {"accounts", "data", "rounds", "box"},
         "alone": {"errors", "accounts", "state", "box", "train"},
         "agent": {
-            *("errors", "ranks", "settings", "signals", "accounts", "state", "link", "inner"),
-            *("diloco", "initial", "box", "train", "alone"),
+            *("errors", "ranks", "settings", "signals", "accounts", "state", "link"),
+            *("diloco", "initial", "box", "starting", "train", "alone"),
         },
     },
 }

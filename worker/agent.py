@@ -23,11 +23,11 @@ from worker.box import Box, set_up
 from worker.diloco import DiLoCo
 from worker.errors import BoxError, DataError, ModelError, StateDirBusy, Stopped
 from worker.initial import initial_parameters
-from worker.inner.precision import allow_tf32, precision_on
 from worker.link.client import Client, open_http
 from worker.ranks import ALONE, Ranks
 from worker.settings import BoxSettings, WorkerSettings, state_directory
 from worker.signals import stop_on_signals
+from worker.starting import group_of, start
 from worker.state.state_dir import StateDir
 from worker.train import train
 
@@ -58,16 +58,14 @@ def _run(
     if rank:
         logging.getLogger().setLevel(logging.WARNING)  # rank 0 tells of the worker
     try:
-        device = choose_device(_of_this_process(settings.device) if size > 1 else settings.device)
-        allow_tf32(precision_on(device, settings.precision, settings.parameters))
+        device, why = start(settings, size)
     except ValueError as error:
         log.error("%s", error)
         return Exit.USAGE
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    log.info("%s", why)
     try:
         stop = threading.Event()
-        with _group_of(device, size), stop_on_signals(stop, partial(end_process, Exit.DONE)):
+        with group_of(device, size), stop_on_signals(stop, partial(end_process, Exit.DONE)):
             try:
                 work(device, stop)
             finally:
@@ -86,44 +84,6 @@ def _run(
         log.exception("an unexpected fault; starting this worker again resumes its work")
         return Exit.RETRY
     return Exit.DONE
-
-
-def _of_this_process(name: str) -> str:
-    """Return the device of this process of several on the machine: of GPUs, each has one."""
-    is_gpu = name == "cuda" or (name == "auto" and torch.cuda.is_available())
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_gpu else name
-
-
-@contextmanager
-def _group_of(device: torch.device, size: int) -> Iterator[None]:
-    """Yield with the process group of all that torchrun has started; with none of its own where there is one already,
-    or this process is the only one."""
-    if size == 1 or torch.distributed.is_initialized():
-        yield
-        return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def choose_device(name: str) -> torch.device:
-    """Return the device called `name`; "auto" is CUDA, MPS or the CPU, the first that is there. Raises ValueError for a
-    device that this machine lacks."""
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device {name!r} cannot be used: {reason}; use auto, cpu, cuda, cuda:1 or mps") from error
-    return device
 
 
 def _work(settings: WorkerSettings, device: torch.device, stop: threading.Event) -> None:

@@ -22,12 +22,12 @@ from worker.inner.compiling import compile_model
 from worker.inner.evaluation import evaluate
 from worker.inner.flops import flops_per_token
 from worker.inner.head import find_head
-from worker.inner.loss import LOGITS_BYTES, Loss
-from worker.inner.micro_batch import MicroBatches
+from worker.inner.loss import Loss
+from worker.inner.micro_batch import MicroBatches, choose_micro_batch
 from worker.inner.optimizers import build_inner_optimizers
 from worker.inner.precision import Precision, cast_parameters, loss_scaler, precision_on
 from worker.inner.schedules import Schedule
-from worker.inner.spreading import choose_mode, shard, spread
+from worker.inner.spreading import choose_mode, replica_room, shard, spread
 from worker.inner.step import InnerStep
 from worker.models.building import build_model, check_vocabulary
 from worker.ranks import ALONE, Ranks
@@ -69,18 +69,14 @@ def set_up(
     Stopped where data have to be prepared or fetched and `stop` is set meanwhile, and ValueError for settings that the
     device does not suit."""
     precision = precision_on(device, settings.precision, settings.parameters)
-    if spec.data.source == "custom":
-        raise DataError(
-            f"the run {spec.name} has data.source = 'custom': its workers are scripts of their own, with DiLoCo"
-        )
-    if spec.inner.batch_size % ranks.size:
-        raise BoxError(
-            f"the run's batch of {spec.inner.batch_size} sequences cannot be shared by {ranks.size} processes: start "
-            "as many as divide it"
-        )
+    check_suited(spec, ranks.size)
     # A sharded model is put together in host memory, and goes to the device layer by layer.
     model = build_model(spec, device if ranks.size == 1 or settings.mode == "ddp" else torch.device("cpu"))
-    mode = choose_mode(model, device, settings.mode) if ranks.size > 1 else None
+    mode = None
+    if ranks.size > 1:
+        elements = sum(each.numel() for each in model.parameters())
+        mode, why = choose_mode(elements, replica_room(device), settings.mode)
+        log.info("%s", why)
     if mode == "fsdp" and (settings.compile or precision == "fp16"):
         wrong = "--compile" if settings.compile else "--precision fp16"
         raise BoxError(f"{wrong} does not go with a sharded model: leave it out, or use --mode ddp")
@@ -124,6 +120,19 @@ def set_up(
     )
 
 
+def check_suited(spec: RunSpec, processes: int) -> None:
+    """Raise DataError or BoxError where `outerstep worker` cannot train the run at all in so many processes."""
+    if spec.data.source == "custom":
+        raise DataError(
+            f"the run {spec.name} has data.source = 'custom': its workers are scripts of their own, with DiLoCo"
+        )
+    if spec.inner.batch_size % processes:
+        raise BoxError(
+            f"the run's batch of {spec.inner.batch_size} sequences cannot be shared by {processes} processes: start "
+            "as many as divide it"
+        )
+
+
 def shard_cache(settings: BoxSettings) -> CacheSettings:
     """Return where this machine keeps the shards of sets behind a URL, and how many bytes of them."""
     return CacheSettings(settings.data_cache or cache_directory("shards"), int(settings.data_cache_gb * 1e9))
@@ -150,16 +159,9 @@ def _device_use(
 def _micro_batches(
     spec: RunSpec, settings: BoxSettings, model: nn.Module, loss: Loss, device: torch.device, ranks: int
 ) -> MicroBatches:
-    """Return the size that is wanted. Several processes cannot look for it: one that runs out of memory would leave
-    the others waiting. `auto` begins with the whole batch; on a CPU, where too much swaps or kills, and
-    does not fail, with what keeps the logits within LOGITS_BYTES."""
-    if settings.micro_batch != "auto":
-        return MicroBatches(settings.micro_batch, spec.inner.batch_size)
-    at_most = spec.inner.batch_size // ranks
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    if device.type == "cpu" and loss.head is None and vocabulary:
-        fit = max(LOGITS_BYTES // (4 * vocabulary * spec.data.sequence_length), 1)
-        if fit < at_most:
-            log.info("micro-batches of %d of %d sequences, so that their logits take 1 GiB at most", fit, at_most)
-            at_most = fit
-    return MicroBatches(None if ranks == 1 else at_most, at_most)
+    counts = vocabulary if device.type == "cpu" and loss.head is None else None
+    logits_bytes = counts and 4 * counts * spec.data.sequence_length
+    sizes, why = choose_micro_batch(settings.micro_batch, spec.inner.batch_size // ranks, ranks, logits_bytes)
+    log.info("%s", why)
+    return sizes

@@ -11,6 +11,7 @@ from coordinator.runs.units import return_units
 from coordinator.store.tables import WorkerRow
 from coordinator.store.tokens import new_secret, secret_hash
 from coordinator.workers import accounting
+from protocol.data_difference import data_difference
 from protocol.errors import LayoutError, Problem
 from protocol.fragments import first_difference, plan_fragments
 from protocol.messages import (
@@ -26,7 +27,6 @@ from protocol.messages import (
     WorkerState,
 )
 from protocol.spec.run import PRIVATE_WORKERS
-from protocol.spec.sections import DataSpec
 
 DIRECTIVES = {
     RunState.STOPPED: Directive.STOP,
@@ -146,42 +146,12 @@ def _model(change: Change, request: JoinRequest) -> Model:
             f"({model.frozen}); load the same weights everywhere, of the same directory or revision, and without "
             "--parameters bf16 where they are fp32",
         )
-    if difference := _data_difference(request.data, model.data, run.spec.data):
+    if difference := data_difference(request.data, model.data, run.spec.data):
         raise Problem("data-mismatch", difference)
     if private and model.data is None and request.data is not None:  # the first that tells of its tokenizer
         model = model.model_copy(update={"data": request.data})
         change.set_model(model)
     return model
-
-
-def _data_difference(worker: DataSummary | None, run: DataSummary | None, spec: DataSpec) -> str | None:
-    """Say in what a worker's training set differs from the run's; None if it does not. The tokenizer's name may, and
-    with private data all but the tokenizer: the same ids mean the same text everywhere."""
-    if worker is not None and run is not None and worker.tokenizer_digest != run.tokenizer_digest:
-        return (
-            f"this worker's training set was made by the tokenizer {_tokenizer(worker)}, the run's by "
-            f"{_tokenizer(run)}; give this worker the run's"
-        )
-    if spec.private or _identity(worker) == _identity(run):
-        return None
-    return (
-        f"this worker's training set ({_data(worker)}) is not the run's ({_data(run)}); "
-        f"make data.source = {spec.source!r} hold the same files everywhere"
-    )
-
-
-def _identity(data: DataSummary | None) -> object:
-    return data and (data.digest, data.units)
-
-
-def _tokenizer(data: DataSummary) -> str:
-    if data.tokenizer_digest is None:
-        return data.tokenizer or "bytes"
-    return f"{data.tokenizer} (BLAKE3 {data.tokenizer_digest})"
-
-
-def _data(data: DataSummary | None) -> str:
-    return "none" if data is None else f"digest={data.digest} units={data.units}"
 
 
 def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:

@@ -13,7 +13,7 @@ from tests.worker.test_alone import box_settings, spec
 from worker import box as box_module
 from worker.box import set_up
 from worker.errors import BoxError
-from worker.inner import compiling
+from worker.inner import compiling, micro_batch
 from worker.inner.checkpointing import checkpoint_activations
 from worker.inner.head import find_head
 from worker.ranks import Ranks
@@ -59,9 +59,9 @@ def test_auto_on_a_cpu_bounds_the_logits_and_says_so(
 ) -> None:
     """Only where they cannot be made a part at a time: too much memory of a CPU swaps, or kills, and tells nobody."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(box_module, "LOGITS_BYTES", 4 * 256 * 16)  # one sequence
+    monkeypatch.setattr(micro_batch, "LOGITS_BYTES", 4 * 256 * 16)  # one sequence
     assert set_up(spec, box_settings(tmp_path), CPU).micro_batches.size == 2
-    assert "micro-batches" not in caplog.text
+    assert "micro-batch auto: all 2 sequences at once, fewer where they do not fit" in caplog.text
     monkeypatch.setattr(box_module, "find_head", lambda model: None)
     assert set_up(spec, box_settings(tmp_path), CPU).micro_batches.size == 1
     assert "micro-batches of 1 of 2 sequences, so that their logits take 1 GiB at most" in caplog.text

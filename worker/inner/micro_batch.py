@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from worker.errors import BoxError
+from worker.inner.loss import LOGITS_BYTES
 
 T = TypeVar("T")
 
@@ -58,6 +59,29 @@ class MicroBatches:
             ) from error
         self.size = (tried + 1) // 2
         log.warning("micro-batches of %d sequences do not fit into the memory; from now on of %d", tried, self.size)
+
+
+def choose_micro_batch(
+    wanted: int | Literal["auto"], batch: int, processes: int = 1, logits_bytes: int | None = None
+) -> tuple[MicroBatches, str]:
+    """Return the size that is wanted, or how it is looked for, of the `batch` sequences that each process has; and why.
+
+    Several processes cannot look for it: one that runs out of memory would leave the others waiting. `auto` begins with
+    the whole batch; on a CPU, where too much swaps or kills, and does not fail, with what keeps the logits within
+    LOGITS_BYTES: `logits_bytes` are those of a sequence there.
+    """
+    if wanted != "auto":
+        return MicroBatches(
+            wanted, batch
+        ), f"micro-batch of {min(wanted, batch)} of {batch} sequences: --micro-batch {wanted}"
+    if logits_bytes and (fit := max(LOGITS_BYTES // logits_bytes, 1)) < batch:
+        told = f"micro-batches of {fit} of {batch} sequences, so that their logits take 1 GiB at most"
+        return MicroBatches(None if processes == 1 else fit, fit), told
+    if processes == 1:
+        return MicroBatches(
+            None, batch
+        ), f"micro-batch auto: all {batch} sequences at once, fewer where they do not fit"
+    return MicroBatches(batch, batch), f"micro-batch auto: all {batch} sequences of each process at once"
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -1,6 +1,5 @@
 """The model on all processes of a worker: as replicas (DistributedDataParallel), or sharded (FSDP2, fully_shard)."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,20 +19,24 @@ Mode = Literal["ddp", "fsdp"]
 _REPLICA_BYTES = 16
 _SHARE = 0.6  # of a GPU's memory that these may take: activations need the rest
 
-log = logging.getLogger(__name__)
 
-
-def choose_mode(model: nn.Module, device: torch.device, wanted: Literal["auto", "ddp", "fsdp"]) -> Mode:
-    """Return the mode that is wanted, or the one that fits: replicas, which send less, where a GPU has room for one."""
+def choose_mode(elements: int, room_bytes: float | None, wanted: Literal["auto", "ddp", "fsdp"]) -> tuple[Mode, str]:
+    """Return the mode that is wanted, or the one that fits, and why: replicas, which send less, where a GPU has room
+    for one. `room_bytes`: what a replica may take of each (`replica_room`); None: there is none."""
     if wanted != "auto":
-        return wanted
+        return wanted, f"mode {wanted}: --mode {wanted}"
+    if room_bytes is None:
+        return "ddp", "mode ddp: processes without a GPU have a replica each"
+    need = elements * _REPLICA_BYTES
+    mode: Mode = "ddp" if need <= room_bytes else "fsdp"
+    return mode, f"mode {mode}: a replica takes {need / 1e9:.1f} GB of the {room_bytes / 1e9:.1f} GB that it may"
+
+
+def replica_room(device: torch.device) -> float | None:
+    """Return the bytes of the device that a replica may take; None where it is no GPU."""
     if device.type != "cuda":
-        return "ddp"
-    need = sum(each.numel() for each in model.parameters()) * _REPLICA_BYTES
-    room = torch.cuda.get_device_properties(device).total_memory * _SHARE
-    mode: Mode = "ddp" if need <= room else "fsdp"
-    log.info("mode %s: a replica takes %.1f GB of the %.1f GB that it may", mode, need / 1e9, room / 1e9)
-    return mode
+        return None
+    return torch.cuda.get_device_properties(device).total_memory * _SHARE
 
 
 def shard(model: nn.Module) -> None:
