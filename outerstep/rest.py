@@ -16,6 +16,7 @@ import httpx
 from protocol.answers import Reply, raise_for_problem, read_message
 from protocol.errors import Transient
 from protocol.messages import (
+    CheckpointDetail,
     CheckpointInfo,
     EpochInfo,
     Event,
@@ -114,6 +115,10 @@ class Client:
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
 
+    def checkpoint(self, run: str) -> CheckpointDetail:
+        """Return the latest checkpoint."""
+        return self._ask("GET", _path(run, "checkpoints", "latest"), CheckpointDetail)
+
     # --- tokens ---------------------------------------------------------------------------------------------------
 
     def create_token(self, request: TokenRequest) -> NewToken:
@@ -125,6 +130,16 @@ class Client:
 
     def revoke_token(self, token_id: str) -> None:
         self._send("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
+
+    # --- line checks ----------------------------------------------------------------------------------------------
+
+    def line_check_down(self, count: int) -> None:
+        """Fetch so many bytes of no meaning; none of them asks whether the token lets workers join."""
+        self._send("GET", "/v1/line-check", params={"bytes": str(count)})
+
+    def line_check_up(self, content: bytes) -> None:
+        """Send bytes of no meaning."""
+        self._send("POST", "/v1/line-check", content=content)
 
     # --- the one way out ------------------------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ def test_help_needs_neither_side() -> None:
     code = """
 import sys
 from outerstep.cli import main
-for command in ([], ["coordinator"], ["worker"], ["demo"], ["run"]):
+for command in ([], ["coordinator"], ["worker"], ["doctor"], ["demo"], ["run"]):
     sys.argv = ["outerstep", *command, "--help"]
     try:
         main()

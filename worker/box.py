@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Box:
     """A run's training on this machine. `evaluate` measures the held-out loss of the model as it is. `ranks`: the
-    processes that share every batch. `logs`: the first of them logs every inner step.
+    processes that share every batch. `logs`: the first of them logs every inner step. `reasons`: why mode and
+    micro-batch are what they are.
     """
 
     spec: RunSpec
@@ -54,6 +55,7 @@ class Box:
     use: DeviceUse
     ranks: Ranks
     logs: bool
+    reasons: list[str]
     evaluate: Callable[[], EvaluationReport] | None
 
 
@@ -72,11 +74,11 @@ def set_up(
     check_suited(spec, ranks.size)
     # A sharded model is put together in host memory, and goes to the device layer by layer.
     model = build_model(spec, device if ranks.size == 1 or settings.mode == "ddp" else torch.device("cpu"))
-    mode = None
+    mode, reasons = None, []
     if ranks.size > 1:
         elements = sum(each.numel() for each in model.parameters())
         mode, why = choose_mode(elements, replica_room(device), settings.mode)
-        log.info("%s", why)
+        reasons.append(why)
     if mode == "fsdp" and (settings.compile or precision == "fp16"):
         wrong = "--compile" if settings.compile else "--precision fp16"
         raise BoxError(f"{wrong} does not go with a sharded model: leave it out, or use --mode ddp")
@@ -100,7 +102,9 @@ def set_up(
     if mode is not None:
         loss = spread(loss, mode, device)
     optimizers = build_inner_optimizers(model, spec.inner)
-    sizes = _micro_batches(spec, settings, model, loss, device, ranks.size)
+    sizes, why = _micro_batches(spec, settings, model, loss, device, ranks.size)
+    reasons.append(why)
+    log.info("%s", "; ".join(reasons))
     return Box(
         spec=spec,
         device=device,
@@ -114,6 +118,7 @@ def set_up(
         use=use,
         ranks=ranks,
         logs=settings.log is not None,
+        reasons=reasons,
         evaluate=partial(evaluate, model, data, spec.evaluation.max_tokens, device, loss, sizes)
         if data.held_out_tokens
         else None,
@@ -158,10 +163,8 @@ def _device_use(
 
 def _micro_batches(
     spec: RunSpec, settings: BoxSettings, model: nn.Module, loss: Loss, device: torch.device, ranks: int
-) -> MicroBatches:
+) -> tuple[MicroBatches, str]:
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     counts = vocabulary if device.type == "cpu" and loss.head is None else None
     logits_bytes = counts and 4 * counts * spec.data.sequence_length
-    sizes, why = choose_micro_batch(settings.micro_batch, spec.inner.batch_size // ranks, ranks, logits_bytes)
-    log.info("%s", why)
-    return sizes
+    return choose_micro_batch(settings.micro_batch, spec.inner.batch_size // ranks, ranks, logits_bytes)

@@ -40,6 +40,13 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def check_gpus(gpus: int, device: str) -> None:
+    """Raise ValueError where this machine has fewer GPUs than a worker on `device` is to have."""
+    there = torch.cuda.device_count()
+    if device in ("auto", "cuda") and there < gpus:
+        raise ValueError(f"--gpus {gpus}: torch sees {there} on this machine; --device cpu has processes without GPUs")
+
+
 def why_device(name: str, device: torch.device) -> str:
     """Return the sentence that says why it is this device, if the settings have `name`."""
     called = f"device {device}"

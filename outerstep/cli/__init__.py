@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from outerstep import __version__
-from outerstep.cli import coordinator, data, demo, evaluate, plan, run, token, track, worker
+from outerstep.cli import coordinator, data, demo, doctor, evaluate, plan, run, token, track, worker
 from outerstep.cli.faults import CommandGroup
 from protocol.exit_codes import IN_WORDS
 
@@ -54,6 +54,7 @@ def outerstep(
 app.command()(coordinator.coordinator)
 app.command()(coordinator.migrate)
 app.command(epilog=IN_WORDS)(worker.worker)
+app.command(epilog=IN_WORDS)(doctor.doctor)
 run.app.command()(evaluate.evaluate)
 run.app.command()(track.track)
 app.add_typer(run.app, name="run")

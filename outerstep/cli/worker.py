@@ -180,10 +180,11 @@ def worker(
 
 def _start_on(gpus: int, device: str) -> None:
     """Become torchrun, which starts this command once for each GPU."""
-    torch = import_extra("torch", extra="worker", command="outerstep worker")
-    there = torch.cuda.device_count()
-    if device in ("auto", "cuda") and there < gpus:
-        raise UsageError(f"--gpus {gpus}: torch sees {there} on this machine; --device cpu has processes without GPUs")
+    starting = import_extra("worker.starting", extra="worker", command="outerstep worker")
+    try:
+        starting.check_gpus(gpus, device)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // gpus, 1)))
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     os.execv(sys.executable, [sys.executable, "-m", *torchrun, "-m", "--", "outerstep", *sys.argv[1:]])

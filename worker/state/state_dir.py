@@ -17,7 +17,7 @@ SNAPSHOT = "snapshot.pt"
 BEFORE = "snapshot-before.pt"  # the one before, while another process of this worker may have no other
 STATE = "state-{}.pt"  # two that take turns, 0 and 1
 _MEMBER = "member.json"
-_LOCK = "lock"
+LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StateDir:
             for each in (self.path.parent, self.path):  # which another process of this worker may make as well
                 each.mkdir(parents=True, mode=0o700, exist_ok=True)
             files.sync_directory(self.path.parent)
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         if not files.lock_now(self._lock):
             os.close(self._lock)
             raise StateDirBusy(

@@ -1,0 +1,725 @@
+"""`outerstep doctor`: a real coordinator and a run of text, and a story for each thing that may be wrong."""
+
+import inspect
+import itertools
+import json
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from email.utils import formatdate
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+import torch
+from blake3 import blake3
+
+from benchmarks.harness.coordinator import InThread, coordinator_thread
+from outerstep.cli.doctor import worker_command
+from outerstep.cli.worker import worker
+from outerstep.doctor import address, clock, examining, line, memory, model, state_directory
+from outerstep.doctor import step as stepping
+from outerstep.doctor.examination import Examination, OutOfTime, _within
+from outerstep.doctor.finding import Finding, State, fine, verdict, wrong
+from outerstep.doctor.model import Model
+from outerstep.doctor.trial import Steps, take_steps
+from protocol.exit_codes import Exit
+from protocol.fragments import Layout
+from protocol.messages import JoinReply, JoinRequest, RunChange, RunDetail, Scope, WorkerChange
+from protocol.spec.run import RunSpec
+from tests.support.http_server import Handler, serving
+from tests.support.specs import tiny_spec
+from tests.support.text import write_chapters
+from tests.support.workers import worker_settings
+from worker.agent import run_worker
+from worker.data.opening import open_training_set
+from worker.link.client import open_http
+from worker.models.building import build_model
+from worker.settings import BoxSettings, WorkerSettings
+from worker.state.parameters import tensor_specs
+from worker.state.state_dir import MemberTokens, StateDir
+
+CPU = torch.device("cpu")
+CHECKS = ["versions", "kernels", "host", "connection", "TLS", "coordinator", "clock", "token", "run", "name", "state"]
+CHECKS += ["device", "data", "model", "memory", "disk", "step", "step", "line"]
+
+
+class Told:
+    """Keeps what is told of an examination."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.findings: list[Finding] = []
+
+    def begin(self, name: str) -> None:
+        self.names.append(name)
+
+    def found(self, finding: Finding) -> None:
+        self.findings.append(finding)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chapters(tmp_path_factory.mktemp("text") / "text")
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
+    with coordinator_thread(tmp_path_factory.mktemp("coordinator") / "data") as running:
+        yield running
+
+
+@pytest.fixture
+def run(running: InThread, text: Path, request: pytest.FixtureRequest) -> str:
+    """A run of this test's own."""
+    name = f"run-{blake3(request.node.name.encode()).hexdigest(8)}"
+    running.create_run(tiny_spec(name, text, seed=0, rounds=3, min_workers=1))
+    return name
+
+
+def here(spec: RunSpec, settings: BoxSettings, processes: int, stop: threading.Event) -> Steps:
+    """The steps in this process, as another one takes seconds to begin; each of half a second, however long it took."""
+    assert processes == 1
+    return take_steps(spec, settings, CPU, stop=stop, clock=ticking(0.5))
+
+
+def ticking(seconds: float) -> Callable[[], float]:
+    """A clock that is so much later whenever it is looked at."""
+    times = itertools.count()
+    return lambda: next(times) * seconds
+
+
+def examine(settings: WorkerSettings, processes: int = 1, **changes: Any) -> list[Finding]:
+    told = Told()
+    found = examining.examine(settings, processes, told, **{"take_steps": here, "monotonic": ticking(0.001), **changes})
+    assert told.findings == found
+    assert all(finding.name in told.names or finding.name == "kernels" for finding in found)
+    return found
+
+
+def of(found: list[Finding], name: str) -> Finding:
+    """What was found of this name, the worst of it."""
+    order = [State.WRONG, State.WARNING, State.SKIPPED, State.FINE]
+    return min((each for each in found if each.name == name), key=lambda each: order.index(each.state))
+
+
+def unsound(found: list[Finding]) -> dict[str, State]:
+    return {each.name: each.state for each in found if each.state is not State.FINE}
+
+
+def code(found: list[Finding]) -> Exit:
+    return verdict(found, "outerstep worker").code
+
+
+def join(running: InThread, run: str, name: str, text: Path, **changes: Any) -> JoinReply:
+    """A worker of the run, with the model and the data that the spec says."""
+    with running.client() as http:
+        spec = RunDetail.model_validate(http.get(f"/v1/runs/{run}").json()).spec
+        tensors = tensor_specs(build_model(spec, CPU))
+        summary = open_training_set(spec.with_source(str(text))).summary
+        request = JoinRequest(**{"tensors": tensors, "data": summary, **changes})
+        http.headers["Authorization"] = f"Bearer {running.token(Scope.WORKER)}"
+        reply = http.put(f"/v1/runs/{run}/workers/{name}", json=request.model_dump(mode="json"))
+    return JoinReply.model_validate(reply.raise_for_status().json())
+
+
+# --- a box that is fine -------------------------------------------------------------------------------------------
+
+
+def test_a_box_that_is_ready(running: InThread, run: str, tmp_path: Path) -> None:
+    """Nothing is left of the examination: no worker in the run, no state directory, no file."""
+    files = sorted(running.data_dir.rglob("*"))
+    found = examine(worker_settings(running, run, tmp_path / "state"))
+    assert [each.name for each in found] == CHECKS
+    assert unsound(found) == {}
+    assert code(found) is Exit.DONE
+    assert "can be made" in of(found, "state").said
+    assert "The first worker's set becomes the run's" in of(found, "data").said
+    assert "140 k parameters to train; the first worker's becomes the run's" in of(found, "model").said
+    steps = [each.said for each in found if each.name == "step"]
+    assert steps[0] == "micro-batch auto: all 4 sequences at once, fewer where they do not fit"
+    assert "for 128 tokens in fp32" in steps[1]
+    assert "A round's 5 take" in steps[1]
+    assert "A round's upload (int8) of" in of(found, "line").said
+    assert sorted(running.data_dir.rglob("*")) == files
+    assert not (tmp_path / "state").exists()
+    with running.client() as http:
+        assert http.get(f"/v1/runs/{run}/workers").json()["items"] == []
+
+
+def test_what_the_worker_of_a_live_run_has_is_compared(running: InThread, run: str, text: Path, tmp_path: Path) -> None:
+    join(running, run, "other", text)
+    found = examine(worker_settings(running, run, tmp_path / "state"))
+    assert unsound(found) == {}
+    assert "1 live worker (other)" in of(found, "run").said
+    assert of(found, "data").said.endswith("the same as the run's workers have, by its digest")
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("options", [[], ["--gpus", "2", "--mode", "fsdp"]])
+def test_the_command_and_its_processes(running: InThread, run: str, tmp_path: Path, options: list[str]) -> None:
+    """As people start it. The steps are taken by other processes; what it ends with can be started as it is."""
+    token = tmp_path / "token"
+    token.write_text(running.token(Scope.WORKER))
+    words = [running.url, "--run", run, "--token-file", str(token), "--name", "a", "--state", str(tmp_path / "state")]
+    words += ["--device", "cpu", *options]
+    command = [sys.executable, "-m", "outerstep", "doctor", *words]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == Exit.DONE, done.stdout + done.stderr
+    assert done.stdout.endswith(f"\n\nready to train: start it with: outerstep worker {' '.join(words)}\n")
+    lines = done.stdout.splitlines()
+    assert [each.split()[:2] for each in lines[: len(CHECKS)]] == [[name, "fine"] for name in CHECKS]
+    if options:
+        assert "mode fsdp: --mode fsdp; micro-batch auto: all 2 sequences of each process at once" in done.stdout
+        assert "gathered layers" in done.stdout
+
+
+@pytest.mark.system
+def test_json_is_one_document(running: InThread, run: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "outerstep", "doctor", running.url, "--run", run, "--json", "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--state", str(tmp_path / "state"), "--micro-batch", "64"],
+        env=os.environ | {"OUTERSTEP_TOKEN": running.token(Scope.VIEWER)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == Exit.REFUSED, done.stderr
+    document = json.loads(done.stdout)
+    assert document["exit_code"] == Exit.REFUSED
+    assert document["verdict"] == "not ready: 1 thing to mend"
+    assert document["command"].startswith(f"outerstep worker {running.url} --run {run} ")
+    states = {each["name"]: each["state"] for each in document["findings"]}
+    assert (states["token"], states["line"], states["model"]) == ("wrong", "skipped", "fine")
+
+
+# --- the way to the coordinator -----------------------------------------------------------------------------------
+
+
+def test_nobody_listens(running: InThread, run: str, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        settings = worker_settings(running, run, tmp_path / "state").model_copy(
+            update={"url": f"http://127.0.0.1:{free.getsockname()[1]}"}
+        )
+        found = examine(settings)
+    assert "refuses the connection: nothing listens there" in of(found, "connection").said
+    assert "--host 0.0.0.0" in of(found, "connection").remedy
+    assert {name for name, state in unsound(found).items() if state is State.WRONG} == {"connection"}
+    assert of(found, "state").state is State.FINE, "what needs no coordinator is looked at all the same"
+    assert of(found, "data").said == "not checked: the run's spec is not known"
+    assert code(found) is Exit.RETRY
+
+
+def test_a_host_that_is_not_found(running: InThread, run: str, tmp_path: Path) -> None:
+    settings = worker_settings(running, run, tmp_path / "state")
+    found = examine(settings.model_copy(update={"url": "https://nobody.invalid"}))
+    assert of(found, "host").said.startswith("nobody.invalid is not found: ")
+    assert of(found, "connection").state is State.SKIPPED
+    assert code(found) is Exit.RETRY
+
+
+class Page(Handler):
+    """A web page, whatever is asked for; it keeps the tokens that it is sent."""
+
+    sent: ClassVar[list[str | None]] = []
+
+    def do_GET(self) -> None:  # noqa: N802
+        self.sent.append(self.headers["Authorization"])
+        self.send_response(200)
+        self.send_header("Content-Length", "13")
+        self.end_headers()
+        self.wfile.write(b"<h1>Hello</h1>"[:13])
+
+
+class BadGateway(Handler):
+    def do_GET(self) -> None:  # noqa: N802
+        self.send_response(502)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+def test_another_server_answers_and_is_not_given_the_token(running: InThread, run: str, tmp_path: Path) -> None:
+    with serving(Page) as url:
+        found = examine(worker_settings(running, run, tmp_path / "state").model_copy(update={"url": url}))
+    assert of(found, "coordinator").said.startswith(f"something else answers at {url}: ")
+    assert code(found) is Exit.REFUSED
+    assert Page.sent == [None]
+
+
+def test_a_proxy_without_its_coordinator(running: InThread, run: str, tmp_path: Path) -> None:
+    with serving(BadGateway) as url:
+        found = examine(worker_settings(running, run, tmp_path / "state").model_copy(update={"url": url}))
+    assert of(found, "coordinator").remedy == "a proxy answers, and what is behind it does not"
+    assert code(found) is Exit.RETRY
+
+
+def test_http_where_tls_is_expected(running: InThread, run: str, tmp_path: Path) -> None:
+    url = running.url.replace("http://", "https://")
+    found = examine(worker_settings(running, run, tmp_path / "state").model_copy(update={"url": url}))
+    assert "does not speak TLS" in of(found, "connection").said
+    assert code(found) is Exit.REFUSED
+
+
+def greeting(certificate: dict[str, Any] | None = None, at: float = 0.0, **headers: str) -> address.Greeting:
+    return address.Greeting(httpx.Response(200, headers=headers), certificate, at, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("days", "state", "told"),
+    [(90.0, State.FINE, "signed by Authority, ends 1970-04-01"), (3.0, State.WARNING, "ends 1970-04-01, in 3.0 days")],
+)
+def test_a_certificate_that_ends_soon(days: float, state: State, told: str) -> None:
+    certificate = {"notAfter": "Apr  1 00:00:00 1970 GMT", "issuer": ((("organizationName", "Authority"),),)}
+    (found,) = address.judge_tls("https://example.org", greeting(certificate), 90 * 86400 - days * 86400)
+    assert (found.state, told in found.said) == (state, True)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes a certificate, is not installed")
+def test_who_signed_the_certificate_and_whether_that_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "30", "-subj", "/O=Ourselves"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "certificate.pem"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "certificate.pem", tmp_path / "key.pem")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        url = f"https://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with open_http(url) as http, pytest.raises(httpx.ConnectError) as raised:
+                address.greet(http)
+            monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate.pem"))
+            with open_http(url) as http:
+                seen = address.greet(http)
+        finally:
+            server.shutdown()
+            thread.join()
+    (found,) = address.judge_connection(url, raised.value)
+    assert "is not trusted here: self-signed certificate" in found.said
+    assert (found.state, found.passing) == (State.WRONG, False)
+    assert "SSL_CERT_FILE=" in found.remedy
+    (found,) = address.judge_tls(url, seen, time.time())
+    assert found.said.startswith("signed by Ourselves, ends 20")
+
+
+@pytest.mark.parametrize(
+    ("url", "state"),
+    [
+        ("http://8.8.8.8:8470", State.WARNING),
+        ("http://example.org", State.WARNING),
+        ("http://10.0.0.7:8470", State.FINE),
+        ("http://localhost:8470", State.FINE),
+    ],
+)
+def test_a_token_over_the_internet_needs_tls(url: str, state: State) -> None:
+    (found,) = address.judge_tls(url, greeting(), 0.0)
+    assert found.state is state
+
+
+def test_another_version() -> None:
+    answer = httpx.Response(200, json={"status": "ok", "version": "0.0.1"}, request=httpx.Request("GET", "http://x"))
+    (found,) = address.judge_coordinator("http://x", address.Greeting(answer, None, 0.0, 0.0), "0.1.0")
+    assert (found.state, found.said) == (
+        State.WARNING,
+        "an Outerstep coordinator of version 0.0.1, and here is 0.1.0",
+    )
+
+
+@pytest.mark.parametrize(
+    ("ahead", "told"), [(0.0, "within 5 s"), (75.0, "1 min 15 s ahead of"), (-3600.0, "1 h 0 min behind")]
+)
+def test_the_clock(ahead: float, told: str) -> None:
+    seen = greeting(at=1000.5 + ahead, Date=formatdate(1000, usegmt=True))
+    (found,) = clock.judge(clock.offset_s(seen))
+    assert told in found.said
+    assert found.state is (State.WARNING if ahead else State.FINE)
+
+
+def test_a_clock_that_is_off_is_told_and_keeps_nobody_from_training(
+    running: InThread, run: str, tmp_path: Path
+) -> None:
+    found = examine(worker_settings(running, run, tmp_path / "state"), now=lambda: time.time() + 7200)
+    assert unsound(found) == {"clock": State.WARNING}
+    assert "2 h 0 min ahead of the coordinator's" in of(found, "clock").said
+    assert code(found) is Exit.DONE
+
+
+# --- the token, the run, the name ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "told"),
+    [
+        ("unknown", State.WRONG, "the coordinator does not know it"),
+        ("viewer", State.WRONG, "for reading only: it does not let workers join"),
+        ("admin", State.WARNING, "an admin's"),
+    ],
+)
+def test_the_token(running: InThread, run: str, tmp_path: Path, kind: str, state: State, told: str) -> None:
+    tokens = {"unknown": "ost_unknown", "viewer": running.token(Scope.VIEWER), "admin": running.admin_token}
+    found = examine(worker_settings(running, run, tmp_path / "state", token=tokens[kind]))
+    assert of(found, "token").state is state
+    assert told in of(found, "token").said
+    assert "outerstep token create --scope worker" in of(found, "token").remedy
+    assert code(found) is (Exit.REFUSED if state is State.WRONG else Exit.DONE)
+    assert of(found, "run").state is (State.SKIPPED if kind == "unknown" else State.FINE)
+    assert of(found, "line").state is (State.FINE if kind == "admin" else State.SKIPPED)
+
+
+def test_no_such_run(running: InThread, run: str, tmp_path: Path) -> None:
+    found = examine(worker_settings(running, "elsewhere", tmp_path / "state"))
+    assert of(found, "run").state is State.WRONG
+    assert of(found, "run").said.startswith("there is no run elsewhere; runs here: ")
+    assert of(found, "line").state is State.FINE
+    assert code(found) is Exit.REFUSED
+
+
+def test_a_run_that_is_over(running: InThread, run: str, tmp_path: Path) -> None:
+    with running.client() as http:
+        http.patch(f"/v1/runs/{run}", json=RunChange(state="stopped").model_dump()).raise_for_status()
+    found = examine(worker_settings(running, run, tmp_path / "state"))
+    assert "is stopped" in of(found, "run").said
+    assert of(found, "data").said == "not checked: the run is stopped"
+    assert code(found) is Exit.REFUSED
+
+
+def test_the_name_of_a_live_worker(running: InThread, run: str, text: Path, tmp_path: Path) -> None:
+    """But this worker itself, by the token in its directory, is welcome, as when it joins."""
+    member = join(running, run, "a", text, host={"host": "box-7"})
+    settings = worker_settings(running, run, tmp_path / "state")
+    found = examine(settings)
+    assert of(found, "name").said.startswith("a is the name of a live worker on box-7, heard of ")
+    assert "another --name" in of(found, "name").remedy
+    assert code(found) is Exit.REFUSED
+    with StateDir(settings.directory) as files:
+        files.save_member_tokens(MemberTokens(member.member_token, None))
+    found = examine(settings)
+    assert unsound(found) == {}
+    assert "its lease has not ended" in of(found, "name").said
+
+
+def test_a_banned_worker(running: InThread, run: str, text: Path, tmp_path: Path) -> None:
+    join(running, run, "a", text)
+    with running.client() as http:
+        http.patch(f"/v1/runs/{run}/workers/a", json=WorkerChange(state="banned").model_dump()).raise_for_status()
+    found = examine(worker_settings(running, run, tmp_path / "state"))
+    assert of(found, "name").said == "a was banned from the run"
+    assert of(found, "name").remedy.endswith(f"outerstep run readmit {run} a")
+
+
+# --- the box ------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_directory_of_a_worker_that_runs(running: InThread, run: str, tmp_path: Path) -> None:
+    settings = worker_settings(running, run, tmp_path / "state")
+    with StateDir(settings.directory):
+        found = examine(settings)
+    assert "another process works in" in of(found, "state").said
+    assert code(found) is Exit.REFUSED
+    before = sorted((each.name, each.read_bytes()) for each in settings.directory.iterdir())
+    assert of(examine(settings), "state").state is State.FINE
+    assert sorted((each.name, each.read_bytes()) for each in settings.directory.iterdir()) == before
+
+
+def test_a_state_directory_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    (found,) = state_directory.judge(state_directory.look(tmp_path / "file" / "state"))
+    assert found.said == f"nothing can be written to {tmp_path / 'file'}: Not a directory"
+    assert "--state" in found.remedy
+
+
+@pytest.mark.parametrize(("free", "state"), [(9e9, State.FINE), (5e9, State.WARNING), (3.9e9, State.WRONG)])
+def test_the_disk(free: float, state: State, tmp_path: Path) -> None:
+    """16 bytes of two outer states, 12 of a snapshot with AdamW, 12 of the next one."""
+    need = state_directory.snapshot_bytes(10**8, 8)
+    assert need == 40 * 10**8
+    (found,) = state_directory.judge_disk(
+        state_directory.Directory(tmp_path, None, True, False, False, int(free)), need
+    )
+    assert found.state is state
+
+
+def test_a_device_that_is_not_there(running: InThread, run: str, tmp_path: Path) -> None:
+    found = examine(worker_settings(running, run, tmp_path / "state", device="cudda"))
+    assert "device 'cudda' cannot be used" in of(found, "device").said
+    assert of(found, "step").state is State.SKIPPED
+    assert of(found, "line").state is State.FINE
+    assert code(found) is Exit.REFUSED
+
+
+def test_other_data_than_the_runs(running: InThread, run: str, text: Path, tmp_path: Path) -> None:
+    join(running, run, "other", text)
+    own = write_chapters(tmp_path / "own", words="something else")
+    found = examine(worker_settings(running, run, tmp_path / "state", data=str(own)))
+    assert "this worker's training set" in of(found, "data").said
+    assert "is not the run's" in of(found, "data").said
+    assert of(found, "step").state is State.SKIPPED
+    assert code(found) is Exit.REFUSED
+
+
+def test_data_that_are_not_there(running: InThread, run: str, tmp_path: Path) -> None:
+    found = examine(worker_settings(running, run, tmp_path / "state", data=str(tmp_path / "nowhere")))
+    assert str(tmp_path / "nowhere") in of(found, "data").said
+    assert of(found, "model").state is State.FINE
+    assert code(found) is Exit.REFUSED
+
+
+def test_another_model_than_the_runs(running: InThread, run: str, text: Path, tmp_path: Path) -> None:
+    """The layout is known once somebody has seeded the run."""
+    running.create_run(tiny_spec(f"{run}-b", text, seed=0, rounds=1, min_workers=1))
+    assert run_worker(worker_settings(running, f"{run}-b", tmp_path / "b")) == Exit.DONE
+    with running.client() as http:
+        layout = http.get(f"/v1/runs/{run}-b/checkpoints/latest").json()["layout"]
+        detail = RunDetail.model_validate(http.get(f"/v1/runs/{run}-b").json())
+    seen = model.look(detail, 1, None)
+    (found,) = model.judge(seen, detail, Layout.model_validate(layout))
+    assert found.said == "LlamaForCausalLM, 140 k parameters to train, as the run's layout has them in 3 fragments"
+    layout["tensors"][0]["shape"][0] += 1
+    (found,) = model.judge(seen, detail, Layout.model_validate(layout))
+    assert found.state is State.WRONG
+    assert layout["tensors"][0]["name"] in found.said
+
+
+def test_a_vocabulary_that_is_too_small(running: InThread, run: str, text: Path, tmp_path: Path) -> None:
+    spec = tiny_spec(f"{run}-small", text, seed=0, rounds=1, min_workers=1)
+    running.create_run(spec.replace('preset = "tiny"', 'preset = "tiny"\nvocab_size = 100'))
+    found = examine(worker_settings(running, f"{run}-small", tmp_path / "state"))
+    assert "vocab_size = 100 is too small" in of(found, "model").said
+    assert of(found, "step").state is State.SKIPPED
+    assert code(found) is Exit.REFUSED
+
+
+def test_a_run_of_scripts(running: InThread, run: str, tmp_path: Path) -> None:
+    running.create_run(f'name = "{run}-own"\n[data]\nsource = "custom"\n[sync]\nrounds = 1\n')
+    found = examine(worker_settings(running, f"{run}-own", tmp_path / "state"))
+    assert "its workers are scripts of their own" in of(found, "data").said
+    assert code(found) is Exit.REFUSED
+
+
+def test_a_batch_that_the_processes_cannot_share(running: InThread, run: str, tmp_path: Path) -> None:
+    found = examine(worker_settings(running, run, tmp_path / "state"), 3)
+    assert "cannot be shared by 3 processes" in of(found, "model").said
+    assert code(found) is Exit.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [
+        (64, "micro-batch of 4 of 4 sequences: --micro-batch 64, which is more than there are: all go at once"),
+        (3, "--micro-batch 3 does not divide them: the last micro-batch has 1, and takes nearly as long"),
+    ],
+)
+def test_a_micro_batch_that_does_not_fit_the_batch(
+    running: InThread, run: str, tmp_path: Path, size: int, told: str
+) -> None:
+    found = examine(worker_settings(running, run, tmp_path / "state", micro_batch=size))
+    assert unsound(found) == {"step": State.WARNING}
+    assert told in of(found, "step").said
+    assert code(found) is Exit.DONE
+
+
+def test_a_step_that_the_memory_does_not_hold(
+    running: InThread, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("worker.inner.loss.functional.cross_entropy", no_room)
+    found = examine(worker_settings(running, run, tmp_path / "state", micro_batch=4))
+    assert of(found, "step").said.startswith("--micro-batch 4 does not fit into the memory: CUDA out of memory")
+    assert "takes" not in of(found, "line").remedy
+    assert code(found) is Exit.REFUSED
+
+
+def test_what_the_worker_warns_of_is_a_finding(running: InThread, run: str, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("all work and no play. " * 14)
+    running.create_run(
+        tiny_spec(f"{run}-short", tmp_path / "short.txt", seed=0, rounds=1, min_workers=1).replace(
+            "sequence_length = 32", "sequence_length = 32\nholdout = 0.05"
+        )
+    )
+    found = examine(worker_settings(running, f"{run}-short", tmp_path / "state"))
+    assert "this worker measures no held-out loss" in of(found, "step").said
+
+
+# --- memory, arithmetic -------------------------------------------------------------------------------------------
+
+
+def model_of(elements: int, **changes: Any) -> Model:
+    return Model(**{
+        "kind": "Model", "tensors": [], "elements": elements, "frozen": 0, "frozen_summary": None,
+        "optimizer_bytes": 8, "largest_layer": elements // 10, **changes,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mode", "processes", "parameters", "device_bytes", "host_bytes"),
+    [
+        (None, 1, "fp32", 16e9, 8e9),
+        (None, 1, "bf16", 8e9, 8e9),
+        ("ddp", 4, "fp32", 20e9, 8e9),
+        ("fsdp", 4, "fp32", 4e9 + 0.8e9, 16e9),
+    ],
+)
+def test_the_memory_by_mode(mode: Any, processes: int, parameters: str, device_bytes: float, host_bytes: float) -> None:
+    needed = memory.need(model_of(10**9), mode, processes, parameters)
+    assert (needed.device_bytes, needed.host_bytes) == (device_bytes, host_bytes)
+
+
+def test_frozen_parameters_have_no_gradients() -> None:
+    needed = memory.need(model_of(10**6, frozen=10**9), None, 1)
+    assert needed.device_bytes == 4 * (10**9 + 10**6) + 12 * 10**6
+    assert needed.outer_state == 8 * 10**6
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "state"),
+    [
+        (24, 64, State.FINE),
+        (18, 64, State.WARNING),
+        (12, 64, State.WRONG),
+        (24, 7, State.WRONG),
+        (None, 64, State.FINE),
+        (None, 20, State.WRONG),
+        (None, None, State.FINE),
+    ],
+)
+def test_the_memory_that_is_there(device: int | None, host: int | None, state: State) -> None:
+    needed = memory.need(model_of(10**9), None, 1)
+    room = memory.Room(device and device * 10**9, host and host * 10**9)
+    (found,) = memory.judge(needed, room, 1, torch.device("cuda"))
+    assert found.state is state
+
+
+def test_a_container_may_have_less_memory_than_its_host(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 2000 kB\nMemAvailable: 1000 kB\n")
+    assert memory.host_free_bytes(meminfo, tmp_path) == 1024_000
+    for name, content in {"memory.max": "max", "memory.current": "600", "memory.stat": "inactive_file 100\n"}.items():
+        (tmp_path / name).write_text(content)
+    assert memory.host_free_bytes(meminfo, tmp_path) == 1024_000
+    (tmp_path / "memory.max").write_text("900\n")
+    assert memory.host_free_bytes(meminfo, tmp_path) == 400
+
+
+# --- the line and the round, arithmetic ---------------------------------------------------------------------------
+
+
+class Slow:
+    """A line of 8 Mbit/s up and 80 down with 50 ms, for a clock that it moves."""
+
+    def __init__(self) -> None:
+        self.now, self.sent = 0.0, 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def line_check_down(self, count: int) -> None:
+        self.now += 0.05 + 8 * count / 80e6
+
+    def line_check_up(self, content: bytes) -> None:
+        self.now += 0.05 + 8 * len(content) / 8e6
+        self.sent += len(content)
+
+
+def test_the_line_is_measured_for_some_seconds() -> None:
+    slow = Slow()
+    seen = line.look(slow, clock=slow)  # type: ignore[arg-type]
+    assert (seen.up, seen.down, seen.latency_s) == pytest.approx((8e6, 80e6, 0.05))
+    assert slow.sent == pytest.approx(line.LEAST_BYTES + 4_000_000, abs=2)
+
+
+def detail(running: InThread, text: Path, name: str, sync: str = "") -> RunDetail:
+    running.create_run(tiny_spec(name, text, seed=0, rounds=3, min_workers=2, sync=sync))
+    with running.client() as http:
+        return RunDetail.model_validate(http.get(f"/v1/runs/{name}").json())
+
+
+def test_how_much_of_a_round_is_communication(running: InThread, run: str, text: Path) -> None:
+    of_the_run, slow = detail(running, text, f"{run}-line"), line.Line(1e6, 1e6, 0.05)
+    (found,) = line.judge(slow, of_the_run, 139_584, 1.0)
+    assert found.state is State.WARNING
+    assert found.said.startswith("1 Mbit/s up, 1 Mbit/s down, 50 ms for a round trip. A round's upload (int8)")
+    assert found.remedy.endswith("outerstep plan --params 139584 --up 1mbit --down 1mbit --step-time 1")
+    (found,) = line.judge(slow, of_the_run, 139_584, 10.0)
+    assert found.state is State.FINE
+    (found,) = line.judge(slow, of_the_run, 139_584, None)
+    assert "is communication" not in found.said
+    (found,) = line.judge(slow, None, None, None)
+    assert found.said == "1 Mbit/s up, 1 Mbit/s down, 50 ms for a round trip"
+    (found,) = line.judge(slow, detail(running, text, f"{run}-eager", 'overlap = "eager"'), 139_584, 1.0)
+    assert "sync.overlap = 'eager' hides behind the training" in found.said
+
+
+def test_auto_inner_steps_fill_the_round(running: InThread, run: str, text: Path) -> None:
+    spec = detail(running, text, f"{run}-fixed").spec
+    auto = spec.model_copy(update={"sync": spec.sync.model_copy(update={"inner_steps": "auto", "round_s": 60.0})})
+    assert stepping.inner_steps(spec, 0.5) == 5
+    assert stepping.inner_steps(auto, 0.5) == 120
+    assert stepping.inner_steps(auto, 50.0) == auto.sync.min_inner_steps
+
+
+# --- the examination itself ---------------------------------------------------------------------------------------
+
+
+def test_a_check_that_hangs_is_left() -> None:
+    def hang(stop: threading.Event) -> int:
+        stop.wait()
+        return 1
+
+    with pytest.raises(OutOfTime):
+        _within(0.01, hang)
+    exam = Examination(Told())
+    assert exam.check("hung", hang, lambda _: [fine("hung", "")], within_s=0.01) is None
+    assert exam.findings == [wrong("hung", "no end within 0.0 s", "start the doctor again", passing=True)]
+
+
+def test_a_fault_of_a_check_ends_no_examination() -> None:
+    exam = Examination(Told())
+
+    def broken(_: threading.Event) -> int:
+        raise KeyError("x")
+
+    exam.check("broken", broken, lambda _: [], within_s=10.0)
+    assert exam.findings == [wrong("broken", "an unexpected fault: KeyError: 'x'")]
+
+
+@pytest.mark.parametrize(
+    ("faults", "code"),
+    [
+        ([], Exit.DONE),
+        ([wrong("line", "away", passing=True)], Exit.RETRY),
+        ([wrong("line", "away", passing=True), wrong("data", "other", "copy them")], Exit.REFUSED),
+    ],
+)
+def test_the_verdict(faults: list[Finding], code: Exit) -> None:
+    ended = verdict([fine("versions", "1"), *faults], "outerstep worker http://x --run r")
+    assert ended.code is code
+    if faults:
+        assert ended.lines[0].startswith(f"not ready: {len(faults)} thing")
+        assert len(ended.lines) == 1 + len(faults)
+    else:
+        assert ended.lines == ["ready to train: start it with: outerstep worker http://x --run r"]
+
+
+def test_the_command_does_not_repeat_a_token() -> None:
+    given = {name: each.default for name, each in inspect.signature(worker).parameters.items()}
+    given |= {"url": "http://x", "run": "r", "token": "ost_secret", "gpus": 2, "compile_model": True}
+    assert worker_command(given) == "OUTERSTEP_TOKEN=… outerstep worker http://x --run r --gpus 2 --compile"
+    assert worker_command({**given, "token": None, "state": Path("/a b")}) == (
+        "outerstep worker http://x --run r --state '/a b' --gpus 2 --compile"
+    )
