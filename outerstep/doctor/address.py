@@ -22,6 +22,8 @@ from protocol.messages import Health
 GREETING_BYTES = 1 << 16  # of an answer are read at most: another server may send anything
 ENDS_SOON_DAYS = 14
 
+_DNS = "look at this machine's DNS (/etc/resolv.conf)"
+
 
 @dataclass(frozen=True)
 class Greeting:
@@ -54,7 +56,7 @@ def judge_host(url: str, proxy: str | None, resolved: list[str] | OSError) -> li
     host = urlsplit(proxy or url).hostname or ""
     if isinstance(resolved, OSError):
         unknown = isinstance(resolved, socket.gaierror) and resolved.errno == socket.EAI_NONAME
-        remedy = "mend the URL, or this machine's DNS" if unknown else "look at this machine's DNS (/etc/resolv.conf)"
+        remedy = "mend the URL, or this machine's DNS" if unknown else _DNS
         return [wrong("host", f"{host} is not found: {resolved.strerror}", remedy, passing=True)]
     through = "" if proxy is None else f", the proxy that the environment names ({proxy})"
     if resolved == [host]:
@@ -152,6 +154,10 @@ def judge_coordinator(url: str, seen: Greeting, own_version: str) -> list[Findin
         return [fine("coordinator", f"an Outerstep coordinator, {health.version} as here")]
     said = f"an Outerstep coordinator of version {health.version}, and here is {own_version}"
     return [warning("coordinator", said, "until 1.0 any version may differ: install the same on both sides")]
+
+
+def judge_dns(seconds: float) -> Finding:
+    return wrong("host", f"no name server answers within {duration_text(seconds)}", _DNS, passing=True)
 
 
 def judge_silence(seconds: float) -> Finding:

@@ -48,13 +48,12 @@ def examine(
         reached = _reach(exam, settings.url, http, now, monotonic)
         http.headers["Authorization"] = f"Bearer {settings.token}"
         client = rest.Client(http)
-        may_ask = may_join = False
+        token = None
         if reached:
             token = exam.check("token", lambda _: access.look(client), access.judge, within_s=ANSWER_S)
-            may_ask = token not in (None, access.Access.NONE)
-            may_join = token in (access.Access.WORKER, access.Access.ADMIN)
         else:
             exam.skip(["token"], "no coordinator answers")
+        may_ask = token not in (None, access.Access.NONE)
         run = _ask_for_run(exam, client, settings) if may_ask else None
         if not may_ask:
             exam.skip(["run", "name"], "no coordinator answers" if not reached else "the token is not valid")
@@ -69,10 +68,14 @@ def examine(
             exam.skip(["data", "model", "memory", "step"], why)
         else:
             elements, step_s = _train(exam, settings, processes, run, place, device, take_steps)
-        if may_join:
+        if token in (access.Access.WORKER, access.Access.ADMIN):
             _measure_line(exam, client, run, elements, step_s, monotonic)
+        elif not reached:
+            exam.skip(["line"], "no coordinator answers")
         else:
-            exam.skip(["line"], "no coordinator answers" if not reached else "the token does not let workers join")
+            unclear = token is access.Access.UNCLEAR
+            why = "the coordinator is too old for it" if unclear else "the token does not let workers join"
+            exam.skip(["line"], why)
     return exam.findings
 
 
@@ -85,7 +88,13 @@ def _reach(
 ) -> bool:
     """Return True if a coordinator answers. No token is sent before that is known."""
     proxy = address.proxy_of(url)
-    exam.check("host", lambda _: address.resolve(url), partial(address.judge_host, url, proxy), within_s=HOST_S)
+    exam.check(
+        "host",
+        lambda _: address.resolve(url),
+        partial(address.judge_host, url, proxy),
+        within_s=HOST_S,
+        late=partial(address.judge_dns, HOST_S),
+    )
     if exam.is_wrong("host"):
         exam.skip(["connection", "TLS", "coordinator", "clock"], "the host is not found")
         return False

@@ -25,12 +25,13 @@ from blake3 import blake3
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from outerstep.cli.doctor import worker_command
 from outerstep.cli.worker import worker
-from outerstep.doctor import address, clock, examining, line, memory, model, state_directory
+from outerstep.doctor import access, address, clock, examining, line, memory, model, state_directory
 from outerstep.doctor import step as stepping
 from outerstep.doctor.examination import Examination, OutOfTime, _within
 from outerstep.doctor.finding import Finding, State, fine, verdict, wrong
 from outerstep.doctor.model import Model
 from outerstep.doctor.trial import Steps, take_steps
+from protocol.errors import Problem
 from protocol.exit_codes import Exit
 from protocol.fragments import Layout
 from protocol.messages import JoinReply, JoinRequest, RunChange, RunDetail, Scope, WorkerChange
@@ -221,10 +222,15 @@ def test_nobody_listens(running: InThread, run: str, tmp_path: Path) -> None:
     assert code(found) is Exit.RETRY
 
 
-def test_a_host_that_is_not_found(running: InThread, run: str, tmp_path: Path) -> None:
+def test_a_host_that_is_not_found(running: InThread, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
     settings = worker_settings(running, run, tmp_path / "state")
+    monkeypatch.setattr("outerstep.doctor.address.socket.getaddrinfo", unknown)
     found = examine(settings.model_copy(update={"url": "https://nobody.invalid"}))
-    assert of(found, "host").said.startswith("nobody.invalid is not found: ")
+    assert of(found, "host").said == "nobody.invalid is not found: Name or service not known"
+    assert of(found, "host").remedy == "mend the URL, or this machine's DNS"
     assert of(found, "connection").state is State.SKIPPED
     assert code(found) is Exit.RETRY
 
@@ -378,6 +384,21 @@ def test_the_token(running: InThread, run: str, tmp_path: Path, kind: str, state
     assert code(found) is (Exit.REFUSED if state is State.WRONG else Exit.DONE)
     assert of(found, "run").state is (State.SKIPPED if kind == "unknown" else State.FINE)
     assert of(found, "line").state is (State.FINE if kind == "admin" else State.SKIPPED)
+
+
+class Older:
+    """A coordinator that has no line checks yet."""
+
+    def line_check_down(self, count: int) -> None:
+        raise Problem("not-found", "there is nothing here")
+
+    def runs(self) -> Iterator[RunDetail]:
+        yield from ()
+
+
+def test_an_older_coordinator_cannot_say_what_the_token_allows() -> None:
+    (found,) = access.judge(access.look(Older()))  # type: ignore[arg-type]
+    assert (found.state, "too old to say" in found.said) == (State.WARNING, True)
 
 
 def test_no_such_run(running: InThread, run: str, tmp_path: Path) -> None:
