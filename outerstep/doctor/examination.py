@@ -65,11 +65,16 @@ class Examination:
             self._add(each)
         return seen
 
+    def conclude(self, name: str, found: list[Finding]) -> None:
+        """Add what follows from something that was seen already."""
+        self._teller.begin(name)
+        for each in found:
+            self._add(each)
+
     def skip(self, names: list[str], why: str) -> None:
         """Note that these were not checked."""
         for name in names:
-            self._teller.begin(name)
-            self._add(skipped(name, why))
+            self.conclude(name, [skipped(name, why)])
 
     def is_wrong(self, name: str) -> bool:
         """Return True if something of this name was found wrong."""

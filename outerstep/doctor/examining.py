@@ -110,17 +110,12 @@ def _reach(
     if not isinstance(greeting, address.Greeting):
         exam.skip(["TLS", "coordinator", "clock"], "there is no connection")
         return False
-    exam.check("TLS", lambda _: greeting, lambda seen: address.judge_tls(url, seen, now()), within_s=HOST_S)
-    exam.check(
-        "coordinator",
-        lambda _: greeting,
-        lambda seen: address.judge_coordinator(url, seen, __version__),
-        within_s=HOST_S,
-    )
+    exam.conclude("TLS", address.judge_tls(url, greeting, now()))
+    exam.conclude("coordinator", address.judge_coordinator(url, greeting, __version__))
     if exam.is_wrong("coordinator"):
         exam.skip(["clock"], "no coordinator answers")
         return False
-    exam.check("clock", lambda _: (clock.offset_s(greeting),), lambda seen: clock.judge(*seen), within_s=HOST_S)
+    exam.conclude("clock", clock.judge(clock.offset_s(greeting)))
     return True
 
 
@@ -129,7 +124,7 @@ def _ask_for_run(exam: Examination, client: rest.Client, settings: WorkerSetting
     if run is None:
         exam.skip(["name"], "the run is not known")
         return None
-    exam.check("name", lambda _: run, lambda seen: membership.judge_name(seen, settings.name), within_s=HOST_S)
+    exam.conclude("name", membership.judge_name(run, settings.name))
     return run
 
 
@@ -171,6 +166,7 @@ def _train(
         lambda _: model.look(run.detail, processes, vocabulary),
         lambda seen: model.judge(seen, run.detail, run.layout),
         within_s=MODEL_S,
+        late=partial(model.judge_lateness, MODEL_S),
     )
     elements = run.detail.elements if built is None else built.elements
     if built is None or device is None:
@@ -189,9 +185,7 @@ def _train(
         if place is not None:
             moments = 2 * model.MOMENT_BYTES if built.optimizer_bytes is None else built.optimizer_bytes
             snapshot = state_directory.snapshot_bytes(built.elements, moments)
-            exam.check(
-                "disk", lambda _: place, lambda seen: state_directory.judge_disk(seen, snapshot), within_s=HOST_S
-            )
+            exam.conclude("disk", state_directory.judge_disk(place, snapshot))
     if exam.is_wrong("data") or opened is None or built is None or exam.is_wrong("model") or device is None:
         exam.skip(["step"], "it needs data, model and device")
         return elements, None
@@ -200,6 +194,7 @@ def _train(
         lambda stop: take_steps(spec, settings, processes, stop),
         lambda seen: stepping.judge(seen, spec, settings.micro_batch),
         within_s=STEP_S,
+        late=partial(stepping.judge_lateness, STEP_S),
     )
     return elements, None if taken is None else taken.step_s
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from outerstep.doctor.finding import Finding, fine, wrong
-from outerstep.units import count_text
+from outerstep.units import count_text, duration_text
 from protocol.fragments import Layout, TensorSpec, first_difference
 from protocol.messages import FrozenSummary, RunDetail
 from protocol.spec.run import RunSpec
@@ -84,3 +84,8 @@ def judge(seen: Model, run: RunDetail, layout: Layout | None) -> list[Finding]:
     if layout is None:
         return [fine("model", f"{said}; the first worker's becomes the run's")]
     return [fine("model", f"{said}, as the run's layout has them in {len(layout.fragments)} fragments")]
+
+
+def judge_lateness(seconds: float) -> Finding:
+    said = f"not built after {duration_text(seconds)}: if it is weights that are fetched, what was fetched is kept"
+    return wrong("model", said, "start the doctor again", passing=True)

@@ -1,6 +1,6 @@
 """What inner steps on trial say: the micro-batch and its reason, the time of a step and of a round."""
 
-from outerstep.doctor.finding import Finding, fine, warning
+from outerstep.doctor.finding import Finding, fine, warning, wrong
 from outerstep.doctor.trial import Steps
 from outerstep.units import bytes_text, count_text, duration_text, share_text
 from protocol.spec.run import RunSpec
@@ -9,6 +9,11 @@ from protocol.spec.run import RunSpec
 def judge(seen: Steps, spec: RunSpec, wanted: object) -> list[Finding]:
     found = [warning("step", each) for each in seen.warned]
     return [judge_choice(seen, wanted), *found, fine("step", step_in_words(seen, spec))]
+
+
+def judge_lateness(seconds: float) -> Finding:
+    said = f"no two inner steps within {duration_text(seconds)}: this device is too slow for the run, or hangs"
+    return wrong("step", said, "is it the right one? --device says which")
 
 
 def judge_choice(seen: Steps, wanted: object) -> Finding:
