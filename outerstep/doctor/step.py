@@ -12,8 +12,9 @@ def judge(seen: Steps, spec: RunSpec, wanted: object) -> list[Finding]:
 
 
 def judge_lateness(seconds: float) -> Finding:
-    said = f"no two inner steps within {duration_text(seconds)}: this device is too slow for the run, or hangs"
-    return wrong("step", said, "is it the right one? --device says which")
+    said = f"no two inner steps within {duration_text(seconds)}, with the data that they need"
+    remedy = "is it the right device (--device)? Data behind a URL are fetched first, and what was fetched is kept"
+    return wrong("step", said, remedy)
 
 
 def judge_choice(seen: Steps, wanted: object) -> Finding:

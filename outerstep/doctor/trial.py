@@ -33,6 +33,7 @@ from worker.starting import group_of, start
 ORDER, STEPS, FAULT = "order.json", "steps.json", "fault-{}.txt"
 MOST_STEPS, ENOUGH_S = 5, 20.0  # of inner steps after the first; at least one
 _POLL_S = 0.2
+_TERM_S = 4.0  # torchrun may take to end its processes
 _SHOWN = 300  # characters of a process's last words
 
 
@@ -138,17 +139,26 @@ def _run(command: list[str], processes: int, log: Path, stop: threading.Event) -
     if processes > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
     with log.open("wb") as words:
-        child = subprocess.Popen(command, env=environment, stdout=words, stderr=words, start_new_session=True)
+        child = subprocess.Popen(command, env=environment, stdout=words, stderr=words)
         try:
             while child.poll() is None and not stop.wait(_POLL_S):
                 pass
         finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-            code = child.wait()
+            code = _end(child)
     if stop.is_set():
         raise Stopped("asked to stop")
     return code, log.read_text(errors="replace").strip()
+
+
+def _end(child: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of `child`, which is ended if it has not: by SIGTERM, as torchrun has started its processes
+    in sessions of their own, and ends them then."""
+    child.terminate()  # which does nothing to one that has ended
+    try:
+        return child.wait(_TERM_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
 
 
 def _last_words(code: int, words: str) -> str:

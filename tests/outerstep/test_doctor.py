@@ -12,12 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from email.utils import formatdate
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
+import psutil
 import pytest
 import torch
 from blake3 import blake3
@@ -30,18 +32,21 @@ from outerstep.doctor import step as stepping
 from outerstep.doctor.examination import Examination, OutOfTime, _within
 from outerstep.doctor.finding import Finding, State, fine, verdict, wrong
 from outerstep.doctor.model import Model
-from outerstep.doctor.trial import Steps, take_steps
+from outerstep.doctor.trial import Steps, take_steps, take_steps_apart
 from protocol.errors import Problem
 from protocol.exit_codes import Exit
 from protocol.fragments import Layout
 from protocol.messages import JoinReply, JoinRequest, RunChange, RunDetail, Scope, WorkerChange
-from protocol.spec.run import RunSpec
+from protocol.spec.run import RunSpec, parse_spec
+from protocol.spec.sections import ModelSpec
 from tests.support.http_server import Handler, serving
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
+from tests.support.waiting import wait_until
 from tests.support.workers import worker_settings
 from worker.agent import run_worker
 from worker.data.opening import open_training_set
+from worker.errors import Stopped
 from worker.link.client import open_http
 from worker.models.building import build_model
 from worker.settings import BoxSettings, WorkerSettings
@@ -707,6 +712,65 @@ def test_a_check_that_hangs_is_left() -> None:
     exam = Examination(Told())
     assert exam.check("hung", hang, lambda _: [fine("hung", "")], within_s=0.01) is None
     assert exam.findings == [wrong("hung", "no end within 0.0 s", "start the doctor again", passing=True)]
+
+
+def never_built() -> None:
+    """A model's factory that does not return; its process can be looked for."""
+    Path(os.environ["NEVER_BUILT"], str(os.getpid())).touch()
+    threading.Event().wait()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_processes_of_a_step_that_hangs_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    """By torchrun, which has them in sessions of their own: its own end alone would leave them."""
+    (tmp_path / "pids").mkdir()
+    monkeypatch.setenv("NEVER_BUILT", str(tmp_path / "pids"))
+    spec = parse_spec(tiny_spec("r", tmp_path, seed=0, rounds=1, min_workers=1))
+    spec = spec.model_copy(update={"model": ModelSpec(factory=f"{__name__}:never_built")})
+    stop, ended = threading.Event(), Future[Steps]()
+
+    def take() -> None:
+        try:
+            ended.set_result(take_steps_apart(spec, BoxSettings(device="cpu"), processes, stop))
+        except Stopped as error:
+            ended.set_exception(error)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    wait_until(lambda: len(list((tmp_path / "pids").iterdir())) == processes)
+    stop.set()
+    thread.join()
+    assert isinstance(ended.exception(), Stopped)
+    for started in (tmp_path / "pids").iterdir():
+        wait_until(lambda pid=int(started.name): not psutil.pid_exists(pid))  # type: ignore[misc]
+
+
+def test_data_that_are_not_ready_in_time_keep_nobody_from_joining(
+    running: InThread, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker goes on where the doctor was; nothing is trained meanwhile."""
+
+    def prepare(*_: object, stop: threading.Event, **__: object) -> None:
+        stop.wait()
+        raise Stopped("asked to stop")
+
+    monkeypatch.setattr("outerstep.doctor.data.open_training_set", prepare)
+    monkeypatch.setattr(examining, "DATA_S", 0.01)
+    found = examine(worker_settings(running, run, tmp_path / "state"))
+    assert unsound(found) == {"data": State.WARNING, "step": State.SKIPPED}
+    assert "outerstep data prepare" in of(found, "data").remedy
+    assert code(found) is Exit.DONE
+
+
+def test_a_run_that_is_paused_is_waited_for(running: InThread, run: str, text: Path, tmp_path: Path) -> None:
+    with running.client() as http:
+        http.patch(f"/v1/runs/{run}", json=RunChange(state="paused").model_dump()).raise_for_status()
+    found = examine(worker_settings(running, run, tmp_path / "state"))
+    assert unsound(found) == {"run": State.WARNING}
+    assert of(found, "run").remedy.endswith(f"outerstep run resume {run}")
 
 
 def test_a_fault_of_a_check_ends_no_examination() -> None:
