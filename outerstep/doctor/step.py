@@ -12,7 +12,7 @@ def judge(seen: Steps, spec: RunSpec, wanted: object) -> list[Finding]:
 
 
 def judge_lateness(seconds: float) -> Finding:
-    said = f"no two inner steps within {duration_text(seconds)}, with the data that they need"
+    said = f"no inner step within {duration_text(seconds)}, with the data that they need"
     remedy = "is it the right device (--device)? Data behind a URL are fetched first, and what was fetched is kept"
     return wrong("step", said, remedy)
 

@@ -5,6 +5,7 @@ writes the `Steps`; whoever fails says why.
 """
 
 import logging
+import operator
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -31,7 +33,7 @@ from worker.settings import BoxSettings
 from worker.starting import group_of, start
 
 ORDER, STEPS, FAULT = "order.json", "steps.json", "fault-{}.txt"
-MOST_STEPS, ENOUGH_S = 5, 20.0  # of inner steps after the first; at least one
+MOST_STEPS, ENOUGH_S = 5, 20.0  # of inner steps after the first; none where that alone has taken so long
 _POLL_S = 0.2
 _TERM_S = 4.0  # torchrun may take to end its processes
 _SHOWN = 300  # characters of a process's last words
@@ -79,12 +81,15 @@ def take_steps(
             batch = box.data.unit(0)[ranks.rank :: ranks.size].to(device)
             box.model.train()
             box.schedule.set(0)
-            first_s, took = _step_s(box, batch, clock), [_step_s(box, batch, clock)]
-            while len(took) < MOST_STEPS and ranks.by_first(lambda: sum(took) < ENOUGH_S):
+            first_s = _step_s(box, batch, clock)
+            spent_s = 0.0 if settings.compile else first_s  # compiling takes minutes, of which the next has none
+            took: list[float] = []
+            while len(took) < MOST_STEPS and ranks.by_first(partial(operator.lt, spent_s, ENOUGH_S)):
                 took.append(_step_s(box, batch, clock))
+                spent_s += took[-1]
     finally:
         logging.getLogger("worker").removeHandler(collect)
-    step_s = median(took)
+    step_s = median(took or [first_s])
     return Steps(
         first_s=first_s,
         step_s=step_s,

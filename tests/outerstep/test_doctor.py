@@ -808,3 +808,10 @@ def test_the_command_does_not_repeat_a_token() -> None:
     assert worker_command({**given, "token": None, "state": Path("/a b")}) == (
         "outerstep worker http://x --run r --state '/a b' --gpus 2 --compile"
     )
+
+
+def test_of_steps_that_take_long_one_is_enough(running: InThread, run: str, text: Path) -> None:
+    spec = detail(running, text, f"{run}-slow").spec
+    taken = take_steps(spec, BoxSettings(device="cpu", threads=1), CPU, clock=ticking(30.0))
+    assert (taken.first_s, taken.step_s) == (30.0, 30.0)
+    assert "30.0 s for 128 tokens in fp32: 4 tokens/s" in stepping.step_in_words(taken, spec)
