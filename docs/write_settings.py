@@ -60,7 +60,12 @@ first the database (by SQLite's `.backup` while the coordinator serves, or while
 TOKEN = """
 A token on the command line is seen by everybody on the machine: `--token-file FILE` or `OUTERSTEP_TOKEN` in the
 environment is better. The other commands that talk to a coordinator take `--url`, or `OUTERSTEP_URL`, and the token
-likewise.
+likewise. `--ca FILE`, or `OUTERSTEP_CA` (which scripts with `DiLoCo.connect` heed too), is for a coordinator whose
+certificate no public authority has signed.
+
+A worker whose coordinator cannot be reached tries again for as long as it takes. Where that would not help, it ends
+with exit code 3: before the first answer, a certificate that is not trusted, HTTPS to a port without it or the reverse,
+and a server that is no coordinator.
 """
 
 

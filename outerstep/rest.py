@@ -4,10 +4,11 @@ Its methods raise one of three exceptions:
 
     Problem            the coordinator refused, or has a fault of its own; its remedy says which
     Transient          nobody answered, or a proxy did in the coordinator's place: worth trying again
-    UnexpectedAnswer   the answer is not a coordinator's: the URL is wrong
+    UnexpectedAnswer   the answer is not a coordinator's: the URL is wrong, or its certificate is not trusted
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -32,6 +33,7 @@ from protocol.messages import (
     WorkerChange,
     WorkerInfo,
 )
+from protocol.reaching import check_address, in_words, trusting
 
 PAGE_ITEMS = 100
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)  # seconds
@@ -164,13 +166,17 @@ class Client:
         return response
 
     def _unreachable(self, error: httpx.TransportError) -> Transient:
-        return Transient(f"cannot reach the coordinator at {self.http.base_url}: {error or type(error).__name__}")
+        url = str(self.http.base_url)
+        check_address(url, error)
+        return Transient(f"cannot reach the coordinator at {url}: {in_words(error)}")
 
 
-def connect(url: str, token: str, *, trust_env: bool = True) -> Client:
-    """Return a client of the coordinator at `url`. `trust_env`: heed HTTP_PROXY and its like."""
+def connect(url: str, token: str, *, ca: Path | None = None, trust_env: bool = True) -> Client:
+    """Return a client of the coordinator at `url`. `ca`: a PEM file of certificates that are trusted too; `trust_env`:
+    heed HTTP_PROXY and its like. Raises ValueError for a file without certificates."""
     headers = {"authorization": f"Bearer {token}"}
-    return Client(httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=trust_env))
+    verify = trusting(ca)
+    return Client(httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=trust_env, verify=verify))
 
 
 def _path(run: str, *rest: str) -> str:

@@ -16,6 +16,8 @@ from protocol.errors import Problem, Transient, UnexpectedAnswer
 Reply = TypeVar("Reply", bound=BaseModel)
 
 _SHOWN = 200  # characters of an answer that no coordinator gave
+_HEAD = 4096  # bytes of a page that have its title
+_TITLE = re.compile(rb"<title>(.*?)</title>", re.IGNORECASE | re.DOTALL)
 _DIGITS = re.compile(r"[0-9]{1,18}")
 _TRANSIENT = (408, 429)  # what a proxy says where trying again helps, besides 5xx
 
@@ -93,4 +95,7 @@ def _where(answer: Answer) -> str:
 
 
 def _start(body: bytes) -> str:
+    title = _TITLE.search(body[:_HEAD])
+    if title is not None:
+        return f"a page called {' '.join(title[1].decode(errors='replace').split())[:_SHOWN]!r}"
     return repr(body.decode(errors="replace")[:_SHOWN].strip())

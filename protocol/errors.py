@@ -8,6 +8,7 @@
     ├── Problem            a refusal as it travels over HTTP (RFC 9457); `slug` is one of PROBLEMS
     ├── Transient          a fault on the way to the coordinator that is worth another try
     └── UnexpectedAnswer   an answer that no coordinator gives: a proxy, a wrong address, another version
+        └── NoCoordinator   no coordinator is at the address, or none that is trusted: another try does not help
 
 `Problem` is raised by the coordinator and raised again, with the same slug, by its clients (answers.py).
 """
@@ -115,6 +116,10 @@ class Transient(OuterstepError):
 
 class UnexpectedAnswer(OuterstepError):
     """An answer that no coordinator gives."""
+
+
+class NoCoordinator(UnexpectedAnswer):
+    """No coordinator is at the address, or none that is trusted: another try does not help."""
 
 
 class Problem(OuterstepError):

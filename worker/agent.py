@@ -7,14 +7,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from pathlib import Path
 
 import httpx
 import torch
 
 from protocol.compiled import KERNELS
-from protocol.errors import CodecError, OuterstepError, Problem, Remedy
+from protocol.errors import CodecError, NoCoordinator, OuterstepError, Problem, Remedy
 from protocol.exit_codes import Exit
 from protocol.messages import RunDetail, RunState
+from protocol.reaching import in_words
 from protocol.spec.run import RunSpec
 from worker.accounts.host import host_facts
 from worker.accounts.step_log import StepLog
@@ -23,12 +25,13 @@ from worker.box import Box, set_up
 from worker.diloco import DiLoCo
 from worker.errors import BoxError, DataError, ModelError, StateDirBusy, Stopped
 from worker.initial import initial_parameters
+from worker.inner.micro_batch import is_out_of_memory, memory_told
 from worker.link.client import Client, open_http
 from worker.ranks import ALONE, Ranks
 from worker.settings import BoxSettings, WorkerSettings, state_directory
 from worker.signals import stop_on_signals
 from worker.starting import group_of, start
-from worker.state.state_dir import StateDir
+from worker.state.state_dir import StateDir, rank_directory
 from worker.train import train
 
 log = logging.getLogger(__name__)
@@ -74,26 +77,44 @@ def _run(
         log.info("stopped")
     except Problem as problem:
         return _code_of(problem)
-    except (BoxError, CodecError, DataError, ModelError, StateDirBusy) as error:
+    except (BoxError, CodecError, DataError, ModelError, NoCoordinator, StateDirBusy) as error:
         log.error("%s", error)
         return Exit.REFUSED
-    except (OuterstepError, OSError, httpx.HTTPError) as error:
-        log.error("%s: %s", type(error).__name__, error)
+    except OuterstepError as error:
+        log.error("%s", error)
         return Exit.RETRY
-    except Exception:
+    except (OSError, httpx.HTTPError) as error:
+        log.error("%s", in_words(error))
+        return Exit.RETRY
+    except Exception as error:
+        if is_out_of_memory(error):
+            told = memory_told(error) or "there is no more of it"
+            log.error("the memory does not suffice: %s; try --parameters bf16, or several GPUs (--gpus N)", told)
+            return Exit.REFUSED
         log.exception("an unexpected fault; starting this worker again resumes its work")
         return Exit.RETRY
     return Exit.DONE
 
 
 def _work(settings: WorkerSettings, device: torch.device, stop: threading.Event) -> None:
-    with open_http(settings.url) as http:
+    with open_http(settings.url, settings.ca) as http:
         client = Client(http, settings.run, settings.token, stop=stop)
         run = client.run_detail()
         if run.state in (RunState.FINISHED, RunState.STOPPED):
             log.info("the run %s is %s: nothing to do", run.name, run.state)
             return
+        _check_state_directory(settings.directory)
         _train(settings, client, run, device, stop)
+
+
+def _check_state_directory(path: Path) -> None:
+    """Raise BoxError where a worker cannot keep its state in `path`, and StateDirBusy where another one does, before a
+    model is loaded in vain."""
+    try:
+        with StateDir(rank_directory(path, Ranks.here().rank)):
+            pass
+    except OSError as error:
+        raise BoxError(f"--state {path} cannot hold this worker's state: {in_words(error)}; give another") from error
 
 
 def _train(
@@ -126,6 +147,7 @@ def _work_alone(settings: BoxSettings, spec: RunSpec, device: torch.device, stop
     if Ranks.here().size > 1:
         raise BoxError("--no-sync trains in one process: start it without torchrun and --gpus")
     directory = settings.state_dir or state_directory(spec.name, f"{settings.name}.no-sync")
+    _check_state_directory(directory)
     with _step_log(settings, ALONE) as step_log, StateDir(directory) as files:
         box = set_up(spec, settings, device, stop=stop)
         _say_what_trains(spec.name, settings, box)

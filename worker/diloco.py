@@ -171,14 +171,16 @@ class DiLoCo:
         """Return a DiLoCo on the coordinator at `url`; `options` are those of DiLoCo itself.
 
         What is left out is as `outerstep worker` has it: `url` and `token` are of the environment, OUTERSTEP_URL and
-        OUTERSTEP_TOKEN, `name` is this machine's, `state_dir` ~/.local/state/outerstep/RUN/NAME. Within `with`, SIGTERM
-        and Ctrl-C set `stopped`: units() ends, and leaving hands in what is done. Where the script has set up no
-        logging, what the worker does and waits for is told on stderr. Raises ValueError for what is missing or wrong.
+        OUTERSTEP_TOKEN, `name` is this machine's, `state_dir` ~/.local/state/outerstep/RUN/NAME. OUTERSTEP_CA names a
+        file of certificates to trust beside the usual ones. Within `with`, SIGTERM and Ctrl-C set `stopped`: units()
+        ends, and leaving hands in what is done. Where the script has set up no logging, what the worker does and waits
+        for is told on stderr. Raises ValueError for what is missing or wrong, and NoCoordinator for an address where
+        none is, or none that is trusted.
         """
         ranks: Ranks = options.get("ranks") or Ranks.here()
         who = membership_of(run, url, token, ranks.by_first(lambda: membership_of(run, url, token, name).name))
         options = {"state_dir": who.directory} | options | {"ranks": ranks}
-        http = open_http(who.url)
+        http = open_http(who.url, who.ca)
         try:
             client = Client(http, run, who.token)
             diloco = cls(model, inner_optimizer, client=client, run=client.run_detail(), name=who.name, **options)

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from protocol.reaching import trusting
 from protocol.spec.sections import NAME_PATTERN, Name
 
 
@@ -25,6 +26,9 @@ class _Membership(_Settings):
     url: str = Field(description="the coordinator's address, for example https://coordinator.example.org")
     run: Name = Field(description="the run to join")
     token: Annotated[str, Field(min_length=1, repr=False)] = Field(description="a worker token")
+    ca: Path | None = Field(
+        None, description="PEM certificates to trust beside the usual ones, such as the coordinator's own"
+    )
 
     @field_validator("url")
     @classmethod
@@ -33,6 +37,12 @@ class _Membership(_Settings):
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not an address; it looks like https://coordinator.example.org")
         return url.rstrip("/")
+
+    @field_validator("ca")
+    @classmethod
+    def _has_certificates(cls, ca: Path | None) -> Path | None:
+        trusting(ca)
+        return ca
 
 
 class BoxSettings(_Settings):

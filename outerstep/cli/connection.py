@@ -10,6 +10,7 @@ import typer
 
 from outerstep import rest
 from outerstep.cli.faults import UsageError
+from protocol.reaching import CA_VARIABLE
 
 DEFAULT_URL = "http://127.0.0.1:8470"
 TOKEN_VARIABLE = "OUTERSTEP_TOKEN"
@@ -24,11 +25,24 @@ TokenOption = Annotated[
     ),
 ]
 TokenFileOption = Annotated[Path | None, typer.Option("--token-file", help="A file that holds the bearer token.")]
+CaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca",
+        metavar="FILE",
+        envvar=CA_VARIABLE,
+        help="PEM certificates to trust too, such as the coordinator's own.",
+    ),
+]
 
 
-def operator_client(url: str, token: str | None, token_file: Path | None) -> rest.Client:
-    """Return the client of an operator's command. Raises UsageError for a wrong URL, or no valid token."""
-    return rest.connect(checked_url(url), find_token(token, token_file, os.environ))
+def operator_client(url: str, token: str | None, token_file: Path | None, ca: Path | None) -> rest.Client:
+    """Return the client of an operator's command. Raises UsageError for a wrong URL, no valid token, or no
+    certificate."""
+    try:
+        return rest.connect(checked_url(url), find_token(token, token_file, os.environ), ca=ca)
+    except ValueError as error:
+        raise UsageError(f"--ca: {error}") from error
 
 
 def checked_url(url: str) -> str:

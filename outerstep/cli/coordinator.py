@@ -1,11 +1,14 @@
 """The commands `outerstep coordinator` and `outerstep migrate`."""
 
+import errno
+import ssl
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from outerstep.cli.faults import UsageError, import_extra, validated
+from protocol.reaching import in_words, trusting
 
 FLAGS = {
     "data_dir": "--data",
@@ -75,12 +78,14 @@ def coordinator(
     )
     if settings.tls_key is not None and settings.tls_certificate is None:
         raise UsageError("--tls-key needs --tls-certificate")
+    _check_certificate(settings.tls_certificate, settings.tls_key)
     _database_url(settings)
     try:
         server.serve(settings)
-    except OSError as error:  # a port that is taken, a certificate that is not there, a directory that is not ours
+    except OSError as error:  # a port that is taken, a host that is not ours, a directory that is none
         address = server.netloc(settings.host, settings.port)
-        raise UsageError(f"cannot serve at {address} from {settings.data_dir}: {error}") from error
+        remedy = "; give another --port, or 0 for any that is free" if error.errno == errno.EADDRINUSE else ""
+        raise UsageError(f"cannot serve at {address} from {settings.data_dir}: {in_words(error)}{remedy}") from error
 
 
 def migrate(data: DataOption = None, database_url: DatabaseOption = None) -> None:
@@ -100,7 +105,7 @@ def migrate(data: DataOption = None, database_url: DatabaseOption = None) -> Non
             settings.data_dir.mkdir(parents=True, exist_ok=True)
         database.Database(url).close()
     except OSError as error:
-        raise UsageError(f"cannot migrate {url!r}: {error}") from error
+        raise UsageError(f"cannot migrate {url!r}: {in_words(error)}") from error
     typer.echo(f"the database {url!r} is at the newest schema")
 
 
@@ -108,6 +113,28 @@ def _settings(given: dict[str, Any]) -> Any:
     """Return the coordinator's Settings, from the options that were given, the environment, and the defaults."""
     settings = import_extra("coordinator.settings", extra="coordinator", command="outerstep coordinator")
     return validated(settings.Settings, given, FLAGS)
+
+
+def _check_certificate(certificate: Path | None, key: Path | None) -> None:
+    """Raise UsageError, before anything is begun, unless HTTPS can be served with them."""
+    if certificate is None:
+        return
+    try:
+        trusting(certificate)
+    except ValueError as error:
+        raise UsageError(f"--tls-certificate: {error}") from error
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key, password="")
+    except ssl.SSLError as error:
+        if key is None:
+            raise UsageError(
+                f"--tls-certificate {certificate} has no private key in it: give --tls-key FILE"
+            ) from error
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise UsageError(f"--tls-key {key} is the key of another certificate than {certificate}") from error
+        raise UsageError(f"--tls-key {key} has no private key in PEM, or one that needs a passphrase") from error
+    except OSError as error:
+        raise UsageError(f"--tls-key: {in_words(error)}") from error
 
 
 def _database_url(settings: Any) -> Any:

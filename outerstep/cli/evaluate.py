@@ -6,7 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from outerstep.cli.connection import DEFAULT_URL, TokenFileOption, TokenOption, UrlOption, find_token, operator_client
+from outerstep.cli.connection import (
+    DEFAULT_URL,
+    CaOption,
+    TokenFileOption,
+    TokenOption,
+    UrlOption,
+    find_token,
+    operator_client,
+)
 from outerstep.cli.faults import UsageError, import_extra, validated
 from outerstep.cli.printing import print_json
 from outerstep.cli.run import RunArgument
@@ -49,6 +57,7 @@ def evaluate(
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """Measure the held-out loss of a checkpoint or an export of a run, on this machine.
 
@@ -69,7 +78,7 @@ def evaluate(
     given = {"data": data, "data_cache": data_cache, "data_cache_gb": data_cache_gb, "device": device}
     box = validated(settings.BoxSettings, given, FLAGS)
     secret = find_token(token, token_file, os.environ)
-    with operator_client(url, secret, None) as client:
+    with operator_client(url, secret, None, ca) as client:
         detail = client.run(run)
         try:
             found = evaluating.evaluate_model(client.http, secret, detail, box, state=state, exported=export)

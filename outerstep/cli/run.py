@@ -10,7 +10,15 @@ from typing import Annotated, Literal
 import typer
 
 from outerstep.advice import advice
-from outerstep.cli.connection import DEFAULT_URL, TokenFileOption, TokenOption, UrlOption, find_token, operator_client
+from outerstep.cli.connection import (
+    DEFAULT_URL,
+    CaOption,
+    TokenFileOption,
+    TokenOption,
+    UrlOption,
+    find_token,
+    operator_client,
+)
 from outerstep.cli.faults import UsageError, import_extra
 from outerstep.cli.printing import Format, FormatOption, console, print_json, time_text
 from outerstep.display import display_for, round_table, table, worker_table
@@ -35,6 +43,7 @@ def create(
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """Create a run from a spec. It never changes afterwards; docs/settings.md lists its keys.
 
@@ -50,7 +59,7 @@ def create(
       sync.rounds = 50
     """
     text, parsed = read_spec(spec)
-    with operator_client(url, token, token_file) as client:
+    with operator_client(url, token, token_file, ca) as client:
         run, new = client.create_run(text)
     if output is Format.JSON:
         print_json(run)
@@ -66,6 +75,7 @@ def list_runs(
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """List the runs.
 
@@ -73,7 +83,7 @@ def list_runs(
     Example:
       outerstep run ls --format json
     """
-    with operator_client(url, token, token_file) as client:
+    with operator_client(url, token, token_file, ca) as client:
         runs = list(client.runs())
     if output is Format.JSON:
         print_json(runs)
@@ -101,6 +111,7 @@ def show(
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """Show a run, its workers and its last rounds.
 
@@ -110,7 +121,7 @@ def show(
     Example:
       outerstep run show my-run
     """
-    with operator_client(url, token, token_file) as client:
+    with operator_client(url, token, token_file, ca) as client:
         detail = client.run(run)
         workers = list(client.workers(run))
         rounds = list(islice(client.rounds(run), FIRST_ROUNDS))
@@ -132,6 +143,7 @@ def units(
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """Show how far each epoch of the training set is: its work units that were trained on, are assigned, or are free.
     With private data, of each worker's own set.
@@ -140,7 +152,7 @@ def units(
     Example:
       outerstep run units my-run
     """
-    with operator_client(url, token, token_file) as client:
+    with operator_client(url, token, token_file, ca) as client:
         epochs = list(client.epochs(run))
     if output is Format.JSON:
         print_json(epochs)
@@ -169,6 +181,7 @@ def checkpoints(
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """List the checkpoints that are kept of a run, newest first: the states that can be exported and evaluated.
 
@@ -176,7 +189,7 @@ def checkpoints(
     Example:
       outerstep run checkpoints my-run
     """
-    with operator_client(url, token, token_file) as client:
+    with operator_client(url, token, token_file, ca) as client:
         kept = list(client.checkpoints(run))
     if output is Format.JSON:
         print_json(kept)
@@ -191,6 +204,7 @@ def watch(
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """Follow a run's rounds and events until it ends; a restart of the coordinator is waited for.
 
@@ -201,14 +215,18 @@ def watch(
     Example:
       outerstep run watch my-run
     """
-    with operator_client(url, token, token_file) as client, display_for(console()) as display:
+    with operator_client(url, token, token_file, ca) as client, display_for(console()) as display:
         for look in follow(client, run, patience_s=WATCH_PATIENCE_S, sleep=time.sleep):
             display.show(look)
 
 
 @app.command()
 def pause(
-    run: RunArgument, url: UrlOption = DEFAULT_URL, token: TokenOption = None, token_file: TokenFileOption = None
+    run: RunArgument,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """Pause a run: the open round is closed, and no other is opened. Workers stay and wait.
 
@@ -216,12 +234,16 @@ def pause(
     Example:
       outerstep run pause my-run
     """
-    _change(run, "paused", url, token, token_file)
+    _change(run, "paused", url, token, token_file, ca)
 
 
 @app.command()
 def resume(
-    run: RunArgument, url: UrlOption = DEFAULT_URL, token: TokenOption = None, token_file: TokenFileOption = None
+    run: RunArgument,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """Let a paused run go on.
 
@@ -229,12 +251,16 @@ def resume(
     Example:
       outerstep run resume my-run
     """
-    _change(run, "running", url, token, token_file)
+    _change(run, "running", url, token, token_file, ca)
 
 
 @app.command()
 def drain(
-    run: RunArgument, url: UrlOption = DEFAULT_URL, token: TokenOption = None, token_file: TokenFileOption = None
+    run: RunArgument,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """Send a run's workers home: the open round is finished, the workers leave, and then the run is paused.
 
@@ -244,12 +270,16 @@ def drain(
     Example:
       outerstep run drain my-run
     """
-    _change(run, "draining", url, token, token_file)
+    _change(run, "draining", url, token, token_file, ca)
 
 
 @app.command()
 def stop(
-    run: RunArgument, url: UrlOption = DEFAULT_URL, token: TokenOption = None, token_file: TokenFileOption = None
+    run: RunArgument,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """End a run for good: its workers leave. What it has reached can still be exported.
 
@@ -257,7 +287,7 @@ def stop(
     Example:
       outerstep run stop my-run
     """
-    _change(run, "stopped", url, token, token_file)
+    _change(run, "stopped", url, token, token_file, ca)
 
 
 @app.command()
@@ -268,6 +298,7 @@ def evict(
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """End a worker's membership: nobody waits for it, and its work units return to the pool.
 
@@ -278,7 +309,7 @@ def evict(
     Example:
       outerstep run evict my-run box-7 --ban
     """
-    _change_worker(run, worker, "banned" if ban else "evicted", url, token, token_file)
+    _change_worker(run, worker, "banned" if ban else "evicted", url, token, token_file, ca)
 
 
 @app.command()
@@ -288,6 +319,7 @@ def readmit(
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """Let a banned worker join again.
 
@@ -295,7 +327,7 @@ def readmit(
     Example:
       outerstep run readmit my-run box-7
     """
-    _change_worker(run, worker, "readmitted", url, token, token_file)
+    _change_worker(run, worker, "readmitted", url, token, token_file, ca)
 
 
 @app.command()
@@ -314,6 +346,7 @@ def export(
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """Write a run's model as a Hugging Face directory, which `AutoModelForCausalLM.from_pretrained` loads.
 
@@ -328,7 +361,7 @@ def export(
     """
     exporting = import_extra("outerstep.exporting", extra="worker", command="outerstep run export")
     secret = find_token(token, token_file, os.environ)
-    with operator_client(url, secret, None) as client:
+    with operator_client(url, secret, None, ca) as client:
         client.run(run)  # the export, below, would wait for ever for a coordinator that is not there
         try:
             exporting.export_model(client.http, run, secret, out, state, merge=merge)
@@ -343,8 +376,9 @@ def _change(
     url: str,
     token: str | None,
     token_file: Path | None,
+    ca: Path | None,
 ) -> None:
-    with operator_client(url, token, token_file) as client:
+    with operator_client(url, token, token_file, ca) as client:
         info: RunInfo = client.change_run(run, RunChange(state=state))
     typer.echo(f"run {info.name} is {info.state}: {info.reason}")
 
@@ -356,8 +390,9 @@ def _change_worker(
     url: str,
     token: str | None,
     token_file: Path | None,
+    ca: Path | None,
 ) -> None:
-    with operator_client(url, token, token_file) as client:
+    with operator_client(url, token, token_file, ca) as client:
         client.change_worker(run, worker, WorkerChange(state=state))
     typer.echo(f"worker {worker} of the run {run} is {state}")
 

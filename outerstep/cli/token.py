@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from outerstep.cli.connection import DEFAULT_URL, TokenFileOption, TokenOption, UrlOption, operator_client
+from outerstep.cli.connection import DEFAULT_URL, CaOption, TokenFileOption, TokenOption, UrlOption, operator_client
 from outerstep.cli.faults import validated
 from outerstep.cli.printing import Format, FormatOption, console, print_json, time_text
 from outerstep.display import table
@@ -21,6 +21,7 @@ def create(
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """Make a token. Its secret is printed now and never again.
 
@@ -31,7 +32,7 @@ def create(
       outerstep token create --scope worker --note "Ann's box" --token-file ./data/admin.token > worker.token
     """
     request = validated(TokenRequest, {"scope": scope, "note": note}, {"scope": "--scope", "note": "--note"})
-    with operator_client(url, token, token_file) as client:
+    with operator_client(url, token, token_file, ca) as client:
         made = client.create_token(request)
     if output is Format.JSON:
         print_json(made)
@@ -46,6 +47,7 @@ def list_tokens(
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """List the tokens, without their secrets.
 
@@ -53,7 +55,7 @@ def list_tokens(
     Example:
       outerstep token ls --token-file ./data/admin.token
     """
-    with operator_client(url, token, token_file) as client:
+    with operator_client(url, token, token_file, ca) as client:
         tokens = list(client.tokens())
     if output is Format.JSON:
         print_json(tokens)
@@ -68,6 +70,7 @@ def revoke(
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """Revoke a token: requests with it are refused from now on.
 
@@ -77,6 +80,6 @@ def revoke(
     Example:
       outerstep token revoke 3f9c21d0 --token-file ./data/admin.token
     """
-    with operator_client(url, token, token_file) as client:
+    with operator_client(url, token, token_file, ca) as client:
         client.revoke_token(token_id)
     typer.echo(f"token {token_id} is revoked")

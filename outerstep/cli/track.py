@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from outerstep.cli.connection import DEFAULT_URL, TokenFileOption, TokenOption, UrlOption, operator_client
+from outerstep.cli.connection import DEFAULT_URL, CaOption, TokenFileOption, TokenOption, UrlOption, operator_client
 from outerstep.cli.faults import UsageError, import_extra
 from outerstep.cli.run import RunArgument
 from outerstep.display import event_line
@@ -34,6 +34,7 @@ def track(
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    ca: CaOption = None,
 ) -> None:
     """Track a run's rounds and events in a tracker, from any machine, until the run is over and its workers have left.
 
@@ -53,7 +54,7 @@ def track(
         if kind.extra
         else importlib.import_module(kind.module)
     )
-    with operator_client(url, token, token_file) as client:
+    with operator_client(url, token, token_file, ca) as client:
         detail = client.run(run)
         place = out or Path(kind.out.format(run=run))
         with _telling(to):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from outerstep.cli.connection import TokenFileOption, TokenOption, checked_url, find_token, operator_client
+from outerstep.cli.connection import CaOption, TokenFileOption, TokenOption, checked_url, find_token, operator_client
 from outerstep.cli.faults import UsageError, import_extra, validated
 from outerstep.cli.run import read_spec
 
@@ -15,6 +15,7 @@ FLAGS = {
     "url": "URL",
     "run": "--run",
     "token": "--token",
+    "ca": "--ca",
     "name": "--name",
     "state_dir": "--state",
     "device": "--device",
@@ -50,6 +51,7 @@ def worker(
     run: Annotated[str | None, typer.Option("--run", help="The run to join.")] = None,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    ca: CaOption = None,
     name: Annotated[
         str | None, typer.Option("--name", help="This worker's name in the run. Default: this machine's name.")
     ] = None,
@@ -166,10 +168,15 @@ def worker(
         raise UsageError("Missing argument 'URL': the coordinator's address; --no-sync with --spec needs none")
     if run is None:
         raise UsageError("Missing option '--run': the run to join")
-    member = {"url": checked_url(url), "run": run, "token": find_token(token, token_file, os.environ)}
+    member = {
+        "url": checked_url(url),
+        "run": run,
+        "token": find_token(token, token_file, os.environ),
+        "ca": None if ca is None else str(ca),
+    }
     if no_sync:
         alone = validated(settings.BoxSettings, box, FLAGS)
-        with operator_client(url, token, token_file) as client:
+        with operator_client(url, token, token_file, ca) as client:
             detail = client.run(run)
         raise typer.Exit(agent.run_alone(alone, detail.spec))
     joining = validated(settings.WorkerSettings, member | box, FLAGS)

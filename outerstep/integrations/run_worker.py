@@ -22,7 +22,7 @@ class RunWorker:
         self._run, self._options = run, options
         self._diloco: DiLoCo | None = None
         who = membership_of(run, options.get("url"), options.get("token"), options.get("name"))
-        with open_http(who.url) as http:
+        with open_http(who.url, who.ca) as http:
             self.spec = Client(http, run, who.token).run_detail().spec
 
     @property

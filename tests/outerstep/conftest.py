@@ -38,11 +38,11 @@ class Served:
 
 
 @contextmanager
-def serving(data: Path, port: str = "0") -> Iterator[Served]:
+def serving(data: Path, port: str = "0", *options: str) -> Iterator[Served]:
     logs = data.parent / f"{data.name}-logs"
     logs.mkdir(exist_ok=True)
     with Processes(logs) as processes:
-        child = processes.start("coordinator", ["coordinator", "--data", str(data), "--port", port], {})
+        child = processes.start("coordinator", ["coordinator", "--data", str(data), "--port", port, *options], {})
         yield Served(wait_until_ready(child), data, child)
 
 

@@ -15,6 +15,7 @@ from benchmarks.harness.member import Member
 from protocol.messages import FrozenSummary
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.examples import SPEC
+from tests.support.certificates import make_certificate
 from tests.support.signals import default_signals
 
 
@@ -184,7 +185,8 @@ def coordinator_command(*arguments: str) -> tuple[int, str]:
 
 def test_a_taken_port_and_a_taken_directory_are_told(served: Served, tmp_path: Path):
     code, err = coordinator_command("--data", str(tmp_path), "--port", served.port)
-    assert (code, f"cannot serve at 127.0.0.1:{served.port}" in err) == (2, True)
+    taken = f"cannot serve at 127.0.0.1:{served.port} from {tmp_path}: address already in use; give another --port"
+    assert (code, err.count("Errno"), taken in err) == (2, 0, True), err
     code, err = coordinator_command("--data", str(served.data), "--port", "0")
     assert (code, "in use by another coordinator" in err) == (3, True)
 
@@ -205,13 +207,42 @@ def test_settings_of_the_coordinator_are_checked_and_named(
     assert not (tmp_path / "data").exists()
 
 
+def test_a_certificate_that_cannot_be_served_with_is_told_before_anything_is_made(served: Served, tmp_path: Path):
+    """Nothing of the data directory is made, and no passphrase is asked for; it was `[SSL] PEM lib (_ssl.c:3926)`."""
+    one, other = make_certificate(tmp_path / "one"), make_certificate(tmp_path / "other")
+    locked = tmp_path / "locked.pem"
+    lock = ["openssl", "pkcs8", "-topk8", "-v2", "aes-256-cbc", "-passout", "pass:x"]
+    subprocess.run([*lock, "-in", str(one.key), "-out", str(locked)], check=True)
+    for certificate, key, told in (
+        (one.file, None, f"--tls-certificate {one.file} has no private key in it: give --tls-key FILE"),
+        (one.file, other.key, f"--tls-key {other.key} is the key of another certificate than {one.file}"),
+        (one.file, one.file, f"--tls-key {one.file} has no private key in PEM, or one that needs a passphrase"),
+        (one.file, locked, f"--tls-key {locked} has no private key in PEM, or one that needs a passphrase"),
+        (one.key, one.key, f"--tls-certificate: {one.key} has no certificate in PEM"),
+    ):
+        keys = [] if key is None else ["--tls-key", str(key)]
+        data = ["--data", str(tmp_path / "data"), "--port", "0"]
+        code, _, err = served.outerstep("coordinator", *data, "--tls-certificate", str(certificate), *keys)
+        assert (code, err) == (2, f"outerstep: {told}\n")
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_data_directory_that_is_a_file_and_a_host_that_is_not_ours(tmp_path: Path):
+    (tmp_path / "file").touch()
+    code, err = coordinator_command("--data", str(tmp_path / "file"), "--port", "0")
+    told = f"cannot serve at 127.0.0.1:0 from {tmp_path}/file: {tmp_path}/file is not a directory"
+    assert (code, told in err, "Traceback" in err) == (2, True, False), err
+    code, err = coordinator_command("--data", str(tmp_path / "data"), "--host", "coordinator.invalid")
+    assert (code, "its name is not known here" in err, "Errno" in err) == (2, True, False), err
+
+
 def test_migrate_makes_and_keeps_a_database(served: Served, tmp_path: Path):
     for _ in range(2):
         assert served.outerstep("migrate", "--data", str(tmp_path / "data"))[0] == 0
     assert (tmp_path / "data" / "outerstep.db").is_file()
     (tmp_path / "file").touch()
     code, _, err = served.outerstep("migrate", "--data", str(tmp_path / "file" / "data"))
-    assert (code, "Not a directory" in err) == (2, True)
+    assert (code, err.endswith(f"{tmp_path}/file/data is not a directory\n")) == (2, True), err
 
 
 def test_migrate_takes_the_databases_url(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -190,6 +190,68 @@ def test_refusals_and_their_exit_codes(
     assert code("its workers are scripts of their own", run="toy") == Exit.REFUSED
 
 
+USERS_OWN = """
+import torch
+def fails():
+    return dict()["weights"]
+def huge():
+    return torch.nn.Linear(1 << 24, 1 << 24)
+def late():
+    return Late()
+class Late(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(8, 256)
+    def forward(self, tokens):
+        return torch.empty(1 << 50)
+def unmoved():
+    return Unmoved(8, 256)
+class Unmoved(torch.nn.Linear):
+    def _apply(self, *_, **__):
+        return torch.empty(1 << 50)
+class Hungry(torch.optim.SGD):
+    def step(self, closure=None):
+        return torch.empty(1 << 50)
+def hungry(model, inner):
+    return Hungry(model.parameters())
+"""
+
+
+def test_what_cannot_be_trained_here_is_one_sentence(
+    coordinator: InThread, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model function that raises, memory that does not suffice, and a state directory that is none were a traceback,
+    or `[Errno 17]`, and worth another try."""
+    (tmp_path / "users_own.py").write_text(USERS_OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    for function in ("fails", "huge", "late", "unmoved"):
+        spec = RUN.format(source=text, rounds=2).replace('preset = "tiny"', f'factory = "users_own:{function}"')
+        coordinator.create_run(spec.replace('"text"', f'"{function}"', 1))
+    coordinator.create_run(RUN.format(source=text, rounds=2))
+    spec = RUN.format(source=text, rounds=2).replace('"text"', '"hungry"', 1)
+    spec = spec.replace("learning_rate = 3e-3", 'optimizer = "users_own:hungry"')
+    coordinator.create_run(spec)
+    (tmp_path / "file").touch()
+
+    def refusal(run: str = "text", state: Path = tmp_path / "state") -> str:
+        caplog.clear()
+        assert run_worker(worker_settings(coordinator, run, state)) == Exit.REFUSED
+        line = caplog.records[-1].getMessage()
+        assert "Errno" not in line
+        assert caplog.records[-1].exc_info is None
+        return line
+
+    own = tmp_path / "users_own.py"
+    assert refusal(run="fails") == f"model.factory = 'users_own:fails' raised KeyError: 'weights' ({own}, line 4)"
+    assert "can't allocate memory" in refusal(run="huge")
+    assert refusal(run="late").startswith("not even one sequence fits into the memory: DefaultCPUAllocator: can't")
+    assert refusal(run="hungry").startswith("the inner optimizer's step does not fit into the memory: DefaultCPUAllo")
+    assert refusal(run="unmoved").startswith("the memory does not suffice: DefaultCPUAllocator: can't allocate memory")
+    for directory in (tmp_path / "file", tmp_path / "file/below"):
+        line = refusal(state=directory)
+        why = f"{tmp_path}/file is not a directory"
+        assert line == f"--state {directory} cannot hold this worker's state: {why}; give another"
+
+
 def test_another_training_set_is_refused(coordinator: InThread, text: Path, tmp_path: Path) -> None:
     coordinator.create_run(RUN.format(source=text, rounds=1).replace("rounds = 1", "rounds = 100000"))
     with open_http(coordinator.url) as http:

@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from blake3 import blake3
 
 from protocol import messages, wire
 from protocol.digest import parse_content_digest
-from protocol.errors import PROBLEMS, Problem, Remedy, UnexpectedAnswer
+from protocol.errors import PROBLEMS, NoCoordinator, Problem, Remedy, UnexpectedAnswer
 from protocol.fragments import Layout
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
@@ -114,9 +115,49 @@ def test_an_outage_of_any_length(caplog: pytest.LogCaptureFixture) -> None:
     assert max(clock.slept) <= BACKOFF_CAP_S
     assert len({round(wait, 6) for wait in clock.slept}) > len(clock.slept) / 2, "no jitter"
     lines = [record.getMessage() for record in caplog.records if record.name == "worker.link.retry"]
-    assert lines[0].startswith("the coordinator cannot be reached: ConnectError: refused; trying again in ")
+    assert lines[0].startswith("the coordinator at http://c cannot be reached: refused; trying again in ")
     assert lines[-1].startswith("the coordinator answers again after 108")
     assert len(lines) <= 10_800 / 60 + 2
+
+
+def distrusted() -> httpx.ConnectError:
+    """What a request ends with where the certificate is not trusted."""
+    cause = ssl.SSLCertVerificationError(1, "certificate verify failed (_ssl.c:1006)")
+    cause.verify_code, cause.verify_message = 18, "self-signed certificate"
+    error = httpx.ConnectError(str(cause))
+    error.__cause__ = cause
+    return error
+
+
+def test_a_certificate_that_is_not_trusted_ends_a_worker_that_starts_and_none_that_works(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is tried again for ever, as any outage, once the coordinator has answered: a proxy that is set up anew, or a
+    certificate that was renewed late, must not end those that train."""
+    client, clock, _ = make_client([distrusted()])
+    with pytest.raises(
+        NoCoordinator, match="the certificate of http://c is not trusted: self-signed certificate; give"
+    ):
+        renew(client)
+    assert clock.slept == []
+    client, _, _ = make_client([httpx.Response(200, json=LEASE), distrusted(), httpx.Response(200, json=LEASE)])
+    renew(client)
+    renew(client)
+    assert "cannot be reached: its certificate is not trusted: self-signed certificate; trying again" in caplog.text
+
+
+def test_another_servers_page_ends_a_worker_that_starts_and_none_that_works() -> None:
+    """Such as the page of a proxy whose coordinator is being restarted."""
+    page = {"Content-Type": "text/html"}
+    client, clock, _ = make_client([httpx.Response(200, text="<title>Hello</title>", headers=page)])
+    with pytest.raises(NoCoordinator, match="a page called 'Hello'; check the URL"):
+        renew(client)
+    assert clock.slept == []
+    answers = [httpx.Response(200, text="<title>Hello</title>", headers=page), httpx.Response(200, json=LEASE)]
+    client, clock, _ = make_client([httpx.Response(200, json=LEASE), *answers])
+    renew(client)
+    renew(client)
+    assert len(clock.slept) == 1
 
 
 def test_retry_after_is_honoured() -> None:

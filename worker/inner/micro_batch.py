@@ -46,7 +46,7 @@ class MicroBatches:
                 torch.cuda.empty_cache()
 
     def _halve(self, tried: int, error: RuntimeError) -> None:
-        told = str(error).splitlines()[0]
+        told = memory_told(error)
         if not self._searching:
             raise BoxError(
                 f"--micro-batch {self.size} does not fit into the memory: {told}; give fewer, or auto where "
@@ -84,6 +84,13 @@ def choose_micro_batch(
     return MicroBatches(batch, batch), f"micro-batch auto: all {batch} sequences of each process at once"
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def memory_told(error: Exception) -> str:
+    """Return what torch says of a memory that did not suffice, without the place in its source."""
+    return str(error).partition("\n")[0].rpartition("] err == 0. ")[2].rstrip(".")
+
+
+def is_out_of_memory(error: Exception) -> bool:
     """Return True if the memory of the device, or of the host, did not suffice."""
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)

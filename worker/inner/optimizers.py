@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from protocol.spec.sections import OPTIMIZERS, InnerSpec
 from worker.errors import ModelError
-from worker.user_code import imported
+from worker.user_code import called
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def build_inner_optimizers(model: nn.Module, inner: InnerSpec) -> list[Optimizer
     if inner.optimizer in _BY_NAME:
         built: list[Optimizer] = _BY_NAME[inner.optimizer](model, inner)
         return built
-    returned = imported("inner.optimizer", inner.optimizer)(model, inner)
+    returned = called("inner.optimizer", inner.optimizer, model, inner)
     own = list(returned) if isinstance(returned, list | tuple) else [returned]
     where = f"inner.optimizer = {inner.optimizer!r}"
     for each in own:

@@ -10,7 +10,7 @@ from protocol.spec.sections import InnerSpec
 from worker.errors import BoxError
 from worker.inner.clipping import clip_gradients
 from worker.inner.loss import Loss
-from worker.inner.micro_batch import MicroBatches, is_out_of_memory
+from worker.inner.micro_batch import MicroBatches, is_out_of_memory, memory_told
 
 
 class InnerStep:
@@ -81,7 +81,7 @@ class InnerStep:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            what, told = "inner optimizer's step" if self._stepping else "sync", str(error).splitlines()[0]
+            what, told = "inner optimizer's step" if self._stepping else "sync", memory_told(error)
             raise BoxError(
                 f"the {what} does not fit into the memory: {told}; try --parameters bf16, or a GPU with more"
             ) from error

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from pathlib import Path
 from typing import Self
 
 import httpx
@@ -21,6 +22,7 @@ from protocol import messages, wire
 from protocol.answers import Reply, raise_for_problem, read_message
 from protocol.digest import Buffer
 from protocol.errors import Transient, UnexpectedAnswer, WireError
+from protocol.reaching import trusting
 from worker.accounts.stages import Stages
 from worker.accounts.traffic import Traffic
 from worker.link.line import Line, watch
@@ -34,10 +36,12 @@ LEAVE_ATTEMPTS = 3
 MAX_LISTED = 1000  # items of a listing in one answer
 
 
-def open_http(url: str) -> httpx.Client:
-    """Return an `httpx.Client` with the timeouts and the connections that a worker wants. Close it after use."""
+def open_http(url: str, ca: Path | None = None) -> httpx.Client:
+    """Return an `httpx.Client` with the timeouts and the connections that a worker wants, which trusts the certificates
+    in the file `ca` too. Close it after use. Raises ValueError for a file without certificates."""
     limits = httpx.Limits(max_connections=32, max_keepalive_connections=32)
-    return httpx.Client(base_url=url, timeout=TIMEOUT, limits=limits, event_hooks={"request": [watch]})
+    hooks = {"request": [watch]}
+    return httpx.Client(base_url=url, timeout=TIMEOUT, limits=limits, event_hooks=hooks, verify=trusting(ca))
 
 
 class Client:
@@ -223,6 +227,8 @@ class Client:
             try:
                 return read_message(reply, response)
             except UnexpectedAnswer as error:
+                if not self._retry.has_answered and response.headers.get("Content-Type", "").startswith("text/html"):
+                    raise  # another server's page
                 raise Transient(str(error)) from error  # a body may have been broken on the way
 
         return self._retry(attempt)

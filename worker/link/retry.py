@@ -17,7 +17,8 @@ from typing import Protocol, TypeVar
 import httpx
 from tenacity import RetryCallState, Retrying, retry_if_exception
 
-from protocol.errors import Problem, Remedy, Transient
+from protocol.errors import NoCoordinator, Problem, Remedy, Transient, UnexpectedAnswer
+from protocol.reaching import check_address, in_words
 from worker.errors import Stopped
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ class Outage:
         self._lock = threading.Lock()
         self._since: float | None = None
         self._logged = 0.0
+        self.has_answered = False
 
     def failed(self, error: BaseException, wait_s: float) -> None:
         """Log a failed attempt, after which the next one is made in `wait_s`."""
@@ -64,6 +66,7 @@ class Outage:
 
     def over(self) -> None:
         """End the outage, if there is one, and log that."""
+        self.has_answered = True
         with self._lock:
             since, self._since = self._since, None
         if since is not None:
@@ -93,6 +96,11 @@ class Retry:
         other.stop = stop
         return other
 
+    @property
+    def has_answered(self) -> bool:
+        """True once the peer has answered: whatever comes in its place afterwards is an outage, and passes."""
+        return self._outage.has_answered
+
     def pause(self, seconds: float) -> None:
         """Wait; raises Stopped as soon as the worker is asked to stop."""
         if self._sleep is None:
@@ -103,7 +111,11 @@ class Retry:
             raise Stopped("asked to stop")
 
     def __call__(self, attempt: Callable[[], T]) -> T:
-        """Call `attempt` until it raises nothing transient, and return its result."""
+        """Call `attempt` until it raises nothing transient, and return its result.
+
+        Raises NoCoordinator where, before the first answer, another try would not help: a wrong address, or a
+        certificate that is not trusted.
+        """
         if self.stop.is_set():
             raise Stopped("asked to stop")
         retrying = Retrying(
@@ -114,12 +126,24 @@ class Retry:
             reraise=True,
         )
         try:
-            result = retrying(attempt)
+            result = retrying(lambda: self._checked(attempt))
         except Problem:
             self._outage.over()  # a refusal is an answer too
             raise
+        except UnexpectedAnswer as error:
+            if self.has_answered:
+                raise
+            raise NoCoordinator(str(error)) from error
         self._outage.over()
         return result
+
+    def _checked(self, attempt: Callable[[], T]) -> T:
+        try:
+            return attempt()
+        except httpx.TransportError as error:
+            if not self.has_answered:
+                check_address(_address(error), error)
+            raise
 
     def _wait_s(self, state: RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome else None
@@ -146,7 +170,13 @@ def is_transient(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Return the fault in words; httpx's timeouts have no text of their own."""
+    """Return the fault in words."""
     if isinstance(error, httpx.TransportError):
-        return f"the coordinator cannot be reached: {type(error).__name__}: {error}"
+        return f"the coordinator at {_address(error)} cannot be reached: {in_words(error)}"
     return str(error)
+
+
+def _address(error: httpx.TransportError) -> str:
+    """Return the origin that was asked."""
+    url = error.request.url
+    return f"{url.scheme}://{url.netloc.decode()}"

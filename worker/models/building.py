@@ -19,7 +19,7 @@ from worker.errors import ModelError
 from worker.models.adapters import import_peft, with_adapters
 from worker.models.pretrained import Pretrained
 from worker.models.refusing import refusing
-from worker.user_code import imported
+from worker.user_code import called
 
 _SEEDING = threading.Lock()
 
@@ -157,8 +157,7 @@ def _config(spec: RunSpec) -> PreTrainedConfig:
 
 def _factory_model(spec: ModelSpec) -> nn.Module:
     assert spec.factory is not None
-    factory = imported("model.factory", spec.factory)
-    model = factory()
+    model = called("model.factory", spec.factory)
     if not isinstance(model, nn.Module):
         raise ModelError(f"model.factory = {spec.factory!r} returned {type(model).__name__}, not a torch.nn.Module")
     return model

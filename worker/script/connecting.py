@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from protocol.explaining import explain
+from protocol.reaching import CA_VARIABLE
 from worker.settings import WorkerSettings
 
 URL_VARIABLE, TOKEN_VARIABLE = "OUTERSTEP_URL", "OUTERSTEP_TOKEN"
@@ -23,6 +24,7 @@ def membership_of(
 ) -> WorkerSettings:
     """Return who is to join what. Raises ValueError, which says what is missing or wrong."""
     given: dict[str, Any] = {"run": run} if name is None else {"run": run, "name": name}
+    given["ca"] = environment.get(CA_VARIABLE) or None
     for key, value, variable in (("url", url, URL_VARIABLE), ("token", token, TOKEN_VARIABLE)):
         given[key] = environment.get(variable, "").strip() if value is None else value
         if not given[key]:

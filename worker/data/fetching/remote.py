@@ -17,6 +17,7 @@ import httpx
 
 from protocol.answers import header_number
 from protocol.errors import Transient
+from protocol.reaching import in_words
 from worker.errors import DataError
 
 HTTP, HUB, STORES = ("https://", "http://"), ("hf://",), ("s3://", "gs://", "az://")
@@ -98,7 +99,7 @@ class HttpFiles:
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise DataError(f"{self.url(name)} cannot be fetched: {error}") from error
         except httpx.TransportError as error:
-            raise Transient(f"{self.url(name)} cannot be fetched: {type(error).__name__}: {error}") from error
+            raise Transient(f"{self.url(name)} cannot be fetched: {in_words(error)}") from error
         except httpx.RequestError as error:  # too many redirects
             raise DataError(f"{self.url(name)} cannot be fetched: {error}") from error
 

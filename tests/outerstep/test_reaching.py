@@ -1,0 +1,190 @@
+"""What is said where no coordinator is reached: by an operator's command and by a worker, in one sentence each."""
+
+import http.server
+import logging
+import re
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from outerstep import DiLoCo
+from outerstep.cli import app
+from protocol.errors import NoCoordinator
+from protocol.exit_codes import Exit
+from tests.outerstep.conftest import Served, serving
+from tests.outerstep.examples import SPEC
+from tests.support.certificates import Certificate, make_certificate
+from tests.support.http_server import Handler
+from tests.support.http_server import serving as serving_pages
+from worker.agent import run_worker
+from worker.settings import WorkerSettings
+
+FOR_PROGRAMMERS = re.compile(r"Errno|_ssl\.c|Error\b|Traceback|has no attribute")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    return make_certificate(tmp_path_factory.mktemp("certificates") / "own")
+
+
+@pytest.fixture(scope="module")
+def secured(certificate: Certificate, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A coordinator that serves HTTPS by a certificate that nobody has signed."""
+    tls = ["--tls-certificate", str(certificate.file), "--tls-key", str(certificate.key)]
+    with serving(tmp_path_factory.mktemp("secured") / "data", "0", *tls) as coordinator:
+        yield coordinator
+
+
+@contextmanager
+def greeting(certificate: Certificate) -> Iterator[str]:
+    """Serve HTTPS with this certificate, whatever its faults; the port."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate.file, certificate.key)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield str(server.server_port)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class Page(Handler, http.server.BaseHTTPRequestHandler):
+    """Somebody else's server, which has a page for everything."""
+
+    status = 200
+
+    def do_GET(self) -> None:
+        body = b"<!DOCTYPE html>\n<html><head><title>Welcome to\n nginx!</title></head></html>"
+        self.send_response(self.status)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class Missing(Page):
+    status = 404
+
+
+def said_by_command(url: str, *options: str) -> tuple[int, str]:
+    """Exit code and the one line of `outerstep run ls`."""
+    result = CliRunner().invoke(app, ["run", "ls", "--url", url, "--token", "t", *options], prog_name="outerstep")
+    assert result.stderr.count("\n") == 1, result.stderr
+    return result.exit_code, result.stderr
+
+
+@pytest.fixture
+def said_by_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable[[str], tuple[int, str]]:
+    """Exit code and last line of a worker, which does not wait for a coordinator that is not there."""
+    caplog.set_level(logging.INFO)
+
+    def said(url: str) -> tuple[int, str]:
+        caplog.clear()
+        settings = WorkerSettings(url=url, run="r", token="t", name="a", state_dir=tmp_path / "state", device="cpu")
+        code = run_worker(settings)
+        return code, caplog.records[-1].getMessage()
+
+    return said
+
+
+@pytest.mark.parametrize("page", [Page, Missing])
+def test_a_server_that_is_no_coordinator(page: type[Page], said_by_worker: Callable[[str], tuple[int, str]]) -> None:
+    with serving_pages(page) as url:
+        for code, line in (said_by_command(url), said_by_worker(url)):
+            assert code == Exit.REFUSED
+            assert "a page called 'Welcome to nginx!'; check the URL and what lies between" in line
+            assert not FOR_PROGRAMMERS.search(line)
+
+
+def test_the_wrong_scheme(served: Served, secured: Served, said_by_worker: Callable[[str], tuple[int, str]]) -> None:
+    plain, tls = served.url, secured.url
+    for said in (said_by_command, said_by_worker):
+        code, line = said(plain.replace("http:", "https:"))
+        assert (code, line.strip().endswith(f"does not speak HTTPS; give {plain}")) == (Exit.REFUSED, True), line
+        code, line = said(tls.replace("https:", "http:"))
+        assert (code, line.strip().endswith(f"speaks HTTPS alone; give {tls}")) == (Exit.REFUSED, True), line
+
+
+def test_a_certificate_that_nobody_has_signed(
+    secured: Served, certificate: Certificate, said_by_worker: Callable[[str], tuple[int, str]]
+) -> None:
+    """A worker tried it again for ever."""
+    for code, line in (said_by_command(secured.url), said_by_worker(secured.url)):
+        assert code == Exit.REFUSED
+        assert f"the certificate of {secured.url} is not trusted: self-signed certificate; give its own" in line
+        assert "--ca FILE or OUTERSTEP_CA" in line
+        assert not FOR_PROGRAMMERS.search(line)
+
+
+def test_a_certificate_that_is_given_is_trusted(
+    secured: Served, certificate: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert secured.outerstep("run", "ls", "--ca", str(certificate.file))[0] == 0
+    monkeypatch.setenv("OUTERSTEP_CA", str(certificate.file))
+    assert secured.outerstep("run", "create", "-", stdin=SPEC)[0] == 0
+    assert secured.outerstep("run", "stop", "demo")[0] == 0
+    token = secured.admin_token
+    given = {"url": secured.url, "run": "demo", "token": token, "state_dir": tmp_path / "state", "device": "cpu"}
+    assert run_worker(WorkerSettings(**given, ca=certificate.file)) == Exit.DONE
+    # A script has it from the environment, and gets as far as being refused by the coordinator.
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(Exception, match="not-found: there is no run other"):
+        DiLoCo.connect(model, optimizer, run="other", url=secured.url, token=token)
+    monkeypatch.delenv("OUTERSTEP_CA")
+    with pytest.raises(NoCoordinator, match="is not trusted: self-signed certificate"):
+        DiLoCo.connect(model, optimizer, run="other", url=secured.url, token=token)
+
+
+def test_a_file_without_certificates_is_told(
+    secured: Served, certificate: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = str(tmp_path / "missing")
+    for file, told in ((str(certificate.key), "has no certificate in PEM"), (missing, "No such file or directory")):
+        for command in (["run", "ls"], ["worker", secured.url, "--run", "r"]):
+            code, _, err = secured.outerstep(*command, "--ca", file)
+            assert (code, err.count("\n"), "--ca" in err, told in err) == (2, 1, True, True), err
+    monkeypatch.setenv("OUTERSTEP_CA", missing)
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="No such file or directory"):
+        DiLoCo.connect(model, torch.optim.SGD(model.parameters()), run="r", url=secured.url, token="t")
+
+
+def test_a_certificate_of_another_host_or_time(tmp_path: Path) -> None:
+    """The clock of this machine may be what is wrong, so the sentence has it."""
+    other = make_certificate(tmp_path / "other", host="DNS:coordinator.example.org")
+    past = make_certificate(tmp_path / "past", days=-1)
+    for made, told in (
+        (other, r"IP address mismatch, certificate is not valid for '127.0.0.1'\.?; give the name that"),
+        (
+            past,
+            r"certificate has expired; this machine's clock says \d{4}-\d\d-\d\d \d\d:\d\d UTC, set it if that is wrong",
+        ),
+    ):
+        with greeting(made) as port:
+            code, line = said_by_command(f"https://127.0.0.1:{port}", "--ca", str(made.file))
+        assert code == Exit.REFUSED
+        assert re.search(told, line), line
+        assert not FOR_PROGRAMMERS.search(line)
+
+
+def test_nobody_there_is_worth_another_try() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    code, line = said_by_command(f"http://127.0.0.1:{port}")
+    told = f"outerstep: cannot reach the coordinator at http://127.0.0.1:{port}: connection refused\n"
+    assert (code, line) == (Exit.RETRY, told)
+    code, line = said_by_command("http://coordinator.invalid")
+    assert (code, "its name is not known here" in line) == (Exit.RETRY, True), line
+    assert not FOR_PROGRAMMERS.search(line)
