@@ -1,12 +1,15 @@
 """The training set: which files, which are held out, which sequences make up which work unit."""
 
+import gzip
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import zstandard
 
 from protocol.spec.run import RunSpec, parse_spec
+from worker.data.sources.source import find_source
 from worker.data.text import TextData
 from worker.errors import DataError
 
@@ -80,8 +83,8 @@ def test_hidden_files_are_not_text(text: Path) -> None:
 
 
 def test_a_unit_is_sequences_with_their_targets(tmp_path: Path) -> None:
-    """Sequence i is the bytes [8 i, 8 i + 8]; the last byte is its last target."""
-    (tmp_path / "one.txt").write_bytes(bytes(range(200)))
+    """Sequence i is the bytes [8 i, 8 i + 8], of which the first is 8; the last byte is its last target."""
+    (tmp_path / "one.txt").write_bytes(bytes(range(8, 208)))
     data = TextData(spec(str(tmp_path), holdout=0.0))
     unit = data.unit(0)
     assert unit.dtype == torch.int64
@@ -92,13 +95,13 @@ def test_a_unit_is_sequences_with_their_targets(tmp_path: Path) -> None:
 
 
 def test_an_epoch_trains_on_every_sequence_once(tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_bytes(bytes(range(217)))
+    (tmp_path / "one.txt").write_bytes(bytes(range(8, 225)))
     data = TextData(spec(str(tmp_path), holdout=0.0))
     assert data.units_per_epoch == 9
     orders = []
     for epoch in range(2):
         starts = [row[0] for g in range(9 * epoch, 9 * epoch + 9) for row in data.unit(g).tolist()]
-        assert sorted(starts) == list(range(0, 216, 8))
+        assert sorted(starts) == list(range(8, 224, 8))
         orders.append(starts)
     assert orders[0] != orders[1]
     assert data.unit(3).tolist() == TextData(spec(str(tmp_path), holdout=0.0)).unit(3).tolist()
@@ -106,27 +109,27 @@ def test_an_epoch_trains_on_every_sequence_once(tmp_path: Path) -> None:
 
 def test_the_order_never_changes(tmp_path: Path) -> None:
     """Golden: another order would be another run. RandomState's streams are frozen by numpy."""
-    (tmp_path / "one.txt").write_bytes(bytes(range(200)))
+    (tmp_path / "one.txt").write_bytes(bytes(range(8, 208)))
     data = TextData(spec(str(tmp_path), holdout=0.0, seed=7))
-    assert [row[0] // 8 for row in data.unit(0).tolist()] == [17, 7, 3]
+    assert [row[0] // 8 - 1 for row in data.unit(0).tolist()] == [17, 7, 3]
 
 
 def test_one_file_is_held_out_at_its_end(tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_bytes(bytes(range(200)))
+    (tmp_path / "one.txt").write_bytes(bytes(range(8, 208)))
     data = TextData(spec(str(tmp_path), holdout=0.25))
-    assert data.held_out.tolist() == list(range(150, 200))
+    assert data.held_out.tolist() == list(range(158, 208))
 
 
 def test_something_is_held_out_of_a_few_files(tmp_path: Path) -> None:
     for index in range(3):
-        (tmp_path / f"{index}.txt").write_bytes(bytes([index]) * 100)
+        (tmp_path / f"{index}.txt").write_bytes(bytes([index + 65]) * 100)
     data = TextData(spec(str(tmp_path), holdout=0.0001))
     assert len(data.held_out) == 100
     assert len(TextData(spec(str(tmp_path), holdout=0.0)).held_out) == 0
 
 
 def test_held_out_batches_are_bounded(tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_bytes(bytes(200))
+    (tmp_path / "one.txt").write_bytes(b"x" * 200)
     data = TextData(spec(str(tmp_path), holdout=0.5))
     assert [tuple(batch.shape) for batch in data.held_out_batches(32)] == [(3, 9), (1, 9)]
     assert sum(len(batch) for batch in data.held_out_batches(10**6)) == 12
@@ -134,10 +137,10 @@ def test_held_out_batches_are_bounded(tmp_path: Path) -> None:
 
 
 def test_a_part_of_the_held_out_text_is_taken_evenly_from_all_of_it(tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_bytes(bytes(range(200)))
+    (tmp_path / "one.txt").write_bytes(bytes(range(8, 208)))
     data = TextData(spec(str(tmp_path), holdout=0.5))  # 12 sequences of 8 bytes, from byte 100 on
     first = [row[0] for batch in data.held_out_batches(32) for row in batch.tolist()]
-    assert first == [100, 124, 148, 172]
+    assert first == [108, 132, 156, 180]
 
 
 def test_the_standard_library_is_enough_text() -> None:
@@ -159,3 +162,31 @@ def test_what_cannot_be_trained_on(tmp_path: Path, source: str, message: str) ->
     (tmp_path / "tiny.txt").write_bytes(b"too small")
     with pytest.raises(DataError, match=message):
         TextData(spec(source.format(tmp_path)))
+
+
+BINARY = {
+    "compressed by gzip; unpack it": gzip.compress(b"a line of text\n" * 99),
+    "compressed by zstd; unpack it": zstandard.compress(b"a line of text\n" * 99),
+    "a zip archive; unpack it": b"PK\x03\x04rest",
+    "parquet; let its name end with .parquet": b"PAR1rest",
+    "a PNG image; name the text files alone": b"\x89PNG\r\n\x1a\nrest",
+    "a JPEG image; name the text files alone": b"\xff\xd8\xff\xe0rest",
+    "binary: there is a NUL byte in it; name": b"text\0" + b"x" * 99,
+}
+
+
+@pytest.mark.parametrize(("told", "content"), BINARY.items(), ids=[told.partition(";")[0] for told in BINARY])
+def test_a_file_that_is_text_by_its_name_alone_is_refused(text: Path, told: str, content: bytes) -> None:
+    """Its bytes were trained on as text, beside those of the others. Whatever is to read it, it is told."""
+    (text / "deep" / "notes.txt").write_bytes(content)
+    message = f"deep/notes.txt is not text but {told}"
+    with pytest.raises(DataError, match=message):
+        TextData(spec(str(text)))
+    with pytest.raises(DataError, match=message):
+        find_source(str(text), "text", 0.1)
+
+
+def test_text_of_any_language_and_age_is_text(text: Path) -> None:
+    for index, encoding in enumerate(("utf-8", "latin-1", "utf-8-sig")):
+        (text / f"more{index}.txt").write_bytes("Größe, naïveté\x1b[0m\f\x7f".encode(encoding))
+    TextData(spec(str(text)))

@@ -137,7 +137,7 @@ def test_loss_is_nats_per_token() -> None:
 
 
 def test_evaluation(tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_bytes(bytes(1000))
+    (tmp_path / "one.txt").write_bytes(b"x" * 1000)
     data, model = TextData(spec(str(tmp_path))), Uniform()
     report = evaluate(model, data, 65, CPU)
     assert report.tokens == 60

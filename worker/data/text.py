@@ -9,9 +9,11 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from protocol.reaching import in_words
 from protocol.spec.run import RunSpec
 from worker.data.ids import BYTES
 from worker.data.sequences import InMemory, Sequences
+from worker.data.sources.binary import check_text
 from worker.data.sources.files import Named, held_out_names, source_files
 from worker.errors import DataError
 
@@ -19,15 +21,17 @@ from worker.errors import DataError
 class TextData(Sequences):
     """A run's training and held-out text. `training` and `held_out` are uint8 token ids.
 
-    Raises DataError if the files cannot be read or are too few for one work unit.
+    Raises DataError if the files cannot be read, are no text, or are too few for one work unit.
     """
 
     def __init__(self, spec: RunSpec) -> None:
         source = spec.data.source
         try:
-            self.training, self.held_out, digest = _read(source_files(source), spec.data.holdout)
+            files = source_files(source)
+            check_text(source, files)
+            self.training, self.held_out, digest = _read(files, spec.data.holdout)
         except OSError as error:
-            raise DataError(f"data.source = {source!r}: {error}") from error
+            raise DataError(f"data.source = {source!r}: {in_words(error)}") from error
         super().__init__(
             spec,
             InMemory(self.training),

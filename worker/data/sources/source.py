@@ -7,6 +7,8 @@ from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
+from protocol.reaching import in_words
+from worker.data.sources.binary import check_text
 from worker.data.sources.files import Named, source_files
 from worker.data.sources.hub import PREFIX, hub_tasks
 from worker.data.sources.jsonl import line_tasks
@@ -65,7 +67,8 @@ class Source:
 
 
 def find_source(name: str, column: str, holdout: float) -> Source:
-    """Return the source called `name`, which has text. Raises DataError if it has none, or files of several kinds."""
+    """Return the source called `name`, which has text. Raises DataError if it has none, files of several kinds,
+    or a file that is text by its name alone."""
     if name.startswith(PREFIX):
         return Source(name, HUB, [], column, holdout)
     files = source_files(name)
@@ -83,6 +86,11 @@ def find_source(name: str, column: str, holdout: float) -> Source:
             else "data.source takes them as they are"
         )
         raise DataError(f"data.source = {name!r}: {kinds[kind]} is not text but {kind}; {remedy}")
+    if kind == TEXT:
+        try:
+            check_text(name, files)
+        except OSError as error:
+            raise DataError(f"data.source = {name!r}: {in_words(error)}") from error
     return Source(name, kind, files, column, holdout)
 
 
