@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from types import TracebackType
-from typing import Protocol
+from typing import Literal, Protocol
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -16,6 +17,7 @@ from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held
 from protocol.messages import Event, FragmentState, RoundInfo, RunInfo, WorkerInfo
 
 SHOWN_ROUNDS = 8
+_GAP = 2  # columns of the terminal between those of a table
 SHOWN_EVENTS = 4
 SHOWN_BY_ROUNDS = frozenset({"round-opened", "round-published", "evaluated"})
 
@@ -105,9 +107,16 @@ class LiveDisplay:
         )
         reason = Text(look.trouble, style="red") if look.trouble else Text(f"{run.state}: {run.reason}", style="dim")
         events = [Text(event_line(event), style="dim") for event in self.events]
-        gap = Text("")
+        gap, width = Text(""), self.live.console.width
         return Group(
-            title, reason, gap, worker_table(look.workers), gap, round_table(self.rounds.values()), gap, *events
+            title,
+            reason,
+            gap,
+            worker_table(look.workers, width),
+            gap,
+            round_table(self.rounds.values(), width),
+            gap,
+            *events,
         )
 
 
@@ -144,8 +153,8 @@ def tokens_per_second(item: RoundInfo) -> float | None:
     return item.tokens / seconds if seconds else None
 
 
-def worker_table(workers: Sequence[WorkerInfo]) -> Table:
-    columns = ["worker", "state", "doing", ">round", ">step", ">loss", ">tokens/s", ">up", ">down", ">tokens"]
+def worker_table(workers: Sequence[WorkerInfo], width: int) -> RenderableType:
+    columns = ["worker", "state", "doing", ">round", ">step", ">loss", ">tokens/s", ">tokens", ">up", ">down"]
     rows = [
         [
             item.name,
@@ -155,9 +164,9 @@ def worker_table(workers: Sequence[WorkerInfo]) -> Table:
             _number(item.metrics.inner_step),
             loss_text(item.metrics.loss),
             count_text(item.metrics.tokens_per_second),
+            count_text(item.tokens),
             bytes_text(item.metrics.upload_bytes),
             bytes_text(item.metrics.download_bytes),
-            count_text(item.tokens),
         ]
         for item in workers
     ]
@@ -168,34 +177,53 @@ def worker_table(workers: Sequence[WorkerInfo]) -> Table:
     if any(item.metrics.peak_memory_bytes is not None for item in workers):
         columns.append(">memory")
         rows = [[*row, bytes_text(item.metrics.peak_memory_bytes)] for row, item in zip(rows, workers, strict=True)]
-    return table(columns, rows)
+    return tables(columns, rows, width)
 
 
-def round_table(rounds: Iterable[RoundInfo]) -> Table:
-    columns = [">round", "state", ">loss", ">held-out at start", ">tokens/s", ">up", ">delta", ">time"]
-    return table(
-        columns,
-        (
-            (
-                str(item.round),
-                item.state.value,
-                loss_text(item.loss),
-                held_out_text(item.held_out_loss, item.held_out_bits_per_byte),
-                count_text(tokens_per_second(item)),
-                bytes_text(item.upload_bytes),
-                bytes_text(item.delta_bytes),
-                duration_text(round_seconds(item)),
-            )
-            for item in rounds
-        ),
-    )
+def round_table(rounds: Iterable[RoundInfo], width: int) -> RenderableType:
+    columns = [">round", "state", ">loss", ">held-out at start", ">tokens/s", ">time", ">up", ">delta"]
+    rows = [
+        [
+            str(item.round),
+            item.state.value,
+            loss_text(item.loss),
+            held_out_text(item.held_out_loss, item.held_out_bits_per_byte),
+            count_text(tokens_per_second(item)),
+            duration_text(round_seconds(item)),
+            bytes_text(item.upload_bytes),
+            bytes_text(item.delta_bytes),
+        ]
+        for item in rounds
+    ]
+    return tables(columns, rows, width)
+
+
+def tables(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> RenderableType:
+    """Return a table that is at most `width` wide: where its columns do not fit, the rest of them are a second one
+    below it, and so on, each of which begins with the first column."""
+    taken = [
+        _GAP + max(cell_len(cell) for cell in (column.removeprefix(">"), *cells))
+        for column, *cells in zip(columns, *rows, strict=True)
+    ]
+    parts, room = [[0]], width - taken[0]
+    for index in range(1, len(columns)):
+        if taken[index] > room and len(parts[-1]) > 1:
+            parts.append([0])
+            room = width - taken[0]
+        parts[-1].append(index)
+        room -= taken[index]
+    made = [table([columns[i] for i in part], ([row[i] for i in part] for row in rows)) for part in parts]
+    return Group(*[line for each in made for line in (Text(""), each)][1:])
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table; a column whose name begins with '>' is aligned to the right."""
+    """Return a table; a column whose name begins with '>' is aligned to the right, and the text of one whose name
+    begins with '~' goes on in the next line where there is no room."""
     result = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        result.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
+        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        wrapped = column.startswith("~")
+        result.add_column(column.lstrip(">~"), justify=justify, no_wrap=not wrapped, overflow="fold")
     for row in rows:
         result.add_row(*(Text(cell) for cell in row))  # Text: what others wrote is not read as markup
     return result

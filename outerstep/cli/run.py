@@ -88,7 +88,7 @@ def list_runs(
     if output is Format.JSON:
         print_json(runs)
         return
-    columns = ["run", "state", ">round", ">workers", ">tokens", ">held-out loss", "reason"]
+    columns = ["run", "state", ">round", ">workers", ">tokens", ">held-out loss", "~reason"]
     rows = [
         (
             run.name,
@@ -131,9 +131,9 @@ def show(
     out = console()
     out.print(_facts(detail))
     out.print()
-    out.print(worker_table(workers))
+    out.print(worker_table(workers, out.width))
     out.print()
-    out.print(round_table(reversed(rounds)))
+    out.print(round_table(reversed(rounds), out.width))
 
 
 @app.command()
@@ -158,7 +158,7 @@ def units(
         print_json(epochs)
         return
     private = ["worker"] if any(each.worker for each in epochs) else []
-    columns = [*private, ">epoch", ">units", ">trained on", ">assigned", ">free", "assigned to"]
+    columns = [*private, ">epoch", ">units", ">trained on", ">assigned", ">free", "~assigned to"]
     rows = [
         (
             *([each.worker or UNKNOWN] if private else []),
@@ -195,7 +195,7 @@ def checkpoints(
         print_json(kept)
         return
     rows = [(str(each.round), time_text(each.created_at), bytes_text(each.bytes), each.state_digest) for each in kept]
-    console().print(table([">round", "at", ">size", "digest"], rows))
+    console().print(table([">round", "at", ">size", "~digest"], rows))
 
 
 @app.command()
@@ -436,7 +436,7 @@ def _facts(run: RunDetail) -> object:
         ("spec digest", run.spec_digest),
         ("state digest", run.state_digest or UNKNOWN),
     ]
-    facts = table(["", ""], rows)
+    facts = table(["", "~"], rows)
     facts.show_header = False
     return facts
 

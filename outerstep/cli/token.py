@@ -61,7 +61,7 @@ def list_tokens(
         print_json(tokens)
         return
     rows = [(item.id, item.scope.value, time_text(item.created_at), item.note) for item in tokens]
-    console().print(table(["id", "scope", "created", "note"], rows))
+    console().print(table(["id", "scope", "created", "~note"], rows))
 
 
 @app.command()

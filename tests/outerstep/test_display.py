@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from outerstep.display import LineDisplay, LiveDisplay, display_for, worker_table
+from outerstep.display import LineDisplay, LiveDisplay, display_for, round_table, table, worker_table
 from outerstep.follow import Look
 from protocol.messages import Event, RoundInfo, RunInfo, WorkerInfo
 from tests.outerstep.examples import event_document, round_document, run_document, worker_document
@@ -96,7 +96,7 @@ def test_the_use_of_a_gpu_is_shown_where_one_is_known():
     assert {"MFU", "memory"}.isdisjoint(printed_table(plain).split())
     memory = told.model_copy(update={"metrics": told.metrics.model_copy(update={"mfu": None})})
     header, first, _ = printed_table([memory, plain[1]]).splitlines()
-    assert (header.split()[-2:], first.split()[-2:]) == (["tokens", "memory"], ["61.3", "GB"])
+    assert (header.split()[-2:], first.split()[-2:]) == (["down", "memory"], ["61.3", "GB"])
     header, first, second = printed_table([told, plain[1]]).splitlines()
     assert header.split()[-2:] == ["MFU", "memory"]
     assert first.split()[-3:] == ["45.7%", "61.3", "GB"]
@@ -105,5 +105,35 @@ def test_the_use_of_a_gpu_is_shown_where_one_is_known():
 
 def printed_table(workers: list[WorkerInfo]) -> str:
     out = io.StringIO()
-    Console(file=out, width=160).print(worker_table(workers))
+    Console(file=out, width=160).print(worker_table(workers, 160))
     return out.getvalue()
+
+
+def test_a_narrow_terminal_gets_all_columns_and_whole_words():
+    """At 80 columns `run show` had keys such as `worke…`, `held-…` and `spec …`."""
+    worker = worker_document("box-of-a-long-name")
+    worker["metrics"] |= {"mfu": 0.4567, "peak_memory_bytes": 17_000_000_000}
+    out = io.StringIO()
+    console = Console(file=out, width=80)
+    console.print(worker_table([WorkerInfo.model_validate(worker)], 80))
+    console.print(round_table([RoundInfo.model_validate(round_document(0, held_out_bits_per_byte=1.25))], 80))
+    facts = table(["", "~"], [("held-out loss", "3.5000"), ("spec digest", "0123456789abcdef" * 8)])
+    facts.show_header = False
+    console.print(facts)
+    printed = out.getvalue()
+    assert "…" not in printed
+    assert max(len(line) for line in printed.splitlines()) <= 80
+    for word in (
+        "worker",
+        "tokens/s",
+        "MFU",
+        "45.7%",
+        "memory",
+        "17 GB",
+        "held-out at start",
+        "delta",
+        "held-out loss",
+    ):
+        assert word in printed
+    assert printed.count("box-of-a-long-name") == 2, "each part of a table says whose it is"
+    assert printed.replace("\n", "").replace(" ", "").endswith("0123456789abcdef" * 8)
