@@ -16,7 +16,8 @@ def data_difference(worker: DataSummary | None, run: DataSummary | None, spec: D
         return None
     return (
         f"this worker's training set ({_data(worker)}) is not the run's ({_data(run)}); "
-        f"make data.source = {spec.source!r} hold the same files everywhere"
+        f"make data.source = {spec.source!r} hold the same files everywhere; of token sets, `outerstep data show DIR` "
+        "tells the digest and what they are made of"
     )
 
 

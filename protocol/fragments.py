@@ -138,10 +138,21 @@ def cut(total: int, fragment_elements: int, *, taper: bool = True) -> list[int]:
 
 
 def first_difference(ours: list[TensorSpec], theirs: list[TensorSpec]) -> str | None:
-    """Return a sentence on the first tensor in which two models differ; None if they are the same."""
+    """Return a sentence on the first tensor by which another model differs from the run's; None if none does."""
+    run, other = ({tensor.name: tensor for tensor in tensors} for tensors in (ours, theirs))
+    missing = [tensor for name, tensor in run.items() if name not in other]
+    added = [tensor for name, tensor in other.items() if name not in run]
+    if missing:
+        return f"the run's trained tensor {missing[0].name} {missing[0].shape} is missing{_and_more(missing)}"
+    if added:
+        return f"its trained tensor {added[0].name} {added[0].shape} is none of the run's{_and_more(added)}"
     for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a.name != b.name:
+            return f"its tensors are in another order: tensor {index} is {b.name}, the run's is {a.name}"
         if a != b:
-            return f"tensor {index} is {b.name} {b.shape}, the run has {a.name} {a.shape}"
-    if len(ours) != len(theirs):
-        return f"the model has {len(theirs)} trainable tensors, the run has {len(ours)}"
-    return None
+            return f"its tensor {a.name} is {b.shape}, the run's is {a.shape}"
+    return None if len(ours) == len(theirs) else "one of its tensors is listed twice"
+
+
+def _and_more(tensors: list[TensorSpec]) -> str:
+    return f", and {len(tensors) - 1} more" if len(tensors) > 1 else ""

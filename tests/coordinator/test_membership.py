@@ -88,7 +88,7 @@ def test_another_model_is_refused_and_the_tensor_named(shared: InThread, run: st
     enlist(shared, run, "w")
     other = [TENSORS[0], TensorSpec(name="b", shape=[78])]
     refused = Member(shared.client(), run, "v", tensors=other).ask_to_join()
-    assert "tensor 1 is b [78], the run has b [77]" in problem(refused, "model-mismatch")["detail"]
+    assert "its tensor b is [78], the run's is [77]" in problem(refused, "model-mismatch")["detail"]
     assert [worker["name"] for worker in info(shared, run, "/workers")["items"]] == ["w"]
 
 
@@ -103,6 +103,7 @@ def test_another_training_set_is_refused_and_both_are_named(
     assert "abab" in detail
     assert "python-stdlib" in detail
     assert ("cdcd" in detail) == (data is not None)
+    assert "`outerstep data show DIR` tells the digest" in detail
 
 
 FROZEN = FrozenSummary(digest="ab" * 32, elements=5)

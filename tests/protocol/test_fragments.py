@@ -130,5 +130,13 @@ def test_models_that_cannot_be_cut(specs: list[TensorSpec], message: str) -> Non
 
 def test_the_first_difference_is_named() -> None:
     assert first_difference(tensors([1], [2]), tensors([1], [2])) is None
-    assert first_difference(tensors([1], [2]), tensors([1], [3])) == "tensor 1 is t1 [3], the run has t1 [2]"
-    assert first_difference(tensors([1], [2]), tensors([1])) == "the model has 1 trainable tensors, the run has 2"
+    assert first_difference(tensors([1], [2]), tensors([1], [3])) == "its tensor t1 is [3], the run's is [2]"
+    assert first_difference(tensors([1], [2]), tensors([1])) == "the run's trained tensor t1 [2] is missing"
+    assert first_difference(tensors([1]), tensors([1], [2], [3])) == (
+        "its trained tensor t1 [2] is none of the run's, and 1 more"
+    )
+    assert first_difference(tensors([1]), tensors([1]) * 2) == "one of its tensors is listed twice"
+    swapped = list(reversed(tensors([1], [1])))
+    assert first_difference(tensors([1], [1]), swapped) == (
+        "its tensors are in another order: tensor 0 is t1, the run's is t0"
+    )

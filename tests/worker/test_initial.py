@@ -143,7 +143,7 @@ def test_what_a_trained_model_generates_with_is_exported(coordinator: InThread, 
     ("model", "message"),
     [
         (f'{TINY}, run = "base", round = 99', "model.run = 'base', model.round = 99: "),
-        (f'{TINY}, vocab_size = 300, run = "base"', "model.embed_tokens.weight [300, 64], the run has"),
+        (f'{TINY}, vocab_size = 300, run = "base"', "model.embed_tokens.weight is [300, 64], the run's is"),
         ('pretrained = "{0}", run = "base"', "or the run's export as model.pretrained"),
     ],
 )
