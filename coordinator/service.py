@@ -1,6 +1,8 @@
 """The coordinator as one object: its runs, its tokens, its threads. The REST interface is a thin layer around it."""
 
+import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -22,7 +24,7 @@ from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Identity, Tokens, secret_hash
 from coordinator.sync import retention
 from coordinator.tuning.room import Room
-from coordinator.upkeep import restoring, verifying
+from coordinator.upkeep import removing, restoring, verifying
 from coordinator.upkeep.full_disk import Storage
 from coordinator.workers import membership
 from protocol.digest import digest
@@ -77,6 +79,9 @@ class Coordinator:
         self._creating = threading.Lock()
         with self.database.read() as session:
             rows = session.scalars(select(RunRow)).all()
+        # SQLite gives the number of a removed run to the next one, and somebody may still have the former.
+        self._ids = itertools.count(1 + max((row.id for row in rows), default=0))
+        removing.finish(self._world, {row.name for row in rows})
         for row in rows:
             run = LiveRun(row, self._world)
             self._runs[run.name] = run
@@ -173,6 +178,7 @@ class Coordinator:
             raise Problem("invalid-spec", f"model.run = {spec.model.run!r}: there is no such run on this coordinator")
         with self.database.write() as session:
             row = RunRow(
+                id=next(self._ids),
                 name=spec.name,
                 spec_toml=spec_toml,
                 spec_digest=digest(spec_toml.encode()),
@@ -189,3 +195,22 @@ class Coordinator:
         run.restored()
         self._runs[spec.name] = run
         return run, True
+
+    def remove_run(self, name: str) -> None:
+        """Remove a run that has ended, with its files.
+
+        Raises Problem: not-found, run-not-ended, not-ready (work on it is under way).
+        """
+        with self._creating:
+            run = self.run(name)
+            self._check_not_needed(run)
+            with run.lock:
+                removing.remove_rows(run, verifying=self._verify_at.get(run.id) == math.inf)
+                del self._runs[name]
+            removing.remove_blobs(self._world, name)
+        logger.info("the run %s was removed", name)
+
+    def _check_not_needed(self, run: LiveRun) -> None:
+        for other in self.runs():
+            if other.spec.model.run == run.name and not other.seeded and not other.ended:
+                raise Problem("run-not-ended", f"the run {other.name} is to start from {run.name}, and has not begun")

@@ -72,6 +72,10 @@ class Client:
     def change_run(self, run: str, change: RunChange) -> RunInfo:
         return self._ask("PATCH", _path(run), RunInfo, json=change.model_dump())
 
+    def remove_run(self, run: str) -> None:
+        """Remove a run that has ended, with its files."""
+        self._send("DELETE", _path(run))
+
     def workers(self, run: str) -> Iterator[WorkerInfo]:
         """Yield the run's workers, by name."""
         return self._pages(_path(run, "workers"), WorkerInfo)

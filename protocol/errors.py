@@ -61,6 +61,7 @@ PROBLEMS: dict[str, ProblemType] = {
         409, REFUSED, "Another run has this name; a run's spec never changes. Choose a new name."
     ),
     "run-ended": ProblemType(409, ACT, "The run is finished or stopped and takes no more work."),
+    "run-not-ended": ProblemType(409, REFUSED, "Only a run that is finished or stopped can be removed."),
     "worker-name-taken": ProblemType(
         409, REFUSED, "A live worker has this name; choose another, or wait for its lease."
     ),

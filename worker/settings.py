@@ -25,7 +25,9 @@ class _Settings(BaseModel):
 class _Membership(_Settings):
     url: str = Field(description="the coordinator's address, for example https://coordinator.example.org")
     run: Name = Field(description="the run to join")
-    token: Annotated[str, Field(min_length=1, repr=False)] = Field(description="a worker token; an admin token joins as well, and can do all else, so keep it off the boxes")
+    token: Annotated[str, Field(min_length=1, repr=False)] = Field(
+        description="a worker token; an admin token joins as well, and can do all else, so keep it off the boxes"
+    )
     ca: Path | None = Field(
         None, description="PEM certificates to trust beside the usual ones, such as the coordinator's own"
     )

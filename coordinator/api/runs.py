@@ -1,4 +1,4 @@
-"""Runs: create, list, inspect, pause, resume, drain, stop; and the work units."""
+"""Runs: create, list, inspect, pause, resume, drain, stop, remove; and the work units."""
 
 from typing import Annotated
 
@@ -77,3 +77,10 @@ def change_run(run: ReadableRun, change: RunChange, _: Admin) -> RunDetail:
     """Pause, resume, drain or stop."""
     steering.change_state(run, RunState(change.state))
     return reports.run_detail(run)
+
+
+@router.delete("/{run}", status_code=204, responses=refusing(*OF_A_RUN, "run-not-ended", "not-ready", *OF_A_CHANGE))
+def remove_run(run: ReadableRun, service: Service, _: Admin) -> Response:
+    """Remove a run that has ended, with its files."""
+    service.remove_run(run.name)
+    return Response(status_code=204)

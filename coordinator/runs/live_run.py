@@ -30,6 +30,7 @@ from coordinator.store.database import Database
 from coordinator.store.tables import EventRow, RunRow, WorkerRow
 from coordinator.tuning.room import Room
 from protocol.digest import model_digest
+from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import DataSummary, FrozenSummary, RoundReport, RunState
 from protocol.spec.run import RunSpec
@@ -109,6 +110,7 @@ class LiveRun:
         self._change: Change | None = None  # the one in progress
         self._topics: list[str | None] = []  # to be woken once the run has settled
         self._restored = False
+        self._removed = False
 
         self.members = Members(self.spec.members.lease_s)
         self.outer = OuterState(world.data.states(row.name), self.lock)
@@ -133,6 +135,8 @@ class LiveRun:
 
     @contextmanager
     def _transition(self) -> Iterator["Change"]:
+        if self._removed:
+            raise Problem("not-found", f"the run {self.name} was removed")
         if self._change is not None:
             raise RuntimeError("a change within a change would be committed before what it depends on")
         try:
@@ -165,6 +169,12 @@ class LiveRun:
         with self.lock:
             self._open, self._restored = opening, True
             self.settle()
+
+    def removed(self) -> None:
+        """Let nothing change or settle from now on, whoever still has this run: its rows have gone."""
+        with self.lock:
+            self._removed, self._restored = True, False
+            self.world.ring(self.name, None)
 
     # --- what a change sets ---------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ A blob exists only together with a row in the database; what has no row is swept
     runs/{run}/deltas/{round}/{p}.{digest}                   published deltas
     runs/{run}/checkpoints/{round}/{p}.{digest}              checkpoints
     runs/{run}/set-aside/{n}/…                               blobs newer than a database restored from a backup
+    runs/{run}/removed                                       the mark of a run that is being removed
 
 `digest` is the beginning of the bytes' BLAKE3 digest, so other bytes have another name.
 """
@@ -19,6 +20,7 @@ from coordinator.store.data_directory import DataDirectory
 from protocol.digest import Buffer
 
 Kind = Literal["contributions", "deltas", "checkpoints"]
+REMOVED = "removed"
 KINDS: tuple[Kind, ...] = ("contributions", "deltas", "checkpoints")
 
 
@@ -91,6 +93,16 @@ class RunNames:
     def kind(self, kind: Kind) -> str:
         """Return the prefix of all blobs of a kind."""
         return f"runs/{self.run}/{kind}/"
+
+    @property
+    def all(self) -> str:
+        """The prefix of all of them."""
+        return f"runs/{self.run}/"
+
+    @property
+    def removed(self) -> str:
+        """The mark of a run that is being removed."""
+        return f"{self.all}{REMOVED}"
 
     @property
     def set_aside(self) -> str:

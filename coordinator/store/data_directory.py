@@ -38,6 +38,10 @@ class DataDirectory:
         folder.mkdir(parents=True, exist_ok=True)
         return StateFiles(folder)
 
+    def forget(self, run: str) -> None:
+        """Remove the local files of a run that is no more."""
+        shutil.rmtree(self.root / "runs" / run / "state", ignore_errors=True)
+
     def close(self) -> None:
         self._lock.close()
 

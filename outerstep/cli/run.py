@@ -1,4 +1,4 @@
-"""The commands `outerstep run create|ls|show|units|checkpoints|watch|pause|resume|drain|stop|evict|readmit|export`."""
+"""The commands `outerstep run …`, but for those that have a module of their own."""
 
 import os
 import sys
@@ -25,6 +25,7 @@ from outerstep.display import display_for, round_table, table, worker_table
 from outerstep.follow import FIRST_ROUNDS, follow
 from outerstep.units import UNKNOWN, bytes_text, count_text, held_out_text
 from protocol.errors import SpecError
+from protocol.exit_codes import Exit
 from protocol.messages import SUCCESSIVE, Account, RunChange, RunDetail, RunInfo, WorkerChange
 from protocol.spec.run import RunSpec, parse_spec
 
@@ -288,6 +289,41 @@ def stop(
       outerstep run stop my-run
     """
     _change(run, "stopped", url, token, token_file, ca)
+
+
+@app.command("rm")
+def remove(
+    run: RunArgument,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    ca: CaOption = None,
+) -> None:
+    """Remove a run that has ended, for good: its checkpoints, its history, all that the coordinator has of it.
+
+    \b
+    Example:
+      outerstep run rm my-run
+    """
+    with operator_client(url, token, token_file, ca) as client:
+        if not yes:
+            size = bytes_text(sum(client.run(run).disk_bytes.model_dump().values()))
+            _confirm(f"Remove the run {run} with its checkpoints and history, {size}, for good?")
+        client.remove_run(run)
+    typer.echo(f"the run {run} is removed")
+
+
+def _confirm(question: str) -> None:
+    """Return if the answer on the terminal is yes; end the command if it is no. Raises UsageError where nobody can be
+    asked."""
+    try:
+        if typer.confirm(question, err=True):
+            return
+    except typer.Abort as error:  # the end of the input
+        raise UsageError("nobody is there to be asked: give --yes") from error
+    typer.echo("nothing was removed", err=True)
+    raise typer.Exit(Exit.REFUSED)
 
 
 @app.command()

@@ -236,6 +236,26 @@ def test_a_data_directory_that_is_a_file_and_a_host_that_is_not_ours(tmp_path: P
     assert (code, "its name is not known here" in err, "Errno" in err) == (2, True, False), err
 
 
+def test_an_ended_run_is_removed_after_a_question(served: Served):
+    create(served, "old")
+    code, _, err = served.outerstep("run", "rm", "old", "--yes")
+    assert (code, "run-not-ended: the run old is running; stop it first" in err) == (3, True), err
+    assert served.outerstep("run", "stop", "old")[0] == 0
+    code, _, err = served.outerstep("run", "rm", "old", stdin="n\n")
+    assert (
+        code,
+        err.startswith("Remove the run old with its checkpoints and history"),
+        "nothing was removed" in err,
+    ) == (3, True, True)
+    code, _, err = served.outerstep("run", "rm", "old", stdin="")
+    assert (code, "nobody is there to be asked: give --yes" in err) == (2, True), err
+    assert read_run(served, "old")["state"] == "stopped"
+    code, out, _ = served.outerstep("run", "rm", "old", stdin="y\n")
+    assert (code, out.splitlines()[-1]) == (0, "the run old is removed")
+    assert served.outerstep("run", "show", "old")[0] == 3
+    create(served, "old")
+
+
 def test_migrate_makes_and_keeps_a_database(served: Served, tmp_path: Path):
     for _ in range(2):
         assert served.outerstep("migrate", "--data", str(tmp_path / "data"))[0] == 0
