@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import uvicorn
 
@@ -20,6 +21,7 @@ from coordinator.tuning.heap import keep_freed_memory
 from protocol.compiled import COMPILED, KERNELS
 
 GRACE_S = 10
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +107,17 @@ def shorten_pauses() -> None:
     gc.set_threshold(5_000, 20, 10)
 
 
+def _log_file(path: Path) -> logging.Handler:
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    return handler
+
+
 def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. When ready, prints one line with the address on stdout."""
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT, force=True)
+    if settings.log_file is not None:
+        logging.getLogger().addHandler(_log_file(settings.log_file))
     logger.log(logging.INFO if COMPILED else logging.WARNING, "kernels %s", KERNELS)
     allow_open_files()
     server, listening = make_server(settings)

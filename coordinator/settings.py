@@ -20,6 +20,7 @@ class Settings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all, :: for all of IPv6 too")
     port: int = Field(8470, ge=0, le=65_535, description="port to listen on; 0 for any that is free")
+    log_file: Path | None = Field(None, description="file to which the log is appended too, beside stderr")
     tls_certificate: Path | None = Field(None, description="PEM certificate chain, to serve HTTPS without a proxy")
     tls_key: Path | None = Field(None, description="PEM private key of the certificate")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged, to stderr")

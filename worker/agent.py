@@ -34,6 +34,8 @@ from worker.starting import group_of, start
 from worker.state.state_dir import StateDir, rank_directory
 from worker.train import train
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
 log = logging.getLogger(__name__)
 
 
@@ -55,7 +57,34 @@ def _run(
     work: Callable[[torch.device, threading.Event], None],
     end_process: Callable[[int], object],
 ) -> Exit:
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
+    try:
+        with _logged_to(settings.log_file):
+            return _ended(settings, work, end_process)
+    except OSError as error:
+        log.error("--log-file: %s", in_words(error))
+        return Exit.USAGE
+
+
+@contextmanager
+def _logged_to(path: Path | None) -> Iterator[None]:
+    """Log to the file `path` too. Raises OSError."""
+    if path is None:
+        yield
+        return
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+def _ended(
+    settings: BoxSettings, work: Callable[[torch.device, threading.Event], None], end_process: Callable[[int], object]
+) -> Exit:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank:

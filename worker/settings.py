@@ -107,6 +107,8 @@ class BoxSettings(_Settings):
         None, description="file to which the losses of all inner steps are appended, as JSON lines; default: none"
     )
 
+    log_file: Path | None = Field(None, description="file to which the log is appended too, beside stderr")
+
     @field_validator("micro_batch", mode="before")
     @classmethod
     def _auto_or_a_count(cls, value: object) -> object:

@@ -34,6 +34,7 @@ CaOption = Annotated[
         help="PEM certificates to trust too, such as the coordinator's own.",
     ),
 ]
+LogFileOption = Annotated[Path | None, typer.Option("--log-file", help="File to append the log to, beside stderr.")]
 
 
 def operator_client(url: str, token: str | None, token_file: Path | None, ca: Path | None) -> rest.Client:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outerstep.cli.connection import LogFileOption
 from outerstep.cli.faults import UsageError, import_extra, validated
 from protocol.reaching import in_words, trusting
 
@@ -18,6 +19,7 @@ FLAGS = {
     "tls_certificate": "--tls-certificate",
     "tls_key": "--tls-key",
     "log_level": "--log-level",
+    "log_file": "--log-file",
 }
 
 DataOption = Annotated[
@@ -51,13 +53,14 @@ def coordinator(
         Path | None, typer.Option(exists=True, dir_okay=False, help="PEM private key of the certificate.")
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error; logs go to stderr.")] = None,
+    log_file: LogFileOption = None,
 ) -> None:
     """Run a coordinator until SIGTERM or Ctrl-C.
 
     It applies the database migrations, goes on where it stopped, and prints one line when it is ready. Its first start
     makes an admin token and writes it to admin.token in the data directory. Each option can also be set by an
     environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE_URL, _HOST, _PORT, _TLS_CERTIFICATE, _TLS_KEY,
-    _LOG_LEVEL.
+    _LOG_LEVEL, _LOG_FILE.
 
     \b
     Example:
@@ -74,12 +77,18 @@ def coordinator(
             "tls_certificate": tls_certificate,
             "tls_key": tls_key,
             "log_level": log_level,
+            "log_file": log_file,
         }
     )
     if settings.tls_key is not None and settings.tls_certificate is None:
         raise UsageError("--tls-key needs --tls-certificate")
     _check_certificate(settings.tls_certificate, settings.tls_key)
     _database_url(settings)
+    if settings.log_file is not None:
+        try:
+            settings.log_file.open("a").close()
+        except OSError as error:
+            raise UsageError(f"--log-file: {in_words(error)}") from error
     try:
         server.serve(settings)
     except OSError as error:  # a port that is taken, a host that is not ours, a directory that is none

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from outerstep.cli.connection import CaOption, TokenFileOption, TokenOption, checked_url, find_token, operator_client
+from outerstep.cli.connection import (
+    CaOption,
+    LogFileOption,
+    TokenFileOption,
+    TokenOption,
+    checked_url,
+    find_token,
+    operator_client,
+)
 from outerstep.cli.faults import UsageError, import_extra, validated
 from outerstep.cli.run import read_spec
 
@@ -31,6 +39,7 @@ FLAGS = {
     "activation_checkpointing": "--activation-checkpointing",
     "peak_flops": "--peak-flops",
     "log": "--log",
+    "log_file": "--log-file",
 }
 
 DataCacheOption = Annotated[
@@ -112,6 +121,7 @@ def worker(
     log: Annotated[
         Path | None, typer.Option("--log", help="File to append every inner step's loss to, as JSON lines.")
     ] = None,
+    log_file: LogFileOption = None,
     no_sync: Annotated[
         bool, typer.Option("--no-sync", help="Train the run alone, without joining it: the baseline.")
     ] = False,
@@ -154,6 +164,7 @@ def worker(
         "activation_checkpointing": activation_checkpointing,
         "peak_flops": peak_flops,
         "log": log,
+        "log_file": log_file,
     }
     if gpus is not None and no_sync:
         raise UsageError("--gpus is for a worker that joins a run: --no-sync trains in one process")

@@ -30,6 +30,7 @@ def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> Non
         "tls_certificate": "/c.pem",
         "tls_key": "/k.pem",
         "log_level": "debug",
+        "log_file": "/c.log",
         "upload_idle_s": "5",
     }
     assert set(wanted) == set(Settings.model_fields)
@@ -43,6 +44,7 @@ def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> Non
         "tls_certificate": Path("/c.pem"),
         "tls_key": Path("/k.pem"),
         "log_level": "debug",
+        "log_file": Path("/c.log"),
         "upload_idle_s": 5.0,
     }
 

@@ -227,6 +227,15 @@ def test_a_certificate_that_cannot_be_served_with_is_told_before_anything_is_mad
     assert not (tmp_path / "data").exists()
 
 
+def test_the_coordinators_log_goes_to_a_file_too(tmp_path: Path):
+    with serving(tmp_path / "data", "0", "--log-file", str(tmp_path / "coordinator.log")) as coordinator:
+        create(coordinator, "logged")
+        for log in (tmp_path / "coordinator.log", coordinator.child.log):
+            assert "the run logged was created" in log.read_text()
+    code, err = coordinator_command("--data", str(tmp_path / "data"), "--port", "0", "--log-file", str(tmp_path))
+    assert (code, err) == (2, f"outerstep: --log-file: {tmp_path}: is a directory\n")
+
+
 def test_a_data_directory_that_is_a_file_and_a_host_that_is_not_ours(tmp_path: Path):
     (tmp_path / "file").touch()
     code, err = coordinator_command("--data", str(tmp_path / "file"), "--port", "0")
