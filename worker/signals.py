@@ -7,10 +7,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from worker.errors import Stopped
+
 # From the first signal to the end, whatever hangs: less than the 10 s after which containers are killed.
 LEAVE_WITHIN_S = 9.0
 
 log = logging.getLogger(__name__)
+
+_waits = False  # the main thread does nothing but wait for an answer
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let the first signal end what the main thread does in this block, by Stopped: it only waits for an answer, which
+    may take its time, and nobody needs it any more."""
+    global _waits
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _waits = True
+    try:
+        yield
+    finally:
+        _waits = False
 
 
 @contextmanager
@@ -35,10 +54,16 @@ def stop_on_signals(stop: threading.Event, out_of_time: Callable[[], object] | N
     def handle(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if not stop.is_set():
-            stop.set()
-            if out_of_time is not None:
-                last_resort.start()
+        if stop.is_set():
+            return
+        stop.set()
+        # On a thread: the main one may be in the middle of logging.
+        told = "asked to stop: handing in what is done, and leaving; asked again, it ends at once"
+        threading.Timer(0, log.info, [told]).start()
+        if out_of_time is not None:
+            last_resort.start()
+        if _waits:
+            raise Stopped("asked to stop while it waited")
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -88,11 +88,18 @@ def _check_installed() -> None:
 
 
 def _turn_signals_into_exits() -> None:
-    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that processes are ended and files removed."""
+    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that processes are ended and files removed; and tell
+    that this begins, for it takes a few seconds."""
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        typer.echo("\nending the workers and the coordinator", err=True)
+        raise KeyboardInterrupt
 
     def leave(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell lets it be ignored
+        signal.signal(signal.SIGINT, interrupt)
     for name in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, leave)
 

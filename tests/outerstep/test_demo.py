@@ -187,6 +187,7 @@ def test_ctrl_c_in_the_middle_ends_every_process_and_removes_what_was_temporary(
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 130, out + err
+        assert "ending the workers and the coordinator" in err
         assert "Traceback" not in err
         assert_all_gone(processes)
     assert not list((tmp_path / "temporary").glob("outerstep-demo-*"))

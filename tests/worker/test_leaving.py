@@ -1,9 +1,11 @@
 """Leaving in the middle of things: what was done is handed in, in bounded time, and nothing is trained on twice."""
 
+import logging
 import os
 import signal
 import threading
 from functools import partial
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -12,6 +14,7 @@ import pytest
 
 from protocol.exit_codes import Exit
 from protocol.messages import RoundDetail
+from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
 from tests.support.waiting import wait_until
 from tests.worker import toy
@@ -19,7 +22,7 @@ from tests.worker.toy import Toy, coordinator_thread
 from worker import signals
 from worker.diloco import DiLoCo
 from worker.errors import Stopped
-from worker.link.client import Client
+from worker.link.client import Client, open_http
 from worker.link.grace import HAND_IN_S, Grace
 from worker.link.transfer import SEND_BYTES
 
@@ -196,3 +199,24 @@ def test_whatever_hangs_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> Non
         assert ended.get(timeout=60) == Exit.DONE
         assert stop.is_set()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "a second signal ends it at once"
+
+
+def test_a_wait_for_an_answer_ends_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Ctrl-C did nothing for the 5 s that a long poll may take, and said nothing either."""
+    released = threading.Event()
+
+    class Silent(Handler, BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert released.wait(60)
+
+    caplog.set_level(logging.INFO)
+    stop = threading.Event()
+    with serving(Silent) as url, open_http(url) as http:
+        try:
+            with signals.stop_on_signals(stop), pytest.raises(Stopped, match="while it waited"):
+                Client(http, "r", "t", stop=stop).run_detail()
+            assert not released.is_set()
+            wait_until(lambda: "asked to stop: handing in what is done" in caplog.text)
+        finally:
+            released.set()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -28,6 +29,7 @@ from worker.accounts.traffic import Traffic
 from worker.link.line import Line, watch
 from worker.link.retry import Retry, Signal
 from worker.link.transfer import PART_BYTES, Channel, Download, Part, Upload, memory
+from worker.signals import interruptible
 
 # Shorter than the 30 s that the coordinator allows, so that a worker that is asked to stop is gone soon.
 LONG_POLL_S = 5
@@ -209,7 +211,9 @@ class Client:
         if content is not None:
             all_headers["Content-Type"] = "application/json"
         timeout = self._channel.timeout()
-        response = self._channel.http.request(method, path, content=content, headers=all_headers, timeout=timeout)
+        only_asks = method == "GET" or "Prefer" in all_headers
+        with interruptible() if only_asks and self._channel.until is self.stop else nullcontext():
+            response = self._channel.http.request(method, path, content=content, headers=all_headers, timeout=timeout)
         raise_for_problem(response)
         return response
 
