@@ -1,6 +1,10 @@
 """What pydantic finds wrong, for people: in a run spec, a request, a setting or an index."""
 
+import difflib
+import re
 from typing import Any
+
+from protocol.spec.sections import NAME_PATTERN
 
 
 def explain(fault: Any) -> str:
@@ -10,9 +14,31 @@ def explain(fault: Any) -> str:
         return f"{key}: there is no such key"
     if fault["type"] == "missing":
         return f"{key}: this key is missing"
-    message = fault["msg"].removeprefix("Value error, ")
     value = fault["input"]
+    message = _message(fault, value).removeprefix("Value error, ")
     if not key:
         return f"{message}" if isinstance(value, dict) else f"{value!r}: {message}"
     shown = "" if isinstance(value, dict) else f" = {value!r}"
     return f"{key}{shown}: {message[0].lower()}{message[1:]}"
+
+
+def _message(fault: Any, value: Any) -> str:
+    message: str = fault["msg"]
+    if fault["type"] == "literal_error":
+        known = re.findall(r"'([^']*)'", fault["ctx"]["expected"])
+        alike = difflib.get_close_matches(str(value).lower(), known, 1)
+        return f"{message}; did you mean {alike[0]!r}?" if alike else message
+    if fault["type"] != "string_pattern_mismatch":
+        return message
+    pattern: str = fault["ctx"]["pattern"]
+    if pattern == NAME_PATTERN:
+        valid = re.sub(r"[^a-z0-9._-]+", "-", str(value).lower()).strip("._-")[:63] or "my-run"
+        return (
+            "a name is of small letters, digits, '.', '_' and '-', begins with one of the first two, and has 63 at "
+            f"most, such as {valid!r}"
+        )
+    if pattern.endswith((r"[\w.]+:\w+$", r"[\w.]+:\w+)$")):
+        *words, last = [*pattern.removeprefix("^").lstrip("(").split("|")[:-1], "module:function"]
+        choices = f"{', '.join(words)} or {last}" if words else last
+        return f"give {choices}, such as 'my_module:my_function'"
+    return message

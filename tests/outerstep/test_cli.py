@@ -93,8 +93,14 @@ def test_the_exit_codes_are_told_as_they_are():
         (["token", "create", "--token", "t", "--scope", "worker", "--note", "n" * 201], "--note"),
         (["worker", "http://c", "--token", "t"], "Missing option '--run'"),
         (["worker", "c:8470", "--run", "r", "--token", "t"], "outerstep: c:8470: not an address such as"),
-        (["worker", "http://c", "--run", "Not A Run", "--token", "t"], "--run = 'Not A Run': string should match"),
-        (["worker", "http://c", "--run", "r", "--token", "t", "--name", "-"], "--name = '-': string should match"),
+        (
+            ["worker", "http://c", "--run", "Not A Run", "--token", "t"],
+            "--run = 'Not A Run': a name is of small letters",
+        ),
+        (
+            ["worker", "http://c", "--run", "r", "--token", "t", "--name", "-"],
+            "--name = '-': a name is of small letters",
+        ),
         (["worker", "http://c", "--run", "r", "--token", "t", "--threads", "0"], "'--threads'"),
         (["worker", "--token", "t"], "Missing argument 'URL'"),
         (

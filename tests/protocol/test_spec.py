@@ -57,7 +57,19 @@ def edited(old: str, new: str) -> str:
 
 ERRORS: dict[str, tuple[str, list[str]]] = {
     "no name": (edited('name = "demo"\n', ""), ["name: this key is missing"]),
-    "a bad name": (edited('"demo"', '"De mo"'), ["name = 'De mo'", "^[a-z0-9]"]),
+    "a bad name": (edited('"demo"', '"De mo"'), ["name = 'De mo': a name is of small letters", "such as 'de-mo'"]),
+    "a preset that is nearly one": (
+        edited('"tiny"', '"tinny"'),
+        ["model.preset = 'tinny': input should be 'tiny', ", "; did you mean 'tiny'?"],
+    ),
+    "an optimizer that is none": (
+        LEAST + '[inner]\noptimizer = "adam w"\n',
+        ["inner.optimizer = 'adam w': give adamw, muon, sgd or module:function, such as 'my_module:my_function'"],
+    ),
+    "a function without its module": (
+        edited('preset = "tiny"', 'factory = "make"'),
+        ["model.factory = 'make': give module:function, such as 'my_module:my_function'"],
+    ),
     "no model": (
         edited('[model]\npreset = "tiny"\n', ""),
         ["model: give exactly one of preset, config, factory and pretrained; none of them is for scripts"],
@@ -134,7 +146,7 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     "an infinite rate": (LEAST + "[inner]\nlearning_rate = inf\n", ["inner.learning_rate = inf", "finite"]),
     "an unknown optimizer": (
         LEAST + '[inner]\noptimizer = "adam"\n',
-        ["inner.optimizer = 'adam'", *OPTIMIZERS, r"[\w.]+:\w+"],
+        ["inner.optimizer = 'adam'", *OPTIMIZERS, "module:function"],
     ),
     "AdamW's setting with SGD": (
         LEAST + '[inner]\noptimizer = "sgd"\nbeta1 = 0.9\n',

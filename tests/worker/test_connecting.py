@@ -46,8 +46,8 @@ def test_what_is_left_out_is_the_environment_s() -> None:
         ({"url": ""}, "url is missing: give url=…, or set OUTERSTEP_URL in the environment"),
         ({"token": ""}, "token is missing: give token=…, or set OUTERSTEP_TOKEN in the environment"),
         ({"url": "coordinator.example.org"}, "url = 'coordinator.example.org': 'coordinator.example.org' is not an address"),
-        ({"name": "Box 1"}, "name = 'Box 1': string should match pattern"),
-        ({"run": "My Run"}, "run = 'My Run': string should match pattern"),
+        ({"name": "Box 1"}, "name = 'Box 1': a name is of small letters, digits, '.', '_' and '-'"),
+        ({"run": "My Run"}, "run = 'My Run': a name is of small letters"),
     ],
 )  # fmt: skip
 def test_what_is_missing_or_wrong_is_said(given: dict[str, str], told: str) -> None:
