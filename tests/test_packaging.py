@@ -14,6 +14,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from outerstep.cli.demo import NEEDED
+from outerstep.tracking import TRACKERS
 from tests.support.distributions import BASE, EXTRAS, PROJECT, ROOT, closure
 
 PINS = {
@@ -166,6 +168,20 @@ def test_the_makefile_refuses_an_old_python(tmp_path: Path) -> None:
     assert "Outerstep needs Python 3.11 or newer" in done.stderr
     assert "is Python 3.10.2" in done.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+def test_hints_name_extras_that_can_be_installed() -> None:
+    """Installed as it is, pip finds the extras of `outerstep[…]` in it, and asks no index for outerstep itself."""
+    hint = re.compile(r"outerstep\[([\w,-]+)\]|\bextra=\"([\w-]+)\"")
+    named: set[str] = {tracker.extra for tracker in TRACKERS.values() if tracker.extra} | set(NEEDED.values())
+    for package in ("protocol", "coordinator", "worker", "outerstep", "docs", "examples", "README.md"):
+        for path in [ROOT / package] if package.endswith(".md") else (ROOT / package).rglob("*"):
+            if path.suffix in (".py", ".md") and path.name != "log.md":
+                for several, one in hint.findall(path.read_text(encoding="utf-8")):
+                    named |= set(several.split(",")) if several else {one}
+    named -= {"extra", "allow", "forbid", "ignore"}  # a placeholder, and pydantic's own
+    assert {"worker", "coordinator", "data", "peft", "remote", "lm-eval"} <= named
+    assert named <= set(EXTRAS)
 
 
 def test_the_version_is_said_once() -> None:
