@@ -15,6 +15,7 @@ from rich.text import Text
 from outerstep.follow import Look
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text, share_text
 from protocol.messages import Event, FragmentState, RoundInfo, RunInfo, WorkerInfo
+from protocol.telling import SHOWN_LOSSES, rate_text, sparkline, to_go_s
 
 SHOWN_ROUNDS = 8
 _GAP = 2  # columns of the terminal between those of a table
@@ -45,6 +46,7 @@ class LineDisplay:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.next_round = 0
+        self.course = Course()
         self.in_trouble = False
 
     def __enter__(self) -> "LineDisplay":
@@ -58,7 +60,9 @@ class LineDisplay:
             self._line(event_line(event))
         for item in look.rounds:
             if item.state is FragmentState.PUBLISHED and item.round >= self.next_round:
-                self._line(round_line(item))
+                self.course.add(item)
+                rate = next((each.metrics.learning_rate for each in look.workers if each.metrics.learning_rate), None)
+                self._line(f"{round_line(item)}  rate {rate_text(rate)}  {self.course.text(look.run)}")
                 self.next_round = item.round + 1
         if look.trouble and not self.in_trouble:
             self._line(f"{look.trouble}; asking again")
@@ -79,6 +83,7 @@ class LiveDisplay:
         self.live = Live(console=console, refresh_per_second=4)
         self.rounds: dict[int, RoundInfo] = {}
         self.events: list[Event] = []
+        self.course = Course()
 
     def __enter__(self) -> "LiveDisplay":
         self.live.__enter__()
@@ -91,6 +96,8 @@ class LiveDisplay:
 
     def show(self, look: Look) -> None:
         self.rounds |= {item.round: item for item in look.rounds}
+        for item in look.rounds:
+            self.course.add(item)
         for old in sorted(self.rounds)[:-SHOWN_ROUNDS]:
             del self.rounds[old]
         self.events = [*self.events, *beside_rounds(look.events)][-SHOWN_EVENTS:]
@@ -110,6 +117,7 @@ class LiveDisplay:
         gap, width = Text(""), self.live.console.width
         return Group(
             title,
+            Text(self.course.text(run)),
             reason,
             gap,
             worker_table(look.workers, width),
@@ -118,6 +126,30 @@ class LiveDisplay:
             gap,
             *events,
         )
+
+
+class Course:
+    """How a run goes, by its published rounds, and by the coordinator's clock alone."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, RoundInfo] = {}
+
+    def add(self, item: RoundInfo) -> None:
+        """Take a round into account once it is published."""
+        if item.state is FragmentState.PUBLISHED:
+            self._rounds[item.round] = item
+            self._rounds.pop(item.round - SHOWN_LOSSES, None)
+
+    def text(self, run: RunInfo) -> str:
+        """Return the time since the run was created and, by its last rounds, what is to go, and their losses."""
+        if not self._rounds:
+            return f"elapsed {UNKNOWN}  to go {UNKNOWN}  losses {UNKNOWN}"
+        items = [self._rounds[number] for number in sorted(self._rounds)]
+        first, last = items[0], items[-1]
+        closed_at = last.closed_at or last.opened_at
+        left = to_go_s(last.round - first.round + 1, closed_at - first.opened_at, run.rounds - last.round - 1)
+        elapsed, to_go = duration_text(closed_at - run.created_at), duration_text(left)
+        return f"elapsed {elapsed}  to go {to_go}  losses {sparkline([item.loss for item in items])}"
 
 
 def round_line(item: RoundInfo) -> str:
@@ -171,6 +203,9 @@ def worker_table(workers: Sequence[WorkerInfo], width: int) -> RenderableType:
         for item in workers
     ]
     # Where nobody tells them, these would only take room.
+    if any(item.metrics.learning_rate is not None for item in workers):
+        columns.append(">rate")
+        rows = [[*row, rate_text(item.metrics.learning_rate)] for row, item in zip(rows, workers, strict=True)]
     if any(item.metrics.mfu is not None for item in workers):
         columns.append(">MFU")
         rows = [[*row, share_text(item.metrics.mfu)] for row, item in zip(rows, workers, strict=True)]

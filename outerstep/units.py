@@ -4,7 +4,10 @@ import math
 import re
 import sys
 
-UNKNOWN = "–"
+from protocol.telling import UNKNOWN, duration_text
+
+__all__ = ["UNKNOWN", "duration_text"]
+
 PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
@@ -40,17 +43,6 @@ def held_out_text(loss: float | None, bits_per_byte: float | None) -> str:
 def share_text(share: float | None) -> str:
     """Format a share of one: 0.4567 -> '45.7%'."""
     return UNKNOWN if share is None else f"{share:.1%}"
-
-
-def duration_text(seconds: float | None) -> str:
-    """Format seconds: 75.2 -> '1 min 15 s'; below a minute with one decimal."""
-    if seconds is None:
-        return UNKNOWN
-    if round(seconds, 1) < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
 # --- read ---------------------------------------------------------------------------------------------------------

@@ -231,6 +231,7 @@ class Metrics(BaseModel):
     inner_steps_per_second: Finite | None = None
     mfu: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # model FLOPs utilisation: 0.45 is 45 %
     peak_memory_bytes: Count | None = None  # of the GPU, or of the process where there is none
+    learning_rate: Finite | None = None  # of the last inner step; of several groups that of the first
     upload_bytes: Count = 0
     download_bytes: Count = 0
     phase: Annotated[str, Field(max_length=32)] | None = None

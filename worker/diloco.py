@@ -142,7 +142,7 @@ class DiLoCo:
         request = JoinRequest(tensors=tensors, data=data, frozen=frozen_summary(model), host=host)
         self._writes = Writes(model)
         use = use or DeviceUse(device)
-        self._progress = Progress(client.traffic, client.stages, clock, use, ranks)
+        self._progress = Progress(client.traffic, client.stages, clock, use, ranks, rounds=run.spec.sync.rounds)
         self._membership = (
             SharedMembership(client, name, request, self._files, ranks)
             if ranks.size > 1
@@ -418,7 +418,7 @@ class DiLoCo:
         if rounds.finished or (skipped is not None and bool(skipped)):
             return
         self._steps.step()
-        self._progress.step(self.inner_step)
+        self._progress.step(self.inner_step, optimizer.param_groups[0]["lr"])
         stopped, has_failed = self.client.stop.is_set(), heartbeat.failure is not None
         stop, failed, news = self.ranks.flags(stopped, has_failed, rounds.has_news)
         if stop:

@@ -32,11 +32,14 @@ def lines_of(*looks: Look) -> list[str]:
 
 def test_each_round_is_one_line_once_when_it_is_published():
     still_open = round_document(1, state="collecting", closed_at=None)
-    printed = lines_of(
-        look(round_document(0), still_open), look(round_document(1)), look(round_document(1), round_document(2))
+    began = round_document(0)["opened_at"]
+    zeroth, first, second = (
+        round_document(number, opened_at=began + 2 * number, closed_at=began + 2 * number + 2) for number in range(3)
     )
+    printed = lines_of(look(zeroth, still_open), look(first), look(first, second))
     assert printed == [
-        f"round {number}    loss 3.2500  held-out at start 3.5000  5 k tokens/s  up 2 MB  delta 1 MB  2.0 s"
+        f"round {number}    loss 3.2500  held-out at start 3.5000  5 k tokens/s  up 2 MB  delta 1 MB  2.0 s  "
+        f"rate –  elapsed {2 * (number + 1)}.0 s  to go {2 * (3 - number)}.0 s  losses {'▁' * (number + 1)}"
         for number in range(3)
     ]
 
@@ -83,6 +86,7 @@ def test_the_picture_holds_progress_workers_the_last_rounds_and_events():
         "9.9000",
         "0.3000",
         "worker-0 joined",
+        "elapsed 2.0 s  to go –  losses ▁▁▁▁▁▁▁▁▂█",
     ):
         assert expected in picture, picture
     assert "0.1000" not in picture, "only the last 8 rounds are shown"

@@ -1,3 +1,4 @@
+import math
 import re
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from outerstep.units import (
     parse_rate,
     parse_seconds,
 )
+from protocol.telling import rate_text, sparkline, to_go_s
 
 
 @pytest.mark.parametrize(
@@ -97,3 +99,26 @@ def test_reading(parse: Callable[[str], float], text: str, value: float):
 def test_what_cannot_be_read_is_told(parse: Callable[[str], float], text: str, said: str):
     with pytest.raises(ValueError, match=re.escape(said)):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("losses", "bars"),
+    [
+        ([], "–"),
+        ([None, None], "–"),
+        ([4.0, 3.0, 2.0, 1.0], "█▆▃▁"),
+        ([4.0, None, 1.0, math.nan], "█–▁–"),
+        ([2.0, 2.0], "▁▁"),
+        ([9.0, *[1.0] * 20], "▁" * 20),
+    ],
+)
+def test_losses_as_bars(losses: list[float | None], bars: str):
+    assert sparkline(losses) == bars
+
+
+def test_what_is_to_go():
+    assert to_go_s(4, 20.0, 6) == 30.0
+    assert to_go_s(4, 20.0, 0) == 0.0
+    assert to_go_s(0, 20.0, 6) is None
+    assert to_go_s(4, 20.0, -1) is None, "nobody has said how many rounds there are"
+    assert (rate_text(0.00038), rate_text(None)) == ("3.80e-04", "–")

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -68,7 +69,10 @@ def settings(coordinator: InThread, tmp_path: Path, run: str = "text", **changes
     return worker_settings(coordinator, run, tmp_path / "state", **changes)
 
 
-def test_a_run_of_text_and_its_export(coordinator: InThread, text: Path, tmp_path: Path) -> None:
+def test_a_run_of_text_and_its_export(
+    coordinator: InThread, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     coordinator.create_run(RUN.format(source=text, rounds=4))
     own = settings(coordinator, tmp_path, peak_flops=1e15, log=tmp_path / "steps.jsonl")
     assert run_worker(own) == Exit.DONE
@@ -87,6 +91,10 @@ def test_a_run_of_text_and_its_export(coordinator: InThread, text: Path, tmp_pat
     assert worker.metrics.mfu is not None
     assert 0 < worker.metrics.mfu < 1
     assert worker.metrics.peak_memory_bytes is not None
+    assert worker.metrics.learning_rate is not None
+    line = next(each for each in caplog.messages if each.startswith("round 3: loss "))
+    assert re.match(r"round 3: loss \d\.\d{4} [▁-█]{4}, rate \d\.\d\de-\d\d, \d+ tokens/s, ", line), line
+    assert re.search(r"; elapsed [\d.]+ s, to go 0\.0 s; seconds: ", line), line
     assert worker.host["precision"] == "fp32"
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [(line["round"], line["inner_step"]) for line in lines] == [divmod(step, 3) for step in range(12)]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from protocol.messages import Metrics, RoundReport, Stage
+from protocol.telling import UNKNOWN, duration_text, rate_text, sparkline, to_go_s
 from worker.accounts.device_use import DeviceUse
 from worker.accounts.stages import Stages
 from worker.accounts.traffic import Traffic
@@ -32,7 +33,12 @@ class Progress:
         clock: Callable[[], float],
         use: DeviceUse | None = None,
         ranks: Ranks = ALONE,
+        rounds: int = 0,
     ) -> None:
+        self._rounds = rounds  # of the run; 0 where nobody says
+        self._rate: float | Tensor | None = None
+        self._began: float | None = None  # this worker's first round
+        self._told: list[float | None] = []  # the losses of its rounds, of which the last are shown
         self._ranks = ranks
         self._others = (0, 0)  # bytes up and down that this worker's other processes had moved by a round's end
         self._traffic, self._stages, self._clock = traffic, stages, clock
@@ -60,11 +66,13 @@ class Progress:
         self._losses, self._reports = None, 0
         self._round, self._started = round_number, self._clock()
         self._inner_step = 0
+        self._began = self._started if self._began is None else self._began
         self.phase("train", round=round_number)
 
-    def step(self, inner_step: int) -> None:
-        """Note that this many inner steps of the round are done; they are many, so it costs next to nothing."""
-        self._inner_step = inner_step
+    def step(self, inner_step: int, rate: float | Tensor | None = None) -> None:
+        """Note that this many inner steps of the round are done, the last one at the learning rate `rate`; they are
+        many, so it costs next to nothing."""
+        self._inner_step, self._rate = inner_step, rate
 
     def report_loss(self, loss: Tensor) -> None:
         """Add one step's mean loss, nats per token. Stays on its device: no step waits for it."""
@@ -92,6 +100,7 @@ class Progress:
             inner_steps_per_second=steps / seconds,
             mfu=self._use.utilisation(tokens / seconds),
             peak_memory_bytes=self._use.peak_memory_bytes(),
+            learning_rate=None if self._rate is None else float(self._rate),
         )
         return loss
 
@@ -105,13 +114,19 @@ class Progress:
         self.last_report = report = self.report(epoch)
         self._round += 1
         metrics = self.metrics()
+        self._told.append(metrics.loss)
+        elapsed_s = self._clock() - (self._began or 0.0)
         log.info(
-            "round %d: loss %s, %s, %.2f MB up, %.2f MB down; seconds: %s",
+            "round %d: loss %s %s, rate %s, %s, %.2f MB up, %.2f MB down; elapsed %s, to go %s; seconds: %s",
             round_number,
-            "unknown" if metrics.loss is None else f"{metrics.loss:.4f}",
+            UNKNOWN if metrics.loss is None else f"{metrics.loss:.4f}",
+            sparkline(self._told),
+            rate_text(metrics.learning_rate),
             speed_text(metrics),
             report.upload_bytes / 1e6,
             report.download_bytes / 1e6,
+            duration_text(elapsed_s),
+            duration_text(to_go_s(len(self._told), elapsed_s, self._rounds - round_number - 1)),
             ", ".join(f"{stage} {report.seconds[stage]:.2f}" for stage in Stage if stage in report.seconds),
         )
 

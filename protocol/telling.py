@@ -1,0 +1,49 @@
+"""How a training goes, for people, as workers log it and operators watch it: time, what is to go, the losses."""
+
+import math
+from collections.abc import Sequence
+from typing import TypeGuard
+
+UNKNOWN = "–"
+SHOWN_LOSSES = 20
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def duration_text(seconds: float | None) -> str:
+    """Format seconds: 75.2 -> '1 min 15 s'; below a minute with one decimal."""
+    if seconds is None:
+        return UNKNOWN
+    if round(seconds, 1) < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def rate_text(rate: float | None) -> str:
+    """Format a learning rate: 0.00038 -> '3.80e-04'."""
+    return UNKNOWN if rate is None else f"{rate:.2e}"
+
+
+def to_go_s(rounds: int, seconds: float, left: int) -> float | None:
+    """Return what `left` rounds will take if they are as fast as those `rounds` which took `seconds`; None before the
+    first."""
+    return left * seconds / rounds if rounds > 0 and left >= 0 else None
+
+
+def sparkline(losses: Sequence[float | None]) -> str:
+    """Return the last losses as bars from the least to the largest: '█▆▃▁'; a dash for each that is not known."""
+    shown = losses[-SHOWN_LOSSES:]
+    known = [loss for loss in shown if _is_known(loss)]
+    if not known:
+        return UNKNOWN
+    low, span = min(known), max(known) - min(known)
+
+    def bar(loss: float) -> str:
+        return _BARS[round((loss - low) / span * (len(_BARS) - 1))] if span else _BARS[0]
+
+    return "".join(bar(loss) if _is_known(loss) else UNKNOWN for loss in shown)
+
+
+def _is_known(loss: float | None) -> TypeGuard[float]:
+    return loss is not None and math.isfinite(loss)
