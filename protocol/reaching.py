@@ -46,7 +46,7 @@ def in_words(error: BaseException) -> str:
     """Return why a request came to nothing, by the error of the system that it was raised from."""
     for each in _causes(error):
         if isinstance(each, ssl.SSLCertVerificationError):
-            return f"its certificate is not trusted: {each.verify_message}"
+            return f"its certificate is not trusted: {each.verify_message.rstrip('.')}"
         if isinstance(each, socket.gaierror):
             return "its name is not known here: " + (each.strerror or "unknown").lower()
         if isinstance(each, FileExistsError | NotADirectoryError):
@@ -64,7 +64,7 @@ def check_address(url: str, error: BaseException) -> None:
     for each in _causes(error):
         if isinstance(each, ssl.SSLCertVerificationError):
             raise NoCoordinator(
-                f"the certificate of {address} is not trusted: {each.verify_message}{_advice(each)}"
+                f"the certificate of {address} is not trusted: {each.verify_message.rstrip('.')}{_advice(each)}"
             ) from error
         if isinstance(each, ssl.SSLError) and each.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
             raise NoCoordinator(f"{address} does not speak HTTPS; give http://{origin.netloc}") from error

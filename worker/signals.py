@@ -14,6 +14,7 @@ LEAVE_WITHIN_S = 9.0
 
 log = logging.getLogger(__name__)
 
+_handled = False  # within `stop_on_signals`
 _waits = False  # the main thread does nothing but wait for an answer
 
 
@@ -22,7 +23,7 @@ def interruptible() -> Iterator[None]:
     """Let the first signal end what the main thread does in this block, by Stopped: it only waits for an answer, which
     may take its time, and nobody needs it any more."""
     global _waits
-    if threading.current_thread() is not threading.main_thread():
+    if not _handled or threading.current_thread() is not threading.main_thread():
         yield
         return
     _waits = True
@@ -65,10 +66,13 @@ def stop_on_signals(stop: threading.Event, out_of_time: Callable[[], object] | N
         if _waits:
             raise Stopped("asked to stop while it waited")
 
+    global _handled
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    outer, _handled = _handled, True
     try:
         yield
     finally:
+        _handled = outer
         last_resort.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -42,12 +42,19 @@ def secured(certificate: Certificate, tmp_path_factory: pytest.TempPathFactory) 
         yield coordinator
 
 
+class Quiet(http.server.ThreadingHTTPServer):
+    """It says nothing of handshakes that its clients break off, as these shall."""
+
+    def handle_error(self, *_: object) -> None:
+        pass
+
+
 @contextmanager
 def greeting(certificate: Certificate) -> Iterator[str]:
     """Serve HTTPS with this certificate, whatever its faults; the port."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate.file, certificate.key)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Quiet(("127.0.0.1", 0), Handler)
     server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -166,7 +173,7 @@ def test_a_certificate_of_another_host_or_time(tmp_path: Path) -> None:
     other = make_certificate(tmp_path / "other", host="DNS:coordinator.example.org")
     past = make_certificate(tmp_path / "past", days=-1)
     for made, told in (
-        (other, r"IP address mismatch, certificate is not valid for '127.0.0.1'\.?; give the name that"),
+        (other, r"IP address mismatch, certificate is not valid for '127.0.0.1'; give the name that"),
         (
             past,
             r"certificate has expired; this machine's clock says \d{4}-\d\d-\d\d \d\d:\d\d UTC, set it if that is wrong",
