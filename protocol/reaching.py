@@ -44,7 +44,7 @@ def trusting(ca: Path | None) -> ssl.SSLContext | bool:
 
 def in_words(error: BaseException) -> str:
     """Return why a request came to nothing, by the error of the system that it was raised from."""
-    for each in _causes(error):
+    for each in causes_of(error):
         if isinstance(each, ssl.SSLCertVerificationError):
             return f"its certificate is not trusted: {each.verify_message.rstrip('.')}"
         if isinstance(each, socket.gaierror):
@@ -61,7 +61,7 @@ def check_address(url: str, error: BaseException) -> None:
     """Raise NoCoordinator where another request to `url` would fail as this one did, with `error`."""
     origin = urlsplit(url)
     address = f"{origin.scheme}://{origin.netloc}"
-    for each in _causes(error):
+    for each in causes_of(error):
         if isinstance(each, ssl.SSLCertVerificationError):
             raise NoCoordinator(
                 f"the certificate of {address} is not trusted: {each.verify_message.rstrip('.')}{_advice(each)}"
@@ -81,7 +81,8 @@ def _advice(error: ssl.SSLCertVerificationError) -> str:
     return f"; give its own certificate, or that of who signed it, by --ca FILE or {CA_VARIABLE}"
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield `error`, what it was raised from, and so on."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause

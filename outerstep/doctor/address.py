@@ -4,7 +4,7 @@ import ipaddress
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -16,8 +16,9 @@ import httpx
 from outerstep.doctor.finding import Finding, fine, warning, wrong
 from outerstep.units import duration_text
 from protocol.answers import raise_for_problem, read_message
-from protocol.errors import OuterstepError, Transient
+from protocol.errors import NoCoordinator, OuterstepError, Transient
 from protocol.messages import Health
+from protocol.reaching import causes_of, check_address, in_words
 
 GREETING_BYTES = 1 << 16  # of an answer are read at most: another server may send anything
 ENDS_SOON_DAYS = 14
@@ -88,17 +89,12 @@ def judge_connection(url: str, seen: Greeting | httpx.TransportError) -> list[Fi
     where = f"{parts.hostname}:{port}"
     if isinstance(seen, Greeting):
         return [fine("connection", f"{where} answers within {1000 * seen.took_s:.0f} ms")]
-    causes = list(_causes(seen))
-    if unverified := next((each for each in causes if isinstance(each, ssl.SSLCertVerificationError)), None):
-        said = f"the certificate of {where} is not trusted here: {unverified.verify_message}"
-        remedy = (
-            "give the coordinator a certificate of its name by a known authority, or name the file of your own "
-            "authority's: SSL_CERT_FILE=ca.pem; look at this machine's clock as well"
-        )
+    try:
+        check_address(url, seen)
+    except NoCoordinator as error:
+        said, _, remedy = str(error).partition("; ")
         return [wrong("connection", said, remedy)]
-    if any(isinstance(each, ssl.SSLError) for each in causes):
-        remedy = f"try http://{where}, or give the port of TLS"
-        return [wrong("connection", f"{where} does not speak TLS: {seen}", remedy)]
+    causes = list(causes_of(seen))
     if any(isinstance(each, ConnectionRefusedError) for each in causes):
         remedy = (
             "start `outerstep coordinator` there, with --host 0.0.0.0 if it is another machine, or mend host and port"
@@ -107,14 +103,8 @@ def judge_connection(url: str, seen: Greeting | httpx.TransportError) -> list[Fi
     if isinstance(seen, httpx.TimeoutException):
         remedy = "is the machine on, and does a firewall let this port through, there and here?"
         return [wrong("connection", f"{where} does not answer: {type(seen).__name__}", remedy, passing=True)]
-    told = f"{where} cannot be reached: {seen or type(seen).__name__}"
+    told = f"{where} cannot be reached: {in_words(seen)}"
     return [wrong("connection", told, "look at the network between", passing=True)]
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def judge_tls(url: str, seen: Greeting, now: float) -> list[Finding]:

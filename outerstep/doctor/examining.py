@@ -44,7 +44,7 @@ def examine(
     """Return what is found of a worker with these settings, in so many processes, having told it as it was found."""
     exam = Examination(teller)
     exam.check("versions", lambda _: software.look(), software.judge, within_s=HOST_S)
-    with open_http(settings.url) as http:
+    with open_http(settings.url, settings.ca) as http:
         reached = _reach(exam, settings.url, http, now, monotonic)
         http.headers["Authorization"] = f"Bearer {settings.token}"
         client = rest.Client(http)

@@ -278,7 +278,8 @@ def test_a_proxy_without_its_coordinator(running: InThread, run: str, tmp_path: 
 def test_http_where_tls_is_expected(running: InThread, run: str, tmp_path: Path) -> None:
     url = running.url.replace("http://", "https://")
     found = examine(worker_settings(running, run, tmp_path / "state").model_copy(update={"url": url}))
-    assert "does not speak TLS" in of(found, "connection").said
+    assert of(found, "connection").said == f"{url} does not speak HTTPS"
+    assert of(found, "connection").remedy == f"give {running.url}"
     assert code(found) is Exit.REFUSED
 
 
@@ -297,9 +298,7 @@ def test_a_certificate_that_ends_soon(days: float, state: State, told: str) -> N
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes a certificate, is not installed")
-def test_who_signed_the_certificate_and_whether_that_is_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_signed_the_certificate_and_whether_that_is_trusted(tmp_path: Path) -> None:
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "30", "-subj", "/O=Ourselves"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "certificate.pem"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
@@ -313,16 +312,15 @@ def test_who_signed_the_certificate_and_whether_that_is_trusted(
         try:
             with open_http(url) as http, pytest.raises(httpx.ConnectError) as raised:
                 address.greet(http)
-            monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate.pem"))
-            with open_http(url) as http:
+            with open_http(url, tmp_path / "certificate.pem") as http:
                 seen = address.greet(http)
         finally:
             server.shutdown()
             thread.join()
     (found,) = address.judge_connection(url, raised.value)
-    assert "is not trusted here: self-signed certificate" in found.said
+    assert found.said == f"the certificate of {url} is not trusted: self-signed certificate"
     assert (found.state, found.passing) == (State.WRONG, False)
-    assert "SSL_CERT_FILE=" in found.remedy
+    assert "--ca FILE" in found.remedy
     (found,) = address.judge_tls(url, seen, time.time())
     assert found.said.startswith("signed by Ourselves, ends 20")
 
