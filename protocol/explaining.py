@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from pathlib import Path
 from typing import Any
 
 from protocol.spec.sections import NAME_PATTERN
@@ -14,7 +15,7 @@ def explain(fault: Any) -> str:
         return f"{key}: there is no such key"
     if fault["type"] == "missing":
         return f"{key}: this key is missing"
-    value = fault["input"]
+    value = str(fault["input"]) if isinstance(fault["input"], Path) else fault["input"]
     message = _message(fault, value).removeprefix("Value error, ")
     if not key:
         return f"{message}" if isinstance(value, dict) else f"{value!r}: {message}"

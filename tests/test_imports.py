@@ -84,7 +84,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "alone": {"errors", "accounts", "state", "box", "train"},
         "agent": {
             *("errors", "ranks", "settings", "signals", "accounts", "state", "link"),
-            *("diloco", "initial", "box", "starting", "train", "alone"),
+            *("diloco", "initial", "inner", "box", "starting", "train", "alone"),
         },
     },
 }
