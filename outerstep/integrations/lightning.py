@@ -5,16 +5,19 @@
 
 The steps of the module's optimizers are the inner steps, however many batches are accumulated for one; the data are the
 script's own, shuffled in an order that no other worker has. It trains until the run is over, wherever in it this worker
-joins, and the learning rate is that of the run's step. Needs `pip install 'outerstep[lightning]'`.
+joins, and the learning rate is that of the run's step. Several processes (`strategy="ddp"`) are one worker. Needs
+`pip install 'outerstep[lightning]'`.
 """
 
 import logging
+import os
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import RandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from outerstep.integrations.run_worker import RunWorker
 from worker.errors import BoxError
@@ -26,14 +29,14 @@ class DiLoCoCallback(RunWorker, Callback):
     """One worker of the run `run`. `options` are those of `DiLoCo.connect`.
 
     How long to train is the run's to say: `max_steps` becomes its inner steps, so that schedules are as long, and
-    `max_epochs` nothing. Raises what `DiLoCo.connect` raises, and BoxError for several processes, and for a learning
-    rate that is scheduled by epochs.
+    `max_epochs` nothing. Raises what `DiLoCo.connect` raises, and BoxError for a learning rate that is scheduled by
+    epochs.
     """
+
+    _order: int | None = None  # what seeds the order of the data in all processes of this worker, where it has several
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make the training as long as the run, for the schedules that the module configures next."""
-        if trainer.world_size > 1:
-            raise BoxError(f"the Trainer has {trainer.world_size} processes, and a worker is one: give devices=1")
         trainer.fit_loop.epoch_loop.max_steps = self.spec.total_inner_steps
         trainer.fit_loop.max_epochs = -1
 
@@ -49,11 +52,18 @@ class DiLoCoCallback(RunWorker, Callback):
         diloco = self._join(pl_module, trainer.optimizers, [each.scheduler for each in trainer.lr_scheduler_configs])
         trainer.should_stop = diloco.finished
         torch.manual_seed(diloco.data_seed)  # what a shuffling loader draws from; seed_everything made all alike
+        if trainer.world_size > 1:  # they share an order, which Lightning seeds by this, of 32 bits
+            self._order = diloco.ranks.by_first(lambda: diloco.data_seed) % (1 << 32)
+            os.environ["PL_GLOBAL_SEED"] = str(self._order)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn where the order of the data is not what `data_seed` made it."""
         sampler = getattr(trainer.train_dataloader, "sampler", None)
-        if not isinstance(sampler, RandomSampler) or sampler.generator is not None:
+        if isinstance(sampler, DistributedSampler):
+            own_order = sampler.shuffle and sampler.seed == self._order
+        else:
+            own_order = isinstance(sampler, RandomSampler) and sampler.generator is None
+        if not own_order:
             log.warning(
                 "the training data are not shuffled by shuffle=True, without a generator of its own (%s): give every "
                 "worker other data than the rest, or all of them train on the same",

@@ -1,5 +1,6 @@
 """Lightning's Trainer as a worker: real processes, a model of one layer."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ class Watch(Callback):
 
 model = Module()
 trainer = Trainer(accelerator="cpu", accumulate_grad_batches=2, callbacks=[Watch(), callback], logger=False,
-                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+                  devices=how["devices"], strategy="ddp" if how["devices"] > 1 else "auto")
 generator = torch.Generator().manual_seed(0) if how["seeded"] else None
 trainer.fit(model, torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=how["shuffle"], generator=generator))
 vector = torch.cat([each.detach().reshape(-1) for each in trainable_parameters(model).values()])
@@ -90,11 +92,13 @@ HOW: dict[str, Any] = {
     "interval": "step",
     "shuffle": True,
     "seeded": False,
+    "devices": 1,
 }
 
 
 def start(running: InThread, directory: Path, **how: Any) -> Script:
-    return script.start(running, SCRIPT, directory, **HOW | how)
+    how = HOW | how
+    return script.start(running, SCRIPT, directory, how["devices"], **how)
 
 
 def told(running: InThread, name: str) -> WorkerInfo:
@@ -122,6 +126,27 @@ def test_two_of_them_end_with_the_same_model_and_have_trained_on_other_data(tmp_
     assert all(each["loss"] > 0 for each in rounds)
     assert len(set(a["rows"])) == len(set(b["rows"])) == 4 * TOTAL
     assert a["rows"] != b["rows"]
+
+
+@pytest.mark.system
+def test_several_processes_of_torchrun_are_one_worker(tmp_path: Path) -> None:
+    """They share the batch, and the order of the data, of which each has its own."""
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(SPEC.replace("batch_size = 4", "batch_size = 8"))
+        process = start(running, tmp_path, devices=2)
+        out, errors = process.communicate()
+        assert process.returncode == 0, errors
+        a, b = (json.loads(line) for line in out.splitlines() if line.startswith('{"rows"'))
+        with running.client() as http:
+            wait_until(lambda: http.get("/v1/runs/light").json()["state_digest"] is not None)
+            run = RunDetail.model_validate(http.get("/v1/runs/light").json())
+        assert told(running, "a").state_digest == run.state_digest
+    assert "the training data are not shuffled" not in errors
+    assert a["digest"] == b["digest"]
+    assert a["steps"] == b["steps"] == list(range(TOTAL))
+    assert run.tokens == TOTAL * 8 * 8
+    rows = [*a["rows"][:16], *b["rows"][:16]]
+    assert len(set(rows)) == 32, "no row is trained on twice in an epoch"
 
 
 def test_one_that_is_stopped_hands_in_and_a_late_one_is_at_the_run_s_step(tmp_path: Path) -> None:
