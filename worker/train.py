@@ -43,9 +43,9 @@ def train(steps: Steps, box: Box, log: StepLog | None = None) -> None:
                 log.begin_round()
         box.schedule.set(steps.global_step, steps.warmup_scale)
         loss = box.step.gradient(batch[ranks.rank :: ranks.size])
+        steps.report_loss(loss)
         if box.logs:
             loss = ranks.mean(loss)
-        steps.report_loss(loss)
         if log is not None:
             log.step(
                 loss,

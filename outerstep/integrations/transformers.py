@@ -73,8 +73,8 @@ class DiLoCoCallback(RunWorker, TrainerCallback):
         state.global_step = self.diloco.global_step
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **has: Any) -> None:
-        """Report the training loss, as often as the Trainer logs it."""
-        if self._diloco is not None and "loss" in has["logs"]:
+        """Report the training loss, as often as the Trainer logs it, averaged over its processes."""
+        if self._diloco is not None and "loss" in has["logs"] and self.diloco.ranks.is_first:
             self.diloco.report_loss(torch.tensor(has["logs"]["loss"]))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -44,6 +44,7 @@ class RankProcesses:
 
     stage   of STAGES, at which process `victim` gets kill −9
     stop    the step of the run at which `victim` gets SIGTERM
+    whole_units    each process trains on all rows of a unit
     """
 
     def __init__(self, running: InThread, directory: Path, mode: str, size: int, name: str = "a", **how: Any) -> None:
@@ -108,7 +109,7 @@ def _rank(rank: int, how: dict[str, Any]) -> None:
     losses = []
     with DiLoCo.connect(model, optimizer, run="toy", **given | {"state_dir": Path(how["state_dir"])}) as diloco:
         for unit in diloco.units():
-            x, y = batch(unit, rank, size)
+            x, y = batch(unit, *((0, 1) if how.get("whole_units") else (rank, size)))
             loss = nn.functional.mse_loss(model(x), y)
             loss.backward()
             diloco.report_loss(loss)

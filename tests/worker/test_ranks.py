@@ -191,6 +191,15 @@ def test_processes_that_train_models_of_their_own_are_told(start: Start, tmp_pat
         assert run_of(running).round == 0
 
 
+def test_processes_that_train_on_the_same_rows_are_told(start: Start, tmp_path: Path) -> None:
+    """The worker is as fast as one of them."""
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(toy.spec())
+        worker = start(running, "ddp", 2, whole_units=True)
+        assert worker.wait() == [0, 0]
+        assert worker.told().count("all 2 processes of this worker have the same loss") == 1
+
+
 def test_processes_of_torchrun_without_a_group_are_told() -> None:
     """Each of them would have been a worker of its own."""
     with pytest.raises(RuntimeError, match=r"torchrun has started 2 processes.*init_process_group"):

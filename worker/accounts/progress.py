@@ -50,6 +50,7 @@ class Progress:
         self._inner_step: int | None = None
         self._losses: Tensor | None = None
         self._reports = 0
+        self._told_same_rows = False
         self._started = clock()
         self._bytes_before = (0, 0)
         self._round = 0  # that the next report is on
@@ -85,6 +86,14 @@ class Progress:
         All of them call it at once."""
         own = None if self._losses is None else float(self._losses) / self._reports
         reported = [each for each in self._ranks.all(own) if each is not None]
+        if len(reported) > 1 and len(set(reported)) == 1 and not self._told_same_rows and self._ranks.is_first:
+            self._told_same_rows = True
+            log.warning(
+                "all %d processes of this worker have the same loss, as where each trains on all rows of a unit: let "
+                "each take its part of them, such as rows[rank::size], or unit_sampler() and batches() deal them; a "
+                "loss that was averaged over the processes is to be reported by one of them",
+                len(reported),
+            )
         return sum(reported) / len(reported) if reported else None
 
     def end_inner_steps(self, steps: int, tokens: int) -> float | None:
