@@ -59,7 +59,7 @@ def test_head_of_the_live_stream_of_events_ends(shared: InThread, member: Member
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("POST", "/v1/runs/blobs", "GET, HEAD, PATCH"),
+        ("POST", "/v1/runs/blobs", "DELETE, GET, HEAD, PATCH"),
         ("DELETE", "/v1/runs", "GET, HEAD, POST"),
         ("POST", "/v1/runs/blobs/workers/w", "DELETE, GET, HEAD, PATCH, PUT"),
         ("GET", "/v1/runs/blobs/workers/w/lease", "PUT"),

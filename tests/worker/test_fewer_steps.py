@@ -35,7 +35,8 @@ def test_fewer_inner_steps_hand_in_the_first_units_and_the_others_are_trained_on
         with sqlite3.connect(tmp_path / "coordinator" / "outerstep.db") as database:
             units = database.execute("SELECT start, stop, state FROM unit_ranges ORDER BY start").fetchall()
     tokens = {each["round"]: each["tokens"] for each in rounds}
-    assert [tokens[number] // done.spec.unit_tokens for number in range(3)] == [3, toy.STEPS, toy.STEPS]
-    # Unit 3 was given out again, before any new one: 11 inner steps, 11 units, none of them left out.
+    # The step that round 0 lacked is done in a fourth round.
+    assert [tokens[number] // done.spec.unit_tokens for number in range(4)] == [3, toy.STEPS, toy.STEPS, 1]
+    # Unit 3 was given out again, before any new one: 12 inner steps, 12 units, none of them left out.
     assert {state for _, _, state in units} == {"consumed"}
-    assert (units[0][0], units[-1][1]) == (0, 11)
+    assert (units[0][0], units[-1][1]) == (0, 12)
