@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,6 +22,8 @@ from coordinator.runs.live_run import LiveRun
 from coordinator.server import Server, make_server
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
+from coordinator.store import sqlite
+from coordinator.store.database import Database
 from protocol.messages import Scope, TokenRequest
 
 
@@ -86,10 +89,21 @@ class InThread(Running):
             raise TimeoutError(f"the coordinator did not reach state {round_}: {live.outer.states}")
 
 
+@cache
+def _schema() -> bytes:
+    """A database at the newest schema: a copy is there sooner than one that is migrated."""
+    with TemporaryDirectory(prefix="outerstep-") as directory:
+        Database(sqlite.url_in(Path(directory))).close()
+        return (Path(directory) / sqlite.FILE).read_bytes()
+
+
 @contextmanager
 def coordinator_thread(
     data_dir: Path, port: int = 0, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[InThread]:
+    if not (data_dir / sqlite.FILE).exists():
+        data_dir.mkdir(parents=True, exist_ok=True)
+        (data_dir / sqlite.FILE).write_bytes(_schema())
     server, listening = make_server(Settings(data_dir=data_dir, port=port), clock=clock, store=stores.store)
     runner = asyncio.Runner(loop_factory=server.config.get_loop_factory())
     thread = threading.Thread(target=runner.run, args=(server.serve(sockets=[listening]),))
