@@ -16,7 +16,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Without --no-compile pip would compile all of torch, transformers and others, which takes as long as the rest: Python
+# compiles what it imports.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .PHONY: demo test check systems simulated lint types simulate soak gpu clean
 .DELETE_ON_ERROR:

@@ -40,7 +40,7 @@ def installed_alone(directory: Path, extra: str, **environment: str) -> Path:
     """The Python of a new virtual environment that holds Outerstep with one extra, as a user would install it."""
     venv.create(directory, with_pip=True)
     python = directory / "bin" / "python"
-    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
     source = directory / "source"  # a copy: building leaves traces beside what it builds
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "*.so", "__pycache__"))
     pins = str(ROOT / "constraints.txt")

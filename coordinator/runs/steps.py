@@ -2,8 +2,9 @@
 
 A round is as long as the most that one of its contributors has trained of it. So a round that all of them handed in
 early, as they were stopped, takes the schedule on by no more than was trained, and the run has another round for the
-rest. Of a run that streams every round is a whole one: the coordinator sees a worker's progress some steps later, in
-parts.
+rest. In two kinds of runs every round is a whole one, for the coordinator does not know how much of it was trained:
+where fragments travel beside the training, of which it sees the rest in the next round, and where each worker has an H
+of its own, which is smaller for one that was restarted.
 """
 
 from sqlalchemy import func, select
@@ -32,8 +33,8 @@ def share_of(run: LiveRun, inner_steps: int) -> int:
 
 def steps_trained(run: LiveRun, session: Session) -> int:
     """Return by how many steps the open round, all of whose contributions are in, takes the schedule on."""
-    steps = round_steps(run)
-    if run.spec.sync.streams:
+    steps, sync = round_steps(run), run.spec.sync
+    if sync.streams or sync.inner_steps == "auto":
         return steps
     trained = (
         select(UnitRangeRow.worker, func.sum(UnitRangeRow.stop - UnitRangeRow.start).label("units"))

@@ -110,7 +110,12 @@ class Faults:
         return True
 
     def stop_everybody(self) -> None:
-        """SIGTERM to all workers at once."""
+        """SIGTERM to all workers at once, as soon as none of them ends its round by the step that it is at."""
+        workers = self._sim.workers.values()
+        while not self._sim.calm and not all(worker.steps_left() > 1 for worker in workers):
+            self._sim.scheduler.sleep(0.1)
+        if self._sim.calm:
+            return
         self.counts["stop_everybody"] = 1
         self._sim.disturbed_at = self._sim.scheduler.now
         for worker in self._sim.workers.values():

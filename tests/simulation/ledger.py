@@ -161,7 +161,8 @@ class Ledger:
             rows = self._all("SELECT worker, inner_steps FROM assignments WHERE round = ?", self.round)
             h = {row["worker"]: row["inner_steps"] for row in rows}
             shares = [Fraction(units, h[worker]) for worker, units in self.trained.get(self.round, {}).items()]
-            self.step += steps if self.sync.streams else min(math.ceil(steps * max(shares, default=0)), steps)
+            unknown = self.sync.streams or self.sync.inner_steps == "auto"
+            self.step += steps if unknown else min(math.ceil(steps * max(shares, default=0)), steps)
             self.round += 1
         demand(run["step"] == self.step, "I8", f"round {self.round} begins at step {run['step']}, not {self.step}")
         self.finished = run["state"] == "finished"

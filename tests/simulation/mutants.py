@@ -279,6 +279,6 @@ MUTANTS = [
     Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 14, _trusts_its_state_file),
     Mutant("fuses two operations of the outer step", ("I3",), 0, _fused_outer_step),
     Mutant("never tries again after a fault", ("I5",), 16, _never_tries_again),
-    Mutant("counts a round that all handed in early as a whole one", ("I8",), 71, _counts_short_rounds_as_whole),
+    Mutant("counts a round that all handed in early as a whole one", ("I8",), 52, _counts_short_rounds_as_whole),
     Mutant("never ends a lease", ("I5",), 8, _leases_never_end),
 ]

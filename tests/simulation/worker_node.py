@@ -123,6 +123,13 @@ class WorkerNode:
                     diloco.report_loss(loss)
                     optimizer.step()
 
+    def steps_left(self) -> int:
+        """The inner steps that are left of the round that it trains, with the one in hand; 0 where it trains none."""
+        rounds = self.rounds() if self.running else None
+        if rounds is None or not rounds.training or self.diloco is None:
+            return 0
+        return int(rounds.assignment.inner_steps - self.diloco.inner_step)
+
     def stop(self) -> None:
         """SIGTERM."""
         if self.client is not None and self.running:
