@@ -101,10 +101,11 @@ def _schema() -> bytes:
 def coordinator_thread(
     data_dir: Path, port: int = 0, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[InThread]:
-    if not (data_dir / sqlite.FILE).exists():
+    settings = Settings(data_dir=data_dir, port=port)
+    if settings.database_url is None and not (data_dir / sqlite.FILE).exists():
         data_dir.mkdir(parents=True, exist_ok=True)
         (data_dir / sqlite.FILE).write_bytes(_schema())
-    server, listening = make_server(Settings(data_dir=data_dir, port=port), clock=clock, store=stores.store)
+    server, listening = make_server(settings, clock=clock, store=stores.store)
     runner = asyncio.Runner(loop_factory=server.config.get_loop_factory())
     thread = threading.Thread(target=runner.run, args=(server.serve(sockets=[listening]),))
     thread.start()
