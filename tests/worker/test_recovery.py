@@ -36,9 +36,9 @@ class CountingClient(Client):
             self._count("deltas")
         return payload
 
-    def checkpoint_fragment(self, state_round, fragment, limit_bytes, pool):
+    def checkpoint_fragment(self, state_round, fragment, limit_bytes):
         self._count("checkpoint fragments")
-        return super().checkpoint_fragment(state_round, fragment, limit_bytes, pool)
+        return super().checkpoint_fragment(state_round, fragment, limit_bytes)
 
 
 class Gone(Exception):

@@ -59,7 +59,7 @@ class Exchange:
         self._uploader = self.client.until(self._grace)
         self._encoding = threading.Lock()
         self._told_at = -math.inf
-        self._entropy = Entropy(self.client.line.rate, self.client.clock)
+        self._entropy = Entropy(self.client.line.up.rate, self.client.clock)
 
     def contribute(self, contribution: Contribution, on_line: Callable[[], object] = lambda: None) -> Outcome:
         """Upload `contribution`; return what became of it. `on_line` is called once the line is its own.

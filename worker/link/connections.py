@@ -1,0 +1,77 @@
+"""The connections to the coordinator: what each new one is told, what is on its way over all of them, and their end.
+
+A body counts as sent when the kernel has taken it. On a slow line that would be seconds too early, for a socket buffers
+megabytes, and those share the line with the next body. So connections are told to buffer little.
+
+BBR keeps to the line's rate through loss and after a silence, where CUBIC, Linux's default, falls to a fraction of it.
+Each connection asks for it; the kernel gives it to whoever may have it (docs/performance.md).
+"""
+
+import fcntl
+import logging
+import os
+import socket
+import struct
+import threading
+import weakref
+from contextlib import suppress
+from typing import Any
+
+UNSENT_BYTES = 1 << 17  # 0.1 s at 10 Mbit/s; loopback is as fast with it as without
+CONGESTION_CONTROL = b"bbr"
+
+_SIOCOUTQ = 0x5411  # Linux: the bytes of a TCP socket that the other side has not acknowledged
+
+log = logging.getLogger(__name__)
+
+
+class Connections:
+    """The open connections of one client. `trace` is an httpx extension, to be given with each request. (As an option
+    of a transport it would make httpx ignore the environment's proxies.) Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self.congestion_control: str | None = None  # of the newest connection, where the system tells
+
+    def trace(self, event: str, info: dict[str, Any]) -> None:
+        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
+            opened = info["return_value"].get_extra_info("socket")
+            if isinstance(opened, socket.socket):
+                self._tell(opened)
+                with self._lock:
+                    self._open.add(opened)
+
+    def unacknowledged_bytes(self) -> int:
+        """Return how much the kernel has taken and the other side not acknowledged; 0 where the system cannot tell."""
+        return sum(_unacknowledged(each) for each in self._living())
+
+    def abort(self) -> None:
+        """Break all connections, so that whoever waits for one fails at once."""
+        for each in self._living():
+            # By a socket of its own: what TLS keeps of the connection is its user's, on another thread. OSError where
+            # it was closed meanwhile.
+            with suppress(OSError), socket.socket(fileno=os.dup(each.fileno())) as same:
+                same.shutdown(socket.SHUT_RDWR)
+
+    def _living(self) -> list[socket.socket]:
+        with self._lock:
+            return [each for each in self._open if each.fileno() >= 0]
+
+    def _tell(self, opened: socket.socket) -> None:
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        if not hasattr(socket, "TCP_CONGESTION"):
+            return
+        with suppress(OSError):  # the kernel lacks it, or keeps it for root
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL)
+        used = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+        if used != self.congestion_control:
+            self.congestion_control = used
+            log.info("TCP's congestion control: %s", used)
+
+
+def _unacknowledged(connection: socket.socket) -> int:
+    try:
+        return int(struct.unpack("i", fcntl.ioctl(connection.fileno(), _SIOCOUTQ, b"\0\0\0\0"))[0])
+    except (OSError, ValueError):  # closed meanwhile, or another system
+        return 0

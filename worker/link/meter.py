@@ -1,0 +1,82 @@
+"""How fast one way of the line carries: measured while it is in use, for its width and for whoever asks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from worker.link.width import Width
+from worker.tuning.entropy import Rate
+
+# Less than this fits into buffers on the way at once, however slow the line: its time says nothing.
+LEAST_MEASURED_BYTES = 1 << 20
+WINDOW_S = 0.25  # of a measurement of the width
+
+
+@dataclass(frozen=True)
+class _Moment:
+    at: float
+    carried_bytes: int
+    underway_bytes: int
+
+
+class Meter:
+    """The measurements of one way. A turn is taken, carries bytes from some moment on, and is over.
+
+    width             sees the rate as long as all connections that it allows carry something
+    rate              sees every LEAST_MEASURED_BYTES, and what a burst ends with if it is as much
+    clock, underway   seconds; the bytes that were counted and have not arrived
+
+    Not thread-safe.
+    """
+
+    def __init__(self, width: Width, clock: Callable[[], float], underway: Callable[[], int]) -> None:
+        self.width, self._clock, self._underway = width, clock, underway
+        self.rate = Rate()
+        self.turns = 0
+        self._carrying = 0  # of the turns
+        self._carried_bytes = 0
+        self._burst: _Moment | None = None  # since when something moves
+        self._window: _Moment | None = None  # since when something moves in each turn that may be taken
+
+    def begun(self) -> None:
+        """One more turn carries bytes."""
+        self._carrying += 1
+        if self._burst is None:
+            self._burst = self._now()
+        self._open_window()
+
+    def moved(self, count: int) -> None:
+        self._carried_bytes += count
+        if self._burst is not None and self._carried_bytes - self._burst.carried_bytes >= LEAST_MEASURED_BYTES:
+            self._burst = self._measure(self._burst)
+        if self._window is not None and self._clock() - self._window.at >= WINDOW_S:
+            arrived_bytes, seconds = self._since(self._window)
+            self._window = None
+            self.width.saw(arrived_bytes / seconds)
+            self._open_window()
+
+    def over(self, carried: bool) -> None:
+        """A turn is over, which has `carried` something or has not."""
+        self.turns -= 1
+        self._carrying -= carried
+        self._window = None
+        if self._carrying == 0:
+            if self._burst is not None and self._carried_bytes - self._burst.carried_bytes >= LEAST_MEASURED_BYTES:
+                self._measure(self._burst)
+            self._burst = None
+
+    def _open_window(self) -> None:
+        if self._window is None and self._carrying == self.turns >= self.width.now:
+            self._window = self._now()
+
+    def _measure(self, since: _Moment) -> _Moment:
+        self.rate.add(*self._since(since))
+        return self._now()
+
+    def _now(self) -> _Moment:
+        return _Moment(self._clock(), self._carried_bytes, self._underway())
+
+    def _since(self, before: _Moment) -> tuple[int, float]:
+        """Return the bytes that have arrived since then, and the seconds."""
+        now = self._now()
+        arrived_bytes = now.carried_bytes - before.carried_bytes - (now.underway_bytes - before.underway_bytes)
+        return max(arrived_bytes, 0), max(now.at - before.at, 1e-9)
