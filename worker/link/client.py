@@ -5,6 +5,7 @@ refusals. Thread-safe. Methods that act as a member take the member token; the o
 """
 
 import copy
+import logging
 import random
 import threading
 import time
@@ -26,22 +27,24 @@ from worker.accounts.stages import Stages
 from worker.accounts.traffic import Traffic
 from worker.link.line import DOWN, UP, Line
 from worker.link.retry import Retry, Signal
-from worker.link.transfer import Channel, Download, Upload
+from worker.link.transfer import CONNECT_S, LONG_POLL_S, Channel, Download, Upload
 from worker.signals import interruptible
 
-# Shorter than the 30 s that the coordinator allows, so that a worker that is asked to stop is gone soon.
-LONG_POLL_S = 5
-TIMEOUT = httpx.Timeout(connect=10.0, read=60.0, write=60.0, pool=None)  # of silence, not of a transfer
+TIMEOUT = httpx.Timeout(connect=CONNECT_S, read=60.0, write=60.0, pool=None)  # of silence, not of a transfer
+KEPT_OPEN_S = 50.0  # a connection without requests; the coordinator closes it after 75 s, and many a proxy after 60
 OTHERS = 32  # connections, beside those of transfers
 LEAVE_ATTEMPTS = 3
 MAX_LISTED = 1000  # items of a listing in one answer
+
+
+log = logging.getLogger(__name__)
 
 
 def open_http(url: str, ca: Path | None = None) -> httpx.Client:
     """Return an `httpx.Client` with the timeouts and the connections that a worker wants, which trusts the certificates
     in the file `ca` too. Close it after use. Raises ValueError for a file without certificates."""
     most = UP[1] + DOWN[1] + OTHERS
-    limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
+    limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_OPEN_S)
     return httpx.Client(base_url=url, timeout=TIMEOUT, limits=limits, verify=trusting(ca))
 
 
@@ -93,6 +96,20 @@ class Client:
     def pause(self, seconds: float) -> None:
         """Wait; raises Stopped as soon as the worker is asked to stop."""
         self._retry.pause(seconds)
+
+    def open_ahead(self) -> None:
+        """Begin to open the connections that the next transfers will use, where that takes long enough to matter."""
+        line = self.line
+        if line.is_far:
+            line.up.call(self._open, line.up.width.now)
+            line.down.call(self._open, line.down.width.now)
+
+    def _open(self) -> None:
+        channel = self._channel
+        try:
+            channel.http.get("/healthz", timeout=CONNECT_S, extensions=channel.extensions)
+        except httpx.TransportError as error:
+            log.debug("no connection could be opened ahead: %s", error)  # who needs one will tell
 
     # --- the run --------------------------------------------------------------------------------------------------
 

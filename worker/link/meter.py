@@ -32,21 +32,21 @@ class Meter:
         self.width, self._clock, self._underway = width, clock, underway
         self.rate = Rate()
         self.turns = 0
-        self._carrying = 0  # of the turns
-        self._carried_bytes = 0
+        self.carrying = 0  # of the turns
+        self.carried_bytes = 0
         self._burst: _Moment | None = None  # since when something moves
         self._window: _Moment | None = None  # since when something moves in each turn that may be taken
 
     def begun(self) -> None:
         """One more turn carries bytes."""
-        self._carrying += 1
+        self.carrying += 1
         if self._burst is None:
             self._burst = self._now()
         self._open_window()
 
     def moved(self, count: int) -> None:
-        self._carried_bytes += count
-        if self._burst is not None and self._carried_bytes - self._burst.carried_bytes >= LEAST_MEASURED_BYTES:
+        self.carried_bytes += count
+        if self._burst is not None and self.carried_bytes - self._burst.carried_bytes >= LEAST_MEASURED_BYTES:
             self._burst = self._measure(self._burst)
         if self._window is not None and self._clock() - self._window.at >= WINDOW_S:
             arrived_bytes, seconds = self._since(self._window)
@@ -57,15 +57,15 @@ class Meter:
     def over(self, carried: bool) -> None:
         """A turn is over, which has `carried` something or has not."""
         self.turns -= 1
-        self._carrying -= carried
+        self.carrying -= carried
         self._window = None
-        if self._carrying == 0:
-            if self._burst is not None and self._carried_bytes - self._burst.carried_bytes >= LEAST_MEASURED_BYTES:
+        if self.carrying == 0:
+            if self._burst is not None and self.carried_bytes - self._burst.carried_bytes >= LEAST_MEASURED_BYTES:
                 self._measure(self._burst)
             self._burst = None
 
     def _open_window(self) -> None:
-        if self._window is None and self._carrying == self.turns >= self.width.now:
+        if self._window is None and self.carrying == self.turns >= self.width.now:
             self._window = self._now()
 
     def _measure(self, since: _Moment) -> _Moment:
@@ -73,7 +73,7 @@ class Meter:
         return self._now()
 
     def _now(self) -> _Moment:
-        return _Moment(self._clock(), self._carried_bytes, self._underway())
+        return _Moment(self._clock(), self.carried_bytes, self._underway())
 
     def _since(self, before: _Moment) -> tuple[int, float]:
         """Return the bytes that have arrived since then, and the seconds."""

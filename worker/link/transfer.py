@@ -34,6 +34,10 @@ from worker.link.way import Range, Turn
 
 SEND_BYTES = 1 << 16
 _RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18})")
+# Shorter than the 30 s that the coordinator allows, so that a worker that is asked to stop is gone soon.
+LONG_POLL_S = 5
+CONNECT_S = 5.0
+DOWNLOAD_TIMEOUT = httpx.Timeout(CONNECT_S, read=LONG_POLL_S + 10, pool=None)  # of silence, not of a transfer
 LEAVING_TIMEOUT = httpx.Timeout(2.0, pool=None)  # once asked to stop
 
 
@@ -138,7 +142,7 @@ class Upload:
     def _attempt(self, start: int, stop: int) -> None:
         """Send a part, once. Raises Problem, Transient, httpx.TransportError, UnexpectedAnswer or Stopped."""
         channel, pieces = self._channel, self._pieces(start, stop)
-        with channel.line.up.turn() as turn:
+        with channel.line.up.turn() as turn, channel.line.stalls.watched():
             self._on_line()
             answer = channel.http.put(
                 self._path,
@@ -225,7 +229,10 @@ class Download:
         channel, headers = self._channel, self._headers | part.wanted(self._etag)
         with (
             channel.line.down.turn() as turn,
-            channel.http.stream("GET", self._path, headers=headers, extensions=channel.extensions) as answer,
+            channel.line.stalls.watched(),
+            channel.http.stream(
+                "GET", self._path, headers=headers, timeout=DOWNLOAD_TIMEOUT, extensions=channel.extensions
+            ) as answer,
         ):
             if answer.status_code == 416:
                 self._check_behind(answer, part)

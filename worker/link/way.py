@@ -37,9 +37,9 @@ class Way:
         self._changed = threading.Condition(threading.Lock())
         self._tickets = itertools.count()
         self._waiting: deque[int] = deque()
-        self._meter = Meter(width, clock, underway)
+        self.meter = Meter(width, clock, underway)
         self._pool = ThreadPoolExecutor(width.most + _ANSWERS, name)
-        self.width, self.rate = width, self._meter.rate
+        self.width, self.rate = width, self.meter.rate
 
     def cut(self, size: int) -> list[Range]:
         """Return the parts of a transfer of `size` bytes."""
@@ -48,6 +48,11 @@ class Way:
             return [(0, size)]
         part = min(max(-(-size // share), LEAST_PART_BYTES), MOST_PART_BYTES)
         return [(start, min(start + part, size)) for start in range(0, size, part)]
+
+    def call(self, act: Callable[[], object], times: int) -> None:
+        """Call it so many times, each on a thread of its own. Nobody waits."""
+        for _ in range(times):
+            self._pool.submit(act)
 
     def carry(self, parts: Sequence[Callable[[], None]]) -> None:
         """Call all of them, each of which takes its `turn`, in order; of several each on a thread of its own. Return
@@ -68,12 +73,12 @@ class Way:
             ticket = next(self._tickets)
             self._waiting.append(ticket)
             try:
-                self._changed.wait_for(lambda: self._waiting[0] == ticket and self._meter.turns < self.width.now)
-                self._meter.turns += 1
+                self._changed.wait_for(lambda: self._waiting[0] == ticket and self.meter.turns < self.width.now)
+                self.meter.turns += 1
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
-        turn = Turn(self._changed, self._meter)
+        turn = Turn(self._changed, self.meter)
         try:
             yield turn
         finally:
