@@ -131,12 +131,18 @@ def _accept(
     openapi_extra=ASKS_FOR_BYTES_OR_WAITS,
 )
 async def get_delta(
-    http: Request, run: ReadableRun, number: Number, fragment: Number, caller: Caller, service: Service
+    http: Request,
+    run: ReadableRun,
+    number: Number,
+    fragment: Number,
+    caller: Caller,
+    service: Service,
+    early: Annotated[bool, Query(description="A member's own contribution is on its way.")] = False,
 ) -> Response:
     """The averaged pseudo-gradient. Long-polls with `Prefer: wait=SECONDS` until it is published."""
     layout_with(run, fragment)
 
-    asked = run, number, fragment, caller.worker
+    asked = run, number, fragment, caller.worker, early
     from_memory, under_lock = partial(delta_status.from_memory, *asked), partial(delta_status.under_lock, *asked)
     found = await poll(service.bell, run.name, delta_of(fragment), preferred_wait_s(http), from_memory, under_lock)
     if isinstance(found, str):

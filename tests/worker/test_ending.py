@@ -3,6 +3,7 @@
 import threading
 from pathlib import Path
 
+from protocol.errors import Problem
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
@@ -32,7 +33,9 @@ def test_a_stopped_run_ends_a_worker_that_waits_for_a_delta(tmp_path: Path) -> N
     contributed, stopped = threading.Event(), threading.Event()
 
     class Contributes(Client):
-        def delta(self, round_number, p, limit_bytes, member_token=None):
+        def delta(self, round_number, p, limit_bytes, member_token=None, *, early=False):
+            if early:
+                raise Problem("gone", "not before it has contributed")
             contributed.set()
             return super().delta(round_number, p, limit_bytes, member_token)
 
@@ -79,7 +82,9 @@ def test_a_worker_that_is_told_of_the_end_takes_its_last_outer_step(tmp_path: Pa
     """The news comes before the deltas of the last round have."""
 
     class Told(Client):
-        def delta(self, round_number, p, limit_bytes, member_token=None):
+        def delta(self, round_number, p, limit_bytes, member_token=None, *, early=False):
+            if early:
+                raise Problem("gone", "not before it has contributed")
             if round_number == 1:
                 wait_until(lambda: run.info().state == "finished")
                 heartbeats[0].beat()

@@ -44,6 +44,9 @@ class Exchange:
         self.uploaded.append(contribution.fragment)
         return self._outcomes[contribution.fragment]
 
+    def delta_early(self, contribution: Contribution, sent: threading.Event) -> None:
+        return None
+
     def await_delta(self, contribution: Contribution, outcome: Outcome, failed: threading.Event) -> tuple[Any, Outcome]:
         return None, outcome
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
+from protocol.errors import Problem
 from protocol.messages import RunDetail, Scope, WorkerInfo
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker.diloco import DiLoCo
@@ -106,7 +107,9 @@ class MortalClient(Client):
         super().contribute(member_token, header, frames, **options)
         self.reach("after upload", header.round)
 
-    def delta(self, round_number, p, limit_bytes, member_token=None):
+    def delta(self, round_number, p, limit_bytes, member_token=None, *, early=False):
+        if early:  # then "before download" would come at any time
+            raise Problem("gone", "in this test a delta is asked for once its contribution was answered")
         self.reach("before download", round_number)
         payload = super().delta(round_number, p, limit_bytes, member_token)
         self.reach("after download", round_number)

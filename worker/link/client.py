@@ -176,10 +176,13 @@ class Client:
         buffers = [wire.pack_header(header), *frames]
         Upload(self._channel, path, self._headers(member_token), buffers, on_line)()
 
-    def delta(self, round_number: int, p: int, limit_bytes: int, member_token: str | None = None) -> wire.Payload:
+    def delta(
+        self, round_number: int, p: int, limit_bytes: int, member_token: str | None = None, *, early: bool = False
+    ) -> wire.Payload:
         """Fetch the delta of one fragment. Raises Problem `not-published` if it is not there within LONG_POLL_S (ask
-        again), and `contribution-lost` if the round lacks the contribution of the member who asks."""
-        path = f"{self._path}/rounds/{round_number}/fragments/{p}/delta"
+        again), and `contribution-lost` if the round lacks the contribution of the member who asks, unless that asks
+        `early`, while it is on its way."""
+        path = f"{self._path}/rounds/{round_number}/fragments/{p}/delta{'?early=true' if early else ''}"
         headers = self._headers(member_token) | _long_poll()
         return _payload(path, Download(self._channel, path, headers, limit_bytes)())
 

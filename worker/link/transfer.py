@@ -117,6 +117,8 @@ class Upload:
             hasher.update(each)
         self._digest = content_digest(hasher.digest())
         self._headers = headers | {"Content-Type": wire.MEDIA_TYPE}
+        self._beginning = threading.Lock()
+        self._begun = False
         self._missing: list[Range] = []  # as it was told last
         self._accepted = self._refused = False
 
@@ -143,7 +145,7 @@ class Upload:
         """Send a part, once. Raises Problem, Transient, httpx.TransportError, UnexpectedAnswer or Stopped."""
         channel, pieces = self._channel, self._pieces(start, stop)
         with channel.line.up.turn() as turn, channel.line.stalls.watched():
-            self._on_line()
+            self._note_begun()
             answer = channel.http.put(
                 self._path,
                 content=channel.sent(map(bytes, pieces), turn),
@@ -156,6 +158,12 @@ class Upload:
             self._missing = read_message(PartReply, answer).missing
         else:
             self._accepted = True
+
+    def _note_begun(self) -> None:
+        with self._beginning:
+            first, self._begun = not self._begun, True
+        if first:
+            self._on_line()
 
     def _described(self, start: int, stop: int, pieces: Sequence[memoryview]) -> dict[str, str]:
         length = {"Content-Length": str(stop - start)}

@@ -88,15 +88,30 @@ class Exchange:
                 return Superseded()
         return None
 
+    def delta_early(self, contribution: Contribution, sent: threading.Event) -> wire.Payload | None:
+        """Ask for the delta while the contribution is on its way, so that the coordinator has the question when it has
+        the answer. `sent` is set once the contribution was answered. None where this came to nothing: then
+        `await_delta` asks again, and tells why."""
+        fetch = partial(self._fetch(contribution), early=True)
+        while True:
+            try:
+                return self.membership.act(fetch)
+            except Problem as problem:
+                if problem.slug != "not-published" or sent.is_set():
+                    return None
+
+    def _fetch(self, contribution: Contribution) -> Callable[..., wire.Payload]:
+        p = contribution.fragment
+        limit_bytes = wire.max_payload_bytes(self.spec.sync.download_codec, len(self.state.theta[p]))
+        return partial(self.client.delta, contribution.round, p, limit_bytes)
+
     def await_delta(
         self, contribution: Contribution, outcome: Outcome, failed: threading.Event
     ) -> tuple[wire.Payload, Outcome]:
         """Wait for the delta; return it, and what became of the contribution in the end: the coordinator's disk may
         lose it, and then it is sent again. Raises as `contribute` does, RunEnded, and Abandoned once `failed` is set.
         """
-        p = contribution.fragment
-        limit_bytes = wire.max_payload_bytes(self.spec.sync.download_codec, len(self.state.theta[p]))
-        fetch = partial(self.client.delta, contribution.round, p, limit_bytes)
+        fetch = self._fetch(contribution)
         while True:
             try:
                 with self.client.stages(Stage.AWAIT_DELTA):

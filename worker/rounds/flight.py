@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import torch
 
+from protocol import wire
 from protocol.errors import OuterstepError
 from protocol.messages import Stage
 from worker.codecs import unpack_payload
@@ -23,7 +24,7 @@ from worker.rounds.exchange import UPLOADS, Abandoned, Exchange, Outcome
 from worker.state.units import count
 from worker.state.work import Contribution, Left, Missed, Superseded
 
-DOWNLOADS = 4
+DOWNLOADS = 8  # threads: a fragment's delta is asked for by one while another waits to step by it
 
 log = logging.getLogger(__name__)
 
@@ -133,20 +134,29 @@ class Flight:
         next_turn: threading.Event,
     ) -> Future[Left]:
         turn.wait()
+        sent, early = threading.Event(), list[Future[wire.Payload | None]]()
+
+        def on_line() -> None:
+            early.append(self._downloads.submit(self._exchange.delta_early, contribution, sent))
+            next_turn.set()
+
         try:
             with self._abandon_others():
                 contribution = self.contributions[p] = make()
                 if saved is not None:
                     saved.result()
-                outcome = self._exchange.contribute(contribution, next_turn.set)
-                return self._downloads.submit(self._step, contribution, outcome)
+                outcome = self._exchange.contribute(contribution, on_line)
+                return self._downloads.submit(self._step, contribution, outcome, early)
         finally:
+            sent.set()
             next_turn.set()  # also where it did not get as far as the line
 
-    def _step(self, contribution: Contribution, outcome: Outcome) -> Left:
+    def _step(self, contribution: Contribution, outcome: Outcome, early: list[Future[wire.Payload | None]]) -> Left:
         exchange, p = self._exchange, contribution.fragment
         with self._abandon_others():
-            delta, outcome = exchange.await_delta(contribution, outcome, self._failed)
+            delta = early[0].result() if early else None
+            if delta is None:
+                delta, outcome = exchange.await_delta(contribution, outcome, self._failed)
             with exchange.client.stages(Stage.OUTER_STEP):
                 exchange.state.step(p, delta)
             self._note_step(contribution, outcome)
