@@ -18,6 +18,7 @@ import httpx
 import psutil
 
 from benchmarks.harness import stores
+from benchmarks.harness.certificates import Certificate
 from coordinator.runs.live_run import LiveRun
 from coordinator.server import Server, make_server
 from coordinator.service import Coordinator
@@ -144,13 +145,21 @@ class CoordinatorProcess:
     """
 
     def __init__(
-        self, data_dir: Path, *, host: str = "127.0.0.1", python: Path = Path(sys.executable), quiet: bool = False
+        self,
+        data_dir: Path,
+        *,
+        host: str = "127.0.0.1",
+        certificate: Certificate | None = None,
+        python: Path = Path(sys.executable),
+        quiet: bool = False,
     ) -> None:
         self.port = 0
         self.process: subprocess.Popen[str] | None = None
         self._data_dir = data_dir
         self._log = None if quiet else data_dir.parent / f"{data_dir.name}.log"
         self._command = [str(python), "-m", "outerstep", "coordinator", "--data", str(data_dir), "--host", host]
+        if certificate is not None:
+            self._command += ["--tls-certificate", str(certificate.file), "--tls-key", str(certificate.key)]
         self._command += ["--log-level", "warning"] if quiet else []
 
     def start(self) -> InProcess:
@@ -183,10 +192,10 @@ class CoordinatorProcess:
 
 
 @contextmanager
-def coordinator_process() -> Iterator[InProcess]:
+def coordinator_process(host: str = "127.0.0.1", certificate: Certificate | None = None) -> Iterator[InProcess]:
     """A coordinator process with a temporary directory, which says nothing but warnings."""
     with TemporaryDirectory(prefix="outerstep-") as directory:
-        coordinator = CoordinatorProcess(Path(directory), quiet=True)
+        coordinator = CoordinatorProcess(Path(directory), host=host, certificate=certificate, quiet=True)
         try:
             yield coordinator.start()
         finally:

@@ -20,7 +20,7 @@ from torchft.coordination import LighthouseServer
 
 from benchmarks.peers import deltas
 
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(minutes=15)
 
 
 def main() -> None:
@@ -46,22 +46,7 @@ def main() -> None:
 def worker(rank: int, arguments: argparse.Namespace, lighthouse: str, barrier: Barrier, reports: Any) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=TIMEOUT),
-        load_state_dict=None,
-        state_dict=None,
-        min_replica_size=arguments.workers,
-        use_async_quorum=False,
-        timeout=TIMEOUT,
-        rank=0,
-        world_size=1,
-        store_addr="127.0.0.1",
-        store_port=store.port,
-        lighthouse_addr=lighthouse,
-        replica_id=f"worker_{rank}",
-        hostname="127.0.0.1",
-        init_sync=False,
-    )
+    manager = joined(store, rank, arguments.workers, lighthouse)
     delta = torch.from_numpy(deltas.draw(rank, arguments.params))
     report: dict[str, Any] = {"spans": [], "quorum": [], "loopback_bytes": []}
     for _ in range(arguments.rounds + 1):
@@ -86,6 +71,26 @@ def worker(rank: int, arguments: argparse.Namespace, lighthouse: str, barrier: B
     report["relative_error"] = deltas.relative_error(values.numpy(), exact)
     manager.shutdown(wait=False)
     reports.put(report)
+
+
+def joined(store: TCPStore, rank: int, workers: int, lighthouse: str) -> Manager:
+    """Return the manager of one worker, which the others find where its store is."""
+    return Manager(
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=workers,
+        use_async_quorum=False,
+        timeout=TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr=store.host,
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=f"worker_{rank}",
+        hostname=store.host,
+        init_sync=False,
+    )
 
 
 if __name__ == "__main__":

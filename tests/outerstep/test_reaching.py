@@ -14,13 +14,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.harness.certificates import Certificate, make_certificate
 from outerstep import DiLoCo
 from outerstep.cli import app
 from protocol.errors import NoCoordinator
 from protocol.exit_codes import Exit
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.examples import SPEC
-from tests.support.certificates import Certificate, make_certificate
 from tests.support.http_server import Handler
 from tests.support.http_server import serving as serving_pages
 from worker.agent import run_worker

@@ -7,7 +7,7 @@ flipped inside long bodies only, which carry tensors and a digest: control messa
 import asyncio
 import random
 
-from benchmarks.harness.relay import Relay
+from tests.soak.relay import Relay
 
 PIECE_BYTES = 1 << 14
 ANYWHERE = ("cut", "stall")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.coordinator import CoordinatorProcess, Running
-from benchmarks.harness.lines import Rate, slow_lines, why_not
+from benchmarks.harness.lines import Shape, slow_lines, why_not
 from protocol.exit_codes import Exit
 from protocol.messages import Scope
 from tests.soak.proxy import Proxy
@@ -23,8 +23,10 @@ from tests.support.text import write_text
 from tests.support.workers import WorkerProcess
 
 WORKERS = [f"w{number}" for number in range(6)]
-BEHIND_SLOW_LINES = WORKERS[:2]
-SLOW = Rate(up_kbit=2_000, down_kbit=10_000, loss_per_mille=5)
+SLOW = {
+    "w0": Shape(up_mbit=2, down_mbit=10, round_trip_s=0.02, loss=0.005),
+    "w1": Shape(up_mbit=2, down_mbit=10, round_trip_s=0.08, loss=0.005),
+}
 DECADE = 10  # rounds in which each worker is killed once, and the coordinator twice
 STEP_S = 0.25
 
@@ -136,7 +138,7 @@ def soak(plan: Plan, folder: Path, *, patience_s: float, say: Callable[[str], No
     """Run it to the end in `folder`, which is empty. AssertionError where it does not end in `patience_s`."""
     folder.mkdir(exist_ok=True)
     reason = why_not()
-    condition = "2 Mbit/s up, 10 down, 0.5 % loss for " + " and ".join(BEHIND_SLOW_LINES)
+    condition = "2 Mbit/s up, 10 down, 0.5 % loss, 20 ms for w0 and 80 ms for w1"
     outcome = Outcome(plan, folder / "data", condition if reason is None else f"no slow lines here: {reason}")
     say(f"lines: {outcome.lines}")
     coordinator = CoordinatorProcess(folder / "data")
@@ -144,7 +146,7 @@ def soak(plan: Plan, folder: Path, *, patience_s: float, say: Callable[[str], No
     with ExitStack() as cleanup:
         running = coordinator.start()
         cleanup.callback(coordinator.kill)
-        lines = cleanup.enter_context(slow_lines(BEHIND_SLOW_LINES if reason is None else [], SLOW))
+        lines = cleanup.enter_context(slow_lines(SLOW if reason is None else {}, seed=plan.seed))
         proxy = cleanup.enter_context(Proxy(coordinator.port, plan.seed, mean_bytes=600_000, delay_s=0.04))
         running.create_run(plan.spec(write_text(folder / "text", seed=plan.seed, files=24)))
         token = running.token(Scope.WORKER)

@@ -1,16 +1,12 @@
 """About two minutes of the soak, bounded by rounds; `make soak MINUTES=n` is longer. And that its verdict can fail."""
 
-import os
-import shutil
 import socket
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import lines
+from tests.soak.proxy import Proxy
 from tests.soak.soak import WORKERS, Outcome, Plan, show, soak
 from tests.soak.verdict import faults, lost_contributions, report, wrong_units
 
@@ -46,27 +42,16 @@ def test_kills_of_both_sides_broken_lines_and_flipped_bits_lose_nothing(tmp_path
     assert outcome.harm.keys() >= {"cut", "stall", "corrupt"}
 
 
-@pytest.mark.system
-def test_slow_lines_carry_bytes_and_count_them() -> None:
-    """A skip says that the soak ran without them."""
-    if reason := lines.why_not():
-        pytest.skip(f"the soak has no slow lines here: {reason}")
-    sent = os.urandom(300_000)
-    fetch = "import socket, sys; s = socket.create_connection((sys.argv[1], int(sys.argv[2])))\n"
-    fetch += "while piece := s.recv(1 << 16): sys.stdout.buffer.write(piece)"
-    with lines.slow_lines(["far"], lines.Rate(2_000, 10_000, 5)) as far:
-        line = far["far"]
-        with socket.create_server((line.address, 0)) as server:
-            port = str(server.getsockname()[1])
-            command = [*line.prefix, sys.executable, "-c", fetch, line.address, port]
-            with subprocess.Popen(command, stdout=subprocess.PIPE) as fetching:
-                connection, _ = server.accept()
-                with connection:
-                    connection.sendall(sent)
-                received, _ = fetching.communicate()
-        assert received == sent
-        up, down = line.wire_bytes()
-    assert down > len(sent) > up > 0
+def test_the_end_of_a_proxy_ends_its_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with Proxy(server.getsockname()[1], 0, mean_bytes=1000, delay_s=0) as proxy:
+            address = proxy.listen("127.0.0.1", "w")
+            near = socket.create_connection(address)
+            far, _ = server.accept()
+        with near, far:
+            assert near.recv(1) == far.recv(1) == b""
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
 
 
 def test_a_plan_kills_each_worker_once_and_the_coordinator_twice_per_decade() -> None:
@@ -75,11 +60,3 @@ def test_a_plan_kills_each_worker_once_and_the_coordinator_twice_per_decade() ->
         victims = [whom for at, whom in kills if 10 * decade <= at < 10 * decade + 10]
         assert sorted(victims) == sorted([*WORKERS, "coordinator", "coordinator"])
     assert kills == Plan(seed=1, rounds=30, round_s=60).kills()
-
-
-def test_a_machine_without_root_or_tools_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "nft" else tool)
-    assert lines.why_not() == "no nft (Debian: apt install nftables)"
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert lines.why_not() == "not root"

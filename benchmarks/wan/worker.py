@@ -1,12 +1,11 @@
-"""One worker of benchmarks/wan.py, a process of its own behind its line: orders come as JSON lines on stdin, answers go
-as JSON lines to stdout. Times are of the machine's monotonic clock.
+"""One worker of the benchmark, a process of its own behind its line, which takes orders (harness/orders.py).
 
-  sync    what `outerstep worker` does between two rounds' inner steps: encode, upload, wait, download, outer step
-  train   rounds of a script with `outerstep.DiLoCo`, whose inner steps take a fixed time, as an accelerator's would
+sync    what `outerstep worker` does between two rounds' inner steps: encode, upload, wait, download, outer step
+plain   one TCP transfer, without anything else
+gloo    torch.distributed's all-reduce of fp32 among all workers
+train   rounds of a script with `outerstep.DiLoCo`, whose inner steps take a fixed time, as an accelerator's would
 """
 
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.harness.orders import orders, say, timed
+from benchmarks.wan.gloo import all_reduce
+from benchmarks.wan.noise import noise
+from benchmarks.wan.plain import Direction, transfer
 from outerstep import DiLoCo
 from protocol.messages import Action, Assignment, JoinRequest
 from worker.link import seeding
@@ -41,25 +44,15 @@ class Flat(nn.Module):
 def main() -> None:
     torch.set_num_threads(1)
     say(at="started")
-    for line in sys.stdin:
-        order = json.loads(line)
-        act: dict[str, Callable[..., None]] = {"sync": synchronise, "train": train}
+    act: dict[str, Callable[..., None]] = {"sync": synchronise, "plain": plain, "gloo": all_reduce, "train": train}
+    for order in orders():
         act[order.pop("do")](**order)
 
 
-def say(**answer: Any) -> None:
-    print(json.dumps(answer), flush=True)
-
-
-def noise(elements: int, rank: int) -> torch.Tensor:
-    """Draw float32[elements], as hard to compress as a pseudo-gradient."""
-    return torch.randn(elements, generator=torch.Generator().manual_seed(rank)) * 1e-3
-
-
-def synchronise(url: str, run: str, token: str, rank: int, elements: int, rounds: int) -> None:
-    """Do `rounds` syncs, each when a line comes in. Return when they began and ended, and the payload bytes moved."""
+def synchronise(url: str, ca: str | None, run: str, token: str, rank: int, elements: int, rounds: int) -> None:
+    """Do `rounds` syncs. Each tells the payload bytes that it moved."""
     delta, model = noise(elements, rank), Flat(elements)
-    with open_http(url) as http:
+    with open_http(url, None if ca is None else Path(ca)) as http:
         client = Client(http, run, token)
         spec = client.run_detail().spec
         membership = Membership(client, f"worker-{rank}", JoinRequest(tensors=tensor_specs(model)), None)
@@ -75,22 +68,24 @@ def synchronise(url: str, run: str, token: str, rank: int, elements: int, rounds
         for p in range(len(state)):  # state 0 is known to everybody here
             state.set(p, torch.zeros(layout.elements[p]), None)
         exchange = Exchange(membership, spec, state, torch.device("cpu"))
+
+        def sync(work: list[Contribution]) -> dict[str, int]:
+            up, down = client.traffic.upload_bytes, client.traffic.download_bytes
+            flight = Flight(exchange, work[0].round)
+            for each in work:
+                flight.send_made(each)
+            flight.end()
+            return {"up": client.traffic.upload_bytes - up, "down": client.traffic.download_bytes - down}
+
         for round_ in range(rounds):
             while (asked := ask(round_)).action is not Action.TRAIN:
                 pass
             deltas = enumerate(delta.split(layout.elements))
-            work = [Contribution(round_, p, asked.units, 1, 1, 1.0, 1.0, each) for p, each in deltas]
-            say(at="ready")
-            sys.stdin.readline()
-            up, down = client.traffic.upload_bytes, client.traffic.download_bytes
-            started = time.monotonic()
-            flight = Flight(exchange, round_)
-            for each in work:
-                flight.send_made(each)
-            flight.end()
-            ended = time.monotonic()
-            up, down = client.traffic.upload_bytes - up, client.traffic.download_bytes - down
-            say(started=started, ended=ended, up=up, down=down)
+            timed(partial(sync, [Contribution(round_, p, asked.units, 1, 1, 1.0, 1.0, each) for p, each in deltas]))
+
+
+def plain(address: str, port: int, way: Direction, size: int) -> None:
+    timed(partial(transfer, address, port, way, size))
 
 
 def train(url: str, run: str, token: str, rank: int, elements: int, step_s: float, measured: int) -> None:

@@ -1,27 +1,53 @@
-"""A TCP relay between workers and a server on this machine, on a thread of its own. What it does to the bytes on their
-way is a subclass's: see `_carry`."""
+"""A TCP relay between workers and a server on this machine, on an event loop in a thread of its own. What it does to the
+bytes on their way is a subclass's: see `_carry`."""
 
 import asyncio
 import random
+import threading
 from collections import Counter
-from functools import partial
-
-from benchmarks.harness.loop_thread import LoopThread
+from typing import Self
 
 
-class Relay(LoopThread):
-    """Forwards connections to 127.0.0.1:`port`. `harm` counts what went wrong, or was made to."""
+class Relay:
+    """Forwards connections to 127.0.0.1:`port` within a `with` block, whose end cancels them. `harm` counts what went
+    wrong, or was made to."""
 
     def __init__(self, port: int, seed: int = 0) -> None:
-        super().__init__()
         self._port, self._seed = port, seed
         self.harm: Counter[str] = Counter()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
+        self._thread = threading.Thread(target=self._turn, name=type(self).__name__)
+        self._servers: list[asyncio.Server] = []
+        self._connections: set[asyncio.Task[None]] = set()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _turn(self) -> None:
+        with self._runner:  # as it ends, it cancels all tasks and awaits them
+            self._loop.run_forever()
+            for server in self._servers:
+                server.close()
 
     def listen(self, address: str, worker: str) -> tuple[str, int]:
         """Take connections of `worker` at `address`; where."""
         rng = random.Random(f"{self._seed}/{worker}")
-        serve = partial(self._connection, rng=rng)
-        return address, self._listen(serve, host=address, port=0)
+
+        # Given a coroutine, Python 3.11 makes the task itself, and complains when it is cancelled.
+        def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = asyncio.create_task(self._connection(reader, writer, rng))
+            self._connections.add(connection)
+            connection.add_done_callback(self._connections.discard)
+
+        started = asyncio.run_coroutine_threadsafe(asyncio.start_server(begin, host=address, port=0), self._loop)
+        self._servers.append(started.result(30))
+        return address, int(self._servers[-1].sockets[0].getsockname()[1])
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random) -> None:
         """Take the bytes of one way of one connection from `reader` to `writer`; return where the connection ends."""

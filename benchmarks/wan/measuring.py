@@ -1,0 +1,148 @@
+"""A coordinator and workers behind their lines, and what is measured of one row: syncs, a plain transfer, others."""
+
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.certificates import make_certificate
+from benchmarks.harness.coordinator import Running, coordinator_process
+from benchmarks.harness.far import Far, far, seconds, together
+from benchmarks.harness.lines import Line, Shape, slow_lines
+from benchmarks.peers.environments import Unavailable
+from benchmarks.wan import peers
+from benchmarks.wan.plain import plain_s
+from benchmarks.wan.rows import Row, described, missed
+from protocol.messages import Scope
+
+WORKERS = 4
+
+SPEC = """
+name = "{name}"
+[model]
+factory = "none:none"
+[data]
+source = "custom"
+[sync]
+rounds = {rounds}
+inner_steps = {inner_steps}
+overlap = {overlap}
+upload_codec = "{upload}"
+download_codec = "{download}"
+[members]
+min_workers = {workers}
+lease_s = 3600
+[checkpoints]
+every_rounds = 1000
+"""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much of it: measured syncs, each after so many seconds of silence; transfers of others."""
+
+    syncs: int
+    silence_s: float
+    others: int
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A coordinator, and its workers behind lines."""
+
+    running: Running
+    token: str
+    ca: Path | None
+    workers: list[Far]
+
+    @property
+    def lines(self) -> list[Line]:
+        return [worker.line for worker in self.workers]
+
+    def create_run(
+        self, name: str, rounds: int, inner_steps: int = 1, overlap: int = 0, codecs: tuple[str, str] = ("int8", "int8")
+    ) -> None:
+        upload, download = codecs
+        changes = {"rounds": rounds, "inner_steps": inner_steps, "overlap": overlap}
+        self.running.create_run(SPEC.format(name=name, upload=upload, download=download, workers=WORKERS, **changes))
+
+    def order(self, what: str, run: str, **more: Any) -> None:
+        """Give the order to all, as workers of the run."""
+        for rank, worker in enumerate(self.workers):
+            worker.order(do=what, url=self.running.url, run=run, token=self.token, rank=rank, **more)
+
+
+@contextmanager
+def bench(shape: Shape, tcp: str, *, workers: int = WORKERS, tls: bool = False) -> Iterator[Bench]:
+    """Workers behind lines of this shape, and a coordinator before them."""
+    with ExitStack() as stack:
+        lines = stack.enter_context(slow_lines({f"worker-{rank}": shape for rank in range(workers)}, tcp=tcp))
+        address = lines["worker-0"].address
+        certificate = None
+        if tls:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outerstep-wan-")))
+            certificate = make_certificate(folder / "tls", host=f"IP:{address}")
+        running = stack.enter_context(coordinator_process(address, certificate))
+        behind = [stack.enter_context(far(line, "benchmarks.wan.worker")) for line in lines.values()]
+        for worker in behind:
+            worker.answer()
+        yield Bench(running, running.token(Scope.WORKER), certificate and certificate.file, behind)
+
+
+def measure(row: Row, effort: Effort, others: Sequence[str]) -> dict[str, Any]:
+    """Measure one row, and the same mean by `others`, over the same lines."""
+    with bench(row.shape, row.tcp, tls=row.tls) as made:
+        syncs = _syncs(made, row, effort)
+        up, down = syncs["payload_bytes"]["up"], syncs["payload_bytes"]["down"]
+        plain = {"up": plain_s(made.workers[0], "up", up), "down": plain_s(made.workers[0], "down", down)}
+        other_rows = {name: _other(name, made, row, effort) for name in others}
+    limit_s, median_s = row.limit_s(up, down), statistics.median(syncs["sync_s"])
+    others_s = {name: each["sync_s"] for name, each in other_rows.items() if each["sync_s"] is not None}
+    return {
+        **described(row),
+        **syncs,
+        "silence_s": effort.silence_s,
+        "limit_s": limit_s,
+        "plain_s": plain,
+        "median_s": median_s,
+        "worst_s": max(syncs["sync_s"]),
+        "ratio": median_s / limit_s,
+        "excess_round_trips": (median_s - limit_s) / row.shape.round_trip_s,
+        "target": str(row.target),
+        "most_s": row.target.most_s(limit_s, row.shape.round_trip_s),
+        "others": other_rows,
+        "missed": missed(row, median_s, limit_s, others_s),
+    }
+
+
+def _syncs(made: Bench, row: Row, effort: Effort) -> dict[str, Any]:
+    """Syncs on connections that are there: one before, by which they are made, is not counted."""
+    rounds = effort.syncs + 1
+    made.create_run("sync", rounds, codecs=(row.upload, row.download))
+    ca = None if made.ca is None else str(made.ca)
+    made.order("sync", "sync", ca=ca, elements=row.parameters, rounds=rounds)
+    together(made.workers, 1, 0.0)
+    before = made.lines[0].wire_bytes()
+    answers = together(made.workers, effort.syncs, effort.silence_s)
+    up, down = (now - then for now, then in zip(made.lines[0].wire_bytes(), before, strict=True))
+    return {
+        "sync_s": [seconds(each) for each in answers],
+        "payload_bytes": {way: max(each[way] for sync in answers for each in sync) for way in ("up", "down")},
+        "wire_bytes": {"up": up // effort.syncs, "down": down // effort.syncs},
+    }
+
+
+def _other(name: str, made: Bench, row: Row, effort: Effort) -> dict[str, Any]:
+    """Another system's syncs of as many values: the median, or why there is none."""
+    if name == "gloo":
+        answers = peers.gloo(made.workers, row.parameters, effort.others)
+    else:
+        try:
+            answers = peers.other(name, made.lines, row.parameters, effort.others)
+        except Unavailable as reason:
+            return {"sync_s": None, "remark": str(reason)}
+    taken = [seconds(each) for each in answers]
+    return {"sync_s": statistics.median(taken), "syncs_s": taken, "remark": ""}

@@ -1,0 +1,46 @@
+"""Other systems over the same lines: each worker is a process behind its own, which reaches the others through the
+coordinator's side. How such a process goes about it is in benchmarks/peers/far_*.py, and gloo's in gloo.py."""
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks.harness.far import Far, far, together
+from benchmarks.harness.lines import Line
+from benchmarks.peers.comparison import WRONG_MEAN
+from benchmarks.peers.environments import Unavailable, cache, last_line, prepare
+
+PEERS = ("gloo", "torchft", "hivemind")
+
+
+def gloo(workers: Sequence[Far], elements: int, rounds: int) -> list[list[dict[str, Any]]]:
+    """Return the workers' answers, for each all-reduce of theirs."""
+    with tempfile.TemporaryDirectory(prefix="outerstep-wan-") as folder:
+        for rank, worker in enumerate(workers):
+            _order(worker, rank, workers, f"{folder}/store", do="gloo", elements=elements, rounds=rounds)
+        return together(workers, rounds, 0.0)
+
+
+def other(peer: str, lines: Sequence[Line], elements: int, rounds: int) -> list[list[dict[str, Any]]]:
+    """Return the answers of a peer's processes, for each sync after a warm-up. Raises `Unavailable`."""
+    python, log = prepare(peer), cache() / f"far-{peer}.log"
+    with log.open("w") as file, ExitStack() as stack:
+        workers = [stack.enter_context(far(line, f"benchmarks.peers.far_{peer}", python, file)) for line in lines]
+        meeting = None
+        try:
+            for rank, worker in enumerate(workers):
+                _order(worker, rank, workers, meeting, elements=elements, rounds=rounds + 1)
+                meeting = meeting or worker.answer()["meeting"]
+            answers = together(workers, rounds + 1, 0.0)[1:]
+            error = max(worker.answer()["relative_error"] for worker in workers)
+        except RuntimeError as ended:
+            raise Unavailable(f"failed: {last_line(log.read_text())}; see {log}") from ended
+    if not error <= WRONG_MEAN:
+        raise Unavailable(f"not the mean: its relative error is {error:.2g}")
+    return answers
+
+
+def _order(worker: Far, rank: int, workers: Sequence[Far], meeting: Any, **order: Any) -> None:
+    address = worker.line.far_address
+    worker.order(rank=rank, workers=len(workers), address=address, meeting=meeting, **order)

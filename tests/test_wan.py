@@ -1,0 +1,85 @@
+"""The benchmark of long lines: its limits and verdicts, and that it is complete, at sizes that say nothing of speed."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plan
+from benchmarks.harness import lines
+from benchmarks.harness.lines import NO_LINES_EXIT, Shape
+from benchmarks.wan import __main__ as wan
+from benchmarks.wan.rows import ROWS, chosen, missed
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_limit_is_the_slower_ways_bytes_with_their_heads() -> None:
+    a = ROWS["A"]
+    assert a.limit_s(1_448_000, 0) == pytest.approx(1_538_000 * 8 / 10e6)
+    assert a.limit_s(1_448_000, 14_480_000) == pytest.approx(15_380_000 * 8 / 100e6)
+    assert a.limit_s(1_448_000, 28_960_000) == pytest.approx(30_760_000 * 8 / 100e6)
+
+
+def test_a_queue_holds_a_round_trip_or_100_ms() -> None:
+    assert Shape(10, 100, 0.04).queue_bytes(10) == 125_000
+    assert Shape(10, 100, 0.15).queue_bytes(10) == 187_500
+    assert Shape(500, 500, 0.2).queue_bytes(500) == 12_500_000
+
+
+def test_a_verdict_says_what_is_missing() -> None:
+    a, b, f = ROWS["A"], ROWS["B"], ROWS["F"]
+    assert missed(a, 1.08 * 6 + 4 * 0.04, 6.0, {"gloo": 50.0}) == []
+    assert missed(a, 7.0, 6.0, {"gloo": 40.0}) == ["7.00 s > 6.64", "gloo 5.7 × < 6 ×"]
+    assert missed(b, 1.0, 1.0, {"gloo": 14.9, "hivemind": 6.0, "torchft": 0.1}) == ["gloo 14.9 × < 15 ×"]
+    assert missed(f, 3.0, 0.4, {}) == []
+    assert missed(f, 3.1, 0.4, {}) == ["3.10 s > 3.00"]
+
+
+def test_rows_are_chosen_by_name() -> None:
+    assert chosen("C,A", ["A", "B", "C"]) == ["A", "C"]
+    assert chosen("", ["A"]) == []
+    with pytest.raises(ValueError, match="there is no Z: choose of A, B"):
+        chosen("A,Z", ["A", "B"])
+
+
+@pytest.mark.parametrize("command", [wan, plan])
+def test_without_lines_a_command_says_so_and_ends_with_a_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sys, "argv", ["command"])
+    assert command.main() == NO_LINES_EXIT
+    assert capsys.readouterr() == ("", "There are no slow lines on this machine: not root.\n")
+
+
+@pytest.mark.system
+def test_rows_are_measured() -> None:
+    if reason := lines.why_not():
+        pytest.skip(f"no slow lines to measure: {reason}")
+    command = [sys.executable, "-m", "benchmarks.wan", "--quick", "--json", "--rows", "A-tls,B,train"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert [sync["row"] for sync in report["syncs"]] == ["A-tls", "B"]
+    for sync in report["syncs"]:
+        assert sync["parameters"] == 400_000
+        row = replace(ROWS[sync["row"]], parameters=400_000)
+        payload, wire = sync["payload_bytes"], sync["wire_bytes"]
+        for way in ("up", "down"):
+            assert wire[way] > payload[way] > 400_000 / 8  # more than a bit per parameter
+        assert sync["limit_s"] == pytest.approx(row.limit_s(payload["up"], payload["down"]))
+        # Nothing is faster than the line, and nothing arrives without a round trip.
+        assert min(sync["sync_s"]) > sync["limit_s"] * 0.99
+        assert sync["plain_s"]["up"] > payload["up"] * 8 / 10e6 + 0.04
+        assert sync["plain_s"]["down"] > payload["down"] * 8 / 100e6 + 0.04
+        assert sync["others"]["gloo"]["sync_s"] > 2 * 3 / 4 * 4 * 400_000 * 8 / 10e6
+        assert sync["worst_s"] == max(sync["sync_s"]) >= sync["median_s"]
+        assert sync["ratio"] == pytest.approx(sync["median_s"] / sync["limit_s"])
+        assert sync["row"] in done.stdout
+    assert [training["kind"] for training in report["training"]] == ["classic", "overlap"]
+    assert all(0 < training["share_in_steps"] < 1 for training in report["training"])
