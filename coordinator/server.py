@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import uvicorn
@@ -19,6 +18,7 @@ from coordinator.settings import Settings
 from coordinator.store.blobs import Store
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.tuning.heap import keep_freed_memory
+from protocol import congestion
 from protocol.compiled import COMPILED, KERNELS
 
 GRACE_S = 10
@@ -53,7 +53,7 @@ def make_server(
 ) -> tuple[Server, socket.socket]:
     """Return a server and its bound socket. OSError if the address is taken, OuterstepError if the directory is."""
     listening = _listen(settings.host, settings.port)
-    logger.info("TCP's congestion control: %s", ask_for_bbr(listening))
+    logger.info("TCP's congestion control: %s", congestion.ask(listening))
     try:
         coordinator = Coordinator(settings, clock=clock, store=store)
     except BaseException:
@@ -79,16 +79,6 @@ def _listen(host: str, port: int) -> socket.socket:
     family, _, _, _, address = min(found, key=lambda each: each[0] is not socket.AF_INET)
     both = host == "::" and socket.has_dualstack_ipv6()
     return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
-
-
-def ask_for_bbr(listening: socket.socket) -> str:
-    """Ask the kernel for BBR on the connections that this socket accepts; return what it gives. CUBIC, the default,
-    falls to a fraction of a far line's rate at every lost packet, and after every silence."""
-    if not hasattr(socket, "TCP_CONGESTION"):
-        return "the system's own"
-    with suppress(OSError):  # the kernel lacks it, or keeps it for root
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
-    return listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
 
 
 def netloc(host: str, port: int) -> str:

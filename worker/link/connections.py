@@ -2,9 +2,6 @@
 
 A body counts as sent when the kernel has taken it. On a slow line that would be seconds too early, for a socket buffers
 megabytes, and those share the line with the next body. So connections are told to buffer little.
-
-BBR keeps to the line's rate through loss and after a silence, where CUBIC, Linux's default, falls to a fraction of it.
-Each connection asks for it; the kernel gives it to whoever may have it (docs/performance.md).
 """
 
 import fcntl
@@ -17,8 +14,9 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
+from protocol import congestion
+
 UNSENT_BYTES = 1 << 17  # 0.1 s at 10 Mbit/s; loopback is as fast with it as without
-CONGESTION_CONTROL = b"bbr"
 
 _SIOCOUTQ = 0x5411  # Linux: the bytes of a TCP socket that the other side has not acknowledged
 
@@ -60,11 +58,7 @@ class Connections:
 
     def _tell(self, opened: socket.socket) -> None:
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-        if not hasattr(socket, "TCP_CONGESTION"):
-            return
-        with suppress(OSError):  # the kernel lacks it, or keeps it for root
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL)
-        used = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+        used = congestion.ask(opened)
         if used != self.congestion_control:
             self.congestion_control = used
             log.info("TCP's congestion control: %s", used)
