@@ -27,13 +27,13 @@ from tests.simulation.patched import simulated
 from tests.simulation.scheduler import Group, Scheduler
 from tests.simulation.violation import Violation, demand
 from tests.simulation.worker_node import WorkerNode
-from worker.link import way
+from worker.link import line
 
 CALM_ROUNDS = 4
 PATIENCE_S = 400.0  # without a fault and without a round closing
 LEASE_S = 10.0
 MAX_STEPS = 200_000
-PART_BYTES = (100, 300, way.LEAST_PART_BYTES, way.LEAST_PART_BYTES)  # the least: payloads have some hundreds
+PART_BYTES = (100, 300, 1 << 16, 1 << 16)  # the least: payloads have some hundreds
 MEMORY = Path("/dev/shm")
 
 SPEC = """
@@ -274,11 +274,12 @@ class Simulation:
 @contextmanager
 def parts_of(least_bytes: int) -> Iterator[None]:
     """Payloads travel in parts of so many bytes or more."""
-    real, way.LEAST_PART_BYTES = way.LEAST_PART_BYTES, least_bytes
+    real = line.LEAST_UP_BYTES, line.LEAST_DOWN_BYTES
+    line.LEAST_UP_BYTES = line.LEAST_DOWN_BYTES = least_bytes
     try:
         yield
     finally:
-        way.LEAST_PART_BYTES = real
+        line.LEAST_UP_BYTES, line.LEAST_DOWN_BYTES = real
 
 
 @contextmanager

@@ -22,10 +22,9 @@ from tests.support.states import zeros_of_state_0
 from worker.errors import Stopped
 from worker.link.client import Client, open_http
 from worker.link.heartbeat import Heartbeat
-from worker.link.line import DOWN, UP
+from worker.link.line import DOWN, LEAST_DOWN_BYTES, LEAST_UP_BYTES, UP
 from worker.link.membership import Membership
 from worker.link.retry import BACKOFF_CAP_S
-from worker.link.way import LEAST_PART_BYTES
 
 Answer = Callable[[httpx.Request], httpx.Response]
 LIMIT = 1 << 20
@@ -340,7 +339,7 @@ def test_an_upload_in_parts_of_which_those_are_sent_again_that_a_coordinator_has
     client.contribute("m", HEADER, frames)
     body = b"".join([wire.pack_header(HEADER), *frames])
     assert b"".join(each for _, each in sorted(server.parts.items())) == body
-    parts = -(-len(body) // LEAST_PART_BYTES)
+    parts = -(-len(body) // LEAST_UP_BYTES)
     if restart_at == 0:
         assert (server.requests, client.traffic.upload_bytes) == (parts, len(body))
     else:
@@ -480,13 +479,13 @@ class PartServer:
             headers["Content-Range"] = f"bytes {first}-{last}/{len(self.data)}"
         body = bytearray(self.data[first : last + 1] if self.knows_ranges else self.data)
         body[0] ^= damaged
-        cut = len(body) // 2 if self.cuts and first % LEAST_PART_BYTES == 0 else len(body)
+        cut = len(body) // 2 if self.cuts and first % LEAST_DOWN_BYTES == 0 else len(body)
         headers["Content-Length"] = str(len(body))
         return httpx.Response(206 if self.knows_ranges else 200, headers=headers, stream=Broken(bytes(body), cut))
 
 
-BIG = state_payload(150_000)  # 600 kB: two whole parts and a short one
-SHARES = [(0, LEAST_PART_BYTES), (LEAST_PART_BYTES, 2 * LEAST_PART_BYTES), (2 * LEAST_PART_BYTES, len(BIG))]
+BIG = state_payload(40_000)  # 160 kB: two whole parts and a short one
+SHARES = [(0, LEAST_DOWN_BYTES), (LEAST_DOWN_BYTES, 2 * LEAST_DOWN_BYTES), (2 * LEAST_DOWN_BYTES, len(BIG))]
 
 
 def described(data: bytes) -> messages.CheckpointFragment:
@@ -532,7 +531,7 @@ def test_parts_of_a_delta_whose_size_is_not_known() -> None:
     """They are asked for by what it may be at most, before it is there."""
     server = PartServer(BIG)
     client, clock, seen = far_client(server)
-    assert client.delta(0, 0, 4 * LEAST_PART_BYTES).total_bytes == len(BIG)
+    assert client.delta(0, 0, 4 * LEAST_DOWN_BYTES).total_bytes == len(BIG)
     assert len(server.ranges) == 4
     assert {request.headers["Prefer"] for request in seen} == {"wait=5"}
     assert clock.slept == []
@@ -540,7 +539,7 @@ def test_parts_of_a_delta_whose_size_is_not_known() -> None:
 
 def test_parts_of_two_blobs_are_fetched_anew() -> None:
     """As where a proxy keeps an old one."""
-    server, other = PartServer(BIG), PartServer(state_payload(150_001))
+    server, other = PartServer(BIG), PartServer(state_payload(40_001))
     turns = iter([other, *[server] * 10])
     lock = threading.Lock()
 
@@ -549,7 +548,7 @@ def test_parts_of_two_blobs_are_fetched_anew() -> None:
             return next(turns)(request)
 
     client, clock, _ = far_client(handle)
-    assert client.delta(0, 0, LIMIT).header.elements == 150_000
+    assert client.delta(0, 0, 2 * len(BIG)).header.elements == 40_000
     assert len(clock.slept) == 1
 
 
@@ -561,7 +560,7 @@ def test_a_part_that_asks_too_early_goes_on_where_another_has_begun() -> None:
         return too_early.pop() if server.ranges and too_early else server(request)
 
     client, _, _ = far_client(handle)
-    assert client.delta(0, 0, LIMIT).total_bytes == len(BIG)
+    assert client.delta(0, 0, len(BIG)).total_bytes == len(BIG)
 
 
 def test_a_described_size_is_compared_with_the_limit() -> None:

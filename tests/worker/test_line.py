@@ -93,7 +93,7 @@ def test_a_far_line_is_begun_with_more_connections() -> None:
     for seconds in (0.3, 0.1, 0.12):
         far.answered(seconds)
     assert (near.up.width.now, near.down.width.now) == (1, 4)
-    assert (far.up.width.now, far.down.width.now) == (4, 16)
+    assert (far.up.width.now, far.down.width.now) == (4, 32)
 
 
 class Dawdles(Client):

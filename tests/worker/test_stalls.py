@@ -105,7 +105,7 @@ def test_connections_are_opened_ahead_on_far_lines_alone() -> None:
             far.line.answered(0.1)
         far.open_ahead()
         wait_until(lambda: len(opened) == far.line.up.width.now + far.line.down.width.now)
-    assert len(opened) == 20
+    assert len(opened) == 36
 
 
 def test_the_sync_is_near_once_for_all_that_is_sent_after_an_inner_step() -> None:

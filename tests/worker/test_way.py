@@ -8,8 +8,10 @@ import pytest
 
 from tests.support.waiting import wait_until
 from worker.link.meter import LEAST_MEASURED_BYTES, WINDOW_S
-from worker.link.way import LEAST_PART_BYTES, MOST_PART_BYTES, Way
+from worker.link.way import MOST_PART_BYTES, Way
 from worker.link.width import Width
+
+LEAST_PART_BYTES = 1000
 
 
 class Line:
@@ -19,7 +21,9 @@ class Line:
         self.now, self.underway_bytes = 0.0, 0
 
     def way(self, least: int = 1, most: int = 8) -> Way:
-        return Way("test", Width(least, most), clock=lambda: self.now, underway=lambda: self.underway_bytes)
+        return Way(
+            "test", Width(least, most), LEAST_PART_BYTES, clock=lambda: self.now, underway=lambda: self.underway_bytes
+        )
 
 
 def test_the_next_part_follows_the_last_byte_without_waiting_for_the_answer() -> None:
@@ -75,7 +79,7 @@ def test_transfers_are_cut_into_as_many_parts_as_each_has_connections() -> None:
     way.width.now = 16
     assert [stop - start for start, stop in way.cut(size)] == 4 * [size // 4]
     assert way.cut(LEAST_PART_BYTES + 1) == [(0, LEAST_PART_BYTES), (LEAST_PART_BYTES, LEAST_PART_BYTES + 1)]
-    assert max(stop - start for start, stop in way.cut(64 << 20)) == MOST_PART_BYTES
+    assert max(stop - start for start, stop in way.cut(8 << 20)) == MOST_PART_BYTES
 
 
 def test_the_rate_is_that_of_what_is_too_much_for_buffers_and_has_arrived() -> None:

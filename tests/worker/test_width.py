@@ -35,13 +35,10 @@ def test_as_many_as_bring_more(line: Line, expected: int) -> None:
 
 def test_on_a_far_line_more_from_the_beginning() -> None:
     width = Width(1, 32)
-    width.begin_far()
+    width.begin_with(4)
     assert width.now == 4
     assert after(width, bound(50, 100), 3) == 4
-    measured = Width(1, 32)
-    after(measured, bound(100, 100), 4)
-    measured.begin_far()
-    assert measured.now == 1
+    assert after(width, bound(100, 100), 5 * TRIED_AGAIN) == 4
 
 
 def test_a_line_that_begins_to_lose_packets_is_tried_anew() -> None:
@@ -71,7 +68,6 @@ def test_what_is_still_needed_is_kept() -> None:
 @pytest.mark.parametrize(("least", "most"), [(4, 64), (1, 1), (4, 4)])
 def test_never_fewer_than_the_least_and_never_more_than_the_most(least: int, most: int) -> None:
     width, seen = Width(least, most), set()
-    width.begin_far()
     for line in (bound(1, 1e9), bound(100, 100), bound(1, 1e9)):
         for _ in range(3 * TRIED_AGAIN):
             width.saw(line(width.now))

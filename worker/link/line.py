@@ -3,14 +3,19 @@
 import time
 from collections.abc import Callable
 
-from worker.link.connections import Connections
+from worker.link.connections import UNSENT_FAR_BYTES, Connections
+from worker.link.meter import WINDOW_S
 from worker.link.stalls import Stalls
 from worker.link.way import Way
 from worker.link.width import Width
 
 UP = (1, 32)  # connections: the least and the most
-DOWN = (4, 64)  # each fragment's delta is waited for by requests of its own
+DOWN = (4, 64)  # the deltas of four fragments are waited for at once
+LEAST_UP_BYTES = 1 << 18  # of a part
+LEAST_DOWN_BYTES = 1 << 16  # it comes after a silence, as fast as new windows open: many small ones are there first
 FAR_S = 0.015  # a round trip from which on a line is begun with more connections than the least
+UP_FAR, DOWN_FAR = 4, 32
+_ROUND_TRIPS = 4  # of a measurement of the width, at least
 _ASKED = 3  # times; the shortest counts
 
 
@@ -19,8 +24,9 @@ class Line:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.connections = Connections()
-        self.up = Way("send", Width(*UP), clock=clock, underway=self.connections.unacknowledged_bytes)
-        self.down = Way("fetch", Width(*DOWN), clock=clock)
+        underway = self.connections.unacknowledged_bytes
+        self.up = Way("send", Width(*UP), LEAST_UP_BYTES, clock=clock, underway=underway)
+        self.down = Way("fetch", Width(*DOWN), LEAST_DOWN_BYTES, clock=clock)
         self.stalls = Stalls(
             self.connections,
             lambda: self.up.meter.carried_bytes + self.down.meter.carried_bytes,
@@ -34,8 +40,11 @@ class Line:
         self.round_trip_s = seconds if self.round_trip_s is None else min(self.round_trip_s, seconds)
         self._answers += 1
         if self._answers == _ASKED and self.is_far:
-            self.up.width.begin_far()
-            self.down.width.begin_far()
+            self.connections.unsent_bytes = UNSENT_FAR_BYTES
+            self.up.width.begin_with(UP_FAR)
+            self.down.width.begin_with(DOWN_FAR)
+        for way in (self.up, self.down):
+            way.meter.window_s = max(WINDOW_S, _ROUND_TRIPS * self.round_trip_s)
 
     @property
     def is_far(self) -> bool:

@@ -1,5 +1,6 @@
 """How fast one way of the line carries: measured while it is in use, for its width and for whoever asks."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from worker.tuning.entropy import Rate
 # Less than this fits into buffers on the way at once, however slow the line: its time says nothing.
 LEAST_MEASURED_BYTES = 1 << 20
 WINDOW_S = 0.25  # of a measurement of the width
+SILENCE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class Meter:
     def __init__(self, width: Width, clock: Callable[[], float], underway: Callable[[], int]) -> None:
         self.width, self._clock, self._underway = width, clock, underway
         self.rate = Rate()
+        self.window_s = WINDOW_S
+        self._last_at = -math.inf  # something moved
+        self._warm_at = 0.0  # the first window after a silence is over: connections begin slowly
         self.turns = 0
         self.carrying = 0  # of the turns
         self.carried_bytes = 0
@@ -45,20 +50,26 @@ class Meter:
         self._open_window()
 
     def moved(self, count: int) -> None:
+        now = self._clock()
+        if now - self._last_at > SILENCE_S:
+            self._warm_at = now + self.window_s
+        self._last_at = now
         self.carried_bytes += count
         if self._burst is not None and self.carried_bytes - self._burst.carried_bytes >= LEAST_MEASURED_BYTES:
             self._burst = self._measure(self._burst)
-        if self._window is not None and self._clock() - self._window.at >= WINDOW_S:
+        if self._window is not None and now - self._window.at >= self.window_s:
             arrived_bytes, seconds = self._since(self._window)
+            if self._window.at >= self._warm_at:
+                self.width.saw(arrived_bytes / seconds)
             self._window = None
-            self.width.saw(arrived_bytes / seconds)
             self._open_window()
 
-    def over(self, carried: bool) -> None:
-        """A turn is over, which has `carried` something or has not."""
+    def over(self, carried: bool, *, followed: bool) -> None:
+        """A turn is over, which has `carried` something or has not, and is `followed` by another at once or is not."""
         self.turns -= 1
         self.carrying -= carried
-        self._window = None
+        if not followed:
+            self._window = None
         if self.carrying == 0:
             if self._burst is not None and self.carried_bytes - self._burst.carried_bytes >= LEAST_MEASURED_BYTES:
                 self._measure(self._burst)

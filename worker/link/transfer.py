@@ -32,7 +32,7 @@ from worker.link.line import Line
 from worker.link.retry import Retry, Signal
 from worker.link.way import Range, Turn
 
-SEND_BYTES = 1 << 16
+SEND_BYTES = 1 << 15
 _RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18})")
 # Shorter than the 30 s that the coordinator allows, so that a worker that is asked to stop is gone soon.
 LONG_POLL_S = 5

@@ -9,27 +9,29 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from worker.link.meter import Meter
 from worker.link.width import Width
 
-LEAST_PART_BYTES, MOST_PART_BYTES = 1 << 18, 1 << 20
+MOST_PART_BYTES = 1 << 20
 _ANSWERS = 8  # that may be waited for, beside all that is sent
 
 Range = tuple[int, int]  # half-open
 
 
 class Way:
-    """One way of the line to one coordinator. As many transfers as `width.least` share its connections. `underway`
-    tells how much of what was handed to the kernel has not arrived. Thread-safe."""
+    """One way of the line to one coordinator. So many transfers as `width.least` is at first share its connections,
+    each in parts of `least_bytes` or more. `underway` tells how much of what was handed to the kernel has not arrived.
+    Thread-safe."""
 
     def __init__(
         self,
         name: str,
         width: Width,
+        least_bytes: int,
         *,
         clock: Callable[[], float] = time.monotonic,
         underway: Callable[[], int] = lambda: 0,
@@ -38,15 +40,16 @@ class Way:
         self._tickets = itertools.count()
         self._waiting: deque[int] = deque()
         self.meter = Meter(width, clock, underway)
+        self._together, self._least_bytes = width.least, least_bytes
         self._pool = ThreadPoolExecutor(width.most + _ANSWERS, name)
         self.width, self.rate = width, self.meter.rate
 
     def cut(self, size: int) -> list[Range]:
         """Return the parts of a transfer of `size` bytes."""
-        share = self.width.now // self.width.least
+        share = self.width.now // self._together
         if share == 1:
             return [(0, size)]
-        part = min(max(-(-size // share), LEAST_PART_BYTES), MOST_PART_BYTES)
+        part = min(max(-(-size // share), self._least_bytes), MOST_PART_BYTES)
         return [(start, min(start + part, size)) for start in range(0, size, part)]
 
     def call(self, act: Callable[[], object], times: int) -> None:
@@ -78,7 +81,7 @@ class Way:
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
-        turn = Turn(self._changed, self.meter)
+        turn = Turn(self._changed, self.meter, self._waiting)
         try:
             yield turn
         finally:
@@ -88,8 +91,8 @@ class Way:
 class Turn:
     """A turn on one way. What it moves is counted."""
 
-    def __init__(self, changed: threading.Condition, meter: Meter) -> None:
-        self._changed, self._meter = changed, meter
+    def __init__(self, changed: threading.Condition, meter: Meter, waiting: Collection[int]) -> None:
+        self._changed, self._meter, self._waiting = changed, meter, waiting
         self._carried = self._over = False
 
     def moved(self, count: int) -> None:
@@ -108,5 +111,5 @@ class Turn:
         with self._changed:
             if not self._over:
                 self._over = True
-                self._meter.over(self._carried)
+                self._meter.over(self._carried, followed=len(self._waiting) > 0)
                 self._changed.notify_all()

@@ -6,7 +6,6 @@ carries all there is, and others cost requests. Nobody tells which line this is,
 many move clearly more, twice as many it is.
 """
 
-BEGIN_FAR = 4  # times `least`
 REWARD = 1.25  # what twice as many must bring, as a factor
 LOSS = 0.6  # of what was carried before: then the line has changed
 TRIED_AGAIN = 32  # measurements after which fewer are tried once
@@ -23,10 +22,10 @@ class Width:
         self._growing = True
         self._settled = 0  # measurements since the search was over
 
-    def begin_far(self) -> None:
-        """The line is a long one: begin with more, unless anything was measured."""
-        if not self._rates:
-            self.now = min(BEGIN_FAR * self.least, self.most)
+    def begin_with(self, count: int) -> None:
+        """Begin with so many, and never use fewer from now on."""
+        self.least = self.now = min(count, self.most)
+        self._rates, self._growing = {}, True
 
     def saw(self, rate: float) -> None:
         """`rate` bytes per second were carried with `now` connections, all of them busy."""
