@@ -33,7 +33,7 @@ CALM_ROUNDS = 4
 PATIENCE_S = 400.0  # without a fault and without a round closing
 LEASE_S = 10.0
 MAX_STEPS = 200_000
-PART_BYTES = (100, 300, 1 << 16, 1 << 16)  # the least: payloads have some hundreds
+PART_BYTES = (100, 300, 1 << 16, 1 << 16)  # payloads have some hundreds
 MEMORY = Path("/dev/shm")
 
 SPEC = """
@@ -273,13 +273,13 @@ class Simulation:
 
 @contextmanager
 def parts_of(least_bytes: int) -> Iterator[None]:
-    """Payloads travel in parts of so many bytes or more."""
-    real = line.LEAST_UP_BYTES, line.LEAST_DOWN_BYTES
-    line.LEAST_UP_BYTES = line.LEAST_DOWN_BYTES = least_bytes
+    """Payloads travel in parts of so many bytes."""
+    real = line.UP_FAR_BYTES, line.DOWN_FAR_BYTES
+    line.UP_FAR_BYTES = line.DOWN_FAR_BYTES = least_bytes, least_bytes
     try:
         yield
     finally:
-        line.LEAST_UP_BYTES, line.LEAST_DOWN_BYTES = real
+        line.UP_FAR_BYTES, line.DOWN_FAR_BYTES = real
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from tests.support.states import zeros_of_state_0
 from worker.errors import Stopped
 from worker.link.client import Client, open_http
 from worker.link.heartbeat import Heartbeat
-from worker.link.line import DOWN, LEAST_DOWN_BYTES, LEAST_UP_BYTES, UP
+from worker.link.line import DOWN_FAR_BYTES, UP_FAR_BYTES
 from worker.link.membership import Membership
 from worker.link.retry import BACKOFF_CAP_S
 
@@ -339,18 +339,18 @@ def test_an_upload_in_parts_of_which_those_are_sent_again_that_a_coordinator_has
     client.contribute("m", HEADER, frames)
     body = b"".join([wire.pack_header(HEADER), *frames])
     assert b"".join(each for _, each in sorted(server.parts.items())) == body
-    parts = -(-len(body) // LEAST_UP_BYTES)
+    parts = -(-len(body) // UP_FAR_BYTES[1])
     if restart_at == 0:
         assert (server.requests, client.traffic.upload_bytes) == (parts, len(body))
     else:
-        assert server.requests <= parts + 1 + restart_at
+        assert server.requests <= parts + 1 + 2 * restart_at
 
 
 def test_a_part_that_is_refused_ends_the_upload() -> None:
     client, _, seen = far_client(lambda request: problem("round-closed"))
     with pytest.raises(Problem, match="why"):
         client.contribute("m", HEADER, [bytes(length) for length in HEADER.frame_bytes])
-    assert 1 <= len(seen) <= UP[1]
+    assert 1 <= len(seen) <= 32
 
 
 # --- downloads ----------------------------------------------------------------------------------------------------
@@ -479,13 +479,14 @@ class PartServer:
             headers["Content-Range"] = f"bytes {first}-{last}/{len(self.data)}"
         body = bytearray(self.data[first : last + 1] if self.knows_ranges else self.data)
         body[0] ^= damaged
-        cut = len(body) // 2 if self.cuts and first % LEAST_DOWN_BYTES == 0 else len(body)
+        cut = len(body) // 2 if self.cuts and first % PART == 0 else len(body)
         headers["Content-Length"] = str(len(body))
         return httpx.Response(206 if self.knows_ranges else 200, headers=headers, stream=Broken(bytes(body), cut))
 
 
+PART = DOWN_FAR_BYTES[0]
 BIG = state_payload(40_000)  # 160 kB: two whole parts and a short one
-SHARES = [(0, LEAST_DOWN_BYTES), (LEAST_DOWN_BYTES, 2 * LEAST_DOWN_BYTES), (2 * LEAST_DOWN_BYTES, len(BIG))]
+SHARES = [(0, PART), (PART, 2 * PART), (2 * PART, len(BIG))]
 
 
 def described(data: bytes) -> messages.CheckpointFragment:
@@ -496,7 +497,8 @@ def described(data: bytes) -> messages.CheckpointFragment:
 def far_client(server: Answer) -> tuple[Client, Clock, list[httpx.Request]]:
     """A client whose line rewards many connections."""
     client, clock, seen = make_client(server)
-    client.line.up.width.now, client.line.down.width.now = UP[1], DOWN[1]
+    for _ in range(8):
+        client.line.answered(0.1)
     return client, clock, seen
 
 
@@ -531,7 +533,7 @@ def test_parts_of_a_delta_whose_size_is_not_known() -> None:
     """They are asked for by what it may be at most, before it is there."""
     server = PartServer(BIG)
     client, clock, seen = far_client(server)
-    assert client.delta(0, 0, 4 * LEAST_DOWN_BYTES).total_bytes == len(BIG)
+    assert client.delta(0, 0, 4 * PART).total_bytes == len(BIG)
     assert len(server.ranges) == 4
     assert {request.headers["Prefer"] for request in seen} == {"wait=5"}
     assert clock.slept == []

@@ -88,9 +88,9 @@ def test_what_nobody_has_read_is_underway_and_all_connections_can_be_broken() ->
 
 def test_a_far_line_is_begun_with_more_connections() -> None:
     near, far = Line(), Line()
-    for seconds in (0.3, 0.002, 0.3, 0.3):  # the first opens the connection
+    for seconds in (0.3, 0.002, *[0.3] * 10):  # the first opens the connection
         near.answered(seconds)
-    for seconds in (0.3, 0.1, 0.12):
+    for seconds in (0.3, *[0.1] * 8):
         far.answered(seconds)
     assert (near.up.width.now, near.down.width.now) == (1, 4)
     assert (far.up.width.now, far.down.width.now) == (4, 32)

@@ -101,7 +101,7 @@ def test_connections_are_opened_ahead_on_far_lines_alone() -> None:
         client.open_ahead()
         assert opened == []
         far = Client(http, "r", "t")
-        for _ in range(3):
+        for _ in range(8):
             far.line.answered(0.1)
         far.open_ahead()
         wait_until(lambda: len(opened) == far.line.up.width.now + far.line.down.width.now)

@@ -8,10 +8,10 @@ import pytest
 
 from tests.support.waiting import wait_until
 from worker.link.meter import LEAST_MEASURED_BYTES, WINDOW_S
-from worker.link.way import MOST_PART_BYTES, Way
+from worker.link.way import Way
 from worker.link.width import Width
 
-LEAST_PART_BYTES = 1000
+LEAST_PART_BYTES, MOST_PART_BYTES = 1000, 50_000
 
 
 class Line:
@@ -22,7 +22,11 @@ class Line:
 
     def way(self, least: int = 1, most: int = 8) -> Way:
         return Way(
-            "test", Width(least, most), LEAST_PART_BYTES, clock=lambda: self.now, underway=lambda: self.underway_bytes
+            "test",
+            Width(least, most),
+            (LEAST_PART_BYTES, MOST_PART_BYTES),
+            clock=lambda: self.now,
+            underway=lambda: self.underway_bytes,
         )
 
 

@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -19,17 +20,19 @@ from protocol import congestion
 UNSENT_BYTES = 1 << 17  # 0.1 s at 10 Mbit/s; loopback is as fast with it as without
 UNSENT_FAR_BYTES = 1 << 14  # of each of many connections
 
+_RTT_AT = 68  # Linux: where struct tcp_info has the round trip, in microseconds
 _SIOCOUTQ = 0x5411  # Linux: the bytes of a TCP socket that the other side has not acknowledged
 
 log = logging.getLogger(__name__)
 
 
 class Connections:
-    """The open connections of one client. `trace` is an httpx extension, to be given with each request. (As an option
-    of a transport it would make httpx ignore the environment's proxies.) Thread-safe."""
+    """The open connections of one client; `opened` is called with the round trip of each new one, in seconds. `trace`
+    is an httpx extension, to be given with each request. (As an option of a transport it would make httpx ignore the
+    environment's proxies.) Thread-safe."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, opened: Callable[[float], object] = lambda round_trip_s: None) -> None:
+        self._lock, self._note = threading.Lock(), opened
         self.unsent_bytes = UNSENT_BYTES  # of connections that are opened from now on
         self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self.congestion_control: str | None = None  # of the newest connection, where the system tells
@@ -39,6 +42,8 @@ class Connections:
             opened = info["return_value"].get_extra_info("socket")
             if isinstance(opened, socket.socket):
                 self._tell(opened)
+                if event.endswith(".connect_tcp.complete") and (round_trip_s := _round_trip_s(opened)) is not None:
+                    self._note(round_trip_s)
                 with self._lock:
                     self._open.add(opened)
 
@@ -64,6 +69,14 @@ class Connections:
         if used != self.congestion_control:
             self.congestion_control = used
             log.info("TCP's congestion control: %s", used)
+
+
+def _round_trip_s(connection: socket.socket) -> float | None:
+    """Return the round trip of a connection's handshake, as the kernel measured it; None where it does not tell."""
+    if not hasattr(socket, "TCP_INFO"):
+        return None
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT_AT + 4)
+    return float(struct.unpack_from("I", info, _RTT_AT)[0]) / 1e6 if len(info) == _RTT_AT + 4 else None
 
 
 def _unacknowledged(connection: socket.socket) -> int:

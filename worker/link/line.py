@@ -1,5 +1,6 @@
 """The line to the coordinator: its connections, and its two ways, up and down."""
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -11,22 +12,26 @@ from worker.link.width import Width
 
 UP = (1, 32)  # connections: the least and the most
 DOWN = (4, 64)  # the deltas of four fragments are waited for at once
-LEAST_UP_BYTES = 1 << 18  # of a part
-LEAST_DOWN_BYTES = 1 << 16  # it comes after a silence, as fast as new windows open: many small ones are there first
-FAR_S = 0.015  # a round trip from which on a line is begun with more connections than the least
+FAR_S = 0.015  # a round trip from which on a line is begun with more connections
 UP_FAR, DOWN_FAR = 4, 32
+# Of a part: the least, and the most. On far lines connections share a way as they like, and what comes down comes after
+# a silence, as fast as new windows open: many small ones are there in their order, and first.
+PART_BYTES = (1 << 18, 1 << 20)
+UP_FAR_BYTES, DOWN_FAR_BYTES = (1 << 17, 1 << 18), (1 << 16, 1 << 20)
 _ROUND_TRIPS = 4  # of a measurement of the width, at least
-_ASKED = 3  # times; the shortest counts
+_ASKED = 8  # times: then the shortest says more than how busy this machine is
 
 
 class Line:
     """The line of one client; all that it sends and fetches goes over it. `clock` gives seconds. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.connections = Connections()
+        self._beginning = threading.Lock()
+        self.is_far = False  # opening a connection takes a time that is worth sparing
+        self.connections = Connections(self._opened)
         underway = self.connections.unacknowledged_bytes
-        self.up = Way("send", Width(*UP), LEAST_UP_BYTES, clock=clock, underway=underway)
-        self.down = Way("fetch", Width(*DOWN), LEAST_DOWN_BYTES, clock=clock)
+        self.up = Way("send", Width(*UP), PART_BYTES, clock=clock, underway=underway)
+        self.down = Way("fetch", Width(*DOWN), PART_BYTES, clock=clock)
         self.stalls = Stalls(
             self.connections,
             lambda: self.up.meter.carried_bytes + self.down.meter.carried_bytes,
@@ -39,14 +44,20 @@ class Line:
         """A small request was answered after so long."""
         self.round_trip_s = seconds if self.round_trip_s is None else min(self.round_trip_s, seconds)
         self._answers += 1
-        if self._answers == _ASKED and self.is_far:
-            self.connections.unsent_bytes = UNSENT_FAR_BYTES
-            self.up.width.begin_with(UP_FAR)
-            self.down.width.begin_with(DOWN_FAR)
         for way in (self.up, self.down):
             way.meter.window_s = max(WINDOW_S, _ROUND_TRIPS * self.round_trip_s)
+        if self._answers >= _ASKED and self.round_trip_s >= FAR_S:
+            self._begin_far()
 
-    @property
-    def is_far(self) -> bool:
-        """True if opening a connection takes a time that is worth sparing."""
-        return self.round_trip_s is not None and self.round_trip_s >= FAR_S
+    def _opened(self, round_trip_s: float) -> None:
+        """A connection was opened, to the coordinator or to a proxy: the coordinator is as far away or farther."""
+        if round_trip_s >= FAR_S:
+            self._begin_far()
+
+    def _begin_far(self) -> None:
+        with self._beginning:
+            begins, self.is_far = not self.is_far, True
+        if begins:
+            self.connections.unsent_bytes = UNSENT_FAR_BYTES
+            self.up.begin_far(UP_FAR, UP_FAR_BYTES)
+            self.down.begin_far(DOWN_FAR, DOWN_FAR_BYTES)

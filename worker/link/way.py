@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from worker.link.meter import Meter
 from worker.link.width import Width
 
-MOST_PART_BYTES = 1 << 20
 _ANSWERS = 8  # that may be waited for, beside all that is sent
 
 Range = tuple[int, int]  # half-open
@@ -24,14 +23,14 @@ Range = tuple[int, int]  # half-open
 
 class Way:
     """One way of the line to one coordinator. So many transfers as `width.least` is at first share its connections,
-    each in parts of `least_bytes` or more. `underway` tells how much of what was handed to the kernel has not arrived.
-    Thread-safe."""
+    each in parts of so many bytes as `part_bytes` tells, the least and the most. `underway` tells how much of what was
+    handed to the kernel has not arrived. Thread-safe."""
 
     def __init__(
         self,
         name: str,
         width: Width,
-        least_bytes: int,
+        part_bytes: Range,
         *,
         clock: Callable[[], float] = time.monotonic,
         underway: Callable[[], int] = lambda: 0,
@@ -40,7 +39,7 @@ class Way:
         self._tickets = itertools.count()
         self._waiting: deque[int] = deque()
         self.meter = Meter(width, clock, underway)
-        self._together, self._least_bytes = width.least, least_bytes
+        self._together, self._part_bytes = width.least, part_bytes
         self._pool = ThreadPoolExecutor(width.most + _ANSWERS, name)
         self.width, self.rate = width, self.meter.rate
 
@@ -49,8 +48,16 @@ class Way:
         share = self.width.now // self._together
         if share == 1:
             return [(0, size)]
-        part = min(max(-(-size // share), self._least_bytes), MOST_PART_BYTES)
+        least, most = self._part_bytes
+        part = min(max(-(-size // share), least), most)
         return [(start, min(start + part, size)) for start in range(0, size, part)]
+
+    def begin_far(self, count: int, part_bytes: Range) -> None:
+        """Begin with so many connections, and never use fewer from now on."""
+        self._part_bytes = part_bytes
+        with self._changed:
+            self.width.begin_with(count)
+            self._changed.notify_all()
 
     def call(self, act: Callable[[], object], times: int) -> None:
         """Call it so many times, each on a thread of its own. Nobody waits."""
