@@ -30,8 +30,8 @@ class CountingClient(Client):
         with self._counting:
             self._counts[kind] = self._counts.get(kind, 0) + 1
 
-    def delta(self, round_number, p, limit_bytes, member_token=None, *, early=False):
-        payload = super().delta(round_number, p, limit_bytes, member_token, early=early)
+    def delta(self, round_number, p, limit_bytes, member_token=None, **options):
+        payload = super().delta(round_number, p, limit_bytes, member_token, **options)
         if member_token is None:  # with it, it is the sync's
             self._count("deltas")
         return payload

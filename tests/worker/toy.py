@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
-from protocol.errors import Problem
 from protocol.messages import RunDetail, Scope, WorkerInfo
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker.diloco import DiLoCo
@@ -107,11 +106,10 @@ class MortalClient(Client):
         super().contribute(member_token, header, frames, **options)
         self.reach("after upload", header.round)
 
-    def delta(self, round_number, p, limit_bytes, member_token=None, *, early=False):
-        if early:  # then "before download" would come at any time
-            raise Problem("gone", "in this test a delta is asked for once its contribution was answered")
+    def delta(self, round_number, p, limit_bytes, member_token=None, *, early=bool, **options):
+        wait_until(lambda: not early())  # "before download" would come at any time
         self.reach("before download", round_number)
-        payload = super().delta(round_number, p, limit_bytes, member_token)
+        payload = super().delta(round_number, p, limit_bytes, member_token, early=early, **options)
         self.reach("after download", round_number)
         return payload
 

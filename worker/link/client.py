@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from protocol import messages, wire
 from protocol.answers import Reply, raise_for_problem, read_message
 from protocol.digest import Buffer
-from protocol.errors import Transient, UnexpectedAnswer, WireError
+from protocol.errors import Problem, Transient, UnexpectedAnswer, WireError
 from protocol.reaching import trusting
 from worker.accounts.stages import Stages
 from worker.accounts.traffic import Traffic
@@ -177,14 +177,26 @@ class Client:
         Upload(self._channel, path, self._headers(member_token), buffers, on_line)()
 
     def delta(
-        self, round_number: int, p: int, limit_bytes: int, member_token: str | None = None, *, early: bool = False
+        self,
+        round_number: int,
+        p: int,
+        limit_bytes: int,
+        member_token: str | None = None,
+        *,
+        early: Callable[[], bool] = lambda: False,
+        again: Callable[[Problem], bool] = lambda problem: False,
     ) -> wire.Payload:
-        """Fetch the delta of one fragment. Raises Problem `not-published` if it is not there within LONG_POLL_S (ask
-        again), and `contribution-lost` if the round lacks the contribution of the member who asks, unless that asks
-        `early`, while it is on its way."""
-        path = f"{self._path}/rounds/{round_number}/fragments/{p}/delta{'?early=true' if early else ''}"
-        headers = self._headers(member_token) | _long_poll()
-        return _payload(path, Download(self._channel, path, headers, limit_bytes)())
+        """Fetch the delta of one fragment.
+
+        Raises Problem `not-published` if it is not there within LONG_POLL_S, unless `again` says to go on; and
+        `contribution-lost` if the round lacks the contribution of the member who asks, unless that asks `early`, while
+        it is on its way.
+        """
+        path = f"{self._path}/rounds/{round_number}/fragments/{p}/delta"
+        headers, expected_bytes = self._headers(member_token) | _long_poll(), limit_bytes - wire.MAX_HEADER_BYTES
+        to_ask = lambda: f"{path}?early=true" if early() else path  # noqa: E731
+        download = Download(self._channel, to_ask, headers, limit_bytes, max(expected_bytes, 1), again=again)
+        return _payload(path, download())
 
     def newest_rounds(self, before: int, count: int) -> list[messages.RoundInfo]:
         """Return at most `count` (up to 1000) of the rounds before `before`, newest first."""
@@ -211,7 +223,8 @@ class Client:
         path = f"{self._path}/checkpoints/{state_round}/fragments/{fragment.fragment}"
         if fragment.bytes > limit_bytes:
             raise UnexpectedAnswer(f"{path} is told to have {fragment.bytes} bytes, at most {limit_bytes} can be right")
-        return _payload(path, Download(self._channel, path, self._headers(), fragment.bytes, fragment.digest)())
+        size = fragment.bytes
+        return _payload(path, Download(self._channel, lambda: path, self._headers(), size, size, fragment.digest)())
 
     # --- requests -------------------------------------------------------------------------------------------------
 

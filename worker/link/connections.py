@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import socket
+import statistics
 import struct
 import threading
 import weakref
@@ -20,7 +21,11 @@ from protocol import congestion
 UNSENT_BYTES = 1 << 17  # 0.1 s at 10 Mbit/s; loopback is as fast with it as without
 UNSENT_FAR_BYTES = 1 << 14  # of each of many connections
 
-_RTT_AT = 68  # Linux: where struct tcp_info has the round trip, in microseconds
+QUEUED = 1.3
+
+# Linux's struct tcp_info, as far as it is looked at: packets, and microseconds.
+_UNACKED_AT, _RTT_AT, _MIN_RTT_AT = 24, 68, 148
+_UNKNOWN = (1 << 32) - 1
 _SIOCOUTQ = 0x5411  # Linux: the bytes of a TCP socket that the other side has not acknowledged
 
 log = logging.getLogger(__name__)
@@ -51,6 +56,12 @@ class Connections:
         """Return how much the kernel has taken and the other side not acknowledged; 0 where the system cannot tell."""
         return sum(_unacknowledged(each) for each in self._living())
 
+    def queues(self) -> bool:
+        """Return True if most of what is on its way waits in a queue before the line: its round trips take longer than
+        the shortest that there were. Then the line is full. False where the system cannot tell."""
+        ratios = [ratio for each in self._living() if (ratio := _delay(each)) is not None]
+        return bool(ratios) and statistics.median(ratios) >= QUEUED
+
     def abort(self) -> None:
         """Break all connections, so that whoever waits for one fails at once."""
         for each in self._living():
@@ -73,10 +84,25 @@ class Connections:
 
 def _round_trip_s(connection: socket.socket) -> float | None:
     """Return the round trip of a connection's handshake, as the kernel measured it; None where it does not tell."""
-    if not hasattr(socket, "TCP_INFO"):
+    info = _tcp_info(connection)
+    return None if info is None else float(struct.unpack_from("I", info, _RTT_AT)[0]) / 1e6
+
+
+def _delay(connection: socket.socket) -> float | None:
+    """Return how many times as long as the shortest a connection's round trips are, while something is on its way."""
+    info = _tcp_info(connection)
+    if info is None or not struct.unpack_from("I", info, _UNACKED_AT)[0]:
         return None
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT_AT + 4)
-    return float(struct.unpack_from("I", info, _RTT_AT)[0]) / 1e6 if len(info) == _RTT_AT + 4 else None
+    newest, shortest = (struct.unpack_from("I", info, at)[0] for at in (_RTT_AT, _MIN_RTT_AT))
+    return newest / shortest if 0 < shortest < _UNKNOWN else None
+
+
+def _tcp_info(connection: socket.socket) -> bytes | None:
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_AT + 4)
+    except (OSError, AttributeError):  # closed meanwhile, or another system
+        return None
+    return info if len(info) == _MIN_RTT_AT + 4 else None
 
 
 def _unacknowledged(connection: socket.socket) -> int:

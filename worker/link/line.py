@@ -30,7 +30,8 @@ class Line:
         self.is_far = False  # opening a connection takes a time that is worth sparing
         self.connections = Connections(self._opened)
         underway = self.connections.unacknowledged_bytes
-        self.up = Way("send", Width(*UP), PART_BYTES, clock=clock, underway=underway)
+        full = self.connections.queues
+        self.up = Way("send", Width(*UP), PART_BYTES, clock=clock, underway=underway, full=full)
         self.down = Way("fetch", Width(*DOWN), PART_BYTES, clock=clock)
         self.stalls = Stalls(
             self.connections,

@@ -26,12 +26,15 @@ class Meter:
     width             sees the rate as long as all connections that it allows carry something
     rate              sees every LEAST_MEASURED_BYTES, and what a burst ends with if it is as much
     clock, underway   seconds; the bytes that were counted and have not arrived
+    full              whether a queue stands before the line
 
     Not thread-safe.
     """
 
-    def __init__(self, width: Width, clock: Callable[[], float], underway: Callable[[], int]) -> None:
-        self.width, self._clock, self._underway = width, clock, underway
+    def __init__(
+        self, width: Width, clock: Callable[[], float], underway: Callable[[], int], full: Callable[[], bool]
+    ) -> None:
+        self.width, self._clock, self._underway, self._full = width, clock, underway, full
         self.rate = Rate()
         self.window_s = WINDOW_S
         self._last_at = -math.inf  # something moved
@@ -60,7 +63,7 @@ class Meter:
         if self._window is not None and now - self._window.at >= self.window_s:
             arrived_bytes, seconds = self._since(self._window)
             if self._window.at >= self._warm_at:
-                self.width.saw(arrived_bytes / seconds)
+                self.width.saw(arrived_bytes / seconds, full=self._full())
             self._window = None
             self._open_window()
 

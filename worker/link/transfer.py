@@ -191,14 +191,25 @@ class Upload:
 class Download:
     """The download of one immutable blob.
 
-    `limit_bytes` is compared with the announced size before memory is allocated. `digest` is the blob's, BLAKE3 in
-    hexadecimal; None: as its ETag says.
+    path             to ask next
+    limit_bytes      is compared with the announced size before memory is allocated
+    expected_bytes   about the size
+    digest           the blob's, BLAKE3 in hexadecimal; None: as its ETag says
+    again            whether to ask again though it is not there, as a problem says
     """
 
     def __init__(
-        self, channel: Channel, path: str, headers: dict[str, str], limit_bytes: int, digest: str | None = None
+        self,
+        channel: Channel,
+        path: Callable[[], str],
+        headers: dict[str, str],
+        limit_bytes: int,
+        expected_bytes: int,
+        digest: str | None = None,
+        again: Callable[[Problem], bool] = lambda problem: False,
     ) -> None:
-        self._channel, self._path, self._limit_bytes, self._digest = channel, path, limit_bytes, digest
+        self._channel, self._path_now, self._limit_bytes, self._digest = channel, path, limit_bytes, digest
+        self._path, self._expected_bytes, self._again = path(), expected_bytes, again
         self._headers = {**headers, "Accept-Encoding": "identity"}
         self._lock = threading.Lock()
         self._etag, self._data = "", memory(0)
@@ -210,8 +221,8 @@ class Download:
 
     def _fetch(self) -> memoryview:
         self._etag, self._data = "", memory(0)
-        ranges = self._channel.line.down.cut(self._limit_bytes)
-        missing = [_Part(start, None if len(ranges) == 1 else stop) for start, stop in ranges]
+        ranges = self._channel.line.down.cut(self._expected_bytes)
+        missing = [_Part(start, None if start == ranges[-1][0] else stop) for start, stop in ranges]
         while missing:
             self._channel.line.down.carry([partial(self._carry, part) for part in missing])
             missing = [part for part in missing if not part.complete]
@@ -224,12 +235,15 @@ class Download:
         return self._data
 
     def _carry(self, part: "_Part") -> None:
-        try:
-            self._channel.retry(lambda: self._attempt(part))
-        except Problem as problem:
-            if problem.slug != "not-published":
-                raise
-            self._not_published = problem  # for this part; another may have asked a moment later
+        while not part.complete:
+            try:
+                self._channel.retry(lambda: self._attempt(part))
+            except Problem as problem:
+                if problem.slug != "not-published":
+                    raise
+                self._not_published = problem
+                if not self._etag and not self._again(problem):  # of another part it may have been there
+                    return
 
     def _attempt(self, part: "_Part") -> None:
         """Fetch what is missing of a part, once. Raises Problem, Transient, httpx.TransportError, UnexpectedAnswer or
@@ -239,7 +253,7 @@ class Download:
             channel.line.down.turn() as turn,
             channel.line.stalls.watched(),
             channel.http.stream(
-                "GET", self._path, headers=headers, timeout=DOWNLOAD_TIMEOUT, extensions=channel.extensions
+                "GET", self._path_now(), headers=headers, timeout=DOWNLOAD_TIMEOUT, extensions=channel.extensions
             ) as answer,
         ):
             if answer.status_code == 416:
@@ -302,7 +316,7 @@ class _Part:
 
     def wanted(self, etag: str) -> dict[str, str]:
         """Return the headers that ask for what is missing, of the blob `etag` if there is one."""
-        if self.next == 0 and self._wanted_stop is None:
+        if self.next == 0 and self._wanted_stop is None:  # all of it
             return {}
         last = "" if self.stop is None else self.stop - 1
         return {"Range": f"bytes={self.next}-{last}"} | ({"If-Range": etag} if etag else {})

@@ -24,7 +24,7 @@ Range = tuple[int, int]  # half-open
 class Way:
     """One way of the line to one coordinator. So many transfers as `width.least` is at first share its connections,
     each in parts of so many bytes as `part_bytes` tells, the least and the most. `underway` tells how much of what was
-    handed to the kernel has not arrived. Thread-safe."""
+    handed to the kernel has not arrived, `full` whether a queue stands before the line. Thread-safe."""
 
     def __init__(
         self,
@@ -34,11 +34,12 @@ class Way:
         *,
         clock: Callable[[], float] = time.monotonic,
         underway: Callable[[], int] = lambda: 0,
+        full: Callable[[], bool] = lambda: False,
     ) -> None:
         self._changed = threading.Condition(threading.Lock())
         self._tickets = itertools.count()
         self._waiting: deque[int] = deque()
-        self.meter = Meter(width, clock, underway)
+        self.meter = Meter(width, clock, underway, full)
         self._together, self._part_bytes = width.least, part_bytes
         self._pool = ThreadPoolExecutor(width.most + _ANSWERS, name)
         self.width, self.rate = width, self.meter.rate

@@ -27,14 +27,18 @@ class Width:
         self.least = self.now = min(count, self.most)
         self._rates, self._growing = {}, True
 
-    def saw(self, rate: float) -> None:
-        """`rate` bytes per second were carried with `now` connections, all of them busy."""
+    def saw(self, rate: float, *, full: bool = False) -> None:
+        """`rate` bytes per second were carried with `now` connections, all of them busy. `full`: the line itself had
+        no room for more."""
         before, self._rates[self.now] = self._rates.get(self.now), rate
         if self._growing:
-            self._grow(rate)
+            if full:
+                self._settle(self.now)
+            else:
+                self._grow(rate)
             return
         self._settled += 1
-        if before is not None and rate < LOSS * before:
+        if before is not None and rate < LOSS * before and not full:
             self._rates, self._growing = {self.now: rate}, True
             self._grow(rate)
         elif self._settled == TRIED_AGAIN and self.now > self.least:

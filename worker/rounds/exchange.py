@@ -88,34 +88,29 @@ class Exchange:
                 return Superseded()
         return None
 
-    def delta_early(self, contribution: Contribution, sent: threading.Event) -> wire.Payload | None:
-        """Ask for the delta while the contribution is on its way, so that the coordinator has the question when it has
-        the answer. `sent` is set once the contribution was answered. None where this came to nothing: then
-        `await_delta` asks again, and tells why."""
-        fetch = partial(self._fetch(contribution), early=True)
-        while True:
-            try:
-                return self.membership.act(fetch)
-            except Problem as problem:
-                if problem.slug != "not-published" or sent.is_set():
-                    return None
-
-    def _fetch(self, contribution: Contribution) -> Callable[..., wire.Payload]:
-        p = contribution.fragment
-        limit_bytes = wire.max_payload_bytes(self.spec.sync.download_codec, len(self.state.theta[p]))
-        return partial(self.client.delta, contribution.round, p, limit_bytes)
-
     def await_delta(
-        self, contribution: Contribution, outcome: Outcome, failed: threading.Event
-    ) -> tuple[wire.Payload, Outcome]:
-        """Wait for the delta; return it, and what became of the contribution in the end: the coordinator's disk may
-        lose it, and then it is sent again. Raises as `contribute` does, RunEnded, and Abandoned once `failed` is set.
+        self, contribution: Contribution, sent: threading.Event, failed: threading.Event
+    ) -> tuple[wire.Payload, list[Outcome]]:
+        """Wait for the delta, from before the contribution is `sent` on, so that the coordinator has the question when
+        it has the answer. Return it, and what became of the contribution each time that it was sent again: the
+        coordinator's disk may lose it. Raises as `contribute` does, RunEnded, and Abandoned once `failed` is set.
         """
-        fetch = self._fetch(contribution)
+        p, outcomes = contribution.fragment, list[Outcome]()
+        limit_bytes = wire.max_payload_bytes(self.spec.sync.download_codec, len(self.state.theta[p]))
+
+        def again(problem: Problem) -> bool:
+            if failed.is_set():
+                return False
+            self._tell(problem)
+            self.client.pause(_PAUSE_S)
+            return True
+
+        fetch = partial(
+            self.client.delta, contribution.round, p, limit_bytes, early=lambda: not sent.is_set(), again=again
+        )
         while True:
             try:
-                with self.client.stages(Stage.AWAIT_DELTA):
-                    return self.membership.act(fetch), outcome
+                return self.membership.act(fetch), outcomes
             except Problem as problem:
                 if problem.slug in ("gone", "round-not-open"):  # the latter where the run went back to a backup
                     raise Resync(problem.detail) from problem
@@ -123,15 +118,17 @@ class Exchange:
                     raise RunEnded(problem.detail) from problem
                 if problem.slug == "contribution-lost":
                     log.warning("%s: sending it again", problem.detail)
-                    outcome = self.contribute(contribution)
+                    outcomes.append(self.contribute(contribution))
                 elif problem.slug != "not-published":
                     raise
-                elif self.client.clock() >= self._told_at + _TELL_EVERY_S:
-                    self._told_at = self.client.clock()
-                    log.info("%s", problem.detail)
             if failed.is_set():
                 raise Abandoned
             self.client.pause(_PAUSE_S)
+
+    def _tell(self, problem: Problem) -> None:
+        if self.client.clock() >= self._told_at + _TELL_EVERY_S:
+            self._told_at = self.client.clock()
+            log.info("%s", problem.detail)
 
     def unsent(self, contribution: Contribution) -> Tensor | None:
         """Return what the coordinator does not decode of an accepted contribution, float32[n], where the codec has

@@ -134,10 +134,10 @@ class Flight:
         next_turn: threading.Event,
     ) -> Future[Left]:
         turn.wait()
-        sent, early = threading.Event(), list[Future[wire.Payload | None]]()
+        sent, fetched = threading.Event(), list[Future[tuple[wire.Payload, list[Outcome]]]]()
 
         def on_line() -> None:
-            early.append(self._downloads.submit(self._exchange.delta_early, contribution, sent))
+            fetched.append(self._downloads.submit(self._exchange.await_delta, contribution, sent, self._failed))
             next_turn.set()
 
         try:
@@ -146,17 +146,19 @@ class Flight:
                 if saved is not None:
                     saved.result()
                 outcome = self._exchange.contribute(contribution, on_line)
-                return self._downloads.submit(self._step, contribution, outcome, early)
+                return self._downloads.submit(self._step, contribution, outcome, fetched[0])
         finally:
             sent.set()
             next_turn.set()  # also where it did not get as far as the line
 
-    def _step(self, contribution: Contribution, outcome: Outcome, early: list[Future[wire.Payload | None]]) -> Left:
+    def _step(
+        self, contribution: Contribution, outcome: Outcome, fetched: Future[tuple[wire.Payload, list[Outcome]]]
+    ) -> Left:
         exchange, p = self._exchange, contribution.fragment
         with self._abandon_others():
-            delta = early[0].result() if early else None
-            if delta is None:
-                delta, outcome = exchange.await_delta(contribution, outcome, self._failed)
+            with exchange.client.stages(Stage.AWAIT_DELTA):
+                delta, sent_again = fetched.result()
+            outcome = sent_again[-1] if sent_again else outcome
             with exchange.client.stages(Stage.OUTER_STEP):
                 exchange.state.step(p, delta)
             self._note_step(contribution, outcome)
