@@ -25,7 +25,6 @@ QUEUED = 1.3
 
 # Linux's struct tcp_info, as far as it is looked at: packets, and microseconds.
 _UNACKED_AT, _RTT_AT, _MIN_RTT_AT = 24, 68, 148
-_UNKNOWN = (1 << 32) - 1
 _SIOCOUTQ = 0x5411  # Linux: the bytes of a TCP socket that the other side has not acknowledged
 
 log = logging.getLogger(__name__)
@@ -59,8 +58,10 @@ class Connections:
     def queues(self) -> bool:
         """Return True if most of what is on its way waits in a queue before the line: its round trips take longer than
         the shortest that there were. Then the line is full. False where the system cannot tell."""
-        ratios = [ratio for each in self._living() if (ratio := _delay(each)) is not None]
-        return bool(ratios) and statistics.median(ratios) >= QUEUED
+        found = [info for each in self._living() if (info := _tcp_info(each)) is not None]
+        newest = [_number(info, _RTT_AT) for info in found if _number(info, _UNACKED_AT)]
+        shortest = [_number(info, _MIN_RTT_AT) for info in found]
+        return bool(newest) and statistics.median(newest) >= QUEUED * min(shortest)
 
     def abort(self) -> None:
         """Break all connections, so that whoever waits for one fails at once."""
@@ -85,16 +86,11 @@ class Connections:
 def _round_trip_s(connection: socket.socket) -> float | None:
     """Return the round trip of a connection's handshake, as the kernel measured it; None where it does not tell."""
     info = _tcp_info(connection)
-    return None if info is None else float(struct.unpack_from("I", info, _RTT_AT)[0]) / 1e6
+    return None if info is None else _number(info, _RTT_AT) / 1e6
 
 
-def _delay(connection: socket.socket) -> float | None:
-    """Return how many times as long as the shortest a connection's round trips are, while something is on its way."""
-    info = _tcp_info(connection)
-    if info is None or not struct.unpack_from("I", info, _UNACKED_AT)[0]:
-        return None
-    newest, shortest = (struct.unpack_from("I", info, at)[0] for at in (_RTT_AT, _MIN_RTT_AT))
-    return newest / shortest if 0 < shortest < _UNKNOWN else None
+def _number(info: bytes, at: int) -> int:
+    return int(struct.unpack_from("I", info, at)[0])
 
 
 def _tcp_info(connection: socket.socket) -> bytes | None:
