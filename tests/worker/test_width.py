@@ -65,6 +65,14 @@ def test_what_is_still_needed_is_kept() -> None:
     assert after(width, bound(10, 100), 2 * TRIED_AGAIN) == 16
 
 
+def test_no_more_where_a_queue_stands_before_the_line() -> None:
+    """The rate of a way that was cold a moment ago rises by itself."""
+    width = Width(1, 32)
+    for rate in (10, 20, 40, 80):
+        width.saw(rate, full=True)
+    assert width.now == 1
+
+
 @pytest.mark.parametrize(("least", "most"), [(4, 64), (1, 1), (4, 4)])
 def test_never_fewer_than_the_least_and_never_more_than_the_most(least: int, most: int) -> None:
     width, seen = Width(least, most), set()
