@@ -21,6 +21,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "line"
 TUN = Path("/dev/net/tun")
+DEVICE = "line"  # its name at the far end
 PACKAGES = {"cc": "gcc", "ip": "iproute2", "nsenter": "util-linux", "iperf3": "iperf3"}  # Debian's, by command
 MTU = 1500
 FRAMING = 38  # Ethernet's head, check, preamble and gap, for each packet
@@ -161,7 +162,7 @@ def slow_lines(shapes: dict[str, Shape], *, tcp: str | None = None, seed: int = 
         lines = {}
         for index, (name, shape) in enumerate(shapes.items()):
             prefix = ["nsenter", f"--net={program.spaces[index]}"]
-            _configure(prefix, "line", addresses[index], everybody, tcp)
+            _configure(prefix, DEVICE, addresses[index], everybody, tcp)
             lines[name] = Line(prefix, near, addresses[index], program, index)
             lines[name].shape(shape)
         yield lines

@@ -27,3 +27,8 @@ def timed(work: Callable[[], dict[str, Any] | None]) -> None:
     started = time.monotonic()
     found = work()
     say(started=started, ended=time.monotonic(), **(found or {}))
+
+
+def stay() -> None:
+    """Return when there are no more orders: others may still need this process."""
+    sys.stdin.read()
