@@ -346,11 +346,17 @@ def test_lines_end_with_their_parent_and_leave_nothing(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.system
+def test_a_wrong_order_is_told_of_with_what_the_program_said() -> None:
+    with far(["w"], Shape(10, 10)) as (line,), pytest.raises(RuntimeError, match="line: no such order: count 7"):
+        line.program.order("count 7")
+
+
 @pytest.mark.parametrize(
     ("user", "absent", "said"),
     [
         (1000, (), "not root"),
-        (0, ("iperf3",), "no iperf3 (Debian: apt install iperf3)"),
+        (0, ("openssl",), "no openssl (Debian: apt install openssl)"),
         (0, ("cc", "ip"), "no cc and no ip (Debian: apt install gcc iproute2)"),
     ],
 )
@@ -359,7 +365,7 @@ def test_a_machine_without_root_or_tools_says_what_is_missing(
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool in absent else tool)
-    assert lines.why_not("iperf3") == said
+    assert lines.why_not("openssl") == said
 
 
 def test_a_machine_without_tun_devices_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

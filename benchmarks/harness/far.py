@@ -11,11 +11,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.harness.lines import Line
+from benchmarks.harness.lines import DEVICE, Line
 
 ROOT = Path(__file__).parents[2]
 ENDING_S = 30
 SOON_S = 2.0  # as worker/rounds/approach.py
+GLOO = {"GLOO_SOCKET_IFNAME": DEVICE}  # by itself it takes the address of the machine's name, which is none there
 
 
 class Far:
@@ -57,7 +58,7 @@ def far(line: Line, module: str, python: Path = Path(sys.executable), log: IO[st
     command = [*line.prefix, str(python), "-m", module]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
-        command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True
+        command, cwd=ROOT, env=os.environ | GLOO, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True
     )
     with process:
         try:

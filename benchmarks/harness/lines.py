@@ -14,14 +14,16 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "line"
 TUN = Path("/dev/net/tun")
-PACKAGES = {"cc": "gcc", "ip": "iproute2", "nsenter": "util-linux", "iperf3": "iperf3"}  # Debian's, by command
+DEVICE = "line"  # its name at the far end
+NETWORKS = "10.213"
+PACKAGES = {"cc": "gcc", "ip": "iproute2", "nsenter": "util-linux", "openssl": "openssl"}  # Debian's, by command
 MTU = 1500
 FRAMING = 38  # Ethernet's head, check, preamble and gap, for each packet
 TCP_PAYLOAD = MTU - 52  # IP's and TCP's heads, timestamps among them
@@ -65,13 +67,14 @@ class Count:
 class Program:
     """The program line/line.c, which has all lines, and its orders."""
 
-    def __init__(self, lines: int, first_address: str, seed: int) -> None:
-        command = [str(compiled()), str(lines), first_address, str(seed)]
+    def __init__(self, lines: int, seed: int) -> None:
+        command = [str(compiled()), str(lines), f"{NETWORKS}.0.2", str(seed)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self._lock = threading.Lock()
         self.device, *spaces = self._answer().split()
+        self.network = f"{NETWORKS}.{self.device.removeprefix('lines')}"
         self.pid = self._process.pid
         self.spaces = [f"/proc/{self.pid}/fd/{space}" for space in spaces]
 
@@ -79,8 +82,9 @@ class Program:
         """Give an order (see line.c) and return the answer. RuntimeError where the program has ended."""
         assert self._process.stdin is not None
         with self._lock:
-            self._process.stdin.write(text + "\n")
-            self._process.stdin.flush()
+            with suppress(BrokenPipeError):  # then there is no answer either, but its last words
+                self._process.stdin.write(text + "\n")
+                self._process.stdin.flush()
             return self._answer()
 
     def _answer(self) -> str:
@@ -152,17 +156,15 @@ def slow_lines(shapes: dict[str, Shape], *, tcp: str | None = None, seed: int = 
     if not shapes:
         yield {}
         return
-    block = f"10.213.{os.getpid() % 250}"
-    addresses = [f"{block}.{2 + index}" for index in range(len(shapes))]
-    program = Program(len(shapes), addresses[0], seed)
+    program = Program(len(shapes), seed)
     try:
-        near, everybody = f"{block}.1", f"{block}.0/24"
+        near, everybody = f"{program.network}.1", f"{program.network}.0/24"
         _configure([], program.device, near, everybody, tcp)
         lines = {}
         for index, (name, shape) in enumerate(shapes.items()):
-            prefix = ["nsenter", f"--net={program.spaces[index]}"]
-            _configure(prefix, "line", addresses[index], everybody, tcp)
-            lines[name] = Line(prefix, near, addresses[index], program, index)
+            prefix, address = ["nsenter", f"--net={program.spaces[index]}"], f"{program.network}.{2 + index}"
+            _configure(prefix, DEVICE, address, everybody, tcp)
+            lines[name] = Line(prefix, near, address, program, index)
             lines[name].shape(shape)
         yield lines
     finally:
@@ -174,7 +176,7 @@ def _configure(prefix: list[str], device: str, address: str, network: str, tcp: 
     that the kernel has; the default of a namespace may not."""
     batch = [
         "link set lo up",
-        f"link set {device} addrgenmode none mtu 1500 txqueuelen {MOST_WAITING} up",  # and says nothing by itself
+        f"link set {device} mtu {MTU} txqueuelen {MOST_WAITING} up",
         f"addr add {address}/32 dev {device}",
         f"route add {network} dev {device} src {address}" + (f" congctl {tcp}" if tcp else ""),
     ]

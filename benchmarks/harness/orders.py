@@ -29,3 +29,8 @@ def timed(work: Callable[[], dict[str, Any] | None], soon: Callable[[], object] 
     started = time.monotonic()
     found = work()
     say(started=started, ended=time.monotonic(), **(found or {}))
+
+
+def stay() -> None:
+    """Return when there are no more orders: others may still need this process."""
+    sys.stdin.read()

@@ -11,7 +11,7 @@ from hivemind import DHT, DecentralizedAverager
 from hivemind.averaging.control import AveragingStage
 from hivemind.compression import Uniform8BitQuantization
 
-from benchmarks.harness.orders import orders, say, timed
+from benchmarks.harness.orders import orders, say, stay, timed
 from benchmarks.peers import deltas
 
 TIMEOUT_S = 1800
@@ -44,6 +44,7 @@ def average(rank: int, workers: int, address: str, meeting: list[str] | None, el
         timed(reduce)
     with averager.get_tensors() as tensors:
         say(relative_error=deltas.relative_error(tensors[0].numpy(), deltas.mean(workers, elements)))
+    stay()
     averager.shutdown()
     dht.shutdown()
 

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch has no type for it
 from torchft.coordination import LighthouseServer
 
-from benchmarks.harness.orders import orders, say, timed
+from benchmarks.harness.orders import orders, say, stay, timed
 from benchmarks.peers import deltas
 from benchmarks.peers.torchft_peer import joined
 
@@ -36,6 +36,7 @@ def average(rank: int, workers: int, address: str, meeting: str | None, elements
             raise RuntimeError(f"{found} of {workers} workers are in the quorum")
         timed(reduce)
     say(relative_error=deltas.relative_error(summed.numpy(), deltas.mean(workers, elements)))
+    stay()
     manager.shutdown(wait=False)
     if lighthouse is not None:
         lighthouse.shutdown()

@@ -14,7 +14,7 @@ row is one such line (rows.py), and of it are measured, one after the other:
 `train`: rounds of inner steps of a fixed length (60 s in all) over 500/110 Mbit/s, 60 ms: the share of the workers'
 time that is spent in inner steps; classic, and with an overlap of one of the round's inner steps.
 
-Needs root, iproute2 and a C compiler; exit code 3 where such lines cannot be made.
+Needs root, iproute2 and a C compiler, with TLS openssl; exit code 3 where such lines cannot be made.
 """
 
 import argparse
@@ -54,7 +54,8 @@ def main() -> int:
         names, others = chosen(arguments.rows, [*ROWS, TRAIN]), chosen(arguments.peers, PEERS)
     except ValueError as error:
         parser.error(str(error))
-    if reason := why_not():
+    tools = ["openssl"] if any(ROWS[name].tls for name in names if name != TRAIN) else []
+    if reason := why_not(*tools):
         print(f"There are no slow lines on this machine: {reason}.", file=sys.stderr)
         return NO_LINES_EXIT
 

@@ -18,7 +18,8 @@ def gloo(workers: Sequence[Far], elements: int, rounds: int) -> list[list[dict[s
     """Return the workers' answers, for each all-reduce of theirs."""
     with tempfile.TemporaryDirectory(prefix="outerstep-wan-") as folder:
         for rank, worker in enumerate(workers):
-            _order(worker, rank, workers, f"{folder}/store", do="gloo", elements=elements, rounds=rounds)
+            order = {"do": "gloo", "elements": elements, "rounds": rounds}
+            worker.order(rank=rank, workers=len(workers), meeting=f"{folder}/store", **order)
         return together(workers, rounds, 0.0)
 
 
@@ -27,10 +28,11 @@ def other(peer: str, lines: Sequence[Line], elements: int, rounds: int) -> list[
     python, log = prepare(peer), cache() / f"far-{peer}.log"
     with log.open("w") as file, ExitStack() as stack:
         workers = [stack.enter_context(far(line, f"benchmarks.peers.far_{peer}", python, file)) for line in lines]
-        meeting = None
+        meeting: Any = None
         try:
             for rank, worker in enumerate(workers):
-                _order(worker, rank, workers, meeting, elements=elements, rounds=rounds + 1)
+                order = {"elements": elements, "rounds": rounds + 1, "address": worker.line.far_address}
+                worker.order(rank=rank, workers=len(workers), meeting=meeting, **order)
                 meeting = meeting or worker.answer()["meeting"]
             answers = together(workers, rounds + 1, 0.0)[1:]
             error = max(worker.answer()["relative_error"] for worker in workers)
@@ -39,8 +41,3 @@ def other(peer: str, lines: Sequence[Line], elements: int, rounds: int) -> list[
     if not error <= WRONG_MEAN:
         raise Unavailable(f"not the mean: its relative error is {error:.2g}")
     return answers
-
-
-def _order(worker: Far, rank: int, workers: Sequence[Far], meeting: Any, **order: Any) -> None:
-    address = worker.line.far_address
-    worker.order(rank=rank, workers=len(workers), address=address, meeting=meeting, **order)

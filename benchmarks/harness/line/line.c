@@ -2,10 +2,10 @@
 //
 //     line LINES FIRST_ADDRESS SEED
 //
-// makes LINES network namespaces, with a TUN device `line` in each, and one TUN device here. It is the router between
-// them: LINES addresses, the first one as given, lie behind a line each; all else is here. A packet from one line to
-// another goes up the one and down the other. No file names the namespaces: they end with this process and those that
-// run in them. It ends when its stdin does, or its parent.
+// makes LINES network namespaces, with a TUN device `line` in each, and one TUN device here, `linesN`. It is the router
+// between them: LINES addresses, the first one as given plus N × 256, lie behind a line each; all else is here. A packet
+// from one line to another goes up the one and down the other; what is no IPv4 goes nowhere. No file names the
+// namespaces: they end with this process and those that run in them. It ends when its stdin does, or its parent.
 //
 // It prints the name of the device here and a file descriptor per namespace, for `nsenter --net=/proc/PID/fd/N`. Then
 // it takes orders, a line each, and answers each with a line:
@@ -240,6 +240,7 @@ int main(int argc, char **argv) {
     if (sched_setscheduler(0, SCHED_RR, &first_of_all) && errno != EPERM) fail("sched_setscheduler");
     char here[IFNAMSIZ] = "lines%d", far[IFNAMSIZ];
     tun = open_tun(here);
+    first_address += (uint32_t)atoi(here + strlen("lines")) << 8;
     int home = this_namespace();
     printf("%s", here);
     for (int i = 0; i < count; i++) {
