@@ -127,7 +127,9 @@ def _ended(
 
 def _work(settings: WorkerSettings, device: torch.device, stop: threading.Event) -> None:
     with open_http(settings.url, settings.ca) as http:
-        client = Client(http, settings.run, settings.token, stop=stop)
+        shares = Ranks.here().size
+        up, down = (rate and rate / shares for rate in (settings.max_up, settings.max_down))
+        client = Client(http, settings.run, settings.token, stop=stop, max_up=up, max_down=down)
         run = client.run_detail()
         if run.state in (RunState.FINISHED, RunState.STOPPED):
             log.info("the run %s is %s: nothing to do", run.name, run.state)

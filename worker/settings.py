@@ -6,10 +6,18 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from protocol.quantities import parse_rate
 from protocol.reaching import trusting
 from protocol.spec.sections import NAME_PATTERN, Name
+
+
+def _rate(given: object) -> object:
+    return parse_rate(given) if isinstance(given, str) else given
+
+
+Rate = Annotated[float, BeforeValidator(_rate), Field(gt=0, allow_inf_nan=False)]
 
 
 def default_name() -> str:
@@ -103,6 +111,10 @@ class BoxSettings(_Settings):
     peak_flops: float | None = Field(
         None, gt=0, description="what the device can do at most, FLOP/s, for the MFU; default: by a table of GPUs"
     )
+    max_up: Rate | None = Field(
+        None, description="bits per second that uploads may take, such as 8mbit; of all processes together"
+    )
+    max_down: Rate | None = Field(None, description="the same of downloads: deltas, checkpoints")
     log: Path | None = Field(
         None, description="file to which the losses of all inner steps are appended, as JSON lines; default: none"
     )

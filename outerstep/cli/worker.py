@@ -38,6 +38,8 @@ FLAGS = {
     "compile": "--compile",
     "activation_checkpointing": "--activation-checkpointing",
     "peak_flops": "--peak-flops",
+    "max_up": "--max-up",
+    "max_down": "--max-down",
     "log": "--log",
     "log_file": "--log-file",
 }
@@ -118,6 +120,13 @@ def worker(
         float | None,
         typer.Option("--peak-flops", help="FLOP/s of the device at most, for the MFU. Default: by a table of GPUs."),
     ] = None,
+    max_up: Annotated[
+        str | None,
+        typer.Option("--max-up", metavar="RATE", help="What uploads may take of the line: 8mbit. Default: all of it."),
+    ] = None,
+    max_down: Annotated[
+        str | None, typer.Option("--max-down", metavar="RATE", help="The same of downloads. Default: all of it.")
+    ] = None,
     log: Annotated[
         Path | None, typer.Option("--log", help="File to append every inner step's loss to, as JSON lines.")
     ] = None,
@@ -163,6 +172,8 @@ def worker(
         "compile": compile_model,
         "activation_checkpointing": activation_checkpointing,
         "peak_flops": peak_flops,
+        "max_up": max_up,
+        "max_down": max_down,
         "log": log,
         "log_file": log_file,
     }

@@ -69,7 +69,7 @@ def examine(
         else:
             elements, step_s = _train(exam, settings, processes, run, place, device, take_steps)
         if token in (access.Access.WORKER, access.Access.ADMIN):
-            _measure_line(exam, client, run, elements, step_s, monotonic)
+            _measure_line(exam, client, settings, run, elements, step_s, monotonic)
         elif not reached:
             exam.skip(["line"], "no coordinator answers")
         else:
@@ -202,12 +202,14 @@ def _train(
 def _measure_line(
     exam: Examination,
     client: rest.Client,
+    settings: WorkerSettings,
     run: membership.Run | None,
     elements: int | None,
     step_s: float | None,
     monotonic: Callable[[], float],
 ) -> None:
     def judge(seen: line.Line) -> list[Finding]:
+        seen = seen.held_to(settings.max_up, settings.max_down)
         return line.judge(seen, None if run is None else run.detail, elements, step_s)
 
     exam.check("line", lambda _: line.look(client, clock=monotonic), judge, within_s=LINE_S)

@@ -1,5 +1,6 @@
 """The line to the coordinator, measured, and what a round's exchange takes of it."""
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -25,6 +26,10 @@ class Line:
     up: float
     down: float
     latency_s: float
+
+    def held_to(self, max_up: float | None, max_down: float | None) -> "Line":
+        """Return the line as a worker uses it that may take no more than so many bits per second."""
+        return Line(min(self.up, max_up or math.inf), min(self.down, max_down or math.inf), self.latency_s)
 
 
 def look(client: rest.Client, *, clock: Callable[[], float] = time.monotonic) -> Line:

@@ -677,6 +677,12 @@ def detail(running: InThread, text: Path, name: str, sync: str = "") -> RunDetai
         return RunDetail.model_validate(http.get(f"/v1/runs/{name}").json())
 
 
+def test_a_line_is_reckoned_with_as_far_as_the_worker_may_use_it() -> None:
+    seen = line.Line(1e6, 50e6, 0.05)
+    assert seen.held_to(None, None) == seen
+    assert seen.held_to(8e6, 10e6) == line.Line(1e6, 10e6, 0.05)
+
+
 def test_how_much_of_a_round_is_communication(running: InThread, run: str, text: Path) -> None:
     of_the_run, slow = detail(running, text, f"{run}-line"), line.Line(1e6, 1e6, 0.05)
     (found,) = line.judge(slow, of_the_run, 139_584, 1.0)

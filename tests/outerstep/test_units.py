@@ -4,16 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from outerstep.units import (
-    bytes_text,
-    count_text,
-    duration_text,
-    held_out_text,
-    loss_text,
-    parse_count,
-    parse_rate,
-    parse_seconds,
-)
+from outerstep.units import bytes_text, count_text, duration_text, held_out_text, loss_text
+from protocol.quantities import parse_count, parse_rate, parse_seconds
 from protocol.telling import rate_text, sparkline, to_go_s
 
 

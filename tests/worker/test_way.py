@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.waiting import wait_until
 from worker.link.meter import LEAST_MEASURED_BYTES, WINDOW_S
+from worker.link.pace import Pace
 from worker.link.way import Way
 from worker.link.width import Width
 
@@ -21,13 +22,9 @@ class Line:
         self.now, self.underway_bytes = 0.0, 0
 
     def way(self, least: int = 1, most: int = 8) -> Way:
-        return Way(
-            "test",
-            Width(least, most),
-            (LEAST_PART_BYTES, MOST_PART_BYTES),
-            clock=lambda: self.now,
-            underway=lambda: self.underway_bytes,
-        )
+        part_bytes, pace = (LEAST_PART_BYTES, MOST_PART_BYTES), Pace(None, lambda: self.now)
+        underway = lambda: self.underway_bytes  # noqa: E731
+        return Way("test", Width(least, most), part_bytes, pace, clock=lambda: self.now, underway=underway)
 
 
 def test_the_next_part_follows_the_last_byte_without_waiting_for_the_answer() -> None:

@@ -49,7 +49,8 @@ def open_http(url: str, ca: Path | None = None) -> httpx.Client:
 
 
 class Client:
-    """A client of one run on one coordinator. `http` has the coordinator's address as its base_url."""
+    """A client of one run on one coordinator. `http` has the coordinator's address as its base_url. `max_up`,
+    `max_down`: bits per second at most, of payloads."""
 
     def __init__(
         self,
@@ -61,11 +62,13 @@ class Client:
         sleep: Callable[[float], object] | None = None,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
+        max_up: float | None = None,
+        max_down: float | None = None,
     ) -> None:
         self.run = run
         self.stop = stop or threading.Event()
         self.clock = clock
-        self.line = Line(clock)
+        self.line = Line(clock, max_up=max_up, max_down=max_down)
         self.traffic = Traffic()
         self.stages = Stages(clock)
         self._token = token

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from worker.link.connections import UNSENT_FAR_BYTES, Connections
 from worker.link.meter import WINDOW_S
+from worker.link.pace import Pace
 from worker.link.stalls import Stalls
 from worker.link.way import Way
 from worker.link.width import Width
@@ -23,16 +24,23 @@ _ASKED = 8  # times: then the shortest says more than how busy this machine is
 
 
 class Line:
-    """The line of one client; all that it sends and fetches goes over it. `clock` gives seconds. Thread-safe."""
+    """The line of one client; all that it sends and fetches goes over it, transfers at `max_up` and `max_down` bits per
+    second at most. `clock` gives seconds. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        max_up: float | None = None,
+        max_down: float | None = None,
+    ) -> None:
         self._beginning = threading.Lock()
         self.is_far = False  # opening a connection takes a time that is worth sparing
         self.connections = Connections(self._opened)
         underway = self.connections.unacknowledged_bytes
         full = self.connections.queues
-        self.up = Way("send", Width(*UP), PART_BYTES, clock=clock, underway=underway, full=full)
-        self.down = Way("fetch", Width(*DOWN), PART_BYTES, clock=clock)
+        self.up = Way("send", Width(*UP), PART_BYTES, Pace(max_up, clock), clock=clock, underway=underway, full=full)
+        self.down = Way("fetch", Width(*DOWN), PART_BYTES, Pace(max_down, clock), clock=clock)
         self.stalls = Stalls(
             self.connections,
             lambda: self.up.meter.carried_bytes + self.down.meter.carried_bytes,

@@ -84,6 +84,7 @@ class Channel:
     def sent(self, pieces: Iterable[bytes], turn: Turn) -> Iterator[bytes]:
         """Yield the pieces of a body, and count them. The turn is over with the last one."""
         for piece in pieces:
+            self._pause(self.line.up.pace.delay_s(len(piece)))
             self.check()
             self.traffic.add(up=len(piece))
             turn.moved(len(piece))
@@ -96,7 +97,12 @@ class Channel:
             self.traffic.add(down=len(chunk))
             turn.moved(len(chunk))
             yield chunk
+            self._pause(self.line.down.pace.delay_s(len(chunk)))
             self.check()
+
+    def _pause(self, seconds: float) -> None:
+        if seconds:
+            self.until.wait(seconds)
 
 
 class Upload:

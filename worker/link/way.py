@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from worker.link.meter import Meter
+from worker.link.pace import Pace
 from worker.link.width import Width
 
 _ANSWERS = 8  # that may be waited for, beside all that is sent
@@ -22,15 +23,21 @@ Range = tuple[int, int]  # half-open
 
 
 class Way:
-    """One way of the line to one coordinator. So many transfers as `width.least` is at first share its connections,
-    each in parts of so many bytes as `part_bytes` tells, the least and the most. `underway` tells how much of what was
-    handed to the kernel has not arrived, `full` whether a queue stands before the line. Thread-safe."""
+    """One way of the line to one coordinator. Thread-safe.
+
+    width        so many transfers as its `least` is at first share its connections
+    part_bytes   of a part: the least and the most
+    pace         that all keep to
+    underway     how much of what was handed to the kernel has not arrived
+    full         whether a queue stands before the line
+    """
 
     def __init__(
         self,
         name: str,
         width: Width,
         part_bytes: Range,
+        pace: Pace,
         *,
         clock: Callable[[], float] = time.monotonic,
         underway: Callable[[], int] = lambda: 0,
@@ -42,7 +49,7 @@ class Way:
         self.meter = Meter(width, clock, underway, full)
         self._together, self._part_bytes = width.least, part_bytes
         self._pool = ThreadPoolExecutor(width.most + _ANSWERS, name)
-        self.width, self.rate = width, self.meter.rate
+        self.width, self.rate, self.pace = width, self.meter.rate, pace
 
     def cut(self, size: int) -> list[Range]:
         """Return the parts of a transfer of `size` bytes."""
