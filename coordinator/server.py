@@ -18,6 +18,7 @@ from coordinator.settings import Settings
 from coordinator.store.blobs import Store
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.tuning.heap import keep_freed_memory
+from protocol import congestion
 from protocol.compiled import COMPILED, KERNELS
 
 GRACE_S = 10
@@ -52,6 +53,7 @@ def make_server(
 ) -> tuple[Server, socket.socket]:
     """Return a server and its bound socket. OSError if the address is taken, OuterstepError if the directory is."""
     listening = _listen(settings.host, settings.port)
+    logger.info("TCP's congestion control: %s", congestion.ask(listening))
     try:
         coordinator = Coordinator(settings, clock=clock, store=store)
     except BaseException:

@@ -16,6 +16,7 @@ from coordinator.runs.bell import Bell
 from coordinator.runs.live_run import Change, LiveRun, World
 from coordinator.settings import Settings
 from coordinator.settling import settle
+from coordinator.store.assembling import Wholes
 from coordinator.store.blobs import Store
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, disk_is_full, url_of
@@ -50,6 +51,7 @@ class Coordinator:
         self.settings = settings
         self.bell = Bell()
         self.room = Room()
+        self.wholes = Wholes(clock)
         url = url_of(settings.database_url, settings.data_dir)
         self.data = DataDirectory(settings.data_dir)
         self.database = Database(url)
@@ -98,6 +100,7 @@ class Coordinator:
     def tick(self) -> None:
         """Do what only the passing of time brings about. Called a few times a second."""
         self.storage.check()
+        self.wholes.sweep()
         for run in list(self._runs.values()):
             try:
                 membership.expire(run)

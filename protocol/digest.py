@@ -50,12 +50,12 @@ def model_digest(fragment_digests: Iterable[bytes]) -> bytes:
 
 
 def content_digest(value: bytes) -> str:
-    """Return `value` as a Content-Digest header (RFC 9530, with `blake3` as the algorithm)."""
+    """Return `value` as a Content-Digest or Repr-Digest header (RFC 9530, with `blake3` as the algorithm)."""
     return f"blake3=:{base64.b64encode(value).decode()}:"
 
 
 def parse_content_digest(header: str) -> bytes | None:
-    """Return the BLAKE3 digest in a Content-Digest header; None if it names other algorithms only.
+    """Return the BLAKE3 digest in a Content-Digest or Repr-Digest header; None if it names other algorithms only.
 
     Raises ValueError for a blake3 member that is not 32 base64-coded bytes.
     """
@@ -66,8 +66,8 @@ def parse_content_digest(header: str) -> bytes | None:
         try:
             decoded = base64.b64decode(value.strip(":"), validate=True)
         except binascii.Error as error:
-            raise ValueError(f"Content-Digest is not base64: {error}") from error
+            raise ValueError(f"not base64: {error}") from error
         if len(decoded) != DIGEST_BYTES:
-            raise ValueError(f"Content-Digest has {len(decoded)} bytes, BLAKE3 has {DIGEST_BYTES}")
+            raise ValueError(f"{len(decoded)} bytes, BLAKE3 has {DIGEST_BYTES}")
         return decoded
     return None

@@ -422,6 +422,12 @@ class ContributionReply(_Reply):
     created: bool  # false if the same contribution had been accepted before
 
 
+class PartReply(_Reply):
+    """A part of a payload has arrived; `missing` are the first of the half-open ranges of bytes that have not."""
+
+    missing: list[tuple[int, int]]
+
+
 class EvaluationReport(_Request):
     """A held-out loss, mean nats per token, the number of tokens that it was measured on, and the bytes of text that
     these stand for; null if that is not known."""

@@ -15,6 +15,7 @@ from benchmarks.harness.lines import DEVICE, Line
 
 ROOT = Path(__file__).parents[2]
 ENDING_S = 30
+SOON_S = 2.0  # as worker/rounds/approach.py
 GLOO = {"GLOO_SOCKET_IFNAME": DEVICE}  # by itself it takes the address of the machine's name, which is none there
 
 
@@ -31,6 +32,10 @@ class Far:
     def go(self) -> None:
         """Let it begin with what it is ready for."""
         self._send("go")
+
+    def soon(self) -> None:
+        """Let it know that it will begin in SOON_S, as the inner steps that are left tell a worker."""
+        self._send("soon")
 
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -70,7 +75,10 @@ def together(workers: Sequence[Far], rounds: int, silence_s: float) -> list[list
     for _ in range(rounds):
         for worker in workers:
             worker.answer()
-        time.sleep(silence_s)
+        time.sleep(max(silence_s - SOON_S, 0.0))
+        for worker in workers:
+            worker.soon()
+        time.sleep(min(silence_s, SOON_S))
         for worker in workers:
             worker.go()
         answers.append([worker.answer() for worker in workers])

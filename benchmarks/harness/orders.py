@@ -20,10 +20,12 @@ def say(**answer: Any) -> None:
     print(json.dumps(answer), flush=True)
 
 
-def timed(work: Callable[[], dict[str, Any] | None]) -> None:
-    """Do the work when told to, together with the others. Tell when it began and ended, and what it returned."""
+def timed(work: Callable[[], dict[str, Any] | None], soon: Callable[[], object] = lambda: None) -> None:
+    """Do the work when told to, together with the others; `soon` when it is near. Tell when it began and ended, and
+    what it returned."""
     say(at="ready")
-    sys.stdin.readline()
+    while sys.stdin.readline().strip() == "soon":
+        soon()
     started = time.monotonic()
     found = work()
     say(started=started, ended=time.monotonic(), **(found or {}))

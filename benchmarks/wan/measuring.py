@@ -1,5 +1,6 @@
 """A coordinator and workers behind their lines, and what is measured of one row: syncs, a plain transfer, others."""
 
+import os
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from benchmarks.peers.environments import Unavailable
 from benchmarks.wan import peers
 from benchmarks.wan.plain import plain_s
 from benchmarks.wan.rows import Row, described, missed
+from protocol import congestion
 from protocol.messages import Scope
 
 WORKERS = 4
@@ -79,6 +81,7 @@ class Bench:
 def bench(shape: Shape, tcp: str, *, workers: int = WORKERS, tls: bool = False) -> Iterator[Bench]:
     """Workers behind lines of this shape, and a coordinator before them."""
     with ExitStack() as stack:
+        stack.enter_context(_asking_for(tcp))
         lines = stack.enter_context(slow_lines({f"worker-{rank}": shape for rank in range(workers)}, tcp=tcp))
         address = lines["worker-0"].address
         certificate = None
@@ -90,6 +93,19 @@ def bench(shape: Shape, tcp: str, *, workers: int = WORKERS, tls: bool = False) 
         for worker in behind:
             worker.answer()
         yield Bench(running, running.token(Scope.WORKER), certificate and certificate.file, behind)
+
+
+@contextmanager
+def _asking_for(tcp: str) -> Iterator[None]:
+    """Let coordinator and workers ask for this congestion control, as where the system keeps BBR for itself."""
+    before = os.environ.get(congestion.VARIABLE)
+    os.environ[congestion.VARIABLE] = tcp
+    try:
+        yield
+    finally:
+        del os.environ[congestion.VARIABLE]
+        if before is not None:
+            os.environ[congestion.VARIABLE] = before
 
 
 def measure(row: Row, effort: Effort, others: Sequence[str]) -> dict[str, Any]:

@@ -81,7 +81,8 @@ def synchronise(url: str, ca: str | None, run: str, token: str, rank: int, eleme
             while (asked := ask(round_)).action is not Action.TRAIN:
                 pass
             deltas = enumerate(delta.split(layout.elements))
-            timed(partial(sync, [Contribution(round_, p, asked.units, 1, 1, 1.0, 1.0, each) for p, each in deltas]))
+            work = [Contribution(round_, p, asked.units, 1, 1, 1.0, 1.0, each) for p, each in deltas]
+            timed(partial(sync, work), client.open_ahead)
 
 
 def plain(address: str, port: int, way: Direction, size: int) -> None:

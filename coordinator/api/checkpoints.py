@@ -7,45 +7,60 @@ from fastapi.concurrency import run_in_threadpool
 
 from coordinator import reports
 from coordinator.http.access import AnyMember, Limit, Number, ReadableRun, Service, layout_with
-from coordinator.http.describing import ASKS_FOR_BYTES, IMMUTABLE, OF_A_RUN, OF_AN_UPLOAD, UPLOADS, Answers, refusing
+from coordinator.http.describing import (
+    ASKS_FOR_BYTES,
+    IMMUTABLE,
+    OF_A_RUN,
+    OF_AN_UPLOAD,
+    PART,
+    UPLOADS,
+    Answers,
+    refusing,
+)
 from coordinator.http.limits import LimitedRoute, takes_up_to
-from coordinator.http.receiving import Upload, received
+from coordinator.http.receiving import Received, part_taken, received
 from coordinator.http.sending import blob
 from coordinator.runs.live_run import LiveRun
 from coordinator.sync import seeding
 from protocol.fragments import Layout
-from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page
+from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page, PartReply
 from protocol.wire import max_payload_bytes
 
 router = APIRouter(prefix="/v1/runs/{run}/checkpoints", tags=["checkpoints"], route_class=LimitedRoute)
 
-_SAME_AGAIN: Answers = {"200": {"model": CheckpointFragment, "description": "It was accepted before."}}
+_SAME_AGAIN: Answers = {"200": {"model": CheckpointFragment, "description": "It was accepted before."}, **PART}
 
 
 @router.put(
     "/0/fragments/{fragment}",
     status_code=201,
+    response_model=CheckpointFragment,
     responses=_SAME_AGAIN | refusing(*OF_A_RUN, *OF_AN_UPLOAD, "state-conflict"),
     openapi_extra=UPLOADS,
 )
 @takes_up_to(None)
 async def seed(
     http: Request, response: Response, run: ReadableRun, fragment: Number, worker: AnyMember, service: Service
-) -> CheckpointFragment:
-    """Upload a fragment of state 0."""
+) -> CheckpointFragment | Response:
+    """Upload a fragment of state 0, whole or in parts."""
     layout = layout_with(run, fragment)
     limit = max_payload_bytes("fp32", 2 * layout.elements[fragment])
-    async with received(http, service, limit) as upload:
-        reply, created = await run_in_threadpool(_accept, run, layout, worker, fragment, upload)
+    async with received(http, service, limit) as arrived:
+        reply, created = await run_in_threadpool(_accept, run, layout, worker, fragment, arrived)
+    if isinstance(reply, PartReply):
+        return part_taken(reply)
     if not created:
         response.status_code = 200
     return reply
 
 
 def _accept(
-    run: LiveRun, layout: Layout, worker: str, fragment: int, upload: Upload
-) -> tuple[CheckpointFragment, bool]:
-    return seeding.accept_state(run, layout, worker, fragment, upload.complete())
+    run: LiveRun, layout: Layout, worker: str, fragment: int, arrived: Received
+) -> tuple[CheckpointFragment | PartReply, bool]:
+    found = arrived.complete()
+    if isinstance(found, PartReply):
+        return found, False
+    return seeding.accept_state(run, layout, worker, fragment, found)
 
 
 @router.get("", responses=refusing(*OF_A_RUN))

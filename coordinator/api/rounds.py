@@ -24,12 +24,13 @@ from coordinator.http.describing import (
     OF_A_CHANGE,
     OF_A_RUN,
     OF_AN_UPLOAD,
+    PART,
     UPLOADS,
     Answers,
     refusing,
 )
 from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
-from coordinator.http.receiving import Upload, received
+from coordinator.http.receiving import Received, part_taken, received
 from coordinator.http.sending import blob, blob_in_memory
 from coordinator.http.waiting import poll, preferred_wait_s
 from coordinator.runs.bell import delta_of
@@ -38,7 +39,7 @@ from coordinator.sync import contributing, delta_status
 from coordinator.workers import evaluating
 from protocol.errors import Problem
 from protocol.fragments import Layout
-from protocol.messages import ContributionReply, EvaluationReport, Page, RoundDetail, RoundInfo
+from protocol.messages import ContributionReply, EvaluationReport, Page, PartReply, RoundDetail, RoundInfo
 from protocol.wire import max_payload_bytes
 
 router = APIRouter(prefix="/v1/runs/{run}/rounds", tags=["rounds"], route_class=LimitedRoute)
@@ -53,7 +54,7 @@ _OF_A_CONTRIBUTION = (
     "not-ready",
 )
 _OF_A_DELTA = ("not-published", "run-ended", "round-not-open", "contribution-lost", "gone", "range-not-satisfiable")
-_SAME_AGAIN: Answers = {"200": {"model": ContributionReply, "description": "It was accepted before."}}
+_SAME_AGAIN: Answers = {"200": {"model": ContributionReply, "description": "It was accepted before."}, **PART}
 
 
 @router.get("", responses=refusing(*OF_A_RUN))
@@ -85,6 +86,7 @@ def report_evaluation(run: ReadableRun, number: Number, report: EvaluationReport
 @router.put(
     "/{number}/fragments/{fragment}/contributions/{worker}",
     status_code=201,
+    response_model=ContributionReply,
     responses=_SAME_AGAIN | refusing(*OF_A_RUN, *OF_AN_UPLOAD, *_OF_A_CONTRIBUTION),
     openapi_extra=UPLOADS,
 )
@@ -97,19 +99,29 @@ async def contribute(
     fragment: Number,
     worker: PathName,
     service: Service,
-) -> ContributionReply:
-    """Upload a contribution. The same one again answers 200."""
+) -> ContributionReply | Response:
+    """Upload a contribution, whole or in parts. The same one again answers 200."""
     layout = layout_with(run, fragment)
     limit = max_payload_bytes(run.spec.sync.upload_codec, layout.elements[fragment])
-    async with received(http, service, limit, service.room) as upload:
-        reply = await run_in_threadpool(_accept, run, layout, worker, number, fragment, upload)
+    async with received(http, service, limit, service.room) as arrived:
+        reply = await run_in_threadpool(_accept, run, layout, worker, number, fragment, arrived)
+    if isinstance(reply, PartReply):
+        return part_taken(reply)
     if not reply.created:
         response.status_code = 200
     return reply
 
 
-def _accept(run: LiveRun, layout: Layout, worker: str, number: int, fragment: int, upload: Upload) -> ContributionReply:
-    return contributing.accept(run, layout, worker, number, fragment, upload.complete())
+def _accept(
+    run: LiveRun, layout: Layout, worker: str, number: int, fragment: int, arrived: Received
+) -> ContributionReply | PartReply:
+    found = arrived.complete()
+    if isinstance(found, PartReply):
+        assert arrived.part is not None
+        accepted = contributing.accept_part(run, worker, number, fragment, arrived.part.digest)
+        arrived.over = accepted is not None
+        return accepted or found
+    return contributing.accept(run, layout, worker, number, fragment, found)
 
 
 @router.get(
@@ -119,20 +131,24 @@ def _accept(run: LiveRun, layout: Layout, worker: str, number: int, fragment: in
     openapi_extra=ASKS_FOR_BYTES_OR_WAITS,
 )
 async def get_delta(
-    http: Request, run: ReadableRun, number: Number, fragment: Number, caller: Caller, service: Service
+    http: Request,
+    run: ReadableRun,
+    number: Number,
+    fragment: Number,
+    caller: Caller,
+    service: Service,
+    early: Annotated[bool, Query(description="A member's own contribution is on its way.")] = False,
 ) -> Response:
     """The averaged pseudo-gradient. Long-polls with `Prefer: wait=SECONDS` until it is published."""
     layout_with(run, fragment)
 
-    asked = run, number, fragment, caller.worker
+    asked = run, number, fragment, caller.worker, early
     from_memory, under_lock = partial(delta_status.from_memory, *asked), partial(delta_status.under_lock, *asked)
     found = await poll(service.bell, run.name, delta_of(fragment), preferred_wait_s(http), from_memory, under_lock)
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
     # Only those of the last round: an older delta may still be in memory though the retention rule has deleted it.
     recent = run.world.room.delta(found) if (number, fragment) in run.outer.deltas else None
-    answer = None if recent is None else blob_in_memory(http, recent, found)
-    if answer is None:
-        name = run.names.delta(number, fragment, found)
-        answer = await run_in_threadpool(blob, http, run.blobs, name, found)
-    return answer
+    if recent is not None:
+        return blob_in_memory(http, recent, found)
+    return await run_in_threadpool(blob, http, run.blobs, run.names.delta(number, fragment, found), found)

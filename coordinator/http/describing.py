@@ -7,6 +7,7 @@ from fastapi import FastAPI
 
 from coordinator.http.waiting import MAX_WAIT_S
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
+from protocol.messages import PartReply
 from protocol.wire import MEDIA_TYPE
 
 Document = dict[str, Any]
@@ -107,10 +108,14 @@ _ASKS_TO_WAIT = [_asked("Prefer", f"wait=SECONDS (RFC 7240): answer when there i
 ASKS_FOR_BYTES: Document = {"parameters": _ASKS_FOR_BYTES}
 ASKS_TO_WAIT: Document = {"parameters": _ASKS_TO_WAIT}
 ASKS_FOR_BYTES_OR_WAITS: Document = {"parameters": [*_ASKS_FOR_BYTES, *_ASKS_TO_WAIT]}
+PART: Answers = {"202": {"model": PartReply, "description": "The part has arrived; others are missing."}}
+_DIGEST = "^blake3=:[A-Za-z0-9+/]{43}=:$"
 UPLOADS: Document = {
     "parameters": [
-        _asked("Content-Length", "Of the payload.", required=True, type="integer", minimum=1),
-        _asked("Content-Digest", "Of the payload.", required=True, pattern="^blake3=:[A-Za-z0-9+/]{43}=:$"),
+        _asked("Content-Length", "Of the body.", required=True, type="integer", minimum=1),
+        _asked("Content-Digest", "Of the body.", required=True, pattern=_DIGEST),
+        _asked("Content-Range", "bytes FIRST-LAST/SIZE: the body is this part of the payload."),
+        _asked("Repr-Digest", "Of the payload, where the body is a part of it.", pattern=_DIGEST),
     ],
     "requestBody": {"required": True, "content": _PAYLOAD},
 }

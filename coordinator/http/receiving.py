@@ -1,24 +1,42 @@
-"""The receiving of payloads of any size in bounded memory: into memory if there is room, and otherwise into a file."""
+"""The receiving of payloads of any size in bounded memory: into memory if there is room, and otherwise into a file.
+
+A body is a payload, or with Content-Range one part of it.
+"""
 
 import asyncio
+import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import BinaryIO
 
 from blake3 import blake3
-from fastapi import Request
+from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from coordinator.service import Coordinator
+from coordinator.store.assembling import Whole
 from coordinator.store.payloads import Body
 from coordinator.tuning.room import Room
 from protocol.digest import parse_content_digest
-from protocol.errors import Problem
+from protocol.errors import Problem, Remedy
+from protocol.messages import PartReply
 
 PIECE_BYTES = 1 << 18  # of a body that goes into a file: so much is in memory at once
 POLL_S = 0.01  # between two attempts to get memory
+MAX_TOLD = 100  # ranges that are missing, in one answer
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a body belongs in its payload, and the BLAKE3 digest of that payload."""
+
+    start: int
+    total: int
+    digest: bytes
 
 
 class Upload(ABC):
@@ -136,25 +154,78 @@ async def pieces(request: Request, idle_s: float) -> AsyncIterator[bytes]:
         yield piece
 
 
+class Received:
+    """The body of a request, received. `part` is None where it is a whole payload. Set `over` where no other part of
+    it is wanted."""
+
+    def __init__(self, upload: Upload, part: Part | None = None, whole: Whole | None = None) -> None:
+        self._upload, self._whole, self.part = upload, whole, part
+        self.over = False
+
+    def complete(self) -> Body | PartReply:
+        """Return the payload, or what of it is still missing. Raises Problem: digest-mismatch, invalid-message.
+
+        To be called on the thread that goes on with it, which spares a hand-over to another one.
+        """
+        body = self._upload.complete()
+        if self.part is None or self._whole is None:
+            return body
+        missing = self._whole.add(self.part.start, body)
+        self.over = not missing
+        return PartReply(missing=missing[:MAX_TOLD]) if missing else self._whole.body()
+
+
 @asynccontextmanager
 async def received(
     request: Request, service: Coordinator, max_bytes: int, room: Room | None = None
-) -> AsyncIterator[Upload]:
+) -> AsyncIterator[Received]:
     """Receive the request's body, into memory if `room` has some; then give it to the block, which `complete`s it.
 
     A file of it is deleted at the end of the block. Raises Problem: length-required, payload-too-large, invalid-message
     (no digest), digest-mismatch, request-timeout.
     """
-    size, announced = _announced(request, max_bytes)
+    size, announced, part = _announced(request, max_bytes)
     content = None if room is None else await _take(room, size)
     upload: Upload = (
         ThroughFile(size, announced, service.data.scratch()) if content is None else InMemory(size, announced, content)
     )
     try:
         await upload.receive(request, service.settings.upload_idle_s)
-        yield upload
+        if part is None:
+            yield Received(upload)
+        else:
+            with _of_whole(request, service, upload, part, room) as arrived:
+                yield arrived
     finally:
         upload.discard()
+
+
+@contextmanager
+def _of_whole(
+    request: Request, service: Coordinator, upload: Upload, part: Part, room: Room | None
+) -> Iterator[Received]:
+    """Give the block a part of a payload; forget that payload where it was taken, or refused for good."""
+
+    def target() -> memoryview | Path:
+        memory = None if room is None else room.take(part.total)
+        return service.data.scratch() if memory is None else memory
+
+    key = f"{request.state.identity.worker} {request.url.path}"
+    whole = service.wholes.get(key, part.total, part.digest, target)
+    arrived = Received(upload, part, whole)
+    try:
+        yield arrived
+    except Problem as problem:
+        arrived.over = whole.spoilt or problem.remedy is not Remedy.RETRY
+        raise
+    finally:
+        if arrived.over:
+            service.wholes.drop(key, whole)
+
+
+def part_taken(reply: PartReply) -> Response:
+    """Return the answer to a part of a payload that is not all there yet."""
+    return Response(reply.model_dump_json(), HTTPStatus.ACCEPTED, media_type="application/json")
 
 
 async def _take(room: Room, size: int) -> memoryview | None:
@@ -167,16 +238,35 @@ async def _take(room: Room, size: int) -> memoryview | None:
     return content
 
 
-def _announced(request: Request, max_bytes: int) -> tuple[int, bytes]:
+def _announced(request: Request, max_bytes: int) -> tuple[int, bytes, Part | None]:
+    """Return the body's size and digest, and which part it is."""
     length = request.headers.get("content-length")
     if length is None or not length.isdigit():
         raise Problem("length-required", "an upload needs a Content-Length")
     if int(length) > max_bytes:
         raise Problem("payload-too-large", f"the body has {length} bytes; at most {max_bytes} are taken here")
+    digest, place = _digest(request, "Content-Digest"), request.headers.get("content-range")
+    return int(length), digest, None if place is None else _part(request, place, int(length), max_bytes)
+
+
+def _part(request: Request, place: str, length: int, max_bytes: int) -> Part:
+    match = re.fullmatch(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})", place.strip())
+    if match is None:
+        raise Problem("invalid-message", f"Content-Range: {place[:100]} is not bytes FIRST-LAST/SIZE")
+    first, last, total = (int(digits) for digits in match.groups())
+    if not (first <= last < total and last - first + 1 == length):
+        raise Problem("invalid-message", f"Content-Range: {place} does not fit a body of {length} bytes")
+    if total > max_bytes:
+        raise Problem("payload-too-large", f"the payload has {total} bytes; at most {max_bytes} are taken here")
+    return Part(first, total, _digest(request, "Repr-Digest"))
+
+
+def _digest(request: Request, name: str) -> bytes:
     try:
-        digest = parse_content_digest(request.headers.get("content-digest", ""))
+        digest = parse_content_digest(request.headers.get(name, ""))
     except ValueError as error:
-        raise Problem("invalid-message", str(error)) from error
+        raise Problem("invalid-message", f"{name}: {error}") from error
     if digest is None:
-        raise Problem("invalid-message", "an upload needs a Content-Digest header: blake3=:BASE64:")
-    return int(length), digest
+        what = "an upload" if name == "Content-Digest" else "a part"
+        raise Problem("invalid-message", f"{what} needs a {name} header: blake3=:BASE64:")
+    return digest

@@ -72,15 +72,28 @@ def blob(request: Request, blobs: Blobs, name: str, digest: bytes) -> Response:
         raise Problem(
             "gone", "these bytes were deleted by the retention rule; recover from the latest checkpoint"
         ) from None
-    ranges = _ranges(_range_header(request, headers), reader.size)
+    return _answer(request, headers, reader, reader.size)
+
+
+def blob_in_memory(request: Request, content: memoryview, digest: bytes) -> Response:
+    """Return `content`, whose BLAKE3 digest is `digest`, or the range of it that is asked for, as an answer."""
+    headers = _headers(digest)
+    if _is_known(request, headers):
+        return Response(status_code=304, headers=headers)
+    return _answer(request, headers, content, len(content))
+
+
+def _answer(request: Request, headers: dict[str, str], source: memoryview | Reader, size: int) -> Response:
+    ranges = _ranges(_range_header(request, headers), size)
     if ranges and all(start >= stop for start, stop in ranges):
-        reader.close()
-        return _not_satisfiable(request.headers["range"], reader.size)
+        if not isinstance(source, memoryview):
+            source.close()
+        return _not_satisfiable(request.headers["range"], size)
     if len(ranges) != 1:
-        return _Blob(200, headers, reader, 0, reader.size)
+        return _Blob(200, headers, source, 0, size)
     ((start, stop),) = ranges
-    headers["Content-Range"] = f"bytes {start}-{stop - 1}/{reader.size}"
-    return _Blob(206, headers, reader, start, stop)
+    headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+    return _Blob(206, headers, source, start, stop)
 
 
 def _not_satisfiable(asked: str, size: int) -> Response:
@@ -89,14 +102,6 @@ def _not_satisfiable(asked: str, size: int) -> Response:
     )
     answer.headers["Content-Range"] = f"bytes */{size}"
     return answer
-
-
-def blob_in_memory(request: Request, content: memoryview, digest: bytes) -> Response | None:
-    """Return `content`, whose BLAKE3 digest is `digest`, as an answer; None if a range of it is asked for."""
-    headers = _headers(digest)
-    if _is_known(request, headers):
-        return Response(status_code=304, headers=headers)
-    return None if _range_header(request, headers) else _Blob(200, headers, content, 0, len(content))
 
 
 def _headers(digest: bytes) -> dict[str, str]:

@@ -89,6 +89,15 @@ class Body:
         """The bytes, if they are in memory."""
         return self.source if isinstance(self.source, memoryview) else None
 
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        """Fill `memory` with the bytes from `offset` on. OSError where there are not so many."""
+        if isinstance(self.source, memoryview):
+            memory[:] = self.source[offset : offset + len(memory)]
+            return
+        with FileReader(self.source) as reader:
+            if reader.read_into(memory, offset) != len(memory):
+                raise OSError(f"{self.source} ends before byte {offset + len(memory)}")
+
     @contextmanager
     def payload(self) -> Iterator[Payload]:
         """Open the payload for reading. Raises WireError."""

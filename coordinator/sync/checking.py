@@ -48,13 +48,14 @@ def check_header(
 
 def admit(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
     """Return True if the contribution may be accepted, False if it is already; Problem if it is refused. May wait."""
+    address = header.worker, header.round, header.fragment
     with run.lock:
-        if open_for(run, header, digest) is None:
+        if open_for(run, *address, digest) is None:
             return False
         if not run.outer.await_round(header.fragment, header.round, STEP_WAIT_S):
             detail = f"the coordinator is still stepping fragment {header.fragment}"
             raise Problem("not-ready", detail, retry_after_s=1)
-        opening = open_for(run, header, digest)  # others had the lock meanwhile
+        opening = open_for(run, *address, digest)  # others had the lock meanwhile
         if opening is None:
             return False
         _check_base(run, opening, header)
@@ -62,9 +63,8 @@ def admit(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
         return True
 
 
-def open_for(run: LiveRun, header: ContributionHeader, digest: bytes) -> OpenRound | None:
-    """Return the open round that is to take the contribution; None if it has. Problem if it is refused."""
-    worker, round_, fragment = header.worker, header.round, header.fragment
+def open_for(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> OpenRound | None:
+    """Return the open round that is to take the worker's contribution; None if it has. Problem if it is refused."""
     with run.lock:
         known, opening = accepted_digest(run, worker, round_, fragment), run.open
         if known is not None:

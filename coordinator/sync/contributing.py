@@ -39,6 +39,19 @@ _COUNT_WORKER = (
 )
 
 
+def accept_part(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> ContributionReply | None:
+    """Return None where the rest of a contribution with this digest may come; the answer to all of it where it was
+    accepted before. Problem where it would be refused, so that the rest is not sent."""
+    try:
+        if checking.open_for(run, worker, round_, fragment, digest) is not None:
+            return None
+    except Problem as problem:
+        if problem.slug == "round-closed":
+            checking.record_late(run, worker, round_, fragment)
+        raise
+    return ContributionReply(round=round_, fragment=fragment, digest=digest.hex(), created=False)
+
+
 def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, body: Body) -> ContributionReply:
     """Accept the contribution in `body`, or raise Problem or WireError."""
     with body.payload() as payload:
@@ -135,7 +148,8 @@ def _is_first(arrival: Arrival, accepted: Sequence[Arrival]) -> bool:
 def _is_due(run: LiveRun, arrival: Arrival) -> bool:
     """Return True if it is to be committed. It is checked again, because the round may have closed meanwhile."""
     try:
-        if checking.open_for(run, arrival.header, arrival.digest) is None:
+        header = arrival.header
+        if checking.open_for(run, header.worker, header.round, header.fragment, arrival.digest) is None:
             return False
         if run.blobs.stat(arrival.name) is None:
             raise Problem("not-ready", "the same contribution came twice at once; send it again", retry_after_s=1)

@@ -184,11 +184,11 @@ def test_the_command_and_its_processes(running: InThread, run: str, tmp_path: Pa
     assert done.returncode == Exit.DONE, done.stdout + done.stderr
     assert done.stdout.endswith(f"\n\nready to train: start it with: outerstep worker {' '.join(words)}\n")
     lines = done.stdout.splitlines()
-    found = [tuple(each.split()[:2]) for each in lines[: len(CHECKS)]]
+    found = [each.split()[:2] for each in lines[: len(CHECKS)]]
     assert [name for name, _ in found] == CHECKS
     # Rounds this short are warned of where an exchange takes more than a share of one: this machine decides.
     assert {state for name, state in found if name != "line"} == {"fine"}
-    assert dict(found)["line"] in {"fine", "warning"}
+    assert {state for name, state in found if name == "line"} <= {"fine", "warning"}
     if options:
         assert "mode fsdp: --mode fsdp; micro-batch auto: all 2 sequences of each process at once" in done.stdout
         assert "gathered layers" in done.stdout

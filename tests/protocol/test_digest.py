@@ -52,5 +52,5 @@ def test_content_digest_round_trip() -> None:
 
 @pytest.mark.parametrize("header", ["blake3=:AAAA:", "blake3=:!!!!:", "blake3=", "blake3=:é:"])
 def test_content_digests_that_are_none(header: str) -> None:
-    with pytest.raises(ValueError, match="Content-Digest|ASCII"):
+    with pytest.raises(ValueError, match="base64|BLAKE3 has 32|ASCII"):
         parse_content_digest(header)

@@ -26,6 +26,7 @@ from coordinator.runs.live_run import LiveRun
 from coordinator.store import sqlite
 from coordinator.store.blobs import RunNames, round_of
 from protocol.codecs import CODECS
+from protocol.digest import parse_content_digest
 from protocol.spec.run import UNITS_PER_WORKER
 from protocol.spec.sections import OuterSpec, SyncSpec
 from protocol.wire import Payload
@@ -103,8 +104,11 @@ class Ledger:
         if status >= 300 or request.method != "PUT":
             return
         if "contributions" in parts:
+            if status == 202:  # of a part, which promises nothing
+                return
             key = (int(parts[5]), int(parts[7]), parts[9])
-            self.acknowledged[key] = blake3(body).digest()
+            whole = parse_content_digest(request.headers.get("Repr-Digest", ""))
+            self.acknowledged[key] = whole or blake3(body).digest()
             kept = self._row(key)
             demand(kept is not None, "I2", f"{key} was acknowledged, and has no row")
         elif len(parts) == 6 and parts[4] == "workers":

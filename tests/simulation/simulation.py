@@ -27,11 +27,13 @@ from tests.simulation.patched import simulated
 from tests.simulation.scheduler import Group, Scheduler
 from tests.simulation.violation import Violation, demand
 from tests.simulation.worker_node import WorkerNode
+from worker.link import line
 
 CALM_ROUNDS = 4
 PATIENCE_S = 400.0  # without a fault and without a round closing
 LEASE_S = 10.0
 MAX_STEPS = 200_000
+PART_BYTES = (100, 300, 1 << 16, 1 << 16)  # payloads have some hundreds
 MEMORY = Path("/dev/shm")
 
 SPEC = """
@@ -183,6 +185,7 @@ class Simulation:
         with (
             simulated(self.scheduler, random.Random(f"{self.seed} secrets"), self._fsync),
             crash_at_commits(self.node, real),
+            parts_of(random.Random(f"{self.seed} parts").choice(PART_BYTES)),
         ):
             try:
                 self.scheduler.run(self._after_step)
@@ -266,6 +269,17 @@ class Simulation:
         self.node.disk.close()
         for worker in self.workers.values():
             worker.disk.close()
+
+
+@contextmanager
+def parts_of(least_bytes: int) -> Iterator[None]:
+    """Payloads travel in parts of so many bytes."""
+    real = line.UP_FAR_BYTES, line.DOWN_FAR_BYTES
+    line.UP_FAR_BYTES = line.DOWN_FAR_BYTES = least_bytes, least_bytes
+    try:
+        yield
+    finally:
+        line.UP_FAR_BYTES, line.DOWN_FAR_BYTES = real
 
 
 @contextmanager

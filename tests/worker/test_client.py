@@ -3,10 +3,10 @@
 import json
 import logging
 import random
+import re
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
 
 import httpx
@@ -22,9 +22,9 @@ from tests.support.states import zeros_of_state_0
 from worker.errors import Stopped
 from worker.link.client import Client, open_http
 from worker.link.heartbeat import Heartbeat
+from worker.link.line import DOWN_FAR_BYTES, UP_FAR_BYTES
 from worker.link.membership import Membership
 from worker.link.retry import BACKOFF_CAP_S
-from worker.link.transfer import PART_BYTES
 
 Answer = Callable[[httpx.Request], httpx.Response]
 LIMIT = 1 << 20
@@ -298,6 +298,61 @@ def test_an_upload_is_whole_and_announced_each_time() -> None:
     assert client.traffic.upload_bytes == 3 * len(body)
 
 
+class Assembling:
+    """Puts the parts of uploads together, as a coordinator does; `restart_at`: then it forgets what it has."""
+
+    def __init__(self, restart_at: int = 0) -> None:
+        self.restart_at = restart_at
+        self.parts: dict[int, bytes] = {}
+        self.requests = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        body, place = request.read(), request.headers["Content-Range"]
+        first, last, size = (int(digits) for digits in re.findall("[0-9]+", place))
+        assert len(body) == last + 1 - first == int(request.headers["Content-Length"])
+        assert parse_content_digest(request.headers["Content-Digest"]) == blake3(body).digest()
+        with self._lock:
+            self.requests += 1
+            if self.requests == self.restart_at:
+                self.parts.clear()
+            self.parts[first] = body
+            missing, at = [], 0
+            for start, each in sorted(self.parts.items()):
+                if at < start:
+                    missing.append([at, start])
+                at = start + len(each)
+            if at < size:
+                missing.append([at, size])
+            if missing:
+                return httpx.Response(202, json={"missing": missing})
+            whole = b"".join(each for _, each in sorted(self.parts.items()))
+            assert parse_content_digest(request.headers["Repr-Digest"]) == blake3(whole).digest()
+            return httpx.Response(201, json={})
+
+
+@pytest.mark.parametrize("restart_at", [0, 3, 11])
+def test_an_upload_in_parts_of_which_those_are_sent_again_that_a_coordinator_has_lost(restart_at: int) -> None:
+    frames = [random.Random(i).randbytes(length) for i, length in enumerate(HEADER.frame_bytes)]
+    server = Assembling(restart_at)
+    client, _, _ = far_client(server)
+    client.contribute("m", HEADER, frames)
+    body = b"".join([wire.pack_header(HEADER), *frames])
+    assert b"".join(each for _, each in sorted(server.parts.items())) == body
+    parts = -(-len(body) // UP_FAR_BYTES[1])
+    if restart_at == 0:
+        assert (server.requests, client.traffic.upload_bytes) == (parts, len(body))
+    else:
+        assert server.requests <= parts + 1 + 2 * restart_at
+
+
+def test_a_part_that_is_refused_ends_the_upload() -> None:
+    client, _, seen = far_client(lambda request: problem("round-closed"))
+    with pytest.raises(Problem, match="why"):
+        client.contribute("m", HEADER, [bytes(length) for length in HEADER.frame_bytes])
+    assert 1 <= len(seen) <= 32
+
+
 # --- downloads ----------------------------------------------------------------------------------------------------
 
 
@@ -325,10 +380,12 @@ class BlobServer:
         self.ranges.append(request.headers.get("Range"))
         start = 0
         if "Range" in request.headers and request.headers.get("If-Range") == etag:
-            start = int(request.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+            start = int(request.headers["Range"].removeprefix("bytes=").split("-")[0])
         body = self.data[start:]
         cut = self.cuts.pop(0) if self.cuts else len(body)
         headers = {"ETag": etag, "Content-Length": str(len(body))}
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(self.data) - 1}/{len(self.data)}"
         return httpx.Response(206 if start else 200, headers=headers, stream=Broken(body, cut))
 
 
@@ -360,7 +417,7 @@ def test_a_download_goes_on_where_it_broke_off() -> None:
     client, _, seen = make_client(server)
     payload = client.delta(0, 0, LIMIT)
     assert payload.total_bytes == len(data)
-    assert server.ranges == [None, "bytes=1000-", "bytes=1500-"]
+    assert server.ranges == [None, f"bytes=1000-{len(data) - 1}", f"bytes=1500-{len(data) - 1}"]
     assert client.traffic.download_bytes == len(data)
     assert seen[0].headers["Accept-Encoding"] == "identity"
 
@@ -377,7 +434,7 @@ def test_a_blob_that_changed_is_fetched_anew() -> None:
     client, _, _ = make_client(handle)
     clients.append(client)
     assert client.delta(0, 0, LIMIT).header.elements == 20
-    assert server.ranges == [None, "bytes=30-"]
+    assert [each and each.split("-")[0] for each in server.ranges] == [None, "bytes=30"]
 
 
 def test_damaged_bytes_are_fetched_anew() -> None:
@@ -410,18 +467,27 @@ class PartServer:
         self._lock = threading.Lock()
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
-        first, last = (int(number) for number in request.headers["Range"].removeprefix("bytes=").split("-"))
+        digits = request.headers["Range"].removeprefix("bytes=").split("-")
+        first, last = int(digits[0]), int(digits[1] or len(self.data) - 1)
         with self._lock:
-            self.ranges.append((first, last))
+            self.ranges.append((first, last + 1))
             damaged, self.damages = self.damages > 0, self.damages - 1
+        headers = {"ETag": f'"{blake3(self.data).hexdigest()}"'}
+        if self.knows_ranges:
+            if first >= len(self.data):
+                return problem("range-not-satisfiable", **{"Content-Range": f"bytes */{len(self.data)}"})
+            last = min(last, len(self.data) - 1)
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(self.data)}"
         body = bytearray(self.data[first : last + 1] if self.knows_ranges else self.data)
         body[0] ^= damaged
-        cut = len(body) // 2 if self.cuts and first % PART_BYTES == 0 else len(body)
-        headers = {"Content-Length": str(len(body))}
+        cut = len(body) // 2 if self.cuts and first % PART == 0 else len(body)
+        headers["Content-Length"] = str(len(body))
         return httpx.Response(206 if self.knows_ranges else 200, headers=headers, stream=Broken(bytes(body), cut))
 
 
-BIG = state_payload(5 << 20)  # 20 MiB and a header: two whole parts and a short one
+PART = DOWN_FAR_BYTES[0]
+BIG = state_payload(40_000)  # 160 kB: two whole parts and a short one
+SHARES = [(0, PART), (PART, 2 * PART), (2 * PART, len(BIG))]
 
 
 def described(data: bytes) -> messages.CheckpointFragment:
@@ -429,42 +495,81 @@ def described(data: bytes) -> messages.CheckpointFragment:
     return messages.CheckpointFragment(fragment=0, elements=1, bytes=len(data), digest=digest, state_digest=digest)
 
 
+def far_client(server: Answer) -> tuple[Client, Clock, list[httpx.Request]]:
+    """A client whose line rewards many connections."""
+    client, clock, seen = make_client(server)
+    for _ in range(8):
+        client.line.answered(0.1)
+    return client, clock, seen
+
+
 def fetch(client: Client, data: bytes = BIG) -> wire.Payload:
-    with ThreadPoolExecutor(3) as pool:
-        return client.checkpoint_fragment(7, described(data), 1 << 25, pool)
+    return client.checkpoint_fragment(7, described(data), 1 << 20)
 
 
-def test_a_big_blob_comes_in_parts_that_resume_by_themselves() -> None:
+def test_a_blob_comes_in_parts_that_resume_by_themselves() -> None:
     server = PartServer(BIG, cuts=True)
-    client, _, seen = make_client(server)
+    client, _, seen = far_client(server)
     assert fetch(client).total_bytes == len(BIG)
     assert seen[0].url.path == "/v1/runs/r/checkpoints/7/fragments/0"
-    ends = [PART_BYTES, 2 * PART_BYTES, len(BIG)]
-    starts = [0, PART_BYTES, 2 * PART_BYTES]
-    resumed = [start + (end - start) // 2 for start, end in zip(starts, ends, strict=True)]
-    assert sorted(server.ranges) == sorted(
-        (start, end - 1) for start, end in zip(starts + resumed, ends * 2, strict=True)
-    )
+    resumed = [(start + (stop - start) // 2, stop) for start, stop in SHARES]
+    assert sorted(server.ranges) == sorted(SHARES + resumed)
     assert client.traffic.download_bytes == len(BIG)
 
 
 def test_a_damaged_part_is_found_by_the_digest_of_the_whole() -> None:
     server = PartServer(BIG, damages=1)
-    client, clock, _ = make_client(server)
+    client, clock, _ = far_client(server)
     fetch(client)
     assert len(clock.slept) == 1
-    assert len(server.ranges) == 6
+    assert sorted(server.ranges) == sorted(2 * SHARES)
 
 
 def test_parts_from_a_proxy_that_knows_no_ranges() -> None:
-    client, _, _ = make_client(PartServer(BIG, knows_ranges=False))
+    client, _, _ = far_client(PartServer(BIG, knows_ranges=False))
     assert fetch(client).total_bytes == len(BIG)
+
+
+def test_parts_of_a_delta_whose_size_is_not_known() -> None:
+    """They are asked for by what it may be at most, before it is there."""
+    server = PartServer(BIG)
+    client, clock, seen = far_client(server)
+    assert client.delta(0, 0, 4 * PART + wire.MAX_HEADER_BYTES).total_bytes == len(BIG)
+    assert len(server.ranges) == 4
+    assert {request.headers["Prefer"] for request in seen} == {"wait=5"}
+    assert clock.slept == []
+
+
+def test_parts_of_two_blobs_are_fetched_anew() -> None:
+    """As where a proxy keeps an old one."""
+    server, other = PartServer(BIG), PartServer(state_payload(40_001))
+    turns = iter([other, *[server] * 10])
+    lock = threading.Lock()
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        with lock:
+            return next(turns)(request)
+
+    client, clock, _ = far_client(handle)
+    assert client.delta(0, 0, len(BIG) + wire.MAX_HEADER_BYTES).header.elements == 40_000
+    assert len(clock.slept) == 1
+
+
+def test_a_part_that_asks_too_early_goes_on_where_another_has_begun() -> None:
+    """The delta is published between the answers to the requests for two of its parts."""
+    server, too_early = PartServer(BIG), [problem("not-published", **{"Retry-After": "1"})]
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        return too_early.pop() if server.ranges and too_early else server(request)
+
+    client, _, _ = far_client(handle)
+    assert client.delta(0, 0, len(BIG) + wire.MAX_HEADER_BYTES).total_bytes == len(BIG)
 
 
 def test_a_described_size_is_compared_with_the_limit() -> None:
     client, _, seen = make_client([])
-    with pytest.raises(UnexpectedAnswer, match="at most 1048576 can be right"), ThreadPoolExecutor(1) as pool:
-        client.checkpoint_fragment(7, described(BIG), LIMIT, pool)
+    with pytest.raises(UnexpectedAnswer, match="at most 1048576 can be right"):
+        client.checkpoint_fragment(7, described(state_payload(1 << 20)), LIMIT)
     assert seen == []
 
 
@@ -493,10 +598,11 @@ def test_over_a_real_socket_with_a_broken_body() -> None:
         def do_GET(self) -> None:
             asked = self.headers.get("Range")
             ranges.append(asked)
-            start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
+            start = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
             self.send_response(206 if asked else 200)
             self.send_header("ETag", etag)
             self.send_header("Content-Length", str(len(data) - start))
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
             self.end_headers()
             self.wfile.write(data[start : start + 150_000])
 
@@ -510,7 +616,8 @@ def test_over_a_real_socket_with_a_broken_body() -> None:
         payload = client.delta(0, 0, LIMIT)
         client.contribute("m", HEADER, [bytes(length) for length in HEADER.frame_bytes])
     assert payload.header.elements == 100_000
-    assert ranges == [None, "bytes=150000-", "bytes=300000-"]
+    last = len(data) - 1
+    assert ranges == [None, f"bytes=150000-{last}", f"bytes=300000-{last}"]
 
 
 def test_json_bodies_are_json() -> None:

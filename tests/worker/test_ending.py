@@ -32,9 +32,10 @@ def test_a_stopped_run_ends_a_worker_that_waits_for_a_delta(tmp_path: Path) -> N
     contributed, stopped = threading.Event(), threading.Event()
 
     class Contributes(Client):
-        def delta(self, round_number, p, limit_bytes, member_token=None):
+        def delta(self, round_number, p, limit_bytes, member_token=None, *, early=bool, **options):
+            wait_until(lambda: not early())  # it has contributed
             contributed.set()
-            return super().delta(round_number, p, limit_bytes, member_token)
+            return super().delta(round_number, p, limit_bytes, member_token, early=early, **options)
 
     def stop(diloco: DiLoCo) -> None:
         assert contributed.wait(PATIENCE_S)
@@ -79,12 +80,13 @@ def test_a_worker_that_is_told_of_the_end_takes_its_last_outer_step(tmp_path: Pa
     """The news comes before the deltas of the last round have."""
 
     class Told(Client):
-        def delta(self, round_number, p, limit_bytes, member_token=None):
+        def delta(self, round_number, p, limit_bytes, member_token=None, *, early=bool, **options):
+            wait_until(lambda: not early())  # it has contributed
             if round_number == 1:
                 wait_until(lambda: run.info().state == "finished")
                 heartbeats[0].beat()
                 assert heartbeats[0].run_ended.is_set()
-            return super().delta(round_number, p, limit_bytes, member_token)
+            return super().delta(round_number, p, limit_bytes, member_token, early=early, **options)
 
     heartbeats: list[Heartbeat] = []
 

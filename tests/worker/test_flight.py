@@ -44,8 +44,10 @@ class Exchange:
         self.uploaded.append(contribution.fragment)
         return self._outcomes[contribution.fragment]
 
-    def await_delta(self, contribution: Contribution, outcome: Outcome, failed: threading.Event) -> tuple[Any, Outcome]:
-        return None, outcome
+    def await_delta(
+        self, contribution: Contribution, sent: threading.Event, failed: threading.Event
+    ) -> tuple[Any, list[Outcome]]:
+        return None, []
 
     def unsent(self, contribution: Contribution) -> None:
         return None

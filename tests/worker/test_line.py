@@ -1,4 +1,4 @@
-"""Upload bodies go over the line one after the other, and little of one is left when the next one begins."""
+"""The line: what its connections are told, how much is on its way over them, and in which order fragments get it."""
 
 import socket
 import threading
@@ -11,68 +11,12 @@ import httpx
 import pytest
 
 from tests.support.http_server import Handler, serving
+from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.link.client import Client, open_http
-from worker.link.line import LEAST_MEASURED_BYTES, UNSENT_BYTES, Line
-
-
-def test_the_next_body_follows_the_last_piece_without_waiting_for_the_answer() -> None:
-    line = Line()
-    with line.taken(iter([b"a", b"b"])) as first:
-        assert list(first) == [b"a", b"b"]
-        with line.taken(iter([b"c"])) as second:  # the first one's answer is still to come
-            assert list(second) == [b"c"]
-
-
-def test_nobody_else_sends_meanwhile() -> None:
-    line, taken = Line(), threading.Event()
-    sent: list[bytes] = []
-
-    def send() -> None:
-        with line.taken(iter([b"other"])) as body:
-            taken.set()
-            sent.extend(body)
-
-    with line.taken(iter([b"a", b"b"])) as body:
-        sent.append(next(body))
-        other = threading.Thread(target=send)
-        other.start()
-        assert not taken.wait(0.05)
-        sent.extend(body)
-        other.join()
-    assert sent == [b"a", b"b", b"other"]
-
-
-def test_an_upload_that_breaks_frees_the_line() -> None:
-    line = Line()
-
-    def break_off() -> None:
-        with line.taken(iter([b"a", b"b"])) as body:
-            next(body)
-            raise OSError("connection reset")
-
-    with pytest.raises(OSError, match="reset"):
-        break_off()
-    with line.taken(iter([b"c"])) as body:
-        assert list(body) == [b"c"]
-
-
-def test_the_line_is_measured_by_what_is_too_much_for_buffers_on_the_way() -> None:
-    now = 0.0
-
-    def send(size: int) -> None:
-        nonlocal now
-        with line.taken(iter([bytes(size - 1), b"x"])) as body:
-            for piece in body:
-                now += len(piece) / 1e6
-            now += 100  # until the answer
-
-    line = Line(lambda: now)
-    send(LEAST_MEASURED_BYTES - 1)
-    assert line.rate.sums == (0, 0)
-    send(3_000_000)
-    assert line.rate.sums == pytest.approx((3_000_000, 3.0))
+from worker.link.connections import UNSENT_BYTES, Connections
+from worker.link.line import Line
 
 
 def unsent_bytes(response: httpx.Response) -> int:
@@ -93,8 +37,9 @@ def test_a_line_that_carries_nothing_is_handed_little() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:  # nobody reads there
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        length, trace = {"Content-Length": str(256 << 15)}, {"trace": Connections().trace}
         with open_http(url) as http, pytest.raises(httpx.WriteTimeout):
-            http.put("/", content=body(), headers={"Content-Length": str(256 << 15)}, timeout=0.5)
+            http.put("/", content=body(), headers=length, timeout=0.5, extensions=trace)
     assert 0 < handed < 1 << 20
 
 
@@ -108,13 +53,47 @@ def test_the_proxies_of_the_environment_are_used_and_handed_little_too(monkeypat
             asked.append(self.path)
             self.created()
 
+    trace = {"trace": Connections().trace}
     with serving(Proxy) as url:
         with open_http(url) as http:
-            assert unsent_bytes(http.put("/direct")) == UNSENT_BYTES
+            assert unsent_bytes(http.put("/direct", extensions=trace)) == UNSENT_BYTES
         monkeypatch.setenv("http_proxy", url)
         with open_http("http://coordinator.invalid") as http:
-            assert unsent_bytes(http.put("/through")) == UNSENT_BYTES
+            assert unsent_bytes(http.put("/through", extensions=trace)) == UNSENT_BYTES
     assert asked == ["/direct", "http://coordinator.invalid/through"]
+
+
+def test_what_nobody_has_read_is_underway_and_all_connections_can_be_broken() -> None:
+    connections, failed = Connections(), []
+
+    def send(http: httpx.Client) -> None:
+        try:
+            http.put("/", content=bytes(64 << 20), extensions={"trace": connections.trace})
+        except httpx.TransportError as error:
+            failed.append(error)
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,  # nobody reads there
+        open_http(f"http://127.0.0.1:{server.getsockname()[1]}") as http,
+    ):
+        assert connections.unacknowledged_bytes() == 0
+        sending = threading.Thread(target=send, args=[http])
+        sending.start()
+        wait_until(lambda: connections.unacknowledged_bytes() > 0)
+        connections.abort()
+        sending.join()
+        assert len(failed) == 1
+    assert connections.unacknowledged_bytes() == 0
+
+
+def test_a_far_line_is_begun_with_more_connections() -> None:
+    near, far = Line(), Line()
+    for seconds in (0.3, 0.002, *[0.3] * 10):  # the first opens the connection
+        near.answered(seconds)
+    for seconds in (0.3, *[0.1] * 8):
+        far.answered(seconds)
+    assert (near.up.width.now, near.down.width.now) == (1, 4)
+    assert (far.up.width.now, far.down.width.now) == (4, 32)
 
 
 class Dawdles(Client):

@@ -81,8 +81,10 @@ def test_a_worker_says_now_and_then_whom_its_round_waits_for(caplog: pytest.LogC
     spec = parse_spec('name = "r"\nmodel.preset = "tiny"\nsync.rounds = 1')
     exchange = Exchange(membership, spec, state, torch.device("cpu"))
     contribution: Any = SimpleNamespace(round=0, fragment=0)
+    sent = threading.Event()
+    sent.set()
     with caplog.at_level("INFO"), pytest.raises(RunEnded):
-        exchange.await_delta(contribution, None, threading.Event())
+        exchange.await_delta(contribution, sent, threading.Event())
     assert caplog.messages == ["round 0, fragment 0: waiting for 1 of 2 workers (two)"] * 3  # after 5, 65 and 125 s
 
 

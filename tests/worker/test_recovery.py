@@ -30,15 +30,15 @@ class CountingClient(Client):
         with self._counting:
             self._counts[kind] = self._counts.get(kind, 0) + 1
 
-    def delta(self, round_number, p, limit_bytes, member_token=None):
-        payload = super().delta(round_number, p, limit_bytes, member_token)
+    def delta(self, round_number, p, limit_bytes, member_token=None, **options):
+        payload = super().delta(round_number, p, limit_bytes, member_token, **options)
         if member_token is None:  # with it, it is the sync's
             self._count("deltas")
         return payload
 
-    def checkpoint_fragment(self, state_round, fragment, limit_bytes, pool):
+    def checkpoint_fragment(self, state_round, fragment, limit_bytes):
         self._count("checkpoint fragments")
-        return super().checkpoint_fragment(state_round, fragment, limit_bytes, pool)
+        return super().checkpoint_fragment(state_round, fragment, limit_bytes)
 
 
 class Gone(Exception):

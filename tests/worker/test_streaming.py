@@ -73,9 +73,9 @@ class Reversed(Client):
         super().__init__(*arguments, **options)
         self._due = due
 
-    def delta(self, round_number, p, limit_bytes, member_token=None):
+    def delta(self, round_number, p, limit_bytes, member_token=None, **options):
         self._due.wait(round_number, p)
-        return super().delta(round_number, p, limit_bytes, member_token)
+        return super().delta(round_number, p, limit_bytes, member_token, **options)
 
 
 class Due:

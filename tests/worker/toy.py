@@ -106,9 +106,10 @@ class MortalClient(Client):
         super().contribute(member_token, header, frames, **options)
         self.reach("after upload", header.round)
 
-    def delta(self, round_number, p, limit_bytes, member_token=None):
+    def delta(self, round_number, p, limit_bytes, member_token=None, *, early=bool, **options):
+        wait_until(lambda: not early())  # "before download" would come at any time
         self.reach("before download", round_number)
-        payload = super().delta(round_number, p, limit_bytes, member_token)
+        payload = super().delta(round_number, p, limit_bytes, member_token, early=early, **options)
         self.reach("after download", round_number)
         return payload
 

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -22,7 +21,6 @@ from worker.state.parameters import tensor_specs
 
 _HOST = torch.device("cpu")
 _PAUSE_S = 0.2
-_CONNECTIONS = 4
 
 log = logging.getLogger(__name__)
 
@@ -102,10 +100,9 @@ def _load(
 
 def _fetch_into(model: nn.Module, client: Client, checkpoint: CheckpointDetail, outer: OuterSpec) -> None:
     fragments = Fragments(model, checkpoint.layout)
-    with ThreadPoolExecutor(_CONNECTIONS, "checkpoint") as connections:
-        for p, elements in enumerate(checkpoint.layout.elements):
-            limit_bytes = wire.max_payload_bytes("fp32", 2 * elements)
-            payload = client.checkpoint_fragment(checkpoint.round, checkpoint.fragments[p], limit_bytes, connections)
-            theta, momentum = unpack_payload(payload, _HOST).numpy().reshape(2, elements)
-            point = reached(theta, momentum, learning_rate=outer.learning_rate, beta=outer.momentum)
-            fragments.scatter(p, torch.from_numpy(point))
+    for p, elements in enumerate(checkpoint.layout.elements):
+        limit_bytes = wire.max_payload_bytes("fp32", 2 * elements)
+        payload = client.checkpoint_fragment(checkpoint.round, checkpoint.fragments[p], limit_bytes)
+        theta, momentum = unpack_payload(payload, _HOST).numpy().reshape(2, elements)
+        point = reached(theta, momentum, learning_rate=outer.learning_rate, beta=outer.momentum)
+        fragments.scatter(p, torch.from_numpy(point))

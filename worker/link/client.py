@@ -5,45 +5,47 @@ refusals. Thread-safe. Methods that act as a member take the member token; the o
 """
 
 import copy
+import logging
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 import httpx
-from blake3 import blake3
 from pydantic import BaseModel
 
 from protocol import messages, wire
 from protocol.answers import Reply, raise_for_problem, read_message
 from protocol.digest import Buffer
-from protocol.errors import Transient, UnexpectedAnswer, WireError
+from protocol.errors import Problem, Transient, UnexpectedAnswer, WireError
 from protocol.reaching import trusting
 from worker.accounts.stages import Stages
 from worker.accounts.traffic import Traffic
-from worker.link.line import Line, watch
+from worker.link.line import DOWN, UP, Line
 from worker.link.retry import Retry, Signal
-from worker.link.transfer import PART_BYTES, Channel, Download, Part, Upload, memory
+from worker.link.transfer import CONNECT_S, LONG_POLL_S, Channel, Download, Upload
 from worker.signals import interruptible
 
-# Shorter than the 30 s that the coordinator allows, so that a worker that is asked to stop is gone soon.
-LONG_POLL_S = 5
-TIMEOUT = httpx.Timeout(connect=10.0, read=60.0, write=60.0, pool=None)  # of silence, not of a transfer
+TIMEOUT = httpx.Timeout(connect=CONNECT_S, read=60.0, write=60.0, pool=None)  # of silence, not of a transfer
+KEPT_OPEN_S = 50.0  # a connection without requests; the coordinator closes it after 75 s, and many a proxy after 60
+OTHERS = 32  # connections, beside those of transfers
 LEAVE_ATTEMPTS = 3
 MAX_LISTED = 1000  # items of a listing in one answer
+
+
+log = logging.getLogger(__name__)
 
 
 def open_http(url: str, ca: Path | None = None) -> httpx.Client:
     """Return an `httpx.Client` with the timeouts and the connections that a worker wants, which trusts the certificates
     in the file `ca` too. Close it after use. Raises ValueError for a file without certificates."""
-    limits = httpx.Limits(max_connections=32, max_keepalive_connections=32)
-    hooks = {"request": [watch]}
-    return httpx.Client(base_url=url, timeout=TIMEOUT, limits=limits, event_hooks=hooks, verify=trusting(ca))
+    most = UP[1] + DOWN[1] + OTHERS
+    limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_OPEN_S)
+    return httpx.Client(base_url=url, timeout=TIMEOUT, limits=limits, verify=trusting(ca))
 
 
 class Client:
@@ -67,17 +69,23 @@ class Client:
         self.traffic = Traffic()
         self.stages = Stages(clock)
         self._token = token
-        self._channel = Channel(http, self.line, self.traffic, self.stages, stop=self.stop, until=self.stop)
-        self._retry = Retry(self.stop, sleep=sleep, rng=rng, clock=clock)
+        retry = Retry(self.stop, sleep=sleep, rng=rng, clock=clock)
+        self._channel = Channel(
+            http, self.line, self.traffic, self.stages, stop=self.stop, until=self.stop, retry=retry
+        )
         self._path = f"/v1/runs/{run}"
 
     def until(self, signal: Signal, *, silence_s: float | None = None) -> Self:
         """Return the same client, except that `signal` ends its waiting instead of `stop`, and that it asks again after
         `silence_s` without an answer (None: as late as any other client)."""
         other = copy.copy(self)
-        other._channel = replace(self._channel, until=signal, silence_s=silence_s)
-        other._retry = self._retry.until(signal)
+        retry = self._retry.until(signal)
+        other._channel = replace(self._channel, until=signal, silence_s=silence_s, retry=retry)
         return other
+
+    @property
+    def _retry(self) -> Retry:
+        return self._channel.retry
 
     def on(self, run: str) -> Self:
         """Return the same client, except that it is of another run on the same coordinator."""
@@ -88,6 +96,20 @@ class Client:
     def pause(self, seconds: float) -> None:
         """Wait; raises Stopped as soon as the worker is asked to stop."""
         self._retry.pause(seconds)
+
+    def open_ahead(self) -> None:
+        """Begin to open the connections that the next transfers will use, where that takes long enough to matter."""
+        line = self.line
+        if line.is_far:
+            line.up.call(self._open, line.up.width.now)
+            line.down.call(self._open, line.down.width.now)
+
+    def _open(self) -> None:
+        channel = self._channel
+        try:
+            channel.http.get("/healthz", timeout=CONNECT_S, extensions=channel.extensions)
+        except httpx.TransportError as error:
+            log.debug("no connection could be opened ahead: %s", error)  # who needs one will tell
 
     # --- the run --------------------------------------------------------------------------------------------------
 
@@ -152,14 +174,29 @@ class Client:
         a thread that asks for the line after that is next."""
         path = f"{self._path}/rounds/{header.round}/fragments/{header.fragment}/contributions/{header.worker}"
         buffers = [wire.pack_header(header), *frames]
-        self._retry(Upload(self._channel, path, self._headers(member_token), buffers, on_line).attempt)
+        Upload(self._channel, path, self._headers(member_token), buffers, on_line)()
 
-    def delta(self, round_number: int, p: int, limit_bytes: int, member_token: str | None = None) -> wire.Payload:
-        """Fetch the delta of one fragment. Raises Problem `not-published` if it is not there within LONG_POLL_S (ask
-        again), and `contribution-lost` if the round lacks the contribution of the member who asks."""
+    def delta(
+        self,
+        round_number: int,
+        p: int,
+        limit_bytes: int,
+        member_token: str | None = None,
+        *,
+        early: Callable[[], bool] = lambda: False,
+        again: Callable[[Problem], bool] = lambda problem: False,
+    ) -> wire.Payload:
+        """Fetch the delta of one fragment.
+
+        Raises Problem `not-published` if it is not there within LONG_POLL_S, unless `again` says to go on; and
+        `contribution-lost` if the round lacks the contribution of the member who asks, unless that asks `early`, while
+        it is on its way.
+        """
         path = f"{self._path}/rounds/{round_number}/fragments/{p}/delta"
-        headers = self._headers(member_token) | _long_poll()
-        return _payload(path, self._retry(Download(self._channel, path, headers, limit_bytes).attempt))
+        headers, expected_bytes = self._headers(member_token) | _long_poll(), limit_bytes - wire.MAX_HEADER_BYTES
+        to_ask = lambda: f"{path}?early=true" if early() else path  # noqa: E731
+        download = Download(self._channel, to_ask, headers, limit_bytes, max(expected_bytes, 1), again=again)
+        return _payload(path, download())
 
     def newest_rounds(self, before: int, count: int) -> list[messages.RoundInfo]:
         """Return at most `count` (up to 1000) of the rounds before `before`, newest first."""
@@ -172,7 +209,7 @@ class Client:
         """Upload one fragment of state 0."""
         path = f"{self._path}/checkpoints/0/fragments/{header.fragment}"
         buffers = [wire.pack_header(header), *frames]
-        self._retry(Upload(self._channel, path, self._headers(member_token), buffers).attempt)
+        Upload(self._channel, path, self._headers(member_token), buffers)()
 
     def checkpoint(self, state_round: int | None = None) -> messages.CheckpointDetail:
         """Return the description of checkpoint `state_round` (None: the latest)."""
@@ -180,25 +217,14 @@ class Client:
         return self._json("GET", f"{self._path}/checkpoints/{number}", messages.CheckpointDetail)
 
     def checkpoint_fragment(
-        self, state_round: int, fragment: messages.CheckpointFragment, limit_bytes: int, pool: Executor
+        self, state_round: int, fragment: messages.CheckpointFragment, limit_bytes: int
     ) -> wire.Payload:
-        """Fetch one fragment of a checkpoint, in parts that the threads of `pool` fetch, each over its own
-        connection."""
+        """Fetch one fragment of a checkpoint."""
         path = f"{self._path}/checkpoints/{state_round}/fragments/{fragment.fragment}"
         if fragment.bytes > limit_bytes:
             raise UnexpectedAnswer(f"{path} is told to have {fragment.bytes} bytes, at most {limit_bytes} can be right")
-        data = memory(fragment.bytes)
-
-        def fetch() -> None:
-            starts = range(0, len(data), PART_BYTES)
-            parts = [Part(self._channel, path, self._headers(), data, start) for start in starts]
-            for _ in pool.map(lambda part: self._retry(part.attempt), parts):
-                pass
-            if blake3(data).hexdigest() != fragment.digest:
-                raise Transient(f"{path}: the bytes that arrived are not those of its digest")
-
-        self._retry(fetch)
-        return _payload(path, data)
+        size = fragment.bytes
+        return _payload(path, Download(self._channel, lambda: path, self._headers(), size, size, fragment.digest)())
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -210,10 +236,18 @@ class Client:
         all_headers = self._headers(token) | (headers or {})
         if content is not None:
             all_headers["Content-Type"] = "application/json"
-        timeout = self._channel.timeout()
-        only_asks = method == "GET" or "Prefer" in all_headers
-        with interruptible() if only_asks and self._channel.until is self.stop else nullcontext():
-            response = self._channel.http.request(method, path, content=content, headers=all_headers, timeout=timeout)
+        waits, channel, begun = "Prefer" in all_headers, self._channel, self.clock()
+        with interruptible() if (waits or method == "GET") and channel.until is self.stop else nullcontext():
+            response = channel.http.request(
+                method,
+                path,
+                content=content,
+                headers=all_headers,
+                timeout=channel.timeout(),
+                extensions=channel.extensions,
+            )
+        if not waits:
+            self.line.answered(self.clock() - begun)
         raise_for_problem(response)
         return response
 

@@ -1,66 +1,64 @@
-"""The upload line: the bodies of uploads go over it one after the other, however many threads have one.
+"""The line to the coordinator: its connections, and its two ways, up and down."""
 
-Side by side they would share the line and arrive together, late. In order, every worker's first fragment arrives first,
-so that its delta comes down while the others still go up.
-
-How fast the line takes them is measured, for the choice whether they are coded (worker/tuning/entropy.py).
-
-A body counts as sent when the kernel has taken it. On a slow line that would be seconds too early, for a socket buffers
-megabytes, and those share the line with the next body. So connections are told to buffer little.
-"""
-
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable
 
-import httpx
+from worker.link.connections import UNSENT_FAR_BYTES, Connections
+from worker.link.meter import WINDOW_S
+from worker.link.stalls import Stalls
+from worker.link.way import Way
+from worker.link.width import Width
 
-from worker.tuning.entropy import Rate
-
-# Less than this fits into buffers on the way at once, however slow the line: its time says nothing.
-LEAST_MEASURED_BYTES = 1 << 20
-UNSENT_BYTES = 1 << 17  # 0.1 s at 10 Mbit/s; loopback is as fast with it as without
-
-
-def watch(request: httpx.Request) -> None:
-    """Limit the unsent bytes in the socket of a new connection to UNSENT_BYTES, as one of httpx's `event_hooks`.
-
-    (As an option of a transport it would make httpx ignore the environment's proxies.)
-    """
-    request.extensions["trace"] = _limit_unsent
-
-
-def _limit_unsent(event: str, info: dict[str, Any]) -> None:
-    if event.endswith("connect_tcp.complete"):
-        opened = info["return_value"].get_extra_info("socket")
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+UP = (1, 32)  # connections: the least and the most
+DOWN = (4, 64)  # the deltas of four fragments are waited for at once
+FAR_S = 0.015  # a round trip from which on a line is begun with more connections
+UP_FAR, DOWN_FAR = 4, 32
+# Of a part: the least, and the most. On far lines connections share a way as they like, and what comes down comes after
+# a silence, as fast as new windows open: many small ones are there in their order, and first.
+PART_BYTES = (1 << 18, 1 << 20)
+UP_FAR_BYTES, DOWN_FAR_BYTES = (1 << 17, 1 << 18), (1 << 16, 1 << 20)
+_ROUND_TRIPS = 4  # of a measurement of the width, at least
+_ASKED = 8  # times: then the shortest says more than how busy this machine is
 
 
 class Line:
-    """The line to one coordinator; `rate` is the bytes that it takes per second of `clock`. Thread-safe."""
+    """The line of one client; all that it sends and fetches goes over it. `clock` gives seconds. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lock, self._clock = threading.Lock(), clock
-        self.rate = Rate()
+        self._beginning = threading.Lock()
+        self.is_far = False  # opening a connection takes a time that is worth sparing
+        self.connections = Connections(self._opened)
+        underway = self.connections.unacknowledged_bytes
+        full = self.connections.queues
+        self.up = Way("send", Width(*UP), PART_BYTES, clock=clock, underway=underway, full=full)
+        self.down = Way("fetch", Width(*DOWN), PART_BYTES, clock=clock)
+        self.stalls = Stalls(
+            self.connections,
+            lambda: self.up.meter.carried_bytes + self.down.meter.carried_bytes,
+            lambda: self.down.meter.carrying > 0,
+        )
+        self.round_trip_s: float | None = None  # the shortest that was seen, with what the coordinator took of it
+        self._answers = 0
 
-    @contextmanager
-    def taken(self, body: Iterator[bytes]) -> Iterator[Iterator[bytes]]:
-        """Yield `body`, to be sent while no other is. The line is free again after its last bytes, before the answer:
-        so the next body is sent while the coordinator makes this one durable."""
-        with ExitStack() as turn:
-            self._lock.acquire()
-            turn.callback(self._lock.release)
+    def answered(self, seconds: float) -> None:
+        """A small request was answered after so long."""
+        self.round_trip_s = seconds if self.round_trip_s is None else min(self.round_trip_s, seconds)
+        self._answers += 1
+        for way in (self.up, self.down):
+            way.meter.window_s = max(WINDOW_S, _ROUND_TRIPS * self.round_trip_s)
+        if self._answers >= _ASKED and self.round_trip_s >= FAR_S:
+            self._begin_far()
 
-            def then_release() -> Iterator[bytes]:
-                started, sent_bytes = self._clock(), 0
-                for piece in body:
-                    yield piece
-                    sent_bytes += len(piece)
-                if sent_bytes >= LEAST_MEASURED_BYTES:
-                    self.rate.add(sent_bytes, self._clock() - started)
-                turn.close()
+    def _opened(self, round_trip_s: float) -> None:
+        """A connection was opened, to the coordinator or to a proxy: the coordinator is as far away or farther."""
+        if round_trip_s >= FAR_S:
+            self._begin_far()
 
-            yield then_release()
+    def _begin_far(self) -> None:
+        with self._beginning:
+            begins, self.is_far = not self.is_far, True
+        if begins:
+            self.connections.unsent_bytes = UNSENT_FAR_BYTES
+            self.up.begin_far(UP_FAR, UP_FAR_BYTES)
+            self.down.begin_far(DOWN_FAR, DOWN_FAR_BYTES)

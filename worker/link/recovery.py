@@ -21,7 +21,6 @@ from worker.state.outer_state import OuterState
 
 _REPLAYED = 4  # fragments at a time
 _LOADED = 2  # fragments of a checkpoint at a time: each is held in memory as a whole
-_CONNECTIONS = 4  # that fetch their parts
 
 T = TypeVar("T")
 
@@ -75,19 +74,17 @@ def _load_checkpoint(client: Client, state: OuterState, checkpoint: CheckpointDe
     """Fetch the fragments of the checkpoint that are not here yet."""
     state.round = None
 
-    with ThreadPoolExecutor(_CONNECTIONS, "ranges") as connections:
+    def load(p: int) -> bool:
+        described, n = checkpoint.fragments[p], len(state.theta[p])
+        if state.is_intact(p) and state.fragment_digest(p).hex() == described.state_digest:
+            return False
+        limit_bytes = wire.max_payload_bytes("fp32", 2 * n)
+        state.load(p, client.checkpoint_fragment(checkpoint.round, described, limit_bytes))
+        if state.fragment_digest(p).hex() != described.state_digest:
+            raise Resync(f"fragment {p} of checkpoint {checkpoint.round} is not what the coordinator says it is")
+        return True
 
-        def load(p: int) -> bool:
-            described, n = checkpoint.fragments[p], len(state.theta[p])
-            if state.is_intact(p) and state.fragment_digest(p).hex() == described.state_digest:
-                return False
-            limit_bytes = wire.max_payload_bytes("fp32", 2 * n)
-            state.load(p, client.checkpoint_fragment(checkpoint.round, described, limit_bytes, connections))
-            if state.fragment_digest(p).hex() != described.state_digest:
-                raise Resync(f"fragment {p} of checkpoint {checkpoint.round} is not what the coordinator says it is")
-            return True
-
-        fetched = sum(_each_fragment(state, load, _LOADED))
+    fetched = sum(_each_fragment(state, load, _LOADED))
     state.round = checkpoint.round
     log.info("took checkpoint %d: fetched %d of %d fragments", checkpoint.round, fetched, len(state.own))
 

@@ -2,8 +2,9 @@
 a worker.
 
 Transient faults (no connection, a proxy's 5xx or 429, a broken body, problems whose remedy is `retry`) are retried
-after a capped exponential backoff with full jitter, or after the server's Retry-After. The log has
-the first failure, then one a minute, then the end of the outage.
+after a capped exponential backoff with full jitter, or after the server's Retry-After. Of many that wait the first to
+get through wakes the others, so that all go on as soon as the line does. The log has the first failure, then one a
+minute, then the end of the outage.
 """
 
 import copy
@@ -26,6 +27,7 @@ T = TypeVar("T")
 BACKOFF_FIRST_S = 1.0
 BACKOFF_CAP_S = 10.0
 RETRY_AFTER_CAP_S = 300.0
+LOOKS_S = 0.25  # whether another has got through
 LOG_EVERY_S = 60.0
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class Outage:
         self._lock = threading.Lock()
         self._since: float | None = None
         self._logged = 0.0
+        self.ended = 0  # how many have
         self.has_answered = False
 
     def failed(self, error: BaseException, wait_s: float) -> None:
@@ -69,6 +72,7 @@ class Outage:
         self.has_answered = True
         with self._lock:
             since, self._since = self._since, None
+            self.ended += since is not None
         if since is not None:
             log.info("%s answers again after %.0f s", self._peer, self._clock() - since)
 
@@ -110,6 +114,13 @@ class Retry:
         if self.stop.is_set():
             raise Stopped("asked to stop")
 
+    def _pause_for_the_line(self, seconds: float) -> None:
+        """Wait; less where another call gets through meanwhile."""
+        ended, slice_s = self._outage.ended, LOOKS_S if self._sleep is None else seconds
+        while seconds > 0 and self._outage.ended == ended:
+            self.pause(min(seconds, slice_s))
+            seconds -= slice_s
+
     def __call__(self, attempt: Callable[[], T]) -> T:
         """Call `attempt` until it raises nothing transient, and return its result.
 
@@ -118,10 +129,18 @@ class Retry:
         """
         if self.stop.is_set():
             raise Stopped("asked to stop")
+        line_failed = False
+
+        def wait_s(state: RetryCallState) -> float:
+            nonlocal line_failed
+            error = state.outcome.exception() if state.outcome else None
+            line_failed = isinstance(error, httpx.TransportError)
+            return self._wait_s(error, state.attempt_number)
+
         retrying = Retrying(
             retry=retry_if_exception(is_transient),
-            wait=self._wait_s,
-            sleep=self.pause,
+            wait=wait_s,
+            sleep=lambda seconds: (self._pause_for_the_line if line_failed else self.pause)(seconds),
             before_sleep=self._log,
             reraise=True,
         )
@@ -145,12 +164,11 @@ class Retry:
                 check_address(_address(error), error)
             raise
 
-    def _wait_s(self, state: RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome else None
+    def _wait_s(self, error: BaseException | None, attempt: int) -> float:
         asked: float | None = getattr(error, "retry_after_s", None)
         if asked is not None:
             return min(asked, RETRY_AFTER_CAP_S)
-        ceiling = min(BACKOFF_CAP_S, BACKOFF_FIRST_S * 2 ** min(state.attempt_number - 1, 16))
+        ceiling = min(BACKOFF_CAP_S, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
         # Full jitter: workers that lost the same coordinator do not return in step.
         return self._rng.uniform(0, ceiling)
 

@@ -59,7 +59,7 @@ class Exchange:
         self._uploader = self.client.until(self._grace)
         self._encoding = threading.Lock()
         self._told_at = -math.inf
-        self._entropy = Entropy(self.client.line.rate, self.client.clock)
+        self._entropy = Entropy(self.client.line.up.rate, self.client.clock)
 
     def contribute(self, contribution: Contribution, on_line: Callable[[], object] = lambda: None) -> Outcome:
         """Upload `contribution`; return what became of it. `on_line` is called once the line is its own.
@@ -89,18 +89,28 @@ class Exchange:
         return None
 
     def await_delta(
-        self, contribution: Contribution, outcome: Outcome, failed: threading.Event
-    ) -> tuple[wire.Payload, Outcome]:
-        """Wait for the delta; return it, and what became of the contribution in the end: the coordinator's disk may
-        lose it, and then it is sent again. Raises as `contribute` does, RunEnded, and Abandoned once `failed` is set.
+        self, contribution: Contribution, sent: threading.Event, failed: threading.Event
+    ) -> tuple[wire.Payload, list[Outcome]]:
+        """Wait for the delta, from before the contribution is `sent` on, so that the coordinator has the question when
+        it has the answer. Return it, and what became of the contribution each time that it was sent again: the
+        coordinator's disk may lose it. Raises as `contribute` does, RunEnded, and Abandoned once `failed` is set.
         """
-        p = contribution.fragment
+        p, outcomes = contribution.fragment, list[Outcome]()
         limit_bytes = wire.max_payload_bytes(self.spec.sync.download_codec, len(self.state.theta[p]))
-        fetch = partial(self.client.delta, contribution.round, p, limit_bytes)
+
+        def again(problem: Problem) -> bool:
+            if failed.is_set():
+                return False
+            self._tell(problem)
+            self.client.pause(_PAUSE_S)
+            return True
+
+        fetch = partial(
+            self.client.delta, contribution.round, p, limit_bytes, early=lambda: not sent.is_set(), again=again
+        )
         while True:
             try:
-                with self.client.stages(Stage.AWAIT_DELTA):
-                    return self.membership.act(fetch), outcome
+                return self.membership.act(fetch), outcomes
             except Problem as problem:
                 if problem.slug in ("gone", "round-not-open"):  # the latter where the run went back to a backup
                     raise Resync(problem.detail) from problem
@@ -108,15 +118,17 @@ class Exchange:
                     raise RunEnded(problem.detail) from problem
                 if problem.slug == "contribution-lost":
                     log.warning("%s: sending it again", problem.detail)
-                    outcome = self.contribute(contribution)
+                    outcomes.append(self.contribute(contribution))
                 elif problem.slug != "not-published":
                     raise
-                elif self.client.clock() >= self._told_at + _TELL_EVERY_S:
-                    self._told_at = self.client.clock()
-                    log.info("%s", problem.detail)
             if failed.is_set():
                 raise Abandoned
             self.client.pause(_PAUSE_S)
+
+    def _tell(self, problem: Problem) -> None:
+        if self.client.clock() >= self._told_at + _TELL_EVERY_S:
+            self._told_at = self.client.clock()
+            log.info("%s", problem.detail)
 
     def unsent(self, contribution: Contribution) -> Tensor | None:
         """Return what the coordinator does not decode of an accepted contribution, float32[n], where the codec has

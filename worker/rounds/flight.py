@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import torch
 
+from protocol import wire
 from protocol.errors import OuterstepError
 from protocol.messages import Stage
 from worker.codecs import unpack_payload
@@ -23,7 +24,7 @@ from worker.rounds.exchange import UPLOADS, Abandoned, Exchange, Outcome
 from worker.state.units import count
 from worker.state.work import Contribution, Left, Missed, Superseded
 
-DOWNLOADS = 4
+DOWNLOADS = 8  # threads: a fragment's delta is asked for by one while another waits to step by it
 
 log = logging.getLogger(__name__)
 
@@ -133,20 +134,31 @@ class Flight:
         next_turn: threading.Event,
     ) -> Future[Left]:
         turn.wait()
+        sent, fetched = threading.Event(), list[Future[tuple[wire.Payload, list[Outcome]]]]()
+
+        def on_line() -> None:
+            fetched.append(self._downloads.submit(self._exchange.await_delta, contribution, sent, self._failed))
+            next_turn.set()
+
         try:
             with self._abandon_others():
                 contribution = self.contributions[p] = make()
                 if saved is not None:
                     saved.result()
-                outcome = self._exchange.contribute(contribution, next_turn.set)
-                return self._downloads.submit(self._step, contribution, outcome)
+                outcome = self._exchange.contribute(contribution, on_line)
+                return self._downloads.submit(self._step, contribution, outcome, fetched[0])
         finally:
+            sent.set()
             next_turn.set()  # also where it did not get as far as the line
 
-    def _step(self, contribution: Contribution, outcome: Outcome) -> Left:
+    def _step(
+        self, contribution: Contribution, outcome: Outcome, fetched: Future[tuple[wire.Payload, list[Outcome]]]
+    ) -> Left:
         exchange, p = self._exchange, contribution.fragment
         with self._abandon_others():
-            delta, outcome = exchange.await_delta(contribution, outcome, self._failed)
+            with exchange.client.stages(Stage.AWAIT_DELTA):
+                delta, sent_again = fetched.result()
+            outcome = sent_again[-1] if sent_again else outcome
             with exchange.client.stages(Stage.OUTER_STEP):
                 exchange.state.step(p, delta)
             self._note_step(contribution, outcome)

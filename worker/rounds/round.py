@@ -198,6 +198,11 @@ class Round:
         """The inner step after which the round is; where there were fewer than H, all is due after the last one."""
         return self.assignment.inner_steps if self.ended else self._steps.done
 
+    @property
+    def next_sent(self) -> int | None:
+        """The inner step after which the next fragment is to be sent; None where all are."""
+        return min((due for p, due in enumerate(self._schedule.sent) if p not in self._sent), default=None)
+
     def _due(self, steps: list[int], done: set[int]) -> list[int]:
         return [p for p, due in enumerate(steps) if due <= self._step and p not in done]
 

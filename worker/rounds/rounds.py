@@ -17,6 +17,7 @@ from protocol.errors import OuterstepError, Problem, UnexpectedAnswer
 from protocol.messages import Action, Assignment, EvaluationReport
 from worker.errors import ModelError, Resync, RunEnded, Stopped, Unwanted, WorkLost
 from worker.link.heartbeat import Heartbeat
+from worker.rounds.approach import Approach
 from worker.rounds.assignments import Assignments
 from worker.rounds.exchange import Exchange
 from worker.rounds.flight import Flight
@@ -44,6 +45,7 @@ class Rounds:
         self._exchange, self._state, self._sync = exchange, exchange.state, exchange.spec.sync
         self._training, self._fragments, self._ranks = training, training.fragments, training.ranks
         self._saver, self._heartbeat = saver, heartbeat
+        self._approach = Approach(exchange.client.clock)
         self._assignments = Assignments(
             exchange, training.fragments, training.progress, training.initial, training.ranks
         )
@@ -181,6 +183,9 @@ class Rounds:
     def _note_inner_step(self, round_: Round) -> None:
         """Note that an inner step is done. Raises Unwanted where the round's work is not wanted any more."""
         self._check_wanted()
+        due = round_.next_sent
+        if due is not None and self._approach.is_near(round_.assignment.round, due, due - self._training.steps.done):
+            self._exchange.client.open_ahead()
         if round_.ended:
             round_.note_speed()
             if self._sync.inner_steps == "auto":

@@ -20,9 +20,11 @@ def membership_of(
     url: str | None,
     token: str | None,
     name: str | None,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] | None = None,
 ) -> WorkerSettings:
-    """Return who is to join what. Raises ValueError, which says what is missing or wrong."""
+    """Return who is to join what, as far as it is not given from the environment. Raises ValueError, which says what is
+    missing or wrong."""
+    environment = os.environ if environment is None else environment
     given: dict[str, Any] = {"run": run} if name is None else {"run": run, "name": name}
     given["ca"] = environment.get(CA_VARIABLE) or None
     for key, value, variable in (("url", url, URL_VARIABLE), ("token", token, TOKEN_VARIABLE)):

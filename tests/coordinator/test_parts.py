@@ -1,0 +1,237 @@
+"""Uploads in parts, over several connections and in any order: put together in memory or in a file, accepted as the
+whole would be, and nothing of them is left behind."""
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from benchmarks.harness.coordinator import InThread, SettableClock
+from benchmarks.harness.member import Member
+from coordinator.store import assembling
+from coordinator.store.assembling import KEPT_S
+from coordinator.tuning.room import Room
+from protocol.digest import content_digest, digest
+from protocol.messages import Assignment
+from tests.coordinator.crew import crew, enlist, info, play_round, problem
+from tests.support.waiting import wait_until
+
+ROOM_BYTES = 1 << 20
+
+
+@pytest.fixture(params=[ROOM_BYTES, 0], ids=["in memory", "through a file"])
+def room(request: pytest.FixtureRequest, shared: InThread, monkeypatch: pytest.MonkeyPatch) -> Room:
+    room = Room(request.param)
+    monkeypatch.setattr(shared.coordinator, "room", room)
+    return room
+
+
+@pytest.fixture(autouse=True)
+def nothing_waits(shared: InThread, clock: SettableClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared.coordinator, "wholes", assembling.Wholes(clock))
+
+
+class Parts:
+    """One contribution, to be sent in parts of `size` bytes."""
+
+    def __init__(self, member: Member, assignment: Assignment, fragment: int = 0, size: int = 100) -> None:
+        self.member, self.path = member, member.contribution_path(assignment.round, fragment)
+        self.body = member.payload(assignment, fragment, member.pseudo_gradients(assignment.round)[fragment])
+        self.places = [(at, min(at + size, len(self.body))) for at in range(0, len(self.body), size)]
+        assert len(self.places) > 3
+
+    def send(self, start: int, stop: int, headers: dict[str, str] | None = None) -> httpx.Response:
+        described = {
+            "Content-Range": f"bytes {start}-{stop - 1}/{len(self.body)}",
+            "Repr-Digest": content_digest(digest(self.body)),
+        }
+        return self.member.put(self.path, self.body[start:stop], **(described | (headers or {})))
+
+
+@pytest.fixture
+def parts(shared: InThread, run: str, room: Room) -> Iterator[Parts]:
+    """Those of the only member of a run with an open round. At the end nothing is left of what has arrived."""
+    (member,) = crew(shared, run, ["a"], rounds=2)
+    yield Parts(member, member.assignment(0))
+    wait_until(lambda: list((shared.data_dir / "incoming").iterdir()) == [])  # the round's delta was made there
+    assert shared.coordinator.wholes.waiting == 0
+
+
+def missing(answer: httpx.Response) -> list[list[int]]:
+    assert answer.status_code == 202, answer.text
+    return list(answer.json()["missing"])
+
+
+def test_parts_in_any_order_are_the_same_contribution(parts: Parts, shared: InThread, run: str) -> None:
+    order = random.Random(1).sample(parts.places, len(parts.places))
+    left = set(parts.places)
+    for place in order[:-1]:
+        left.discard(place)
+        assert sum(stop - start for start, stop in missing(parts.send(*place))) == sum(b - a for a, b in left)
+    last = parts.send(*order[-1])
+    assert last.status_code == 201
+    assert last.json()["digest"] == digest(parts.body).hex()
+    whole = parts.member.put(parts.path, parts.body)
+    assert whole.status_code == 200
+    assert info(shared, run)["round"] in (0, 1)
+
+
+def test_a_part_again_once_all_were_accepted_is_answered_like_the_whole(parts: Parts) -> None:
+    """The answer to the last one may have been lost."""
+    for place in parts.places:
+        answer = parts.send(*place)
+    assert answer.status_code == 201
+    again = parts.send(*parts.places[2])
+    assert again.status_code == 200
+    assert not again.json()["created"]
+
+
+def test_many_at_once(parts: Parts) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        answers = [each.status_code for each in pool.map(lambda place: parts.send(*place), parts.places * 2)]
+    assert answers.count(201) == 1
+    assert set(answers) <= {200, 201, 202, 503}  # 503: the same came twice at once
+
+
+def test_a_damaged_part_is_refused_and_the_others_stay(parts: Parts) -> None:
+    first, second, *others = parts.places
+    missing(parts.send(*first))
+    problem(parts.send(*second, {"Content-Digest": content_digest(digest(b"another"))}), "digest-mismatch")
+    for place in others:
+        assert second[0] in [start for start, _ in missing(parts.send(*place))]
+    assert parts.send(*second).status_code == 201
+
+
+def test_parts_that_are_not_the_whole_that_they_announce_begin_anew(parts: Parts) -> None:
+    other = {"Repr-Digest": content_digest(digest(b"another"))}
+    for place in parts.places[:-1]:
+        missing(parts.send(*place, other))
+    problem(parts.send(*parts.places[-1], other), "digest-mismatch")
+    for place in parts.places[:-1]:
+        missing(parts.send(*place))
+    assert parts.send(*parts.places[-1]).status_code == 201
+
+
+def test_what_was_accepted_is_not_what_is_sent_later(parts: Parts, shared: InThread, run: str) -> None:
+    """A part of other bytes for a place that has arrived is taken, and changes nothing."""
+    for place in parts.places[:-1]:
+        missing(parts.send(*place))
+    start, stop = parts.places[0]
+    bad = bytes(stop - start)
+    headers = {"Content-Range": f"bytes {start}-{stop - 1}/{len(parts.body)}"}
+    headers["Repr-Digest"] = content_digest(digest(parts.body))
+    missing(parts.member.put(parts.path, bad, **headers))
+    assert parts.send(*parts.places[-1]).status_code == 201
+
+
+def test_a_part_of_a_round_that_closed_is_refused_before_the_rest_is_sent(shared: InThread, run: str) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=3, min_workers=1)
+    for member in (a, b):
+        member.assignment(0)
+    late = Parts(b, b.assignment(0))
+    missing(late.send(*late.places[0]))
+    with shared.client() as admin:
+        admin.patch(f"/v1/runs/{run}/workers/b", json={"state": "evicted"}).raise_for_status()
+    a.take_part(0)
+    a.step(0)
+    again = enlist(shared, run, "b")
+    late.member.http.headers["Authorization"] = again.http.headers["Authorization"]
+    refused = problem(late.send(*late.places[1]), "round-closed")
+    assert refused["round"] == 1
+    assert shared.coordinator.wholes.waiting == 0
+
+
+def test_the_last_part_is_checked_like_the_whole(shared: InThread, run: str) -> None:
+    (a,) = crew(shared, run, ["a"], rounds=1)
+    assignment = a.assignment(0)
+    a.theta[0][:] = 7  # another state than the run's
+    wrong = Parts(a, assignment)
+    for place in wrong.places[:-1]:
+        missing(wrong.send(*place))
+    problem(wrong.send(*wrong.places[-1]), "stale-base")
+    assert shared.coordinator.wholes.waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "slug"),
+    [
+        ({"Content-Range": "bytes 0-1/2"}, "invalid-message"),
+        ({"Content-Range": "bytes 5-3/9"}, "invalid-message"),
+        ({"Content-Range": "rows 0-99/900"}, "invalid-message"),
+        ({"Content-Range": "bytes 0-99/60"}, "invalid-message"),
+        ({"Content-Range": f"bytes 0-99/{1 << 50}"}, "payload-too-large"),
+        ({"Content-Range": f"bytes 0-99/{'9' * 30}"}, "invalid-message"),
+        ({"Repr-Digest": "sha-256=:AAAA:"}, "invalid-message"),
+        ({"Repr-Digest": "blake3=:AAAA:"}, "invalid-message"),
+    ],
+)
+def test_nonsense_is_refused(parts: Parts, headers: dict[str, str], slug: str) -> None:
+    problem(parts.send(*parts.places[0], headers), slug)
+
+
+def test_nobody_else_adds_to_it(shared: InThread, run: str) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
+    for member in (a, b):
+        member.assignment(0)
+    of_a = Parts(a, a.assignment(0))
+    of_a.member.http.headers["Authorization"] = b.http.headers["Authorization"]
+    problem(of_a.send(*of_a.places[0]), "forbidden")
+
+
+def test_crumbs_are_refused(shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembling, "MAX_GAPS", 20)
+    (a,) = crew(shared, run, ["a"], rounds=1)
+    parts = Parts(a, a.assignment(0))
+    for number in range(19):
+        missing(parts.send(2 * number + 1, 2 * number + 2))
+    problem(parts.send(201, 202), "invalid-message")
+
+
+def test_what_nobody_goes_on_with_is_forgotten(shared: InThread, run: str, clock: SettableClock, room: Room) -> None:
+    (a,) = crew(shared, run, ["a"], rounds=1, members=f"lease_s = {10 * KEPT_S}")
+    parts = Parts(a, a.assignment(0))
+    missing(parts.send(*parts.places[0]))
+    assert shared.coordinator.wholes.waiting == 1
+    clock.advance(KEPT_S - 1)
+    missing(parts.send(*parts.places[1]))
+    clock.advance(KEPT_S - 1)
+    shared.coordinator.tick()
+    assert shared.coordinator.wholes.waiting == 1
+    clock.advance(2)
+    wait_until(lambda: shared.coordinator.wholes.waiting == 0)
+    assert list((shared.data_dir / "incoming").iterdir()) == []
+
+
+def test_state_0_in_parts(shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Member.put
+    answers: list[int] = []
+
+    def in_parts(self: Member, path: str, body: bytes, **headers: str) -> httpx.Response:
+        if "checkpoints" not in path:
+            return whole(self, path, body, **headers)
+        for start in range(0, len(body), 40):
+            piece = body[start : start + 40]
+            place = {"Content-Range": f"bytes {start}-{start + len(piece) - 1}/{len(body)}"}
+            answer = whole(self, path, piece, **place, **{"Repr-Digest": content_digest(digest(body))})
+            answers.append(answer.status_code)
+        return answer
+
+    monkeypatch.setattr(Member, "put", in_parts)
+    (a,) = crew(shared, run, ["a"], rounds=1)
+    assert answers.count(202) > answers.count(201) == len(a.theta)
+    play_round([a], 0)
+
+
+def test_a_range_of_a_delta_that_is_still_in_memory(shared: InThread, run: str) -> None:
+    (a,) = crew(shared, run, ["a"], rounds=1)
+    play_round([a], 0)
+    whole = a.delta(0, 0).content
+    path = f"/v1/runs/{run}/rounds/0/fragments/0/delta"
+    part = a.http.get(path, headers={"Range": "bytes=10-29"})
+    assert part.status_code == 206
+    assert part.content == whole[10:30]
+    assert part.headers["Content-Range"] == f"bytes 10-29/{len(whole)}"
+    behind = problem(a.http.get(path, headers={"Range": f"bytes={len(whole)}-"}), "range-not-satisfiable")
+    assert "does not lie within" in behind["detail"]
