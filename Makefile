@@ -1,10 +1,10 @@
 # make demo    train a small model with 4 workers and a coordinator, all on this machine
-# make test    the tests of every part and 12 seeds of the simulation, in about 6 minutes on two cores: while you work
+# make test    the tests of every part and 12 seeds of the simulation, in about a quarter of an hour: while you work
 # make check   format, lint, types and all tests: what must hold before a change is merged. Beside `make test` also whole
 #              systems (marked `system`): kills at every crash point, a soak, installations, the demo, planted bugs, 300
-#              seeds of the simulation. `make --jobs=2 check` runs two of its parts side by side, in about a quarter of an
-#              hour; `.ci/run` does that in a clean clone, as continuous integration does. The parts are `systems`,
-#              `simulated` (whole systems in the simulation), `test`, `types` and `lint`
+#              seeds of the simulation. `make --jobs=2 check` runs two of its parts side by side, in about forty
+#              minutes on two cores; `.ci/run` does that in a clean clone, on all cores, as continuous integration does.
+#              The parts are `systems`, `simulated` (whole systems in the simulation), `test`, `types` and `lint`
 # make simulate    SEEDS=100000 simulated runs under faults, on all CPUs, with the invariants checked after every step
 # make soak    a coordinator and 6 workers under kills, slow lines and flipped bits, for MINUTES=15; as root, or without slow lines
 # make gpu     what needs a GPU, in parts that are not run again once they have passed; it fetches nothing. GPU_WHEELS=DIR has
@@ -27,12 +27,12 @@ demo: $(VENV)/installed
 	$(BIN)/outerstep demo
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m "not system"
+	$(BIN)/python -m pytest -m "not system" --durations=15
 
 check: systems test simulated types lint
 
 systems: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m system --ignore=tests/simulation
+	$(BIN)/python -m pytest -m system --ignore=tests/simulation --durations=15
 
 simulated: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m system tests/simulation
@@ -40,6 +40,7 @@ simulated: $(VENV)/installed-dev
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive protocol coordinator worker outerstep migrations setup.py
 
 types: $(VENV)/installed-dev
 	$(BIN)/mypy

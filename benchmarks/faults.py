@@ -281,7 +281,7 @@ def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState
         frame_bytes=[len(frame) for frame in frames],
         base=state.digests[p],
         contributors=[
-            Contributor(worker=header.worker, tokens=header.tokens)
+            Contributor(worker=header.worker, tokens=header.tokens, factor=1.0)
             for header in headers
             if isinstance(header, ContributionHeader)
         ],

@@ -2,6 +2,7 @@
 
     store/      what outlives the process: files, database, tables, tokens
     tuning/     what only makes it faster
+    screening/  what a contribution may count, by its norm and its direction (pure)
     runs/       a run: live_run.py (in memory, and its one way to change), rounds.py (when a round closes, pure),
                 opening and closing them, units
     members/    what workers ask and tell: joining, leaving, assignments, accounts

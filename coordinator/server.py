@@ -5,14 +5,19 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
 from coordinator.app import create_app
+from coordinator.http.connections import Connection
+from coordinator.http.gate import Gate, gate_of
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.blobs import Store
@@ -20,6 +25,7 @@ from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.tuning.heap import keep_freed_memory
 from protocol import congestion
 from protocol.compiled import COMPILED, KERNELS
+from protocol.printable import PrintableFormatter
 
 GRACE_S = 10
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -30,9 +36,9 @@ logger = logging.getLogger(__name__)
 class Server(uvicorn.Server):
     """A server that prints its address when it is ready, and makes long polls answer when it shuts down."""
 
-    def __init__(self, config: uvicorn.Config, coordinator: Coordinator, address: str) -> None:
+    def __init__(self, config: uvicorn.Config, coordinator: Coordinator, gate: Gate, address: str) -> None:
         super().__init__(config)
-        self.coordinator = coordinator
+        self.coordinator, self.gate = coordinator, gate
         self._address = address
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -52,6 +58,7 @@ def make_server(
     store: Store = DirectoryBlobs,
 ) -> tuple[Server, socket.socket]:
     """Return a server and its bound socket. OSError if the address is taken, OuterstepError if the directory is."""
+    gate = gate_of(settings)
     listening = _listen(settings.host, settings.port)
     logger.info("TCP's congestion control: %s", congestion.ask(listening))
     try:
@@ -59,18 +66,29 @@ def make_server(
     except BaseException:
         listening.close()
         raise
+    protocol: Any = partial(Connection, gate=gate, settings=settings, tls=_tls(settings))
     config = uvicorn.Config(
         create_app(coordinator),
+        http=protocol,
+        ws="none",
+        forwarded_allow_ips=settings.proxies,
         log_config=None,
         access_log=False,
-        ssl_certfile=settings.tls_certificate,
-        ssl_keyfile=settings.tls_key,
         timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=75,
     )
     scheme = "https" if settings.tls_certificate else "http"
     host, port = listening.getsockname()[:2]
-    return Server(config, coordinator, f"{scheme}://{netloc(host, port)}"), listening
+    return Server(config, coordinator, gate, f"{scheme}://{netloc(host, port)}"), listening
+
+
+def _tls(settings: Settings) -> ssl.SSLContext | None:
+    """Return what HTTPS is served with; None: it is not."""
+    if settings.tls_certificate is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(settings.tls_certificate, settings.tls_key)
+    return context
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -111,7 +129,7 @@ def shorten_pauses() -> None:
 
 def _log_file(path: Path) -> logging.Handler:
     handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    handler.setFormatter(PrintableFormatter(LOG_FORMAT))
     return handler
 
 

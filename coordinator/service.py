@@ -8,29 +8,34 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+from anyio import CapacityLimiter
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator.runs.bell import Bell
+from coordinator.callers import Callers
+from coordinator.runs.bell import READS_AT_ONCE, Bell
 from coordinator.runs.live_run import Change, LiveRun, World
 from coordinator.settings import Settings
 from coordinator.settling import settle
+from coordinator.store import audit
 from coordinator.store.assembling import Wholes
 from coordinator.store.blobs import Store
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, disk_is_full, url_of
 from coordinator.store.directory_blobs import DirectoryBlobs
+from coordinator.store.identity import Actor, Identity
 from coordinator.store.tables import RunRow
-from coordinator.store.tokens import Identity, Tokens, secret_hash
+from coordinator.store.tokens import Tokens, secret_hash
 from coordinator.sync import retention
 from coordinator.tuning.room import Room
-from coordinator.upkeep import removing, restoring, verifying
+from coordinator.upkeep import removing, restoring, rolling_back, verifying
 from coordinator.upkeep.full_disk import Storage
-from coordinator.workers import membership
+from coordinator.workers import ending, membership, names
 from protocol.digest import digest
 from protocol.errors import Problem, SpecError
-from protocol.messages import NewToken, RunState, TokenRequest
+from protocol.messages import AuditEntry, NewToken, Page, RollBack, RunState, TokenInfo, TokenRequest
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.suggesting import those_here
 
@@ -47,18 +52,21 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
         store: Store = DirectoryBlobs,
+        secret: bytes | None = None,
     ) -> None:
         self.settings = settings
         self.bell = Bell()
         self.room = Room()
-        self.wholes = Wholes(clock)
+        self.wholes = Wholes(clock, settings.parts_bytes_per_member)
+        self.callers = Callers(settings, clock)
+        self.reading, self.parsing = CapacityLimiter(READS_AT_ONCE), CapacityLimiter(1)  # threads
         url = url_of(settings.database_url, settings.data_dir)
         self.data = DataDirectory(settings.data_dir)
         self.database = Database(url)
-        self.tokens = Tokens(self.database)
-        admin_token = settings.data_dir / "admin.token"
-        if self.tokens.ensure_admin(admin_token, now()):
-            logger.info("made an admin token: %s", admin_token)
+        self.tokens = Tokens(self.database, now)
+        chosen = settings.admin_token.get_secret_value() if settings.admin_token else None
+        if done := self.tokens.ensure_admin(settings.data_dir / "admin.token", chosen):
+            logger.info("%s", done)
         self._jobs = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="publish")
         self._verifying = ThreadPoolExecutor(1, thread_name_prefix="verify")
         self._verify_at: dict[int, float] = {}
@@ -74,6 +82,7 @@ class Coordinator:
             room=self.room,
             closing=self._closing,
             settle=settle,
+            secret=secret or os.urandom(32),
             clock=clock,
             now=now,
         )
@@ -101,10 +110,15 @@ class Coordinator:
         """Do what only the passing of time brings about. Called a few times a second."""
         self.storage.check()
         self.wholes.sweep()
+        self._tick_tokens()
         for run in list(self._runs.values()):
             try:
-                membership.expire(run)
+                ending.end_without_token(run, self.tokens.is_good)
+                ending.expire(run)
+                ending.replace_silent_seeder(run)
+                ending.end_lingering(run)
                 run.settle()
+                rolling_back.roll_back_if_due(run, verifying=partial(self._is_verifying, run))
                 verifying.start_when_due(run, self._verify_at, self._verifying.submit)
                 retention.trim_events(run)
                 self.storage.tick(run)
@@ -114,9 +128,56 @@ class Coordinator:
                 else:
                     logger.exception("%s: tick failed", run.name)
 
-    def new_token(self, request: TokenRequest) -> NewToken:
-        """Make a token; its secret is in the answer alone."""
-        return self.tokens.create(request.scope, request.note, self._world.now())
+    def _tick_tokens(self) -> None:
+        try:
+            if self.tokens.drop_expired():
+                self._ring_all()
+            self.tokens.write_last_uses()
+        except Exception as error:
+            if disk_is_full(error):
+                self.storage.note_full()
+            else:
+                logger.exception("tokens: tick failed")
+
+    # --- tokens ---------------------------------------------------------------------------------------------------
+
+    def new_token(self, request: TokenRequest, by: Actor) -> NewToken:
+        """Make a token; its secret is in the answer alone. Raises Problem `not-found` for a run that there is not."""
+        if request.run is not None:
+            self.run(request.run)
+        return self.tokens.create(request, by)
+
+    def rotate_token(self, token_id: str, by: Actor, of_run: str | None = None) -> NewToken:
+        """Give a token another secret, and end the streams and long polls with the one before. Raises Problem."""
+        made = self.tokens.rotate(token_id, by, of_run)
+        self._ring_all()
+        return made
+
+    def revoke_token(self, token_id: str, by: Actor, of_run: str | None = None) -> None:
+        """Delete a token, and end all that there is by it: memberships, streams, long polls. Raises Problem."""
+        self.tokens.revoke(token_id, by, of_run)
+        for run in self.runs():
+            ending.end_without_token(run, self.tokens.is_good)
+        self._ring_all()
+
+    def exchange_token(
+        self, run: LiveRun, worker: str, secret: str, by: Identity, actor: Actor
+    ) -> tuple[TokenInfo, bool]:
+        """Make the worker token `secret` in exchange for a use of the join token `by`; return it, and True if it is
+        new. Raises Problem."""
+        membership.check_joinable(run)
+        check = partial(names.check_free, run=run, worker=worker)
+        return self.tokens.exchange(by, run.name, worker, secret, actor, check)
+
+    def audit(self, run: str | None, limit: int, before: int | None) -> Page[AuditEntry]:
+        """Return the entries of the audit below number `before` (None: all), newest first; of `run` alone unless it is
+        None."""
+        return audit.entries(self.database, run, limit, before)
+
+    def _ring_all(self) -> None:
+        """Wake whoever waits: who may not wait any more is told so."""
+        for run in self.runs():
+            self.bell.ring(run.name, None)
 
     def check_ready(self) -> None:
         """Raise Problem `not-ready` unless the database answers and the data directory takes writes."""
@@ -136,14 +197,24 @@ class Coordinator:
 
     def identify(self, secret: str) -> Identity | None:
         """Return the holder of a bearer token; None if there is no such token."""
-        identity = self.tokens.identify(secret)
+        identity = self._find(secret_hash(secret))
+        if identity is not None and identity.scope is not None:
+            self.tokens.note_use(identity)
+        return identity
+
+    def check_still(self, identity: Identity) -> None:
+        """Raise Problem `unauthorized` unless the token, by which a request was let in, is still good."""
+        if self._find(identity.secret_hash) is None:
+            raise Problem("unauthorized", "the token was revoked, or the lease that it belongs to has ended")
+
+    def _find(self, hashed: bytes) -> Identity | None:
+        identity = self.tokens.find(hashed)
         if identity is not None:
             return identity
-        hashed = secret_hash(secret)
         for run in list(self._runs.values()):
             worker = run.members.by_token.get(hashed)
             if worker is not None:
-                return Identity(None, run.name, worker)
+                return Identity(None, run.name, worker, run.members.token(worker), secret_hash=hashed)
         return None
 
     def run(self, name: str) -> LiveRun:
@@ -157,7 +228,7 @@ class Coordinator:
         """Return all runs, by name."""
         return sorted(self._runs.values(), key=lambda run: run.name)
 
-    def create_run(self, spec_toml: str) -> tuple[LiveRun, bool]:
+    def create_run(self, spec_toml: str, by: Actor) -> tuple[LiveRun, bool]:
         """Create a run from its spec; return it, and True if it is new. The same spec again is the same run.
 
         Raises Problem: invalid-spec, run-exists (with another spec).
@@ -167,9 +238,9 @@ class Coordinator:
         except SpecError as error:
             raise Problem("invalid-spec", str(error)) from error
         with self._creating:
-            return self._create_run(spec, spec_toml)
+            return self._create_run(spec, spec_toml, by)
 
-    def _create_run(self, spec: RunSpec, spec_toml: str) -> tuple[LiveRun, bool]:
+    def _create_run(self, spec: RunSpec, spec_toml: str, by: Actor) -> tuple[LiveRun, bool]:
         existing = self._runs.get(spec.name)
         if existing is not None:
             with self.database.read() as session:
@@ -194,13 +265,22 @@ class Coordinator:
             session.add(row)
             session.flush()
             run = LiveRun(row, self._world)
-            Change(run, session).record("created", f"the run {spec.name} was created")
+            change = Change(run, session)
+            change.record("created", f"the run {spec.name} was created")
+            change.audit(by, "run-created", f"created the run {spec.name}")
         run.restored()
         self._runs[spec.name] = run
         return run, True
 
-    def remove_run(self, name: str) -> None:
-        """Remove a run that has ended, with its files.
+    def roll_back(self, run: LiveRun, order: RollBack, by: Actor) -> None:
+        """Take the run back to a checkpoint, as the operator asks. Raises Problem as `rolling_back.roll_back` does."""
+        rolling_back.roll_back(run, order, by, verifying=partial(self._is_verifying, run))
+
+    def _is_verifying(self, run: LiveRun) -> bool:
+        return self._verify_at.get(run.id) == math.inf
+
+    def remove_run(self, name: str, by: Actor) -> None:
+        """Remove a run that has ended, with its files and the tokens that are for it alone.
 
         Raises Problem: not-found, run-not-ended, not-ready (work on it is under way).
         """
@@ -208,8 +288,9 @@ class Coordinator:
             run = self.run(name)
             self._check_not_needed(run)
             with run.lock:
-                removing.remove_rows(run, verifying=self._verify_at.get(run.id) == math.inf)
+                removing.remove_rows(run, by, verifying=self._is_verifying(run))
                 del self._runs[name]
+            self.tokens.forget_of(name)
             removing.remove_blobs(self._world, name)
         logger.info("the run %s was removed", name)
 

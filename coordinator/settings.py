@@ -1,9 +1,11 @@
 """The coordinator's settings: flags of `outerstep coordinator`, or OUTERSTEP_COORDINATOR_* in the environment."""
 
+import re
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -20,8 +22,72 @@ class Settings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all, :: for all of IPv6 too")
     port: int = Field(8470, ge=0, le=65_535, description="port to listen on; 0 for any that is free")
+    admin_token: SecretStr | None = Field(
+        None,
+        repr=False,
+        description="the first admin token, ost_ and 43 characters from a source of secrets, heeded at the first start"
+        " alone; default: one is made, and written to admin.token in the data directory",
+    )
     log_file: Path | None = Field(None, description="file to which the log is appended too, beside stderr")
     tls_certificate: Path | None = Field(None, description="PEM certificate chain, to serve HTTPS without a proxy")
     tls_key: Path | None = Field(None, description="PEM private key of the certificate")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged, to stderr")
-    upload_idle_s: float = Field(60.0, gt=0, description="an upload that sends nothing for so long is given up")
+
+    # What anybody may take, before a token was looked at.
+    max_connections: int | None = Field(
+        None,
+        ge=1,
+        description="connections at once; default: 4,096, or fewer where the limit on open files is below 8,448",
+    )
+    max_connections_per_address: int = Field(
+        512, ge=1, description="connections at once of one address, at most half of all; a worker opens up to 128"
+    )
+    proxies: str = Field(
+        "127.0.0.1,::1",
+        description="addresses or networks, with commas, whose connections are not counted per address: proxies in "
+        "front of the coordinator, which count their own clients",
+    )
+    max_head_bytes: int = Field(32_768, ge=1024, description="bytes of a request's line and headers")
+    max_head_lines: int = Field(100, ge=10, description="headers of a request")
+    head_s: float = Field(20.0, gt=0, description="seconds that a request's line and headers may take to arrive")
+    upload_idle_s: float = Field(
+        60.0, gt=0, description="a body that sends nothing for so long, or an answer that is not read, is given up"
+    )
+    min_body_bytes_per_s: float = Field(
+        512.0, ge=0, description="a body that brings fewer bytes per second, over upload_idle_s, is given up"
+    )
+
+    # What the holder of one token may take.
+    requests_per_s: float = Field(
+        200.0,
+        gt=0,
+        description="requests per second of one token, over five seconds; a listing counts as one for every ten items "
+        "that it asks for, a message as one for every 16 KiB; an admin's are not counted",
+    )
+    streams_per_token: int = Field(16, ge=1, description="streams of events at once of one token")
+    message_bytes_per_token: int = Field(
+        32 << 20, ge=16 << 20, description="bytes of large messages at once of one token; of all, four times as many"
+    )
+    parts_bytes_per_member: int = Field(
+        4 << 30,
+        ge=1,
+        description="bytes of payloads of one member that are not all there yet; one of them always may",
+    )
+
+    @field_validator("admin_token")
+    @classmethod
+    def _is_a_token(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is not None and not re.fullmatch(r"ost_[A-Za-z0-9_-]{43}", secret.get_secret_value()):
+            raise ValueError(
+                'a token is ost_ and 43 characters: python3 -c \'import secrets; print("ost_" + '
+                "secrets.token_urlsafe(32))' makes one"
+            )
+        return secret
+
+    @field_validator("proxies")
+    @classmethod
+    def _are_networks(cls, text: str) -> str:
+        for each in text.split(","):
+            if each.strip():
+                ip_network(each.strip())
+        return text

@@ -69,7 +69,10 @@ def delta(values: F32, codec: str = "int8", frame: bytes | None = None, **change
     frames = framed(values, codec, wire.CHUNK_ELEMENTS) if frame is None else [frame]
     fields = common(values, codec, wire.CHUNK_ELEMENTS, frames) | {
         "base": bytes(range(32)),
-        "contributors": [{"worker": "a", "tokens": 2048}, {"worker": "b", "tokens": 4096}],
+        "contributors": [
+            {"worker": "a", "tokens": 2048, "factor": 1.0},
+            {"worker": "b", "tokens": 4096, "factor": 0.5},
+        ],
     }
     return packed(wire.DeltaHeader.model_validate(fields | changes), frames)
 

@@ -60,12 +60,14 @@ Runs to start from, each a `run.toml`:
 
 ```sh
 outerstep run create recipes/opendiloco-150m-h500.toml
-outerstep worker https://coordinator.example.org --run opendiloco-150m-h500
+outerstep worker https://coordinator.example.org --run opendiloco-150m-h500 --data-root hub:
 ```
 
-A worker's first start fetches and tokenises what `data.source` names, once, into its cache (C4 in English: 305 GB).
-Text of the hub (`hub:…`) needs `pip install 'outerstep[data]'` on the workers, and a repository that is gated, as
-Mistral's has been, HF_TOKEN there, of an account that has accepted its terms.
+`--data-root hub:` lets the recipe name data, tokenizers and weights of the Hugging Face hub; without it the worker
+asks at a terminal, and elsewhere says what to add, as for a directory of a recipe's. A worker's first start fetches
+and tokenises what `data.source` names, once, into its cache (C4 in English: 305 GB). Text of the hub (`hub:…`) needs
+`pip install 'outerstep[data]'` on the workers, and a repository that is gated, as Mistral's has been, HF_TOKEN there,
+of an account that has accepted its terms.
 
 Where the boxes are many, prepare the set on one of them instead, and let `data.source` say where it then lies, which
 may be `https://`, `hf://` or `s3://`. Without `data.tokenizer` the other boxes do not need the tokenizer:

@@ -4,7 +4,7 @@ The diagram is drawn from its table of transitions, and the examples are what it
 page is not what this writes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,19 +39,26 @@ STATES = """
 
 `decide(expected, contributed, policy, opened_at, quorum_at, now) → Wait(until, reason) | Close(contributors, reason)`
 
-It is a pure function. `expected` are the live workers that hold an assignment for the round; `contributed` are those
-whose contribution was acknowledged, whether they are still alive or not. Times are of one monotonic clock, the
-coordinator's: no worker's clock is ever looked at. The reason is one sentence, and the log, the events,
-`GET …/rounds/current` and the failure of a test show that same one.
+It is a pure function. `expected` are the live workers that hold an assignment for the round and are waited for;
+`contributed` are those whose contribution was acknowledged, whether they are still alive or not. Times are of one
+monotonic clock, the coordinator's: no worker's clock is ever looked at. The reason is one sentence, and the log, the
+events, `GET …/rounds/current` and the failure of a test show that same one.
 
+- **Who is waited for** (`coordinator/runs/members.py`). Workers that have contributed to the run before are *proven*;
+  one that has missed three rounds in a row is not waited for until it contributes again. A newcomer is waited for in
+  its first round, and no longer than the grace. Where nobody is proven, as in the first round, all are alike. So names
+  that never contribute cost one grace each, and hold up nobody; what comes in time counts, whoever has sent it.
 - **Everybody.** All expected workers have contributed, at least `min_workers` of them: the round closes at once.
-- **Quorum and grace.** A quorum is more than half of the workers of the round and at least `min_workers`. From it on
-  stragglers have the *grace*: `grace_factor` times what the quorum took, within `grace_min_s` and `grace_max_s`. So a
-  run whose rounds take an hour waits for minutes, and one whose rounds take seconds waits for seconds.
-- **Cap.** Where `round_max_s` is set, the round closes so long after its opening, quorum or not, as soon as at least
-  `min_workers` have contributed.
-- **Otherwise** it waits, for as long as it takes: before a quorum only contributions, new workers and the ends of
-  leases change anything.
+- **Quorum and grace.** A quorum is more than half of the voices and at least `min_workers` workers. Every token has one
+  voice, which the proven workers of the round that joined with it share equally: with a token for each box that is more
+  than half of the workers, and so it is where all are of one token; but many names of one token are no majority over
+  others. Where just half of the voices are there, more than half of the workers must be. Whose boxes are to count one
+  by one gives each a token of its own. From the quorum on stragglers have the *grace*: `grace_factor` times what the
+  quorum took, within `grace_min_s` and `grace_max_s`. So a run whose rounds take an hour waits for minutes, and one
+  whose rounds take seconds waits for seconds.
+- **Cap.** `round_max_s` after its opening the round closes, quorum or not, as soon as at least `min_workers` have
+  contributed.
+- **Otherwise** it waits: before a quorum only contributions, new workers and the ends of leases change anything.
 
 After a restart of the coordinator, `opened_at` and `quorum_at` are those of the restart: everybody has as much time
 again.
@@ -109,17 +116,18 @@ class Situation:
     """One fragment's inputs of `decide`, as the coordinator keeps them (`coordinator/sync/publishing.py`)."""
 
     policy: MembersSpec
+    owners: Mapping[str, str]
     expected: set[str] = field(default_factory=set)
+    newcomers: set[str] = field(default_factory=set)
     contributed: set[str] = field(default_factory=set)
     quorum_at: float | None = None
 
     def look(self, now: float) -> tuple[str, float | None, bool]:
         """What `decide` says at `now`: in words, when to look again, and whether the round closed."""
-        if self.quorum_at is None and has_quorum(self.expected, self.contributed, self.policy):
+        if self.quorum_at is None and has_quorum(self.expected, self.contributed, self.policy, self.owners):
             self.quorum_at = now
-        decision = decide(
-            self.expected, self.contributed, self.policy, opened_at=0.0, quorum_at=self.quorum_at, now=now
-        )
+        waited_for = self.expected | self.newcomers
+        decision = decide(waited_for, self.contributed, self.policy, opened_at=0.0, quorum_at=self.quorum_at, now=now)
         if isinstance(decision, Close):
             return f"**close**: {decision.reason}", None, True
         return f"wait: {decision.reason}", decision.until, False
@@ -141,7 +149,7 @@ def dies(at: float, worker: str) -> Event:
 
 
 def enters(at: float, worker: str) -> Event:
-    return at, f"{worker} joins and takes part", lambda situation: situation.expected.add(worker)
+    return at, f"{worker} joins and takes part", lambda situation: situation.newcomers.add(worker)
 
 
 def _names(workers: tuple[str, ...]) -> str:
@@ -154,6 +162,7 @@ class Example:
     text: str
     events: list[Event]
     policy: MembersSpec = DEFAULTS
+    owners: Mapping[str, str] = field(default_factory=dict)
 
 
 EXAMPLE_LIST = [
@@ -184,12 +193,12 @@ EXAMPLE_LIST = [
     ),
     Example(
         "Half of the workers lose their lines",
-        "Two of four are no quorum, and no deadline runs. The leases end it.",
+        "Two of four are no quorum, and no deadline runs but the cap. The leases end it.",
         [opens("a", "b", "c", "d"), contributes(100, "a", "b"), dies(160, "c"), dies(161, "d")],
     ),
     Example(
         "A worker joins in the middle",
-        "It is waited for like the others, for as long as they are.",
+        "It has the grace from the quorum on, which is made without it.",
         [opens("a", "b"), contributes(60, "a"), enters(80, "c"), contributes(100, "b")],
     ),
     Example(
@@ -205,6 +214,18 @@ EXAMPLE_LIST = [
         MembersSpec(round_max_s=300),
     ),
     Example(
+        "Four names of one token",
+        "They are two thirds of the workers, but one voice of three. With b there are two voices, and c has the grace.",
+        [opens("m1", "m2", "m3", "m4", "b", "c"), contributes(1, "m1", "m2", "m3", "m4"), contributes(100, "b")],
+        owners=dict.fromkeys(("m1", "m2", "m3", "m4"), "m"),
+    ),
+    Example(
+        "Four boxes of one token, and one that is slow",
+        "Each of the two tokens has one voice. Half of them are there with the four, and so are most of the workers.",
+        [opens("m1", "m2", "m3", "m4", "slow"), contributes(100, "m1", "m2", "m3", "m4")],
+        owners=dict.fromkeys(("m1", "m2", "m3", "m4"), "m"),
+    ),
+    Example(
         "Nobody is left behind, `grace_min_s = grace_max_s = 3600`",
         "A long grace waits for everybody that is alive; the leases still end it for those who are not.",
         [opens("a", "b", "c", "d"), contributes(100, "a", "b", "c"), contributes(900, "d")],
@@ -215,7 +236,7 @@ EXAMPLE_LIST = [
 
 def history(example: Example) -> Iterator[tuple[float, str, str]]:
     """Seconds, what happens and what `decide` says to it, until the round closes."""
-    situation, until = Situation(example.policy), None
+    situation, until = Situation(example.policy, example.owners), None
     events = list(example.events)
     while events or until is not None:
         if until is not None and (not events or until <= events[0][0]):

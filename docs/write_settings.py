@@ -68,6 +68,42 @@ with exit code 3: before the first answer, a certificate that is not trusted, HT
 and a server that is no coordinator.
 """
 
+TOLD = """
+### What a spec may make of the machine
+
+A run's spec comes from the coordinator, so `outerstep worker`, `outerstep doctor` and `--no-sync` with a URL take
+from it what their owner allows, before anything is loaded:
+
+- `model.factory`, and an `inner.optimizer` of one's own, are code that is imported and run: `--allow-factory` has to
+  have their very name.
+- `data.source`, `data.tokenizer` and `model.pretrained` are places. A directory, a glob and each file that it finds
+  have to lie below a `--data-root` once links and `..` are resolved; for the weights and the tokenizer it is the
+  directory. An address (`https://`, `http://`, `s3://`, `gs://`, `az://`) has to begin with one, up to the end of a
+  part. Of the Hugging Face hub (`hub:`, `hf://`, and names of tokenizers and models) `--data-root hub:ORG/NAME`
+  allows a repository, `hub:ORG` an organisation, `hub:` all of it. What is fetched is fetched with this machine's own
+  credentials, such as HF_TOKEN, and redirects are followed, so allow what may be read by them and learnt by those who
+  see what is trained.
+- Nothing is needed for presets, configurations and `python-stdlib`, for what `--data` names, and with `--spec`, which
+  is the owner's own file. Code that comes with weights, data or a configuration (`trust_remote_code`, `auto_map`) is
+  never run.
+
+At a terminal, with one process, the worker asks once for all that is missing; anywhere else it ends with exit code 3
+and the options to add. `outerstep run export` and `outerstep run evaluate` need `--allow-factory` as well; places
+they read without it, as nothing of them leaves the machine. A script with `DiLoCo` brings model and data itself and
+needs nothing.
+
+### What is told of the machine
+
+With `--tell all`: `host` (its name), `device` (with the GPU's or CPU's name), `threads`, `kernels` (compiled or
+numpy), the versions of `torch` and `python`, `precision`, `processes` where there are several; and with the
+measurements the MFU and the peak of memory. With `some`: `kernels`, `torch`, `python`, `precision` and `processes`.
+With `nothing`: none of it. A worker without `--name` is called as its machine is, so less than `all` needs one.
+Always told, as the run needs them: the name, the address that requests come from, the model's tensors, the training
+set's digest and length (of private data the length alone), its tokenizer's name and digest, losses, speeds, phases,
+and bytes and seconds of each round. Everybody who may read the run sees it, but for the address. A script says it by
+`DiLoCo.connect(…, tell="some", name="…")`.
+"""
+
 
 def _limits(schema: dict[str, Any]) -> str:
     low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
@@ -185,6 +221,7 @@ def page() -> str:
         + "\n"
         + process_section("A worker: `outerstep worker`", WorkerSettings, worker_command.FLAGS)
         + TOKEN
+        + TOLD
     )
 
 

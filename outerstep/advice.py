@@ -20,8 +20,20 @@ LEAST_GAIN, LARGEST_RATE = 1.5, 2.0
 def advice(spec: RunSpec) -> list[str]:
     """Return a sentence for each setting that is outside of what was found sound."""
     if spec.total_inner_steps < TRIAL_STEPS:
-        return []
-    return [*_rounds(spec), *_outer(spec)]
+        return [*_privacy(spec)]
+    return [*_rounds(spec), *_outer(spec), *_privacy(spec)]
+
+
+def _privacy(spec: RunSpec) -> Iterator[str]:
+    if spec.privacy is None:
+        return
+    if not spec.data.private:
+        yield (
+            "data.private is false: all workers and the coordinator know the same training set, so that [privacy] "
+            "protects it from neither"
+        )
+    if not spec.privacy.noise:
+        yield "privacy.noise_multiplier = 0 clips alone, which makes nothing private"
 
 
 def _rounds(spec: RunSpec) -> Iterator[str]:

@@ -15,6 +15,7 @@ from rich.text import Text
 from outerstep.follow import Look
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text, share_text
 from protocol.messages import Event, FragmentState, RoundInfo, RunInfo, WorkerInfo
+from protocol.printable import printable
 from protocol.telling import SHOWN_LOSSES, rate_text, sparkline, to_go_s
 
 SHOWN_ROUNDS = 8
@@ -73,7 +74,7 @@ class LineDisplay:
             self._line(end_line(look.run))
 
     def _line(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 class LiveDisplay:
@@ -112,8 +113,9 @@ class LiveDisplay:
             Text(f"{run.round} of {run.rounds} rounds"),
             Text(f"held-out loss {held_out_text(run.held_out_loss, run.held_out_bits_per_byte)}", style="bold"),
         )
-        reason = Text(look.trouble, style="red") if look.trouble else Text(f"{run.state}: {run.reason}", style="dim")
-        events = [Text(event_line(event), style="dim") for event in self.events]
+        said = look.trouble or f"{run.state}: {run.reason}"
+        reason = Text(printable(said), style="red" if look.trouble else "dim")
+        events = [Text(printable(event_line(event)), style="dim") for event in self.events]
         gap, width = Text(""), self.live.console.width
         return Group(
             title,
@@ -191,7 +193,7 @@ def worker_table(workers: Sequence[WorkerInfo], width: int) -> RenderableType:
         [
             item.name,
             item.state.value,
-            item.metrics.phase or UNKNOWN,
+            f"out until {item.quarantined_until}" if item.quarantined_until else item.metrics.phase or UNKNOWN,
             _number(item.metrics.round),
             _number(item.metrics.inner_step),
             loss_text(item.metrics.loss),
@@ -260,7 +262,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
         wrapped = column.startswith("~")
         result.add_column(column.lstrip(">~"), justify=justify, no_wrap=not wrapped, overflow="fold")
     for row in rows:
-        result.add_row(*(Text(cell) for cell in row))  # Text: what others wrote is not read as markup
+        # What others wrote is neither read as markup nor obeyed by the terminal.
+        result.add_row(*(Text(printable(cell)) for cell in row))
     return result
 
 

@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from protocol.messages import DataSummary, Evaluation, RunDetail
 from protocol.spec.run import RunSpec, parse_spec
+from worker.allowing import permit_factory
 from worker.box import shard_cache
 from worker.data.opening import open_training_set
 from worker.data.tokens.index import described
@@ -46,15 +47,18 @@ def evaluate_model(
     """Return the loss on at most `evaluation.max_tokens` of what is held out of the data: of the run's model before
     round `state` (None: the latest checkpoint), or of an export.
 
-    Of `box` count the device, the data and their cache. Where it names no data, `data.source` has to hold what the run
-    is trained on. Raises DataError, ModelError, ValueError for a device that this machine lacks, and otherwise what
-    `worker.export.load_checkpoint` raises.
+    Of `box` count the device, the data and their cache, and the code that is allowed. Where it names no data,
+    `data.source` has to hold what the run is trained on. Raises NotAllowed, DataError, ModelError, ValueError for a
+    device that this machine lacks, and otherwise what `worker.export.load_checkpoint` raises.
     """
     logging.disable_progress_bar()
     device = choose_device(box.device)
     data = held_out_data(run, box)
     client = Client(http, run.name, token)
-    model = load_checkpoint(client, state) if exported is None else load_export(exported, run)
+    if exported is None:
+        model = load_checkpoint(client, state, box.allow_factory)
+    else:
+        model = load_export(exported, run, box.allow_factory)
     check_vocabulary(model, data.vocabulary)
     check_finite(model)
     sizes = MicroBatches(None, max(TOKENS_AT_ONCE // run.spec.data.sequence_length, 1))
@@ -96,15 +100,17 @@ def _check_tokenizer(run: RunDetail, source: str, ours: DataSummary) -> None:
     )
 
 
-def load_export(directory: Path, run: RunDetail | None = None) -> nn.Module:
+def load_export(directory: Path, run: RunDetail | None = None, factories: tuple[str, ...] = ()) -> nn.Module:
     """Return the model of a directory that `outerstep run export` has written, on the CPU; of adapters, what they make
-    with the model that they belong to. Raises ModelError, also where `run` trains adapters on another model than that
+    with the model that they belong to. Of code that makes the model, that of `factories` may be run. Raises NotAllowed,
+    and ModelError, also where `run` trains adapters on another model than that
     one."""
     try:
         if (directory / CONFIG).is_file():
             model = _transformers_model(directory)
         else:
             spec = parse_spec((directory / "spec.toml").read_text())
+            permit_factory(spec, factories)
             model = build_model(spec, HOST)
             if (directory / ADAPTERS).is_file():
                 if run is not None:

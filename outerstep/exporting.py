@@ -11,12 +11,19 @@ from worker.link.client import Client
 
 
 def export_model(
-    http: httpx.Client, run: str, token: str, directory: Path, state: int | None = None, *, merge: bool = False
+    http: httpx.Client,
+    run: str,
+    token: str,
+    directory: Path,
+    state: int | None = None,
+    *,
+    merge: bool = False,
+    factories: tuple[str, ...] = (),
 ) -> nn.Module:
     """Write checkpoint `state` of `run` (None: the latest) into `directory`, with its adapters merged if `merge`, and
-    return the model.
+    return the model, which code of `factories` may make.
 
     Retries for ever while the coordinator cannot be reached. Raises what `worker.export.export` raises.
     """
     logging.disable_progress_bar()  # it is over in an instant, and would spoil our own display
-    return export(Client(http, run, token), directory, state, merge=merge)
+    return export(Client(http, run, token), directory, state, merge=merge, factories=factories)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any, get_args
 
+from outerstep import tcp
 from protocol import wire
 from protocol.codecs import CODECS
 from protocol.digest import DIGEST_BYTES
@@ -28,7 +29,8 @@ GAP_ROUNDS = 1.1  # DiLoCo ends about this / rounds above synchronous training, 
 
 @dataclass(frozen=True)
 class Workload:
-    """The run to plan: lines in bit/s, `latency_s` of a round trip, seconds per inner step, `steps` in all.
+    """The run to plan: lines in bit/s of payload, `latency_s` of a round trip, seconds per inner step, `steps` in all,
+    and the share of packets that the lines lose.
 
     Every worker has a line of its own; the coordinator's is no bottleneck.
     """
@@ -40,6 +42,7 @@ class Workload:
     workers: int
     latency_s: float
     steps: int
+    loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,19 +109,25 @@ def sync_seconds(workload: Workload, up: str, down: str, fragments: Sequence[tup
     a free place.
     """
     upload, download = CODECS[up].figures, CODECS[down].figures
-    encoded = sent = fetched = 0.0
+    latency_s = workload.latency_s
+    way_up, way_down = (
+        way(rate, latency_s, workload.loss) for way, rate in ((tcp.up, workload.up), (tcp.down, workload.down))
+    )
+    encoded = sent = fetched = on_line = 0.0
     acknowledged, averaged, stepped = ([0.0] * ways for ways in (UPLOADS, COORDINATOR_CORES, DOWNLOADS))
     for elements, upload_bytes, download_bytes in fragments:
         n = elements / 1e9
         encoded = max(encoded, acknowledged[-UPLOADS]) + n / upload.pack
-        sent = max(sent, encoded) + 8 * upload_bytes / workload.up
-        acknowledged.append(sent + workload.latency_s)
+        before, on_line = on_line, on_line + upload_bytes + tcp.ACK_SHARE * download_bytes
+        sent = max(sent, encoded) + way_up.transfer_s(on_line) - way_up.transfer_s(before)
+        late_s = way_up.last_part_s(min(upload_bytes, tcp.UP_PART_BYTES))
+        acknowledged.append(sent + late_s + latency_s)
         mean_s = n * (workload.workers / upload.accumulate + 1 / download.pack)
-        averaged.append(max(averaged[-COORDINATOR_CORES], sent + workload.latency_s) + mean_s)
-        fetched = (
-            max(fetched, stepped[-DOWNLOADS], averaged[-1] + workload.latency_s) + 8 * download_bytes / workload.down
-        )
-        stepped.append(fetched + n / download.unpack)
+        averaged.append(max(averaged[-COORDINATOR_CORES], acknowledged[-1]) + mean_s)
+        begun = max(averaged[-1], stepped[-DOWNLOADS])
+        fetched = max(fetched, begun) + download_bytes / way_down.bytes_per_s  # of the line, which all share
+        late_s = way_down.last_part_s(min(download_bytes / tcp.DOWN_EACH, tcp.DOWN_PART_BYTES))
+        stepped.append(max(fetched, begun + way_down.transfer_s(download_bytes)) + late_s + n / download.unpack)
     return max(stepped)
 
 
@@ -130,7 +139,7 @@ def setting(workload: Workload, each: Exchange, inner_steps: int) -> Setting:
     train_s = inner_steps * workload.step_s
     moved = each.upload_bytes + each.download_bytes
     loss = None if each.loss is None else each.loss + GAP_ROUNDS * inner_steps / workload.steps
-    waiting_s = each.sync_s + 2 * workload.latency_s  # two: the next round's assignment
+    waiting_s = each.sync_s + workload.latency_s  # the next round's assignment
     utilisation, hidden = train_s / (train_s + waiting_s), math.ceil(waiting_s / workload.step_s)
     overlap = hidden if hidden < inner_steps else "eager" if hidden == inner_steps else None
     factor = 2 * allreduce_bytes(workload.workers, workload.parameters, inner_steps) / moved
@@ -197,7 +206,7 @@ def contribution_bytes(codec: str, elements: int, *, zstd: bool) -> int:
 
 def delta_bytes(codec: str, elements: int, workers: int, *, zstd: bool) -> int:
     """Return the bytes of the delta of one fragment."""
-    contributors = [wire.Contributor(worker=f"worker-{index}", tokens=1 << 24) for index in range(workers)]
+    contributors = [wire.Contributor(worker=f"worker-{index}", tokens=1 << 24, factor=1.0) for index in range(workers)]
 
     def header(frame_bytes: list[int]) -> wire.Header:
         return wire.DeltaHeader.model_construct(

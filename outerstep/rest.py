@@ -7,7 +7,8 @@ Its methods raise one of three exceptions:
     UnexpectedAnswer   the answer is not a coordinator's: the URL is wrong, or its certificate is not trusted
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -15,14 +16,16 @@ from urllib.parse import quote
 import httpx
 
 from protocol.answers import Reply, raise_for_problem, read_message
-from protocol.errors import Transient
+from protocol.errors import Problem, Transient
 from protocol.messages import (
+    AuditEntry,
     CheckpointDetail,
     CheckpointInfo,
     EpochInfo,
     Event,
     NewToken,
     Page,
+    RollBack,
     RoundDetail,
     RoundInfo,
     RunChange,
@@ -42,8 +45,8 @@ TIMEOUT = httpx.Timeout(30.0, connect=10.0)  # seconds
 class Client:
     """The operators' requests, on an `httpx.Client` whose base_url and Authorization are set (see `connect`)."""
 
-    def __init__(self, http: httpx.Client) -> None:
-        self.http = http
+    def __init__(self, http: httpx.Client, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.http, self._sleep = http, sleep
 
     def close(self) -> None:
         self.http.close()
@@ -71,6 +74,10 @@ class Client:
 
     def change_run(self, run: str, change: RunChange) -> RunInfo:
         return self._ask("PATCH", _path(run), RunInfo, json=change.model_dump())
+
+    def roll_back(self, run: str, order: RollBack) -> RunInfo:
+        """Take a run back to a checkpoint."""
+        return self._ask("POST", f"{_path(run)}/rollback", RunInfo, json=order.model_dump())
 
     def remove_run(self, run: str) -> None:
         """Remove a run that has ended, with its files."""
@@ -118,6 +125,8 @@ class Client:
                         return
         except httpx.ReadTimeout:
             return
+        except Problem as problem:
+            self._wait_where_too_many(problem)
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
 
@@ -133,6 +142,14 @@ class Client:
 
     def tokens(self) -> Iterator[TokenInfo]:
         return self._pages("/v1/tokens", TokenInfo)
+
+    def rotate_token(self, token_id: str) -> NewToken:
+        """Give a token another secret, which is in this answer only."""
+        return self._ask("POST", f"/v1/tokens/{quote(token_id, safe='')}/secret", NewToken)
+
+    def audit(self) -> Iterator[AuditEntry]:
+        """Yield who did what with a token, or to one, newest first."""
+        return self._pages("/v1/audit", AuditEntry)
 
     def revoke_token(self, token_id: str) -> None:
         self._send("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
@@ -162,12 +179,24 @@ class Client:
         return read_message(reply, self._send(method, path, **request))
 
     def _send(self, method: str, path: str, **request: Any) -> httpx.Response:
-        try:
-            response = self.http.request(method, path, **request)
-        except httpx.TransportError as error:
-            raise self._unreachable(error) from error
-        raise_for_problem(response)
-        return response
+        """Send a request; again, when it may be, where the token has sent too many."""
+        while True:
+            try:
+                response = self.http.request(method, path, **request)
+            except httpx.TransportError as error:
+                raise self._unreachable(error) from error
+            try:
+                raise_for_problem(response)
+            except Problem as problem:
+                self._wait_where_too_many(problem)
+            else:
+                return response
+
+    def _wait_where_too_many(self, problem: Problem) -> None:
+        """Wait as long as the coordinator says, where the token has sent too many requests; raise any other problem."""
+        if problem.slug != "too-many-requests":
+            raise problem
+        self._sleep(problem.retry_after_s or 1.0)
 
     def _unreachable(self, error: httpx.TransportError) -> Transient:
         url = str(self.http.base_url)

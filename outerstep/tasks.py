@@ -15,18 +15,22 @@ from worker.errors import ModelError
 from worker.starting import choose_device
 
 
-def run_tasks(directory: Path, tasks: Sequence[str], device: str) -> dict[str, dict[str, Any]]:
-    """Return what lm-eval measures of an export: by task, its metrics. A task is one of lm-eval's, or a YAML file.
+def run_tasks(
+    directory: Path, tasks: Sequence[str], device: str, factories: tuple[str, ...] = ()
+) -> dict[str, dict[str, Any]]:
+    """Return what lm-eval measures of an export: by task, its metrics. A task is one of lm-eval's, or a YAML file. The
+    code that makes the model may be of `factories`.
 
     Raises ModelError for a directory without a tokenizer, or without the model; ValueError for a task that is unknown.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{directory} has no tokenizer, which lm-eval's tasks need: {error}") from error
     manager = TaskManager()
     chosen = [_task(task, manager) for task in tasks]
-    model = HFLM(pretrained=load_export(directory).to(choose_device(device)), tokenizer=tokenizer)
+    loaded = load_export(directory, factories=factories).to(choose_device(device))
+    model = HFLM(pretrained=loaded, tokenizer=tokenizer)
     found = simple_evaluate(model=model, tasks=chosen, task_manager=manager)
     results: dict[str, dict[str, Any]] = found["results"]
     return results

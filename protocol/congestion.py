@@ -9,7 +9,7 @@ import socket
 from contextlib import suppress
 
 VARIABLE = "OUTERSTEP_TCP"  # another one to ask for, by its name in the kernel
-WANTED = "bbr"
+BBR = WANTED = "bbr"
 
 
 def ask(opened: socket.socket) -> str:

@@ -17,6 +17,8 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple
 
+from protocol.printable import printable
+
 PROBLEM_PREFIX = "urn:outerstep:problem:"
 
 
@@ -44,11 +46,13 @@ PROBLEMS: dict[str, ProblemType] = {
     "invalid-spec": ProblemType(422, REFUSED, "The run spec cannot be run; the detail names key and value."),
     "invalid-payload": ProblemType(400, REFUSED, "The payload's bytes break the wire format; nothing was kept."),
     "digest-mismatch": ProblemType(400, RETRY, "The bytes that arrived are not the bytes announced; send them again."),
-    "request-timeout": ProblemType(408, RETRY, "The upload stalled and was given up; send it again."),
+    "request-timeout": ProblemType(408, RETRY, "The request stalled and was given up; send it again."),
     "length-required": ProblemType(411, REFUSED, "An upload needs a Content-Length."),
     "payload-too-large": ProblemType(413, REFUSED, "The body is larger than what is sent here can be."),
+    "head-too-large": ProblemType(431, REFUSED, "The request's line and headers are larger than any sent here."),
+    "too-many-requests": ProblemType(429, RETRY, "This token asks for more than its share; ask again when told."),
     "unauthorized": ProblemType(
-        401, REFUSED, "No token, an unknown or revoked one, or a member token of an ended lease."
+        401, REFUSED, "No token, an unknown, revoked or expired one, or a member token of an ended lease."
     ),
     "forbidden": ProblemType(403, REFUSED, "The token is valid but its scope does not allow this."),
     "banned": ProblemType(403, REFUSED, "The operator has banned this worker from the run until it is readmitted."),
@@ -61,13 +65,21 @@ PROBLEMS: dict[str, ProblemType] = {
         409, REFUSED, "Another run has this name; a run's spec never changes. Choose a new name."
     ),
     "run-ended": ProblemType(409, ACT, "The run is finished or stopped and takes no more work."),
+    "run-draining": ProblemType(
+        409, RETRY, "The run is draining and takes no newcomers; ask again until it is paused, or goes on."
+    ),
     "run-not-ended": ProblemType(409, REFUSED, "Only a run that is finished or stopped can be removed."),
     "worker-name-taken": ProblemType(
         409, REFUSED, "A live worker has this name; choose another, or wait for its lease."
     ),
+    "rolled-back": ProblemType(409, REFUSED, "The run was rolled back meanwhile; look where it is now."),
+    "worker-name-owned": ProblemType(
+        409, REFUSED, "This name belongs to another token; choose another, or have an operator release it."
+    ),
     "model-mismatch": ProblemType(
         409, REFUSED, "This worker's model is not the run's model; the detail says where it differs."
     ),
+    "pin-mismatch": ProblemType(409, REFUSED, "The run's spec pins something else than what this worker brings."),
     "data-mismatch": ProblemType(409, REFUSED, "This worker's training set is not the run's training set."),
     "run-full": ProblemType(409, REFUSED, "The run has no numbers left for the units of another private training set."),
     "state-conflict": ProblemType(409, ACT, "State 0 is seeded once, by the worker that was asked to."),
@@ -81,6 +93,7 @@ PROBLEMS: dict[str, ProblemType] = {
     ),
     "stale-base": ProblemType(409, ACT, "Computed against another outer state than the run's; resync, then go on."),
     "units-not-held": ProblemType(409, ACT, "Work units that are named are not assigned to this worker."),
+    "not-asked": ProblemType(409, ACT, "Another worker was asked to evaluate this state; nothing is lost."),
     "not-ready": ProblemType(503, RETRY, "The coordinator cannot serve just now; try again."),
     "storage-full": ProblemType(507, RETRY, "The coordinator's disk is full; it goes on when there is room."),
     "internal": ProblemType(500, RETRY, "A fault of the coordinator; its log has the request id."),
@@ -163,7 +176,7 @@ class Problem(OuterstepError):
         slug = str(document["type"]).removeprefix(PROBLEM_PREFIX)
         known = {"type", "title", "status", "detail"}
         members = {key: value for key, value in document.items() if key not in known}
-        return cls(slug, str(document["detail"]), retry_after_s=retry_after_s, **members)
+        return cls(slug, printable(str(document["detail"])), retry_after_s=retry_after_s, **members)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What pickle makes it of, between the processes of one worker."""

@@ -8,6 +8,7 @@ tensors; tied tensors are listed once.
 
 import re
 from math import prod
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,6 +19,8 @@ MAX_FRAGMENTS = 1 << 16
 # The last fragment's delta cannot come down while something else goes up. So it is small, though not so small that
 # round trips would count for more than its bytes.
 LAST_ELEMENTS = 1 << 19
+# Of a stranger's model: products of numbers without bound are no shape, and cannot even be told in a refusal.
+Dimension = Annotated[int, Field(gt=-(1 << 60), lt=1 << 60)]
 
 
 class _Strict(BaseModel):
@@ -28,7 +31,7 @@ class TensorSpec(_Strict):
     """One trainable tensor: its name in the model and its shape."""
 
     name: str = Field(min_length=1, max_length=512)
-    shape: list[int] = Field(max_length=16)
+    shape: list[Dimension] = Field(max_length=16)
 
     @property
     def elements(self) -> int:

@@ -7,25 +7,34 @@ Times are seconds since 1970 (UTC) unless the name ends in `_s`, a duration in s
 
 import math
 from enum import StrEnum
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     SerializerFunctionWrapHandler,
     computed_field,
     model_serializer,
+    model_validator,
 )
 
 from protocol.fragments import Layout, TensorSpec
+from protocol.host import MAX_PHASE, ShownHost, ToldHost, shown_metrics
+from protocol.printable import check_printable
 from protocol.spec.run import RunSpec
+from protocol.spec.sections import Name
 from protocol.wire import MAX_UNIT_RANGES, UnitRange
 
 Item = TypeVar("Item")
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Printable = AfterValidator(check_printable)
+MAX_TENSORS = 100_000  # of a model; a mixture of hundreds of experts has half of that
 LINE_CHECK_BYTES = 8 << 20  # at most, of one line check in either direction
 
 
@@ -184,7 +193,27 @@ class RunChange(_Request):
     state: Literal["running", "paused", "draining", "stopped"]
 
 
+class RollBack(_Request):
+    """An order to go back to checkpoint `to`. `from_round` is the round at which the run was seen, so that an order
+    that arrives twice is carried out once; the workers `without` take no part any more."""
+
+    to: Count
+    from_round: Count
+    without: Annotated[list[str], Field(max_length=10_000)] = []
+
+
 # --- workers ------------------------------------------------------------------------------------------------------
+
+
+def _of_printable_names(tensors: list[TensorSpec]) -> list[TensorSpec]:
+    for tensor in tensors:
+        check_printable(tensor.name)
+    return tensors
+
+
+def _of_a_printable_tokenizer(data: DataSummary | None) -> DataSummary | None:
+    check_printable((data and data.tokenizer) or "")
+    return data
 
 
 class JoinRequest(_Request):
@@ -199,12 +228,12 @@ class JoinRequest(_Request):
     repeated, like any PUT. Without it the coordinator chooses one.
     """
 
-    tensors: Annotated[list[TensorSpec], Field(max_length=1_000_000)]
-    data: DataSummary | None = None
+    tensors: Annotated[list[TensorSpec], FailFast(), Field(max_length=MAX_TENSORS), AfterValidator(_of_printable_names)]
+    data: Annotated[DataSummary | None, AfterValidator(_of_a_printable_tokenizer)] = None
     frozen: Annotated[FrozenSummary | None, Field(exclude_if=lambda frozen: frozen is None)] = None
     previous: Annotated[str, Field(max_length=128)] | None = None
     member_token: Annotated[str, Field(pattern=r"^ost_[A-Za-z0-9_-]{43}$")] | None = None
-    host: dict[str, str | int | float] = Field(default_factory=dict, max_length=32)
+    host: ToldHost = Field(default_factory=dict)
 
 
 class JoinReply(_Reply):
@@ -232,9 +261,10 @@ class Metrics(BaseModel):
     mfu: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # model FLOPs utilisation: 0.45 is 45 %
     peak_memory_bytes: Count | None = None  # of the GPU, or of the process where there is none
     learning_rate: Finite | None = None  # of the last inner step; of several groups that of the first
+    private_contributions: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # that it made, [privacy]
     upload_bytes: Count = 0
     download_bytes: Count = 0
-    phase: Annotated[str, Field(max_length=32)] | None = None
+    phase: Annotated[str, Field(max_length=MAX_PHASE), Printable] | None = None
 
 
 class Directive(StrEnum):
@@ -267,9 +297,10 @@ class WorkerState(StrEnum):
 
 
 class WorkerChange(_Request):
-    """An operator's order concerning a worker. `readmitted` lets a banned one join again."""
+    """An operator's order concerning a worker. `readmitted` lets a banned one join again, and ends a quarantine;
+    `released` lets whoever joins next with another token have its name."""
 
-    state: Literal["evicted", "banned", "readmitted"]
+    state: Literal["evicted", "banned", "readmitted", "released"]
 
 
 class WorkerInfo(_Reply):
@@ -278,8 +309,8 @@ class WorkerInfo(_Reply):
     epoch: int
     joined_at: float
     last_seen_s: float | None  # seconds ago; null if it is not live
-    host: dict[str, str | int | float]
-    metrics: Metrics
+    host: ShownHost
+    metrics: Annotated[Metrics, BeforeValidator(shown_metrics)]
     contributions: int
     tokens: int
     upload_bytes: int  # accepted contributions
@@ -287,6 +318,9 @@ class WorkerInfo(_Reply):
     divergences: int = 0  # times that it was found to hold another state than the run's
     state_round: int | None  # as it left
     state_digest: HexDigest | None
+    token: str | None = None  # the id of the token that the name belongs to
+    score: float = 1.0  # how much of its contributions has counted, the last ones most
+    quarantined_until: int | None = None  # the round from which on it takes part again
 
 
 class Action(StrEnum):
@@ -307,7 +341,7 @@ class AssignmentRequest(_Request):
     """
 
     state_round: Count | None = None
-    carried: Annotated[list[UnitRange], Field(max_length=MAX_UNIT_RANGES)] | None = None
+    carried: Annotated[list[UnitRange], Field(max_length=MAX_UNIT_RANGES, fail_fast=True)] | None = None
     report: RoundReport | None = None
 
 
@@ -349,11 +383,24 @@ class FragmentState(StrEnum):
     PUBLISHED = "published"
 
 
+class Verdict(_Reply):
+    """What a contribution counts in its delta: `factor` times its weight; 0 where it is left out. `reason` says why it
+    is not 1. `ratio`: its norm, by the coordinator, as a multiple of the fragment's `reference`; `cosine`: its
+    direction's with the weighted sum of all others; null where there is nothing to compare with."""
+
+    factor: float
+    reason: str = ""
+    ratio: float | None = None
+    cosine: float | None = None
+
+
 class FragmentInfo(_Reply):
     fragment: int
     state: FragmentState
     reason: str
     contributors: list[str]
+    verdicts: dict[str, Verdict] = Field(default_factory=dict)  # by contributor, once it is published
+    reference: float | None = None
     closes_in_s: float | None  # null if no deadline is running
     quorum_at: float | None = None
     closed_at: float | None = None  # collecting ended
@@ -392,11 +439,13 @@ class LateContribution(_Reply):
 
 
 class Evaluation(_Reply):
-    """A held-out loss, as `EvaluationReport` tells it."""
+    """A held-out loss, as `EvaluationReport` tells it. `confirmed`: whoever else was asked says the same, or nobody
+    was."""
 
     loss: float
     tokens: int
     bytes: int | None = None
+    confirmed: bool = True
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -470,13 +519,47 @@ class Event(_Reply):
 
 class Scope(StrEnum):
     ADMIN = "admin"
+    OPERATOR = "operator"  # what runs a run: pause, resume, drain, stop; evict, ban, readmit, release
     WORKER = "worker"
     VIEWER = "viewer"
+    JOIN = "join"  # to be exchanged, box by box, for worker tokens
+
+
+NAMES = 1  # of a worker token that does not say how many
+USES = 100  # of a join token that does not say how many
+JOIN_PREFIX = "ostj_"  # of a join token's secret, by which a worker knows that it is to be exchanged
+MAX_TOKEN_S = 100 * 365 * 86_400.0  # how long a token that ends may last
+Times = Annotated[int, Field(ge=1, le=1_000_000)]
+Secret = Annotated[str, Field(pattern=r"^ost_[A-Za-z0-9_-]{43}$")]
+_UNLESS_NULL = Field(exclude_if=lambda value: value is None)  # unknown to older coordinators
 
 
 class TokenRequest(_Request):
+    """A request for a token. `run`: the only run that it is for; null: all. `expires_in_s`: after how many seconds it
+    ends; null: never. `names`, of a worker token: under how many names workers may join with it. `uses`, of a join
+    token: how often it may be exchanged."""
+
     scope: Scope
     note: Annotated[str, Field(max_length=200)] = ""
+    run: Annotated[Name | None, _UNLESS_NULL] = None
+    expires_in_s: Annotated[Annotated[float, Field(gt=0, le=MAX_TOKEN_S)] | None, _UNLESS_NULL] = None
+    names: Annotated[Times | None, _UNLESS_NULL] = None
+    uses: Annotated[Times | None, _UNLESS_NULL] = None
+
+    @model_validator(mode="after")
+    def _of_its_scope(self) -> Self:
+        if self.names is not None and self.scope is not Scope.WORKER:
+            raise ValueError(f"names is for worker tokens, and this is to be of scope {self.scope}")
+        if self.uses is not None and self.scope is not Scope.JOIN:
+            raise ValueError(f"uses is for join tokens, and this is to be of scope {self.scope}")
+        return self
+
+
+class ExchangeRequest(_Request):
+    """`token`: the worker token that a join token is exchanged for. The worker has drawn it, so that an exchange whose
+    answer was lost can be repeated."""
+
+    token: Secret
 
 
 class TokenInfo(_Reply):
@@ -484,10 +567,31 @@ class TokenInfo(_Reply):
     scope: Scope
     note: str
     created_at: float
+    run: str | None = None  # the only one that it is for; null: all
+    worker: str | None = None  # the only name that it joins under, as it was made for in exchange
+    names: int | None = None  # under how many names workers may join with it; null: any number
+    uses: int | None = None  # how often it may be exchanged, of a join token
+    used: int = 0  # and was so far
+    parent: str | None = None  # the id of the join token that it was exchanged for
+    expires_at: float | None = None
+    last_used_at: float | None = None  # to a minute after a restart
 
 
 class NewToken(TokenInfo):
     token: str  # shown this once
+
+
+class AuditEntry(_Reply):
+    """One act: who did it, by the id of the token and the address that the request came from, and to what. Null is the
+    coordinator itself."""
+
+    id: int
+    at: float
+    token: str | None
+    address: str | None
+    act: str
+    run: str | None
+    message: str
 
 
 class Health(_Reply):

@@ -6,7 +6,7 @@ import sys
 
 _QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*(?P<unit>[a-z/]*)", re.IGNORECASE)
 _FACTORS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
-_SECONDS = {"": 1, "us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600}
+_SECONDS = {"": 1, "us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86_400}
 
 
 def parse_count(text: str) -> int:
@@ -21,7 +21,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_seconds(text: str, *, least: float = 0.0) -> float:
-    """Parse a duration in seconds: '40ms', '1.5' or '2min'. Raises ValueError, also for less than `least`."""
+    """Parse a duration in seconds: '40ms', '1.5', '2min' or '30d'. Raises ValueError, also for less than `least`."""
     return _parse(text, _SECONDS, "a time such as 40ms or 1.5 (seconds)", least=least)
 
 

@@ -19,7 +19,7 @@ CA_VARIABLE = "OUTERSTEP_CA"
 
 _PROBE_S = 5.0
 _NOT_YET_VALID, _EXPIRED, _OTHER_HOST, _OTHER_ADDRESS = 9, 10, 62, 64  # OpenSSL's X509_V_ERR_…
-_FOR_PROGRAMMERS = re.compile(r"^\[[^]]*\] *|:? *\(_ssl\.c:\d+\)")
+_FOR_PROGRAMMERS = re.compile(r"^\[[^]]*\] *|^_ssl\.c:\d+: *|:? *\(_ssl\.c:\d+\)")
 _SILENT = {
     "ConnectTimeout": "no connection in time",
     "ReadTimeout": "no answer in time",

@@ -56,10 +56,11 @@ class _Strict(BaseModel):
 
 
 class Contributor(_Strict):
-    """A worker whose contribution is in a delta, and its weight before normalisation."""
+    """A worker whose contribution is in a delta, its weight before normalisation, and how much of that counts."""
 
     worker: Annotated[str, Field(max_length=64)]
     tokens: Index
+    factor: Annotated[Finite, Field(gt=0, le=1)]
 
 
 class _Header(_Strict):

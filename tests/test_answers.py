@@ -144,10 +144,13 @@ def test_both_clients_say_the_same(case: str) -> None:
 
 
 def test_what_is_worth_a_retry_is_a_column() -> None:
-    """A fault of the coordinator always is, bytes that were damaged or stalled on the way are too, and nothing else."""
+    """A fault of the coordinator always is; so are bytes damaged or stalled on the way, what came too often, and a run
+    that is about to be at rest."""
     again = {slug for slug in PROBLEMS if is_transient(Problem(slug, ""))}
     assert again == {slug for slug, row in PROBLEMS.items() if row.remedy is Remedy.RETRY}
     assert again == {slug for slug, row in PROBLEMS.items() if row.status >= 500} | {
         "digest-mismatch",
         "request-timeout",
+        "run-draining",
+        "too-many-requests",
     }

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 def test_pages_name_benchmarks_as_they_are_run() -> None:
     """As modules: as a file, one finds its neighbours only where the project is installed."""
     sources = {f"benchmarks.{path.stem}": path for path in (ROOT / "benchmarks").glob("*.py")}
-    for package in ("convergence", "peers", "wan"):
+    for package in ("convergence", "peers", "robust", "siege", "wan"):
         sources[f"benchmarks.{package}"] = ROOT / "benchmarks" / package / "__main__.py"
     texts = {name: path.read_text() for name, path in sources.items()}
     pages = [path.read_text() for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"))]
@@ -89,6 +89,46 @@ def test_the_loop_of_several_processes_is_compared_with_a_bare_one_of_as_many() 
     for each in results:
         assert each["segments"] == loop.ROUNDS * loop.QUICK["tiny"].segments
         assert 0 < each["quartiles"][0] <= each["ratio"] <= each["quartiles"][1]
+
+
+@pytest.mark.system
+def test_hostile_workers_are_compared_with_honest_ones() -> None:
+    """At a size at which losses say nothing: who counted, and that a run which cannot go on is told as one."""
+    command = [sys.executable, "-m", "benchmarks.robust", "--quick", "--json", "--attacks", "x1e6,zeros"]
+    done = subprocess.run([*command, "--hostile", "1"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    rows = {(row["rule"], row["attack"]): row for row in report["rows"]}
+    assert set(rows) == {
+        (rule, attack) for rule in ("mean", "screened") for attack in ("nobody", "away", "x1e6", "zeros")
+    }
+    assert rows["mean", "x1e6"]["loss"] is None, "the plain mean stands a million times"
+    assert rows["screened", "x1e6"]["loss"] < 10
+    for row in rows.values():
+        assert row["refused"] == 0
+        assert row["left_out"] == (row["attacking"] if row["rule"] == "screened" else 0)
+    assert set(report["times_s"]["int8"]) == {"screened", "clipped", "mean", "trimmed", "median", "checked", "found"}
+
+
+@pytest.mark.system
+def test_workers_train_while_their_coordinator_is_attacked() -> None:
+    """For a few seconds, which say nothing about speed: that each attack is made, refused, and over with its row."""
+    names = ["join of a million objects", "4 readers of 1,000 rounds", "1,100 idle connections"]
+    command = [sys.executable, "-m", "benchmarks.siege", "--quick", "--json", "--only", *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {row["attack"]: row for row in json.loads(done.stdout.splitlines()[-1])["rows"]}
+    assert list(rows) == names
+    for row in rows.values():
+        assert all(
+            row[span]["rounds_per_s"] > 0 and row[span]["peak_rss"] > 0 for span in ("before", "during", "after")
+        )
+        assert row["lost_leases"] == 0
+        assert row["larger"] < 2
+        assert row["attack"] in done.stdout
+    assert set(rows[names[0]]["answered"]) <= {"413", "429"}
+    assert rows[names[1]]["answered"]["200"] > 0
+    assert sum(rows[names[2]]["answered"].values()) > 0, "they are closed"
 
 
 class Taken:

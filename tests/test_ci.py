@@ -26,20 +26,23 @@ def repository(tmp_path: Path) -> Path:
     folder = tmp_path / "repository"
     (folder / ".ci").mkdir(parents=True)
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci")
+    command(folder / ".ci" / "audit.py", 'echo "${AUDITED:-no hole is known}"; exit "${AUDIT:-0}"')
     for arguments in (["init"], ["add", "."], ["commit", "--message", "One"]):
         git = ["git", "-c", "user.name=n", "-c", "user.email=n@example.org", *arguments]
         subprocess.run(git, cwd=folder, check=True, capture_output=True)
     return folder
 
 
-def ran(repository: Path, make: str) -> tuple[int, list[str]]:
-    """Exit code and what was said, where packages cannot be installed."""
+def ran(repository: Path, make: str, **more: str) -> tuple[int, list[str]]:
+    """Exit code and what was said, where packages cannot be installed; with `more` in the environment."""
     commands = repository.parent / "bin"
     commands.mkdir()
     command(commands / "make", make)
     command(commands / "apt-get", "exit 100")
     command(commands / "python-without-headers", "exit 1")
-    environment = os.environ | {
+    environment = {
+        **os.environ,
+        **more,
         "PATH": f"{commands}:{os.environ['PATH']}",
         "PYTHON": str(commands / "python-without-headers"),
     }
@@ -72,3 +75,15 @@ def test_of_two_runs_of_pytest_the_one_that_failed_is_last(repository: Path) -> 
 
 def test_it_fails_where_there_are_no_tests(repository: Path) -> None:
     assert ran(repository, "echo 'make: no rule'; exit 2")[0] == 2
+
+
+def test_a_hole_that_is_known_fails_it(repository: Path) -> None:
+    code, lines = ran(repository, "exit 0", AUDIT="1", AUDITED="jinja2 2.4.1: PYSEC-1")
+    assert code == 1
+    assert "jinja2 2.4.1: PYSEC-1" in lines
+
+
+def test_where_nobody_can_be_asked_about_holes_it_goes_on_and_says_so(repository: Path) -> None:
+    code, lines = ran(repository, "exit 0", AUDIT="75", AUDITED="not audited: no way there")
+    assert code == 0
+    assert "not audited: no way there" in lines

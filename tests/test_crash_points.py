@@ -225,7 +225,7 @@ def test_a_coordinator_killed_at_each_point_of_its_first_start_starts_again(tmp_
     first.start()
     first.stop()
     points = Counter(crash_points.trace(first.folder))
-    assert {point.partition(" ")[2] for point in points} >= {"migrations", "commit of tokens in tokens.create"}
+    assert {point.partition(" ")[2] for point in points} >= {"migrations", "commit of audit, tokens in tokens.create"}
     for index, point in enumerate(points):
         victim = Victim(tmp_path / str(index))
         crash_points.arm(victim.folder, point, 1, "start")

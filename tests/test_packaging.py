@@ -190,3 +190,11 @@ def test_the_version_is_said_once() -> None:
     assert PROJECT["dynamic"] == ["version"]
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"## [{__version__}]" in changelog
+
+
+def test_all_that_is_installed_is_looked_at_by_bandit() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (looked_at,) = re.findall(r"/bandit .* --recursive (.*)$", makefile, re.MULTILINE)
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = [name.rstrip("*") for name in pyproject["tool"]["setuptools"]["packages"]["find"]["include"]]
+    assert set(packages) | {"setup.py"} == set(looked_at.split())

@@ -100,7 +100,8 @@ def test_a_run_of_your_own_goes_as_the_readme_says(tmp_path: Path) -> None:
         install, *rest = join.strip().splitlines()
         assert install == "pip install -c constraints.txt '.[worker]'"
         assert len(rest) == 2
-        shell("\n".join(rest).replace(REMOTE, running.url), tmp_path, XDG_STATE_HOME=str(tmp_path), HOME=str(tmp_path))
+        join = "\n".join(rest).replace(REMOTE, running.url).replace("--data-root /data", f"--data-root {tmp_path}")
+        shell(join, tmp_path, XDG_STATE_HOME=str(tmp_path), HOME=str(tmp_path))
         shown = shell(
             "outerstep run export my-run --out ./model && outerstep run show my-run && outerstep run watch my-run",
             tmp_path,

@@ -103,16 +103,15 @@ assert "big-endian" in write_commands.page(), "outerstep demo --codec"
 """
 
 
-MEDIAN = '''
-def median(weighted: Sequence[tuple[Payload, np.float32]], index: int) -> F32:
-    """Return the median of each value, whatever the weights."""
-    rows = np.empty((len(weighted), weighted[0][0].chunks[index]), np.float32)
-    for row, (payload, _) in zip(rows, weighted, strict=True):
-        payload.codec.decode(payload.chunk(index), row)
-    return np.median(rows, axis=0).astype(np.float32)
+MAJORITY = '''
+def majority(weighted: Sequence[Weighted], index: int) -> F32:
+    """Return what most of them hold the sign of, as large as their values are on average."""
+    rows = _decoded(weighted, index)
+    return (np.sign(np.sign(rows).sum(axis=0)) * np.abs(rows).mean(axis=0)).astype(np.float32)
 
 
-AGGREGATORS: dict[str, Aggregator] = {"mean": mean, "median": median}
+AGGREGATORS: dict[str, Aggregator] = {
+    "majority": majority,
 '''
 
 USE_OF_THE_RULE = """
@@ -126,8 +125,8 @@ from benchmarks.harness.coordinator import coordinator_thread
 from benchmarks.harness.member import Member, spec_toml
 from protocol.wire import Payload
 
-LINES = 'aggregation = "median"\\nupload_codec = "fp32"\\ndownload_codec = "fp32"'
-VALUES = {"a": 0.25, "b": -1.0, "c": 2.0}
+LINES = 'aggregation = "majority"\\nupload_codec = "fp32"\\ndownload_codec = "fp32"'
+VALUES = {"a": 0.25, "b": -1.0, "c": 1.75}
 with tempfile.TemporaryDirectory() as folder, coordinator_thread(Path(folder)) as running:
     running.create_run(spec_toml("r", rounds=1, min_workers=3, sync=LINES))
     members = [Member(running.client(), "r", name) for name in VALUES]
@@ -146,8 +145,8 @@ with tempfile.TemporaryDirectory() as folder, coordinator_thread(Path(folder)) a
             member.contribute(assignment, fragment, values).raise_for_status()
     delta = np.empty(len(members[0].theta[0]), np.float32)
     Payload.from_bytes(members[0].delta(0, 0).content).decode(delta)
-    assert (delta == 0.25).all(), delta
-assert "`mean`, `median`" in write_settings.page()
+    assert (delta == 1.0).all(), delta
+assert "`majority`, `screened`" in write_settings.page()
 """
 
 
@@ -236,8 +235,8 @@ def test_one_file_on_each_side_and_one_line(copy: Path) -> None:
 
 def test_a_function_a_line_and_a_value_of_the_spec(copy: Path) -> None:
     """A run that asks for the rule gets it."""
-    edit(copy / "coordinator/sync/aggregating.py", 'AGGREGATORS: dict[str, Aggregator] = {"mean": mean}\n', MEDIAN)
-    edit(copy / "protocol/spec/sections.py", 'aggregation: Literal["mean"]', 'aggregation: Literal["mean", "median"]')
+    edit(copy / "coordinator/sync/aggregating.py", "AGGREGATORS: dict[str, Aggregator] = {\n", MAJORITY)
+    edit(copy / "protocol/spec/sections.py", "aggregation: Literal[", 'aggregation: Literal["majority", ')
     run(copy, USE_OF_THE_RULE)
 
 

@@ -13,6 +13,8 @@ from benchmarks import plan
 from benchmarks.harness import lines
 from benchmarks.harness.lines import NO_LINES_EXIT, Shape
 from benchmarks.wan import __main__ as wan
+from benchmarks.wan.__main__ import QUICK_PART
+from benchmarks.wan.changing import CHANGES, Change
 from benchmarks.wan.rows import ROWS, chosen, missed
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +49,13 @@ def test_rows_are_chosen_by_name() -> None:
         chosen("A,Z", ["A", "B"])
 
 
+def test_the_floor_of_a_line_that_changes() -> None:
+    assert Change("", 0.25, 600.0, rate=0.5).floor_s(8.0) == 2 + 12
+    assert Change("", 0.25, 4.0, rate=0.5).floor_s(8.0) == 2 + 4 + 4
+    assert Change("", 0.25, 30.0, loss=1.0).floor_s(8.0) == 38
+    assert Change("", 0.5, 60.0, loss=0.05).floor_s(8.0) == pytest.approx(4 + 4 / 0.95)
+
+
 @pytest.mark.parametrize("command", [wan, plan])
 def test_without_lines_a_command_says_so_and_ends_with_a_code_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command
@@ -61,7 +70,7 @@ def test_without_lines_a_command_says_so_and_ends_with_a_code_of_its_own(
 def test_rows_are_measured() -> None:
     if reason := lines.why_not("openssl"):
         pytest.skip(f"no slow lines to measure: {reason}")
-    command = [sys.executable, "-m", "benchmarks.wan", "--quick", "--json", "--rows", "A-tls,B,train"]
+    command = [sys.executable, "-m", "benchmarks.wan", "--quick", "--json", "--rows", "A-tls,B,train,changes"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
@@ -83,3 +92,9 @@ def test_rows_are_measured() -> None:
         assert sync["row"] in done.stdout
     assert [training["kind"] for training in report["training"]] == ["classic", "overlap"]
     assert all(0 < training["share_in_steps"] < 1 for training in report["training"])
+    assert [each["change"] for each in report["changes"]] == [change.name for change in CHANGES]
+    for each in report["changes"]:
+        for way in ("up", "down"):  # what had arrived was not sent again
+            assert 0 <= each["repeated_bytes"][way] < each["payload_bytes"][way]
+    gone = report["changes"][-1]
+    assert gone["sync_s"] > 30 / QUICK_PART

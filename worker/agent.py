@@ -16,17 +16,20 @@ from protocol.compiled import KERNELS
 from protocol.errors import CodecError, NoCoordinator, OuterstepError, Problem, Remedy
 from protocol.exit_codes import Exit
 from protocol.messages import RunDetail, RunState
+from protocol.printable import PrintableFormatter
 from protocol.reaching import in_words
 from protocol.spec.run import RunSpec
 from worker.accounts.host import host_facts
 from worker.accounts.step_log import StepLog
+from worker.allowing import Allowed, allowed_by, permit
 from worker.alone import train_alone
-from worker.box import Box, set_up
+from worker.box import Box, check_suited, set_up
 from worker.diloco import DiLoCo
-from worker.errors import BoxError, DataError, ModelError, StateDirBusy, Stopped
+from worker.errors import BoxError, DataError, ModelError, NotAllowed, StateDirBusy, Stopped
 from worker.initial import initial_parameters
 from worker.inner.micro_batch import is_out_of_memory, memory_told
 from worker.link.client import Client, open_http
+from worker.link.own_token import with_own_token
 from worker.ranks import ALONE, Ranks
 from worker.settings import BoxSettings, WorkerSettings, state_directory
 from worker.signals import stop_on_signals
@@ -39,17 +42,32 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 log = logging.getLogger(__name__)
 
 
-def run_worker(settings: WorkerSettings, *, end_process: Callable[[int], object] = os._exit) -> Exit:
+def run_worker(
+    settings: WorkerSettings,
+    *,
+    ask: Callable[[str], bool] | None = None,
+    end_process: Callable[[int], object] = os._exit,
+) -> Exit:
     """Join the run, train until it ends, and return the exit code.
 
-    `end_process` is called if leaving after a signal takes longer than LEAVE_WITHIN_S.
+    `ask` puts a question to the machine's owner, where he can be asked. `end_process` is called if leaving after a
+    signal takes longer than LEAVE_WITHIN_S.
     """
-    return _run(settings, partial(_work, settings), end_process)
+    return _run(settings, partial(_work, settings, ask), end_process)
 
 
-def run_alone(settings: BoxSettings, spec: RunSpec, *, end_process: Callable[[int], object] = os._exit) -> Exit:
-    """Train the run `spec` alone, without a coordinator, and return the exit code."""
-    return _run(settings, partial(_work_alone, settings, spec), end_process)
+def run_alone(
+    settings: BoxSettings,
+    spec: RunSpec,
+    *,
+    own_spec: bool,
+    ask: Callable[[str], bool] | None = None,
+    end_process: Callable[[int], object] = os._exit,
+) -> Exit:
+    """Train the run `spec` alone, without a coordinator, and return the exit code. With `own_spec` it is one that the
+    machine's owner has given himself, who has allowed what it says."""
+    allowed = None if own_spec else allowed_by(settings)
+    return _run(settings, partial(_work_alone, settings, spec, allowed, ask), end_process)
 
 
 def _run(
@@ -57,7 +75,9 @@ def _run(
     work: Callable[[torch.device, threading.Event], None],
     end_process: Callable[[int], object],
 ) -> Exit:
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter(LOG_FORMAT))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         with _logged_to(settings.log_file):
             return _ended(settings, work, end_process)
@@ -73,7 +93,7 @@ def _logged_to(path: Path | None) -> Iterator[None]:
         yield
         return
     handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    handler.setFormatter(PrintableFormatter(LOG_FORMAT))
     logging.getLogger().addHandler(handler)
     try:
         yield
@@ -106,7 +126,7 @@ def _ended(
         log.info("stopped")
     except Problem as problem:
         return _code_of(problem)
-    except (BoxError, CodecError, DataError, ModelError, NoCoordinator, StateDirBusy) as error:
+    except (BoxError, CodecError, DataError, ModelError, NoCoordinator, NotAllowed, StateDirBusy) as error:
         log.error("%s", error)
         return Exit.REFUSED
     except OuterstepError as error:
@@ -125,15 +145,19 @@ def _ended(
     return Exit.DONE
 
 
-def _work(settings: WorkerSettings, device: torch.device, stop: threading.Event) -> None:
+def _work(
+    settings: WorkerSettings, ask: Callable[[str], bool] | None, device: torch.device, stop: threading.Event
+) -> None:
     with open_http(settings.url, settings.ca) as http:
-        shares = Ranks.here().size
-        up, down = (rate and rate / shares for rate in (settings.max_up, settings.max_down))
+        up, down = settings.rates(Ranks.here().size)
         client = Client(http, settings.run, settings.token, stop=stop, max_up=up, max_down=down)
+        client = with_own_token(client, settings.name, settings.directory, Ranks.here())
         run = client.run_detail()
         if run.state in (RunState.FINISHED, RunState.STOPPED):
             log.info("the run %s is %s: nothing to do", run.name, run.state)
             return
+        check_suited(run.spec, Ranks.here().size)
+        permit(run.spec, allowed_by(settings), ask)
         _check_state_directory(settings.directory)
         _train(settings, client, run, device, stop)
 
@@ -167,6 +191,7 @@ def _train(
             initial=initial_parameters(box.model, run.spec.model, client),
             scaler=box.step.scaler,
             host=host_facts(device) | {"precision": box.precision},
+            tell=settings.tell,
             use=box.use,
             ranks=ranks,
         )
@@ -174,7 +199,16 @@ def _train(
             train(diloco, box, step_log)
 
 
-def _work_alone(settings: BoxSettings, spec: RunSpec, device: torch.device, stop: threading.Event) -> None:
+def _work_alone(
+    settings: BoxSettings,
+    spec: RunSpec,
+    allowed: Allowed | None,
+    ask: Callable[[str], bool] | None,
+    device: torch.device,
+    stop: threading.Event,
+) -> None:
+    if allowed is not None:
+        permit(spec, allowed, ask)
     if Ranks.here().size > 1:
         raise BoxError("--no-sync trains in one process: start it without torchrun and --gpus")
     directory = settings.state_dir or state_directory(spec.name, f"{settings.name}.no-sync")

@@ -31,16 +31,21 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from protocol.digest import model_digest
 from protocol.errors import OuterstepError
-from protocol.messages import DataSummary, EvaluationReport, JoinRequest, RunDetail
+from protocol.host import HostValue, Tell
+from protocol.messages import DataSummary, EvaluationReport, JoinRequest, Metrics, RunDetail
+from protocol.spec.privacy import PrivacySpec
 from protocol.spec.run import RunSpec
 from worker.accounts.device_use import DeviceUse
-from worker.accounts.host import host_facts
+from worker.accounts.host import host_facts, told_facts, told_metrics
 from worker.accounts.progress import Progress
 from worker.errors import Stopped
 from worker.link.client import Client, open_http
 from worker.link.heartbeat import Heartbeat
 from worker.link.membership import Membership
+from worker.link.own_token import with_own_token
 from worker.link.sharing import SharedMembership
+from worker.privacy.protecting import Protection
+from worker.privacy.spent import Spent
 from worker.ranks import LOST, Ranks, is_of_a_lost_rank
 from worker.rounds.exchange import Exchange
 from worker.rounds.inner_steps import InnerSteps
@@ -94,6 +99,7 @@ class DiLoCo:
     scaler      the loop's GradScaler, whose scale goes into the snapshot. That is taken within the optimizer's step,
                 so it has to be updated before; where the loop steps through it (`scaler.step`), give None
     host        what the coordinator shows about this machine; None: what can be found out about it
+    tell        how much of that it is told: all, some (what the arithmetic depends on), or nothing; docs/settings.md
     ranks       the processes that train the model together, as one worker; None: those of torch.distributed's default
                 group, in each of which a DiLoCo is made
     use         the model's FLOPs and the device's peak, for the MFU; None: memory alone is told
@@ -120,7 +126,8 @@ class DiLoCo:
         initial: Callable[[], None] | None = None,
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        host: dict[str, str | int | float] | None = None,
+        host: dict[str, HostValue] | None = None,
+        tell: Tell = "all",
         use: DeviceUse | None = None,
         ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -138,8 +145,9 @@ class DiLoCo:
         if data is not None and run.spec.data.private:
             data = data.model_copy(update={"digest": None})
         tensors, device = tensor_specs(model), next(model.parameters()).device
-        host = (host or dict(host_facts(device))) | ({"processes": ranks.size} if ranks.size > 1 else {})
-        request = JoinRequest(tensors=tensors, data=data, frozen=frozen_summary(model), host=host)
+        facts = (host_facts(device) if host is None else host) | ({"processes": ranks.size} if ranks.size > 1 else {})
+        self._tell: Tell = tell
+        request = JoinRequest(tensors=tensors, data=data, frozen=frozen_summary(model), host=told_facts(facts, tell))
         self._writes = Writes(model)
         use = use or DeviceUse(device)
         self._progress = Progress(client.traffic, client.stages, clock, use, ranks, rounds=run.spec.sync.rounds)
@@ -152,6 +160,7 @@ class DiLoCo:
         self._steps = InnerSteps(run.spec)
         self._resources = ExitStack()
         self._joined: Joined | None = None
+        self._protection: Protection | None = None
         self._process = os.getpid()
         self._ended_by_stop = False  # the last inner step is done
         self._surroundings: list[AbstractContextManager[None]] = []
@@ -166,9 +175,12 @@ class DiLoCo:
         url: str | None = None,
         token: str | None = None,
         name: str | None = None,
+        max_up: str | None = None,
+        max_down: str | None = None,
         **options: Any,
     ) -> Self:
-        """Return a DiLoCo on the coordinator at `url`; `options` are those of DiLoCo itself.
+        """Return a DiLoCo on the coordinator at `url`; `options` are those of DiLoCo itself. `max_up` and `max_down`
+        are what transfers may take of the line, such as "8mbit", all processes together; None: all of it.
 
         What is left out is as `outerstep worker` has it: `url` and `token` are of the environment, OUTERSTEP_URL and
         OUTERSTEP_TOKEN, `name` is this machine's, `state_dir` ~/.local/state/outerstep/RUN/NAME. OUTERSTEP_CA names a
@@ -178,11 +190,15 @@ class DiLoCo:
         none is, or none that is trusted.
         """
         ranks: Ranks = options.get("ranks") or Ranks.here()
-        who = membership_of(run, url, token, ranks.by_first(lambda: membership_of(run, url, token, name).name))
+        tell = options.get("tell", "all")
+        name = ranks.by_first(lambda: membership_of(run, url, token, name, tell=tell).name)
+        who = membership_of(run, url, token, name, max_up=max_up, max_down=max_down)
         options = {"state_dir": who.directory} | options | {"ranks": ranks}
         http = open_http(who.url, who.ca)
         try:
-            client = Client(http, run, who.token)
+            up, down = who.rates(ranks.size)
+            client = Client(http, run, who.token, max_up=up, max_down=down)
+            client = with_own_token(client, who.name, options["state_dir"], ranks)
             diloco = cls(model, inner_optimizer, client=client, run=client.run_detail(), name=who.name, **options)
         except BaseException:
             http.close()
@@ -361,8 +377,13 @@ class DiLoCo:
         points = OwnPoints(self._optimizers)
         fragments = Fragments(self.model, reply.layout, self.ranks, points)
         on_cuda = fragments.device.type == "cuda"
+        owner = identity(self._run, reply.layout, self.name)
+        if spec.privacy is not None:
+            spent = Spent(self._files, owner, reply.layout.total_elements)
+            self._protection = Protection(spec.privacy, reply.layout.elements, spent, self.ranks)
+            self._say_protected(spec.privacy, self._protection)
         state = OuterState(reply.layout, spec.outer, pin_memory=on_cuda, owns=fragments.owns)
-        heartbeat = Heartbeat(membership, reply.lease_s, self._progress.metrics)
+        heartbeat = Heartbeat(membership, reply.lease_s, self._told_metrics)
         if self.ranks.is_first:  # the others' learns nothing
             resources.enter_context(heartbeat)
         # Metal does not promise IEEE division, which the codecs' bytes depend on; CUDA and CPUs do.
@@ -373,13 +394,13 @@ class DiLoCo:
             self._optimizers,
             self._steps,
             self._progress,
-            self._evaluate,
+            self._evaluate if spec.privacy is None else None,  # it would be told without noise
             self._initial,
             self._scaler,
             self.ranks,
             points,
+            self._protection,
         )
-        owner = identity(self._run, reply.layout, self.name)
         saver = resources.enter_context(Saver(self._files, owner, state, client.stages, self.ranks))
         rounds = Rounds(exchange, training, saver, heartbeat)
         resources.callback(rounds.close)
@@ -439,6 +460,22 @@ class DiLoCo:
                 self.joined.rounds.hand_in()
                 self._digests = self._all_digests()
 
+    def _say_protected(self, privacy: PrivacySpec, protection: Protection) -> None:
+        log.info(
+            "the run is private: contributions are clipped to a norm of %g, and leave with Gaussian noise of %g on "
+            "each value; losses are not told; %g contributions have left this worker so far",
+            *(privacy.clip_norm, privacy.noise, protection.contributions),
+        )
+        if not self.spec.data.private:
+            log.warning("data.private is false: the text is the same for all workers, so the noise protects little")
+
+    def _told_metrics(self) -> Metrics:
+        metrics = told_metrics(self._progress.metrics(), self._tell)
+        protection = self._protection
+        if protection is None:
+            return metrics
+        return metrics.model_copy(update={"loss": None, "private_contributions": protection.contributions})
+
     def _all_digests(self) -> list[bytes] | None:
         """Return the state digests of all fragments; None where there is no outer state."""
         state = self.joined.state
@@ -458,6 +495,6 @@ class DiLoCo:
         state_digest = None if self._digests is None or round_number is None else model_digest(self._digests)
         try:
             report = self._progress.report(self._membership.epoch)
-            self._membership.leave(round_number, state_digest, self._progress.metrics(), report)
+            self._membership.leave(round_number, state_digest, self._told_metrics(), report)
         except (httpx.TransportError, OuterstepError) as error:
             log.warning("could not say goodbye (%s): the lease ends by itself", error)

@@ -4,6 +4,7 @@ OuterstepError (protocol)
 ├── ModelError          a model that cannot be built or trained in this run
 ├── DataError           a training set that cannot be read, or is too small
 ├── NoRoom              the data cache is full of what is needed sooner
+├── NotAllowed          a run spec asks for what the machine's owner has not allowed
 ├── BoxError            something that this machine cannot do
 ├── StateDirBusy        another process uses the same state directory
 ├── Resync              the worker's outer state is not the run's: take a checkpoint, drop the round's work
@@ -27,6 +28,10 @@ class DataError(OuterstepError):
 
 class NoRoom(OuterstepError):
     """The data cache is full of what is needed sooner."""
+
+
+class NotAllowed(OuterstepError):
+    """A run spec asks for what the owner of this machine has not allowed."""
 
 
 class BoxError(OuterstepError):

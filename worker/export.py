@@ -1,6 +1,7 @@
 """Export of a checkpoint as a Hugging Face directory, and samples of text from the model."""
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 
 from protocol.messages import RunDetail
 from protocol.spec.presets import BYTES
+from worker.allowing import permit_factory
 from worker.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from worker.errors import DataError, ModelError
 from worker.link.checkpoints import load_bare_parameters, load_parameters
@@ -22,18 +24,27 @@ TEMPERATURE = 0.8
 log = logging.getLogger(__name__)
 
 
-def load_checkpoint(client: Client, state_round: int | None = None) -> nn.Module:
+def load_checkpoint(client: Client, state_round: int | None = None, factories: tuple[str, ...] = ()) -> nn.Module:
     """Return the run's model with the parameters of checkpoint `state_round` (None: the latest, as `load_parameters`
-    has it), on the CPU, for evaluation.
+    has it), on the CPU, for evaluation. Of code that makes the model, that of `factories` may be run.
 
-    Raises what `load_parameters` raises, ModelError also if the model cannot be built here.
+    Raises what `load_parameters` raises, NotAllowed, and ModelError also if the model cannot be built here.
     """
-    model = build_model(client.run_detail().spec, _HOST)
+    spec = client.run_detail().spec
+    permit_factory(spec, factories)
+    model = build_model(spec, _HOST)
     load_parameters(client, model, state_round)
     return model.eval()
 
 
-def export(client: Client, directory: Path, state_round: int | None = None, *, merge: bool = False) -> nn.Module:
+def export(
+    client: Client,
+    directory: Path,
+    state_round: int | None = None,
+    *,
+    merge: bool = False,
+    factories: tuple[str, ...] = (),
+) -> nn.Module:
     """Write checkpoint `state_round` (None: the latest) into `directory`, new or empty. Return the model.
 
     A transformers model becomes a directory that `AutoModelForCausalLM.from_pretrained` loads. Adapters are written as
@@ -49,7 +60,7 @@ def export(client: Client, directory: Path, state_round: int | None = None, *, m
     adapted = run.spec.model.lora is not None
     if merge and not adapted:
         raise ModelError(f"the run {run.name} has no adapters to merge: its export is the whole model")
-    load = load_checkpoint if run.spec.model.is_said else load_bare_parameters
+    load = partial(load_checkpoint, factories=factories) if run.spec.model.is_said else load_bare_parameters
     model, tokenizer = load(client, state_round), _tokenizer(run)
     directory.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:

@@ -170,7 +170,7 @@ ALONE = Ranks()
 def _portable(error: Exception) -> Exception:
     """Return the same error, or what can be told of it where it cannot travel to another process."""
     try:
-        copy: Exception = pickle.loads(pickle.dumps(error))  # noqa: S301, its own
+        copy: Exception = pickle.loads(pickle.dumps(error))  # noqa: S301, its own # nosec B301
     except Exception:  # noqa: BLE001, there is no end to what an exception's constructor may want
         return OuterstepError(f"{type(error).__name__}: {error}")
     return copy

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from protocol.host import Tell
 from protocol.quantities import parse_rate
 from protocol.reaching import trusting
 from protocol.spec.sections import NAME_PATTERN, Name
@@ -34,7 +35,10 @@ class _Membership(_Settings):
     url: str = Field(description="the coordinator's address, for example https://coordinator.example.org")
     run: Name = Field(description="the run to join")
     token: Annotated[str, Field(min_length=1, repr=False)] = Field(
-        description="a worker token; an admin token joins as well, and can do all else, so keep it off the boxes"
+        description=(
+            "a join token, which the worker exchanges for a worker token of its own, or a worker token; an admin token "
+            "joins as well, and can do all else, so keep it off the boxes"
+        )
     )
     ca: Path | None = Field(
         None, description="PEM certificates to trust beside the usual ones, such as the coordinator's own"
@@ -66,6 +70,17 @@ class BoxSettings(_Settings):
     data: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="where this machine has the training set; default: the run's data.source"
     )
+    allow_factory: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = Field(
+        (), description="code that the run's spec may name, which is run here; once for each"
+    )
+    data_root: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (),
+        description=(
+            "where the run's spec may find data, tokenizers and weights: a directory, the beginning of an address, or "
+            "hub:NAME, a repository or an organisation of the Hugging Face hub; once for each"
+        ),
+    )
+    tell: Tell = Field("all", description="what the coordinator is told of this machine, for all who may read the run")
     data_cache: Path | None = Field(
         None, description="where shards of token sets behind a URL are kept; default: ~/.cache/outerstep/shards"
     )
@@ -128,9 +143,22 @@ class BoxSettings(_Settings):
             return value if value == "auto" else int(str(value))
         raise ValueError("give auto, or a number of sequences, at least 1")
 
+    @model_validator(mode="after")
+    def _named_by_choice(self) -> "BoxSettings":
+        if self.tell != "all" and "name" not in self.model_fields_set:
+            raise ValueError(
+                f"tell = {self.tell!r} keeps this machine's name back, which is the worker's where none is given: "
+                "give a name as well"
+            )
+        return self
+
 
 class WorkerSettings(BoxSettings, _Membership):
     """The settings of one worker of one run."""
+
+    def rates(self, processes: int) -> tuple[float | None, float | None]:
+        """Return what each of so many processes is held to, up and down."""
+        return self.max_up and self.max_up / processes, self.max_down and self.max_down / processes
 
     @property
     def directory(self) -> Path:

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
 import psutil
@@ -26,6 +27,8 @@ from coordinator.settings import Settings
 from coordinator.store import sqlite
 from coordinator.store.database import Database
 from protocol.messages import Scope, TokenRequest
+
+MANY_NAMES = 10_000
 
 
 @dataclass
@@ -50,10 +53,19 @@ class Running:
         with self.client() as client:
             client.post("/v1/runs", content=spec.encode()).raise_for_status()
 
-    def token(self, scope: Scope) -> str:
+    def token(self, scope: Scope, **fields: Any) -> str:
+        """A new token, with further `fields` of TokenRequest. Without these a worker's is the same each time, for many
+        names, so that a worker that is started again may have its name."""
+        if scope is Scope.WORKER and not fields:
+            return self.worker_token
         with self.client() as client:
-            reply = client.post("/v1/tokens", json=TokenRequest(scope=scope).model_dump()).raise_for_status()
+            request = TokenRequest(scope=scope, **fields).model_dump(mode="json")
+            reply = client.post("/v1/tokens", json=request).raise_for_status()
         return str(reply.json()["token"])
+
+    @cached_property
+    def worker_token(self) -> str:
+        return self.token(Scope.WORKER, names=MANY_NAMES)
 
 
 class SettableClock:
@@ -100,18 +112,19 @@ def _schema() -> bytes:
 
 @contextmanager
 def coordinator_thread(
-    data_dir: Path, port: int = 0, clock: Callable[[], float] = time.monotonic
+    data_dir: Path, port: int = 0, clock: Callable[[], float] = time.monotonic, **settings: Any
 ) -> Iterator[InThread]:
-    settings = Settings(data_dir=data_dir, port=port)
-    if settings.database_url is None and not (data_dir / sqlite.FILE).exists():
+    complete = Settings(data_dir=data_dir, port=port, **settings)
+    if complete.database_url is None and not (data_dir / sqlite.FILE).exists():
         data_dir.mkdir(parents=True, exist_ok=True)
         (data_dir / sqlite.FILE).write_bytes(_schema())
-    server, listening = make_server(settings, clock=clock, store=stores.store)
+    server, listening = make_server(complete, clock=clock, store=stores.store)
     runner = asyncio.Runner(loop_factory=server.config.get_loop_factory())
     thread = threading.Thread(target=runner.run, args=(server.serve(sockets=[listening]),))
     thread.start()
     try:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        scheme = "http" if complete.tls_certificate is None else "https"
+        url = f"{scheme}://127.0.0.1:{listening.getsockname()[1]}"
         # The socket is bound: this waits until it serves.
         httpx.get(f"{url}/readyz", timeout=30, verify=False).raise_for_status()
         token = (data_dir / "admin.token").read_text().strip()
@@ -141,7 +154,7 @@ class InProcess(Running):
 class CoordinatorProcess:
     """... as a process of its own, to be killed. `start` returns when it serves; the port stays the same.
 
-    It logs to a file beside `data_dir`; with `quiet` only warnings, to stderr.
+    It logs to a file beside `data_dir`; with `quiet` only warnings, to stderr. `open_files`: as many as it may have.
     """
 
     def __init__(
@@ -152,12 +165,24 @@ class CoordinatorProcess:
         certificate: Certificate | None = None,
         python: Path = Path(sys.executable),
         quiet: bool = False,
+        open_files: int | None = None,
     ) -> None:
         self.port = 0
         self.process: subprocess.Popen[str] | None = None
         self._data_dir = data_dir
         self._log = None if quiet else data_dir.parent / f"{data_dir.name}.log"
-        self._command = [str(python), "-m", "outerstep", "coordinator", "--data", str(data_dir), "--host", host]
+        limited = [] if open_files is None else ["prlimit", f"--nofile={open_files}:{open_files}"]
+        self._command = [
+            *limited,
+            str(python),
+            "-m",
+            "outerstep",
+            "coordinator",
+            "--data",
+            str(data_dir),
+            "--host",
+            host,
+        ]
         if certificate is not None:
             self._command += ["--tls-certificate", str(certificate.file), "--tls-key", str(certificate.key)]
         self._command += ["--log-level", "warning"] if quiet else []

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -69,8 +69,11 @@ def far(line: Line, module: str, python: Path = Path(sys.executable), log: IO[st
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def together(workers: Sequence[Far], rounds: int, silence_s: float) -> list[list[dict[str, Any]]]:
-    """Let all of them do what they are ready for, `rounds` times, each time after a silence. Return their answers."""
+def together(
+    workers: Sequence[Far], rounds: int, silence_s: float, meanwhile: Callable[[], object] = lambda: None
+) -> list[list[dict[str, Any]]]:
+    """Let all of them do what they are ready for, `rounds` times, each time after a silence. Return their answers.
+    `meanwhile` is called once they have begun."""
     answers = []
     for _ in range(rounds):
         for worker in workers:
@@ -81,6 +84,7 @@ def together(workers: Sequence[Far], rounds: int, silence_s: float) -> list[list
         time.sleep(min(silence_s, SOON_S))
         for worker in workers:
             worker.go()
+        meanwhile()
         answers.append([worker.answer() for worker in workers])
     return answers
 

@@ -42,6 +42,10 @@ min_workers = {min_workers}
 {sections.get("members", "")}
 [checkpoints]
 {sections.get("checkpoints", "")}
+[guard]
+{sections.get("guard", "")}
+[pins]
+{sections.get("pins", "")}
 """
 
 

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.harness.certificates import make_certificate
 from benchmarks.harness.coordinator import Running, coordinator_process
 from benchmarks.harness.far import Far, far, seconds, together
-from benchmarks.harness.lines import Line, Shape, slow_lines
+from benchmarks.harness.lines import Line, Shape, on_the_wire, slow_lines
 from benchmarks.peers.environments import Unavailable
 from benchmarks.wan import peers
 from benchmarks.wan.plain import plain_s
 from benchmarks.wan.rows import Row, described, missed
+from outerstep import plan
 from protocol import congestion
 from protocol.messages import Scope
 
@@ -44,8 +47,9 @@ every_rounds = 1000
 
 @dataclass(frozen=True)
 class Effort:
-    """How much of it: measured syncs, each after so many seconds of silence; transfers of others."""
+    """How much of it: workers; measured syncs, each after so many seconds of silence; transfers of others."""
 
+    workers: int
     syncs: int
     silence_s: float
     others: int
@@ -68,8 +72,8 @@ class Bench:
         self, name: str, rounds: int, inner_steps: int = 1, overlap: int = 0, codecs: tuple[str, str] = ("int8", "int8")
     ) -> None:
         upload, download = codecs
-        changes = {"rounds": rounds, "inner_steps": inner_steps, "overlap": overlap}
-        self.running.create_run(SPEC.format(name=name, upload=upload, download=download, workers=WORKERS, **changes))
+        changes = {"rounds": rounds, "inner_steps": inner_steps, "overlap": overlap, "workers": len(self.workers)}
+        self.running.create_run(SPEC.format(name=name, upload=upload, download=download, **changes))
 
     def order(self, what: str, run: str, **more: Any) -> None:
         """Give the order to all, as workers of the run."""
@@ -110,7 +114,7 @@ def _asking_for(tcp: str) -> Iterator[None]:
 
 def measure(row: Row, effort: Effort, others: Sequence[str]) -> dict[str, Any]:
     """Measure one row, and the same mean by `others`, over the same lines."""
-    with bench(row.shape, row.tcp, tls=row.tls) as made:
+    with bench(row.shape, row.tcp, workers=effort.workers, tls=row.tls) as made:
         syncs = _syncs(made, row, effort)
         up, down = syncs["payload_bytes"]["up"], syncs["payload_bytes"]["down"]
         plain = {"up": plain_s(made.workers[0], "up", up), "down": plain_s(made.workers[0], "down", down)}
@@ -120,8 +124,10 @@ def measure(row: Row, effort: Effort, others: Sequence[str]) -> dict[str, Any]:
     return {
         **described(row),
         **syncs,
+        "workers": effort.workers,
         "silence_s": effort.silence_s,
         "limit_s": limit_s,
+        "planned_s": planned_s(row, effort.workers),
         "plain_s": plain,
         "median_s": median_s,
         "worst_s": max(syncs["sync_s"]),
@@ -134,6 +140,14 @@ def measure(row: Row, effort: Effort, others: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def planned_s(row: Row, workers: int) -> float:
+    """Return what `outerstep plan` says of the row, told what a speed test says of its line."""
+    up, down = (mbit * 1e6 / on_the_wire(1) for mbit in (row.shape.up_mbit, row.shape.down_mbit))
+    line = {"up": up, "down": down, "latency_s": row.shape.round_trip_s, "loss": row.shape.loss}
+    workload = plan.Workload(parameters=row.parameters, workers=workers, step_s=1.0, steps=1000, **line)
+    return plan.exchange(workload, row.upload, row.download).sync_s
+
+
 def _syncs(made: Bench, row: Row, effort: Effort) -> dict[str, Any]:
     """Syncs on connections that are there: one before, by which they are made, is not counted."""
     rounds = effort.syncs + 1
@@ -142,13 +156,28 @@ def _syncs(made: Bench, row: Row, effort: Effort) -> dict[str, Any]:
     made.order("sync", "sync", ca=ca, elements=row.parameters, rounds=rounds)
     together(made.workers, 1, 0.0)
     before = made.lines[0].wire_bytes()
-    answers = together(made.workers, effort.syncs, effort.silence_s)
+    answers, core_s = zip(*(_sync(made.workers, effort.silence_s) for _ in range(effort.syncs)), strict=True)
     up, down = (now - then for now, then in zip(made.lines[0].wire_bytes(), before, strict=True))
     return {
         "sync_s": [seconds(each) for each in answers],
-        "payload_bytes": {way: max(each[way] for sync in answers for each in sync) for way in ("up", "down")},
+        "core_s": statistics.median(core_s),
+        # The least: in some syncs a part is sent twice.
+        "payload_bytes": {way: min(each[way] for sync in answers for each in sync) for way in ("up", "down")},
         "wire_bytes": {"up": up // effort.syncs, "down": down // effort.syncs},
     }
+
+
+def _sync(workers: Sequence[Far], silence_s: float) -> tuple[list[dict[str, Any]], float]:
+    """Return the workers' answers to one sync, and the core-seconds that the machine was busy meanwhile."""
+    noted: list[float] = []
+    (answers,) = together(workers, 1, silence_s, lambda: noted.append(_busy_s()))
+    return answers, _busy_s() - noted[0]
+
+
+def _busy_s() -> float:
+    """Return the core-seconds that this machine was busy since its start, with whatever."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
 def _other(name: str, made: Bench, row: Row, effort: Effort) -> dict[str, Any]:

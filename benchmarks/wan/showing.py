@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.lines import FRAMING, LEAST_QUEUE_S, MTU, TCP_PAYLOAD
-from benchmarks.wan.measuring import WORKERS
 
 CONSOLE = Console(width=240)
 LIMIT = (
@@ -16,7 +15,9 @@ LIMIT = (
 )
 
 
-def show(syncs: Sequence[dict[str, Any]], training: Sequence[dict[str, Any]]) -> None:
+def show(
+    syncs: Sequence[dict[str, Any]], training: Sequence[dict[str, Any]], changes: Sequence[dict[str, Any]]
+) -> None:
     if syncs:
         CONSOLE.print(_syncs(syncs))
         CONSOLE.print(LIMIT, highlight=False)
@@ -29,16 +30,18 @@ def show(syncs: Sequence[dict[str, Any]], training: Sequence[dict[str, Any]]) ->
         for each in training:
             stages = ", ".join(f"{name} {s:.2f}" for name, s in each["stages_s"].items() if name != "train")
             CONSOLE.print(f"{each['kind']}: s per round, some at the same time: {stages}", highlight=False)
+    if changes:
+        CONSOLE.print(_changes(changes))
 
 
 def _syncs(rows: Sequence[dict[str, Any]]) -> Table:
-    others = list(rows[0]["others"])
+    first, syncs = rows[0], len(rows[0]["sync_s"])
     table = Table(
         *("row", "line down/up", "ms", "loss", "TCP", "parameters, codecs", "MB up, down", "on the wire"),
-        *("limit s", "plain TCP s", "sync s, worst", "ratio", "excess rt", *(f"{name} s, ×" for name in others)),
+        *("limit s", "plain TCP s", "sync s, worst", "planner", "core-s", "ratio", "excess rt"),
+        *(f"{name} s, ×" for name in first["others"]),
         *("target", "verdict"),
-        title=f"one sync, {WORKERS} workers; {len(rows[0]['sync_s'])} syncs, each after {rows[0]['silence_s']:g} s of "
-        "silence",
+        title=f"one sync, workers: {first['workers']}; {syncs} syncs, each after {first['silence_s']:g} s of silence",
     )
     for r in rows:
         payload, wire = r["payload_bytes"], r["wire_bytes"]
@@ -48,8 +51,10 @@ def _syncs(rows: Sequence[dict[str, Any]]) -> Table:
             f"{r['parameters'] / 1e6:g} M {r['upload']}/{r['download']}",
             *(f"{each['up'] / 1e6:.2f}, {each['down'] / 1e6:.2f}" for each in (payload, wire)),
             *(f"{r['limit_s']:.2f}", f"{max(r['plain_s'].values()):.2f}", f"{r['median_s']:.2f}, {r['worst_s']:.2f}"),
+            f"{r['planned_s']:.2f}, {r['planned_s'] / r['median_s'] - 1:+.0%}",
+            f"{r['core_s']:.1f}",
             *(f"{r['ratio']:.2f}", f"{r['excess_round_trips']:.1f}"),
-            *(_other(r["others"][name]["sync_s"], r["median_s"]) for name in others),
+            *(_other(r["others"][name]["sync_s"], r["median_s"]) for name in first["others"]),
             *(r["target"], "missed: " + "; ".join(r["missed"]) if r["missed"] else "met"),
         )
     return table
@@ -70,5 +75,19 @@ def _training(rows: Sequence[dict[str, Any]]) -> Table:
             *(f"{r['parameters'] / 1e6:g} M", f"{r['round_s']:.1f}", f"{r['overlap_s']:.1f}", f"{r['sync_s']:.2f}"),
             *(f"{r['share_in_steps']:.2%}", f"≥ {r['target']:.1%}"),
             "met" if r["share_in_steps"] >= r["target"] else "missed",
+        )
+    return table
+
+
+def _changes(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(
+        *("row", "one line, in a sync", "undisturbed s", "floor s", "sync s", "MB up, down", "sent again"),
+        title="floor: what the line still carries, at the pace of the undisturbed sync",
+    )
+    for r in rows:
+        payload, again = (r[f"{kind}_bytes"] for kind in ("payload", "repeated"))
+        table.add_row(
+            *(r["row"], r["change"], *(f"{r[key]:.2f}" for key in ("undisturbed_s", "floor_s", "sync_s"))),
+            *(f"{each['up'] / 1e6:.2f}, {each['down'] / 1e6:.2f}" for each in (payload, again)),
         )
     return table

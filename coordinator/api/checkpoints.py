@@ -6,7 +6,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from coordinator import reports
-from coordinator.http.access import AnyMember, Limit, Number, ReadableRun, Service, layout_with
+from coordinator.http.access import AnyMember, Detail, Items, Number, ReadableRun, Service, layout_with
 from coordinator.http.describing import (
     ASKS_FOR_BYTES,
     IMMUTABLE,
@@ -20,8 +20,10 @@ from coordinator.http.describing import (
 from coordinator.http.limits import LimitedRoute, takes_up_to
 from coordinator.http.receiving import Received, part_taken, received
 from coordinator.http.sending import blob
+from coordinator.http.telling import told
 from coordinator.runs.live_run import LiveRun
 from coordinator.sync import seeding
+from coordinator.workers import membership
 from protocol.fragments import Layout
 from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page, PartReply
 from protocol.wire import max_payload_bytes
@@ -35,7 +37,7 @@ _SAME_AGAIN: Answers = {"200": {"model": CheckpointFragment, "description": "It 
     "/0/fragments/{fragment}",
     status_code=201,
     response_model=CheckpointFragment,
-    responses=_SAME_AGAIN | refusing(*OF_A_RUN, *OF_AN_UPLOAD, "state-conflict"),
+    responses=_SAME_AGAIN | refusing(*OF_A_RUN, *OF_AN_UPLOAD, "state-conflict", "pin-mismatch"),
     openapi_extra=UPLOADS,
 )
 @takes_up_to(None)
@@ -57,24 +59,27 @@ async def seed(
 def _accept(
     run: LiveRun, layout: Layout, worker: str, fragment: int, arrived: Received
 ) -> tuple[CheckpointFragment | PartReply, bool]:
+    membership.check_lease(run, worker)  # it may have ended, or been ended, while the body came
     found = arrived.complete()
     if isinstance(found, PartReply):
         return found, False
     return seeding.accept_state(run, layout, worker, fragment, found)
 
 
-@router.get("", responses=refusing(*OF_A_RUN))
-def list_checkpoints(
-    run: ReadableRun, limit: Limit = 100, after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None
-) -> Page[CheckpointInfo]:
+@router.get("", response_model=Page[CheckpointInfo], responses=refusing(*OF_A_RUN))
+async def list_checkpoints(
+    run: ReadableRun, service: Service, limit: Items, after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None
+) -> Response:
     """The checkpoints, newest first."""
-    return reports.checkpoints(run, limit, after)
+    return await told(service, reports.checkpoints, run, limit, after)
 
 
-@router.get("/{number}", responses=refusing(*OF_A_RUN, "gone"))
-def get_checkpoint(run: ReadableRun, number: Annotated[str, Path(pattern=r"^(latest|\d{1,18})$")]) -> CheckpointDetail:
+@router.get("/{number}", response_model=CheckpointDetail, responses=refusing(*OF_A_RUN, "gone"))
+async def get_checkpoint(
+    run: ReadableRun, service: Service, _: Detail, number: Annotated[str, Path(pattern=r"^(latest|\d{1,18})$")]
+) -> Response:
     """One checkpoint: layout, fragments, digests."""
-    return reports.checkpoint_detail(run, None if number == "latest" else int(number))
+    return await told(service, reports.checkpoint_detail, run, None if number == "latest" else int(number))
 
 
 @router.get(

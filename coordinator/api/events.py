@@ -1,21 +1,29 @@
 """Events: JSON pages, or a live stream of server-sent events."""
 
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Annotated, Any
 
+import anyio.to_thread
 from fastapi import APIRouter, Header, Query, Request
-from fastapi.concurrency import run_in_threadpool
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.types import Receive, Scope, Send
 
 from coordinator import reports
-from coordinator.http.access import Limit, ReadableRun, Service
+from coordinator.http.access import Caller, Items, ReadableRun, Service, charge
 from coordinator.http.describing import OF_A_RUN, Answers, refusing
 from coordinator.http.limits import LimitedRoute
-from coordinator.runs.bell import EVENTS, Bell
+from coordinator.http.telling import told
+from coordinator.runs.bell import EVENTS
 from coordinator.runs.live_run import LiveRun
+from coordinator.service import Coordinator
+from protocol.errors import Problem
 from protocol.messages import Event, Page
 
 router = APIRouter(prefix="/v1/runs/{run}/events", tags=["events"], route_class=LimitedRoute)
+
+logger = logging.getLogger(__name__)
 
 STREAM_PAGE = 100
 _STREAM: Answers = {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
@@ -26,20 +34,43 @@ async def get_events(
     http: Request,
     run: ReadableRun,
     service: Service,
-    limit: Limit = 100,
+    caller: Caller,
+    limit: Items,
     after: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
     last_event_id: Annotated[int, Header(ge=0, lt=1 << 63)] = 0,
 ) -> Any:
     """What happened, oldest first. With `Accept: text/event-stream`: from `Last-Event-ID` on, and on as it happens."""
     if "text/event-stream" in http.headers.get("accept", ""):
-        return EventSourceResponse(_stream(run, service.bell, max(after, last_event_id)))
-    return await run_in_threadpool(reports.events, run, limit, after)
+        charge(http, 1)
+        check_still = partial(service.check_still, caller)
+        headers = {"Cache-Control": "private, no-store"}  # else the library's own
+        return _Counted(_stream(run, service, max(after, last_event_id), check_still), headers=headers)
+    return await told(service, reports.events, run, limit, after)
 
 
-async def _stream(run: LiveRun, bell: Bell, after: int) -> AsyncIterator[ServerSentEvent]:
+class _Counted(EventSourceResponse):
+    """A stream that is counted among its caller's while it lasts. Problem `too-many-requests` where it has too many."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service: Coordinator = scope["app"].state.coordinator
+        with service.callers.stream(scope["state"]["caller"]):
+            await super().__call__(scope, receive, send)
+
+
+async def _stream(
+    run: LiveRun, service: Coordinator, after: int, check_still: Callable[[], None]
+) -> AsyncIterator[ServerSentEvent]:
+    """Yield the events from `after` on, until `check_still` raises Problem: the token is good no more."""
+    bell = service.bell
     while not bell.closed:
         with bell.listening(run.name, EVENTS) as ring:
-            page = await run_in_threadpool(reports.events, run, STREAM_PAGE, after)
+            try:
+                check_still()
+            except Problem as problem:
+                logger.info("%s: a stream of events ended: %s", run.name, problem.detail)
+                return
+            read = partial(reports.events, run, STREAM_PAGE, after)
+            page = await anyio.to_thread.run_sync(read, limiter=service.reading)
             for event in page.items:
                 yield ServerSentEvent(id=str(event.id), event=event.kind, data=event.model_dump_json())
                 after = event.id

@@ -8,11 +8,11 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from coordinator.http.access import Joiner, Service
+from coordinator.http.access import LineChecker, Service
+from coordinator.http.arriving import pieces
 from coordinator.http.describing import Answers, Document, refusing
 from coordinator.http.limits import LimitedRoute, takes_up_to
-from coordinator.http.receiving import PIECE_BYTES, pieces
-from protocol.errors import Problem
+from coordinator.http.receiving import PIECE_BYTES
 from protocol.messages import LINE_CHECK_BYTES
 
 router = APIRouter(prefix="/v1/line-check", tags=["line check"], route_class=LimitedRoute)
@@ -24,28 +24,24 @@ _SENT: Answers = {"200": {"description": "Random bytes, as many as were asked fo
 
 @router.get("", response_class=StreamingResponse, responses=_SENT | refusing("forbidden"))
 async def line_check_down(
-    _: Joiner, count: Annotated[int, Query(alias="bytes", ge=0, le=LINE_CHECK_BYTES)] = 0
+    _: LineChecker, count: Annotated[int, Query(alias="bytes", ge=0, le=LINE_CHECK_BYTES)] = 0
 ) -> StreamingResponse:
     """So many bytes; none says that the token lets workers join."""
-    headers = {"Content-Length": str(count), "Cache-Control": "no-store"}
+    headers = {"Content-Length": str(count), "Cache-Control": "private, no-store"}
     return StreamingResponse(_noise(count), media_type=_MEDIA_TYPE, headers=headers)
 
 
 @router.post(
     "",
     status_code=204,
-    responses=refusing("forbidden", "request-timeout"),
+    responses=refusing("forbidden"),
     openapi_extra={"requestBody": {"required": True, "content": _BYTES}},
 )
-@takes_up_to(LINE_CHECK_BYTES)
-async def line_check_up(request: Request, service: Service, _: Joiner) -> Response:
+@takes_up_to(LINE_CHECK_BYTES, streamed=True)
+async def line_check_up(request: Request, service: Service, _: LineChecker) -> Response:
     """Take the body, and drop it as it arrives."""
-    idle_s = service.settings.upload_idle_s
-    try:
-        async for _piece in pieces(request, idle_s):
-            pass
-    except TimeoutError:
-        raise Problem("request-timeout", f"nothing arrived for {idle_s:.0f} s; send it again") from None
+    async for _piece in pieces(request, service.settings):
+        pass
     return Response(status_code=204)
 
 

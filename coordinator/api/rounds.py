@@ -6,11 +6,12 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator import reports
+from coordinator import round_reports
 from coordinator.http.access import (
     AnyMember,
     Caller,
-    Limit,
+    Detail,
+    Items,
     MemberRun,
     Number,
     PathName,
@@ -32,11 +33,12 @@ from coordinator.http.describing import (
 from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
 from coordinator.http.receiving import Received, part_taken, received
 from coordinator.http.sending import blob, blob_in_memory
+from coordinator.http.telling import told
 from coordinator.http.waiting import poll, preferred_wait_s
 from coordinator.runs.bell import delta_of
 from coordinator.runs.live_run import LiveRun
 from coordinator.sync import contributing, delta_status
-from coordinator.workers import evaluating
+from coordinator.workers import evaluating, membership
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import ContributionReply, EvaluationReport, Page, PartReply, RoundDetail, RoundInfo
@@ -57,24 +59,32 @@ _OF_A_DELTA = ("not-published", "run-ended", "round-not-open", "contribution-los
 _SAME_AGAIN: Answers = {"200": {"model": ContributionReply, "description": "It was accepted before."}, **PART}
 
 
-@router.get("", responses=refusing(*OF_A_RUN))
-def list_rounds(
-    run: ReadableRun, limit: Limit = 100, after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None
-) -> Page[RoundInfo]:
+@router.get("", response_model=Page[RoundInfo], responses=refusing(*OF_A_RUN))
+async def list_rounds(
+    run: ReadableRun,
+    service: Service,
+    limit: Items,
+    after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None,
+) -> Response:
     """The rounds, newest first."""
-    return reports.rounds(run, limit, after)
+    return await told(service, round_reports.rounds, run, limit, after)
 
 
-@router.get("/{number}", responses=refusing(*OF_A_RUN))
-def get_round(run: ReadableRun, number: Annotated[str, Path(pattern=r"^(current|\d{1,18})$")]) -> RoundDetail:
+@router.get("/{number}", response_model=RoundDetail, responses=refusing(*OF_A_RUN))
+async def get_round(
+    run: ReadableRun,
+    service: Service,
+    _: Detail,
+    number: Annotated[str, Path(pattern=r"^(current|\d{1,18})$")],
+) -> Response:
     """One round and its fragments; `current` is the open one, or the next where none is open."""
-    return reports.round_detail(run, run.round if number == "current" else int(number))
+    return await told(service, round_reports.round_detail, run, None if number == "current" else int(number))
 
 
 @router.put(
     "/{number}/evaluation",
     status_code=204,
-    responses=refusing(*OF_A_RUN, "round-not-open", *OF_A_CHANGE),
+    responses=refusing(*OF_A_RUN, "round-not-open", "not-asked", *OF_A_CHANGE),
 )
 @takes_up_to(MESSAGE_BYTES)
 def report_evaluation(run: ReadableRun, number: Number, report: EvaluationReport, worker: AnyMember) -> Response:
@@ -115,6 +125,7 @@ async def contribute(
 def _accept(
     run: LiveRun, layout: Layout, worker: str, number: int, fragment: int, arrived: Received
 ) -> ContributionReply | PartReply:
+    membership.check_lease(run, worker)  # it may have ended, or been ended, while the body came
     found = arrived.complete()
     if isinstance(found, PartReply):
         assert arrived.part is not None
@@ -142,9 +153,10 @@ async def get_delta(
     """The averaged pseudo-gradient. Long-polls with `Prefer: wait=SECONDS` until it is published."""
     layout_with(run, fragment)
 
-    asked = run, number, fragment, caller.worker, early
+    asked = run, number, fragment, caller.member, early
     from_memory, under_lock = partial(delta_status.from_memory, *asked), partial(delta_status.under_lock, *asked)
-    found = await poll(service.bell, run.name, delta_of(fragment), preferred_wait_s(http), from_memory, under_lock)
+    wait_s, check_still = preferred_wait_s(http), partial(service.check_still, caller)
+    found = await poll(service.bell, run.name, delta_of(fragment), wait_s, from_memory, under_lock, check_still)
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
     # Only those of the last round: an older delta may still be in memory though the retention rule has deleted it.

@@ -1,58 +1,119 @@
 """Workers: join, heartbeat, be told what to do, leave, be sent away."""
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
 from coordinator import reports
-from coordinator.http.access import Admin, Joiner, Limit, MemberOrAdmin, MemberRun, PathName, ReadableRun, Service
-from coordinator.http.describing import ASKS_TO_WAIT, OF_A_CHANGE, OF_A_RUN, WAITED, refusing
+from coordinator.http.access import (
+    By,
+    Caller,
+    ExchangersRun,
+    Items,
+    Joiner,
+    MemberOrOperator,
+    MemberRun,
+    OperatorOfRun,
+    PathName,
+    ReadableRun,
+    Service,
+    is_a_member,
+    may_join,
+)
+from coordinator.http.describing import ASKS_TO_WAIT, OF_A_CHANGE, OF_A_RUN, WAITED, Answers, refusing
 from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
+from coordinator.http.telling import told
 from coordinator.http.waiting import poll, preferred_wait_s
 from coordinator.runs.bell import ASSIGNMENTS
 from coordinator.workers import accounting, assigning, membership
 from protocol.messages import (
+    MAX_TENSORS,
     Action,
     Assignment,
     AssignmentRequest,
+    ExchangeRequest,
     JoinReply,
     JoinRequest,
     LeaseReply,
     LeaveRequest,
     Metrics,
     Page,
+    TokenInfo,
     WorkerChange,
     WorkerInfo,
 )
+from protocol.wire import MAX_UNIT_RANGES
 
 router = APIRouter(prefix="/v1/runs/{run}/workers", tags=["workers"], route_class=LimitedRoute)
 
-_OF_A_JOIN = ("banned", "run-ended", "worker-name-taken", "model-mismatch", "data-mismatch", "run-full")
+JOIN_VALUES = 6 * MAX_TENSORS  # of a tensor its name and, mostly, four dimensions at most
+ASSIGNMENT_VALUES = 3 * MAX_UNIT_RANGES
+
+_EXCHANGED_BEFORE: Answers = {"200": {"model": TokenInfo, "description": "It was exchanged before."}}
+_OF_A_JOIN = (
+    "banned",
+    "run-ended",
+    "run-draining",
+    "worker-name-taken",
+    "worker-name-owned",
+    "model-mismatch",
+    "data-mismatch",
+    "pin-mismatch",
+    "run-full",
+)
 
 
 @router.put("/{worker}", responses=refusing(*OF_A_RUN, *_OF_A_JOIN, *OF_A_CHANGE))
-@takes_up_to(16 << 20)  # it lists every tensor of the model
-def join(run: PathName, worker: PathName, request: JoinRequest, service: Service, _: Joiner) -> JoinReply:
-    """Join or rejoin a run."""
-    return membership.join(service.run(run), worker, request)
+@takes_up_to(16 << 20, values=JOIN_VALUES, large_of=may_join)  # it lists every tensor of the model
+def join(run: PathName, worker: PathName, request: JoinRequest, service: Service, caller: Joiner, by: By) -> JoinReply:
+    """Join or rejoin a run. The name is the token's from then on."""
+    return membership.join(service.run(run), worker, request, caller, by, service.tokens.is_good)
+
+
+@router.post(
+    "/{worker}/token",
+    status_code=201,
+    responses=_EXCHANGED_BEFORE | refusing(*OF_A_RUN, "run-ended", "worker-name-owned", *OF_A_CHANGE),
+)
+@takes_up_to(MESSAGE_BYTES)
+def exchange_token(
+    response: Response,
+    run: ExchangersRun,
+    worker: PathName,
+    request: ExchangeRequest,
+    service: Service,
+    caller: Caller,
+    by: By,
+) -> TokenInfo:
+    """Exchange a join token for a worker token, of this worker alone. The same again answers 200."""
+    info, created = service.exchange_token(run, worker, request.token, caller, by)
+    if not created:
+        response.status_code = 200
+    return info
 
 
 @router.delete("/{worker}", status_code=204, responses=refusing(*OF_A_RUN, *OF_A_CHANGE))
 @takes_up_to(MESSAGE_BYTES)
 def leave(
-    run: PathName, worker: PathName, caller: MemberOrAdmin, service: Service, request: LeaveRequest | None = None
+    run: PathName,
+    worker: PathName,
+    caller: MemberOrOperator,
+    service: Service,
+    by: By,
+    request: LeaveRequest | None = None,
 ) -> Response:
-    """Leave, or (an admin) make a worker leave."""
-    by_operator = not caller.is_member(run, worker)
-    membership.leave(service.run(run), worker, request or LeaveRequest(), by_operator=by_operator)
+    """Leave, or (an operator) make a worker leave."""
+    operator = None if caller.is_member(run, worker) else by
+    membership.leave(service.run(run), worker, request or LeaveRequest(), operator)
     return Response(status_code=204)
 
 
 @router.patch("/{worker}", responses=refusing(*OF_A_RUN, *OF_A_CHANGE))
 @takes_up_to(MESSAGE_BYTES)
-def change_worker(run: ReadableRun, worker: PathName, change: WorkerChange, _: Admin) -> WorkerInfo:
-    """Evict a worker, ban it, or let a banned one join again."""
-    membership.change_worker(run, worker, change)
+def change_worker(run: OperatorOfRun, worker: PathName, change: WorkerChange, by: By) -> WorkerInfo:
+    """Evict a worker, ban it, let a banned one join again, or give its name away."""
+    membership.change_worker(run, worker, change, by)
     return reports.worker(run, worker)
 
 
@@ -68,9 +129,9 @@ async def renew_lease(run: MemberRun, worker: PathName, metrics: Metrics) -> Lea
     responses=WAITED | refusing(*OF_A_RUN, "units-not-held", *OF_A_CHANGE),
     openapi_extra=ASKS_TO_WAIT,
 )
-@takes_up_to(4 << 20)  # with the units that are carried
+@takes_up_to(4 << 20, values=ASSIGNMENT_VALUES, large_of=is_a_member)  # with the units that are carried
 async def get_assignment(
-    http: Request, run: MemberRun, worker: PathName, request: AssignmentRequest, service: Service
+    http: Request, run: MemberRun, worker: PathName, request: AssignmentRequest, service: Service, caller: Caller
 ) -> Assignment:
     """What to do next. Long-polls with `Prefer: wait=SECONDS` while there is nothing to do."""
 
@@ -89,18 +150,19 @@ async def get_assignment(
             assignment = assigning.assign(run, worker, request.state_round, request.carried)
         return assignment.action is not Action.WAIT, assignment
 
-    return await poll(service.bell, run.name, ASSIGNMENTS, preferred_wait_s(http), from_memory, under_lock)
+    wait_s, check_still = preferred_wait_s(http), partial(service.check_still, caller)
+    return await poll(service.bell, run.name, ASSIGNMENTS, wait_s, from_memory, under_lock, check_still)
 
 
-@router.get("", responses=refusing(*OF_A_RUN))
-def list_workers(
-    run: ReadableRun, limit: Limit = 100, after: Annotated[str | None, Query()] = None
-) -> Page[WorkerInfo]:
+@router.get("", response_model=Page[WorkerInfo], responses=refusing(*OF_A_RUN))
+async def list_workers(
+    run: ReadableRun, service: Service, limit: Items, after: Annotated[str | None, Query()] = None
+) -> Response:
     """The workers, by name: those that live and those that were lost or left."""
-    return reports.workers(run, limit, after)
+    return await told(service, reports.workers, run, limit, after)
 
 
-@router.get("/{worker}", responses=refusing(*OF_A_RUN))
-def get_worker(run: ReadableRun, worker: PathName) -> WorkerInfo:
+@router.get("/{worker}", response_model=WorkerInfo, responses=refusing(*OF_A_RUN))
+async def get_worker(run: ReadableRun, service: Service, worker: PathName) -> Response:
     """One worker."""
-    return reports.worker(run, worker)
+    return await told(service, reports.worker, run, worker)

@@ -1,5 +1,9 @@
-"""Who may call a route, as the types of its parameters: Admin, Joiner, ReadableRun, MemberRun, AnyMember,
-MemberOrAdmin; Caller is anybody with a token. And what else routes share: the coordinator, the path, paging."""
+"""Who may call a route, as the types of its parameters: Admin, AdminOfSome, AdminOfRun, OperatorOfRun, Joiner,
+LineChecker, ExchangersRun, ReadableRun, MemberRun, AnyMember, MemberOrOperator; Caller is anybody with a token. `By` is
+who acts. And what else routes share: the coordinator, the path, paging.
+
+A token that is for one run alone is refused where another run is meant, and where all are.
+"""
 
 from typing import Annotated
 
@@ -8,7 +12,7 @@ from fastapi.security import HTTPBearer
 
 from coordinator.runs.live_run import LiveRun
 from coordinator.service import Coordinator
-from coordinator.store.tokens import Identity
+from coordinator.store.identity import Actor, Identity
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import Scope
@@ -36,56 +40,140 @@ Caller = Annotated[Identity, Depends(get_identity)]
 PathName = Annotated[str, Path(pattern=NAME_PATTERN)]
 Number = Annotated[int, Path(ge=0, lt=1 << 63)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
+ITEMS_PER_REQUEST = 10
+
+
+def charge(request: Request, cost: float) -> None:
+    """Count a request as so many more of its caller's; not of an admin. Raises Problem `too-many-requests`."""
+    if not request.state.identity.allows(Scope.ADMIN):
+        request.app.state.coordinator.callers.rates.take(request.state.caller, cost)
+
+
+async def items(request: Request, _: Caller, limit: Limit = 100) -> int:
+    """Return how many items of a listing are asked for, each of which costs."""
+    charge(request, limit / ITEMS_PER_REQUEST)
+    return limit
+
+
+async def detail(request: Request, _: Caller) -> None:
+    """Count a request that shows all of a run or a round as a page of ten."""
+    charge(request, 1)
+
+
+Items = Annotated[int, Depends(items)]
+Detail = Annotated[None, Depends(detail)]
+
+
+async def get_actor(request: Request, caller: Caller) -> Actor:
+    """Return who does what the request asks for, for the audit. Behind a proxy on the same machine the address is what
+    that says (X-Forwarded-For)."""
+    return Actor(caller.token, None if request.client is None else request.client.host)
+
+
+By = Annotated[Actor, Depends(get_actor)]
+
+
+def _check(caller: Identity, scope: Scope, run: str | None, detail: str) -> Identity:
+    """Return the caller. Problem `forbidden` unless it has the scope, of `run` (None: of all runs)."""
+    if not caller.allows(scope, caller.run):
+        raise Problem("forbidden", detail)
+    if not caller.allows(scope, run):
+        raise Problem("forbidden", f"this token is for the run {caller.run} alone")
+    return caller
 
 
 async def admin(caller: Caller) -> Identity:
-    """Return the caller; Problem `forbidden` unless it is an admin."""
-    if not caller.allows(Scope.ADMIN):
-        raise Problem("forbidden", "this needs an admin token")
+    """Return the caller; Problem `forbidden` unless it is an admin of all runs."""
+    return _check(caller, Scope.ADMIN, None, "this needs an admin token")
+
+
+async def admin_of_some(caller: Caller) -> Identity:
+    """Return the caller; Problem `forbidden` unless it is an admin, if only of one run."""
+    return _check(caller, Scope.ADMIN, caller.run, "this needs an admin token")
+
+
+async def admin_of_run(run: PathName, caller: Caller, service: Service) -> LiveRun:
+    """Return the run of the path, for an admin."""
+    _check(caller, Scope.ADMIN, run, "this needs an admin token")
+    return service.run(run)
+
+
+async def operator(run: PathName, caller: Caller, service: Service) -> LiveRun:
+    """Return the run of the path, for an operator or an admin."""
+    _check(caller, Scope.OPERATOR, run, "this needs an operator token, or an admin's")
+    return service.run(run)
+
+
+async def joiner(run: PathName, caller: Caller) -> Identity:
+    """Return the caller; Problem `forbidden` unless its token lets workers join the run of the path."""
+    if caller.allows(Scope.JOIN, caller.run):
+        detail = "a join token is exchanged for a worker token first: POST /v1/runs/RUN/workers/NAME/token"
+        raise Problem("forbidden", detail)
+    return _check(caller, Scope.WORKER, run, "joining needs a worker token")
+
+
+async def line_checker(caller: Caller) -> Identity:
+    """Return the caller; Problem `forbidden` unless its token is for joining a run, whichever."""
+    if not caller.allows(Scope.JOIN, caller.run):
+        _check(caller, Scope.WORKER, caller.run, "this needs a token with which workers join")
     return caller
 
 
-async def joiner(caller: Caller) -> Identity:
-    """Return the caller; Problem `forbidden` unless its token lets workers join."""
-    if not caller.allows(Scope.WORKER):
-        raise Problem("forbidden", "joining needs a worker token")
-    return caller
+async def exchanger(run: PathName, caller: Caller, service: Service) -> LiveRun:
+    """Return the run of the path, for who has a join token."""
+    _check(caller, Scope.JOIN, run, "only a join token is exchanged")
+    return service.run(run)
+
+
+def may_join(caller: Identity) -> bool:
+    """Return True if the caller's token lets workers join some run."""
+    return caller.allows(Scope.WORKER, caller.run)
+
+
+def is_a_member(caller: Identity) -> bool:
+    """Return True if the caller is a member of some run."""
+    return caller.member is not None
 
 
 async def reader(run: PathName, caller: Caller, service: Service) -> LiveRun:
-    """Return the run of the path, for anybody with a token (a member: only its own run)."""
-    if caller.run is not None and caller.run != run:
-        raise Problem("forbidden", f"this member token is of the run {caller.run}")
+    """Return the run of the path, for anybody with a token (a member, and whose token is for one: only its own run)."""
+    if caller.run not in (None, run):
+        raise Problem("forbidden", f"this token is for the run {caller.run} alone")
     return service.run(run)
 
 
 async def any_member(run: PathName, caller: Caller) -> str:
     """Return the name of the worker that calls; Problem `forbidden` unless it is a member of the run of the path."""
-    if caller.run != run or caller.worker is None:
-        raise Problem("forbidden", f"only a member of the run {run} may do this, with its member token")
-    return caller.worker
+    if caller.run != run or caller.member is None:
+        raise Problem("forbidden", "only a member of this run may do this, with its member token")
+    return caller.member
 
 
-async def member_or_admin(run: PathName, worker: PathName, caller: Caller) -> Identity:
-    """Return the caller; Problem `forbidden` unless it is the worker of the path or an admin."""
-    if not caller.is_member(run, worker) and not caller.allows(Scope.ADMIN):
-        raise Problem("forbidden", f"only the member {worker} itself or an admin may do this")
-    return caller
+async def member_or_operator(run: PathName, worker: PathName, caller: Caller) -> Identity:
+    """Return the caller; Problem `forbidden` unless it is the worker of the path or an operator."""
+    if caller.is_member(run, worker):
+        return caller
+    return _check(caller, Scope.OPERATOR, run, "only the member itself, an operator or an admin may do this")
 
 
 async def member(run: PathName, worker: PathName, caller: Caller, service: Service) -> LiveRun:
     """Return the run of the path, for the worker of the path alone."""
     if not caller.is_member(run, worker):
-        raise Problem("forbidden", f"only the member {worker} of the run {run} may do this, with its member token")
+        raise Problem("forbidden", "only the member of this name and run may do this, with its member token")
     return service.run(run)
 
 
 Admin = Annotated[Identity, Depends(admin)]
+AdminOfSome = Annotated[Identity, Depends(admin_of_some)]
+AdminOfRun = Annotated[LiveRun, Depends(admin_of_run)]
+OperatorOfRun = Annotated[LiveRun, Depends(operator)]
 Joiner = Annotated[Identity, Depends(joiner)]
+LineChecker = Annotated[Identity, Depends(line_checker)]
+ExchangersRun = Annotated[LiveRun, Depends(exchanger)]
 ReadableRun = Annotated[LiveRun, Depends(reader)]
 MemberRun = Annotated[LiveRun, Depends(member)]
 AnyMember = Annotated[str, Depends(any_member)]
-MemberOrAdmin = Annotated[Identity, Depends(member_or_admin)]
+MemberOrOperator = Annotated[Identity, Depends(member_or_operator)]
 
 
 def layout_with(run: LiveRun, fragment: int) -> Layout:

@@ -1,4 +1,4 @@
-"""Headers of every kind of answer: X-Request-Id, and those that a handler has added."""
+"""Headers of every kind of answer: X-Request-Id, Cache-Control, and those that a handler has added."""
 
 import re
 import uuid
@@ -41,6 +41,8 @@ class AnswerHeaders:
                 started = True
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id
+                if scope["path"].startswith("/v1/"):  # what needs a token is for nobody else
+                    headers.setdefault("Cache-Control", "private, no-store")
                 headers.update(scope.get("state", {}).get(_ADDED, {}))
             await send(message)
 

@@ -1,15 +1,23 @@
 """Authentication, before anything else: without a token not even the body of a request is read."""
 
+import asyncio
+
 from fastapi.security.utils import get_authorization_scheme_param
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as Connection
 
 from coordinator.http.problems import refuse
+from coordinator.store.tokens import secret_hash
 from protocol.errors import Problem
+from protocol.messages import Scope
+
+REFUSED_IN_S = 1.0  # who is to ask again later is not told at once
 
 
 class Authenticate:
-    """Middleware that finds the holder of the bearer token and puts it into `request.state.identity`, or answers 401.
+    """Middleware that finds the holder of the bearer token and puts it into `request.state.identity`, or answers 401;
+    429 if it sends too many requests.
 
     Only addresses under /v1 need a token; health and documentation are for everybody.
     """
@@ -17,7 +25,7 @@ class Authenticate:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
@@ -25,10 +33,19 @@ class Authenticate:
         if scheme.lower() != "bearer" or not secret:
             await refuse(Problem("unauthorized", "send a token: Authorization: Bearer TOKEN"), scope, receive, send)
             return
-        identity = scope["app"].state.coordinator.identify(secret)
+        coordinator = scope["app"].state.coordinator
+        identity = coordinator.identify(secret)
         if identity is None:
-            detail = "this token is unknown, was revoked, or belongs to a lease that has ended"
+            detail = "this token is unknown, was revoked, has expired, or belongs to a lease that has ended"
             await refuse(Problem("unauthorized", detail), scope, receive, send)
             return
-        scope.setdefault("state", {})["identity"] = identity
+        caller = secret_hash(secret)
+        if not identity.allows(Scope.ADMIN):
+            try:
+                coordinator.callers.rates.take(caller)
+            except Problem as problem:
+                await asyncio.sleep(REFUSED_IN_S)  # or refusing would cost as much as answering
+                await refuse(problem, scope, receive, send)
+                return
+        scope.setdefault("state", {}).update(identity=identity, caller=caller)
         await self._app(scope, receive, send)

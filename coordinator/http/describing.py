@@ -13,12 +13,12 @@ from protocol.wire import MEDIA_TYPE
 Document = dict[str, Any]
 Answers = dict[int | str, Document]  # by status
 
-_EVERYWHERE = ("method-not-allowed", "payload-too-large", "internal")
-_WITH_A_TOKEN = ("unauthorized", "invalid-message")
+_EVERYWHERE = ("method-not-allowed", "request-timeout", "payload-too-large", "head-too-large", "internal", "not-ready")
+_WITH_A_TOKEN = ("unauthorized", "invalid-message", "too-many-requests")
 # Of everything about one run; and of everything that writes.
 OF_A_RUN = ("forbidden", "not-found")
 OF_A_CHANGE = ("storage-full",)
-OF_AN_UPLOAD = ("length-required", "request-timeout", "digest-mismatch", "invalid-payload", *OF_A_CHANGE)
+OF_AN_UPLOAD = ("length-required", "digest-mismatch", "invalid-payload", *OF_A_CHANGE)
 
 _PAYLOAD = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
@@ -29,16 +29,17 @@ _HEADERS = {
     "Retry-After": "Seconds after which asking again may help.",
     "Allow": "The methods that this address takes.",
     "ETag": "The payload digest, in quotes.",
-    "Cache-Control": "private, max-age=31536000, immutable",
+    "Cache-Control": "private, max-age=31536000, immutable; of all that is not immutable: private, no-store.",
     "Accept-Ranges": "bytes",
     "Content-Range": "bytes FIRST-LAST/SIZE, or bytes */SIZE with 416.",
     "Preference-Applied": f"wait=SECONDS, as far as it was asked for: {MAX_WAIT_S:.0f} at most.",
 }
+_WITH_RETRY_AFTER = ("not-published", "worker-name-taken", "too-many-requests", "not-ready", "storage-full")
 _OF_PROBLEM = {
     "unauthorized": ("WWW-Authenticate",),
     "method-not-allowed": ("Allow",),
     "range-not-satisfiable": ("Content-Range",),
-    **dict.fromkeys(("not-published", "worker-name-taken", "not-ready", "storage-full"), ("Retry-After",)),
+    **dict.fromkeys(_WITH_RETRY_AFTER, ("Retry-After",)),
 }
 _OF_BLOB = ("ETag", "Cache-Control", "Accept-Ranges")
 

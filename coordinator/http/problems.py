@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from coordinator.store.database import disk_is_full
 from protocol.errors import Problem, WireError
 from protocol.explaining import explain
+from protocol.printable import printable
 
 MAX_DISCARDED_BYTES = 64 << 20  # more than a fragment's upload, which a worker sends whose lease has just ended
 
@@ -36,7 +37,9 @@ def answer_problems(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> Response:
         faults: list[Any] = list(error.errors())
-        return problem_response(Problem("invalid-message", "; ".join(_explain(fault) for fault in faults[:5])))
+        return problem_response(
+            Problem("invalid-message", "; ".join(explain(fault, echo=False) for fault in faults[:5]))
+        )
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
@@ -51,7 +54,7 @@ def answer_problems(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def _gone(request: Request, _: ClientDisconnect) -> Response:
-        logger.info("%s %s: the client went away", request.method, request.url.path)
+        logger.info("%s %s: the client went away", request.method, printable(request.url.path))
         return Response(status_code=499)  # nobody reads it
 
 
@@ -71,18 +74,12 @@ def _not_allowed(request: Request, where: str, known: str) -> Response:
     return answer
 
 
-def _explain(fault: Any) -> str:
-    if fault["type"] == "json_invalid":
-        return f"the body is not JSON: {fault['ctx']['error']} (at character {fault['loc'][-1]})"
-    return explain(fault)
-
-
 def fault_response(scope: Scope, request_id: str, error: Exception) -> Response:
     """Return the answer to an exception that no handler expects: the disk is full, or it is a fault of Outerstep."""
     if disk_is_full(error):
         scope["app"].state.coordinator.storage.note_full()
         return problem_response(Problem("storage-full", "the coordinator's disk is full", retry_after_s=10))
-    logger.error("request %s: %s %s failed", request_id, scope["method"], scope["path"], exc_info=error)
+    logger.error("request %s: %s %s failed", request_id, scope["method"], printable(scope["path"]), exc_info=error)
     return problem_response(Problem("internal", f"{type(error).__name__}; the log has request {request_id}"))
 
 
@@ -91,15 +88,15 @@ async def refuse(problem: Problem, scope: Scope, receive: Receive, send: Send) -
     await refusal(problem, Headers(scope=scope))(scope, receive, send)
 
 
-def refusal(problem: Problem, headers: Headers) -> Response:
+def refusal(problem: Problem, headers: Headers, *, discarded_bytes: int = MAX_DISCARDED_BYTES) -> Response:
     """Return the answer to a request of these headers whose body has not been read.
 
     The server reads and discards the rest of the body, so that the sender is not cut off before it sees the answer, and
-    the connection stays usable. If the body is longer than MAX_DISCARDED_BYTES, or of unknown length, it is closed.
+    the connection stays usable. If the body is longer than `discarded_bytes`, or of unknown length, it is closed.
     """
     answer = problem_response(problem)
     length = headers.get("content-length", "0")
-    if "transfer-encoding" in headers or not length.isdigit() or int(length) > MAX_DISCARDED_BYTES:
+    if "transfer-encoding" in headers or not length.isdigit() or int(length) > discarded_bytes:
         answer.headers["Connection"] = "close"
     return answer
 

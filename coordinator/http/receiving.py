@@ -17,7 +17,9 @@ from blake3 import blake3
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 
+from coordinator.http.arriving import pieces
 from coordinator.service import Coordinator
+from coordinator.settings import Settings
 from coordinator.store.assembling import Whole
 from coordinator.store.payloads import Body
 from coordinator.tuning.room import Room
@@ -45,17 +47,14 @@ class Upload(ABC):
     def __init__(self, size: int, digest: bytes) -> None:
         self._size, self._digest = size, digest
 
-    async def receive(self, request: Request, idle_s: float) -> None:
+    async def receive(self, request: Request, settings: Settings) -> None:
         """Receive all of the body. Raises Problem: request-timeout, digest-mismatch (if its length is another)."""
         received_bytes = 0
-        try:
-            async for piece in pieces(request, idle_s):
-                received_bytes += len(piece)
-                if received_bytes > self._size:
-                    break
-                await self._add(piece)
-        except TimeoutError:
-            raise Problem("request-timeout", f"nothing arrived for {idle_s:.0f} s; send it again") from None
+        async for piece in pieces(request, settings):
+            received_bytes += len(piece)
+            if received_bytes > self._size:
+                break
+            await self._add(piece)
         if received_bytes != self._size:
             raise Problem("digest-mismatch", f"{received_bytes} bytes arrived, announced were {self._size}")
 
@@ -143,17 +142,6 @@ class ThroughFile(Upload):
             self._path.unlink(missing_ok=True)
 
 
-async def pieces(request: Request, idle_s: float) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives. Raises TimeoutError if nothing arrives for `idle_s`."""
-    body = request.stream()
-    while True:
-        async with asyncio.timeout(idle_s):
-            piece = await anext(body, None)
-        if not piece:
-            return
-        yield piece
-
-
 class Received:
     """The body of a request, received. `part` is None where it is a whole payload. Set `over` where no other part of
     it is wanted."""
@@ -190,7 +178,7 @@ async def received(
         ThroughFile(size, announced, service.data.scratch()) if content is None else InMemory(size, announced, content)
     )
     try:
-        await upload.receive(request, service.settings.upload_idle_s)
+        await upload.receive(request, service.settings)
         if part is None:
             yield Received(upload)
         else:
@@ -210,7 +198,8 @@ def _of_whole(
         memory = None if room is None else room.take(part.total)
         return service.data.scratch() if memory is None else memory
 
-    key = f"{request.state.identity.worker} {request.url.path}"
+    identity = request.state.identity
+    key = f"{identity.run} {identity.worker}", request.url.path
     whole = service.wholes.get(key, part.total, part.digest, target)
     arrived = Received(upload, part, whole)
     try:

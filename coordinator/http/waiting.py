@@ -36,8 +36,11 @@ async def poll(
     wait_s: float,
     from_memory: Callable[[], tuple[bool, Answer] | None],
     under_lock: Callable[[], tuple[bool, Answer]],
+    check_still: Callable[[], None],
 ) -> Answer:
     """Ask now and at every ring of `topic`, until the result is (True, answer) or time is up; return the last answer.
+
+    `check_still` is called before each: it raises Problem where whoever waits may do so no more.
 
     `under_lock` is asked on a thread. `from_memory` is asked first, on the event loop: it returns what `under_lock`
     would if it can tell without a lock and without the database, and otherwise None.
@@ -49,6 +52,7 @@ async def poll(
     until = loop.time() + wait_s * (1 - bell.spread() / 5)
     while True:
         with bell.listening(run, topic) as ring:
+            check_still()
             final, answer = from_memory() or await _ask_in_turn(bell, from_memory, under_lock)
             remaining = until - loop.time()
             if final or remaining <= 0 or bell.closed:

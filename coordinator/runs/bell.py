@@ -80,6 +80,10 @@ class Bell:
         finally:
             listening.pop(ring, None)
 
+    def is_listened_to(self, run: str, topic: str) -> bool:
+        """Return True if somebody waits for `topic`, or reads the run in order to."""
+        return run in self._listening and bool(self._listening[run].get(topic))
+
     def close(self) -> None:
         """Release all who wait, and let nobody wait from now on: the server is stopping. On the event loop."""
         self.closed = True

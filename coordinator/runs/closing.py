@@ -1,11 +1,14 @@
 """The closing of a fragment: from then on its contributors are fixed. `rounds.py` decides when."""
 
+from collections.abc import Set
+
 from sqlalchemy import select
 
 from coordinator.runs.equal_work import tell_equal_work
 from coordinator.runs.live_run import Change, Settling
 from coordinator.runs.open_round import OpenRound
-from coordinator.runs.rounds import Close, advance
+from coordinator.runs.rounds import Close, advance, names_of
+from coordinator.runs.weights import weights
 from coordinator.store.tables import EventRow, FragmentRow
 from protocol.messages import RunState
 
@@ -16,37 +19,44 @@ def close_due(settling: Settling) -> bool:
     if opening is None or run.state is RunState.STOPPED:
         return False
     now = run.world.clock()
-    expected = opening.assigned & run.members.live()
-    decisions = [each.due(expected, run.spec.members, opening.opened_at, now) for each in opening.fragments]
+    members, policy = run.members, run.spec.members
+    expected, newcomers = members.waited_for(opening.assigned)
+    decisions = [
+        each.due(expected, newcomers, members.owners, policy, opening.opened_at, now) for each in opening.fragments
+    ]
     if not any(decisions):
         return False
     with settling.change() as change:
         for index, decision in enumerate(decisions):
             if decision is not None:
-                _close(change, opening, index, decision)
+                _close(change, opening, index, decision, expected | newcomers)
     return True
 
 
-def _close(change: Change, opening: OpenRound, index: int, decision: Close) -> None:
-    """Fix the contributors of fragment `index`, durably."""
+def _close(change: Change, opening: OpenRound, index: int, decision: Close, waited_for: Set[str]) -> None:
+    """Fix the contributors of fragment `index`, and their weights, durably."""
     run, fragment = change.run, opening.fragments[index]
-    contributors = {worker: fragment.contributed[worker].tokens for worker in decision.contributors}
+    tokens = {worker: fragment.contributed[worker].tokens for worker in decision.contributors}
+    contributors = weights(tokens, run.spec.sync)
     late = sorted((opening.assigned & run.members.live()) - contributors.keys())
+    reason = decision.reason
+    if ignored := [worker for worker in late if worker not in waited_for]:
+        reason += f"; nobody waited for {names_of(ignored)}"
     row = change.session.get_one(FragmentRow, (run.id, opening.number, index))
     closed = advance(fragment.state, "closed")
-    row.state, row.reason, row.contributors = closed, decision.reason, contributors
+    row.state, row.reason, row.contributors = closed, reason, contributors
     row.closed_at = run.world.now()
     if fragment.quorum_at is not None:
         row.quorum_at = row.closed_at - (run.world.clock() - fragment.quorum_at)
     if late and not _is_late_recorded(change, opening.number, late):
-        message = f"round {opening.number}, first in fragment {index}: {decision.reason}"
+        message = f"round {opening.number}, first in fragment {index}: {reason}"
         change.record("late", message, round=opening.number, fragment=index, workers=late)
 
     if index == 0:  # one tells of all of them
         tell_equal_work(change, opening.number, index)
 
     def apply() -> None:
-        fragment.state, fragment.closes_at = closed, None
+        fragment.state, fragment.closes_at, fragment.weights = closed, None, contributors
 
     change.then(apply)
 

@@ -22,7 +22,9 @@ def epochs(run: LiveRun, limit: int, before: int | None) -> Page[EpochInfo]:
 
     An epoch's place in this order is the first unit of its pool plus its number; those below `before` are returned.
     """
-    with run.lock, run.world.database.read() as session:
+    with run.lock:
+        pass  # what is just being changed is in the database afterwards
+    with run.world.database.read() as session:
         found = list(islice(_begun(all_pools(session, run), before), limit + 1))
         items = [_epoch(session, pool, epoch) for pool, epoch in found[:limit]]
     return Page(items=items, next=str(_place(*found[limit - 1])) if len(found) > limit else None)

@@ -7,8 +7,6 @@ from sqlalchemy import select
 from coordinator.runs.live_run import Change
 from coordinator.store.tables import ContributionRow, EventRow
 
-EVENT = "equal"
-
 
 def tell_equal_work(change: Change, round_: int, fragment: int) -> None:
     """Record an event where contributions to the fragment have the same loss and norm, bit for bit; once for the same
@@ -26,7 +24,7 @@ def tell_equal_work(change: Change, round_: int, fragment: int) -> None:
         if len(workers) > 1 and not _is_recorded(change, workers):
             told = "" if loss is None else f"loss {loss:.6g}, "
             change.record(
-                EVENT,
+                "equal",
                 f"round {round_}: {', '.join(workers)} have sent the same ({told}norm {norm:.6g}), as of "
                 "training on the same data: they count twice and bring the work of one; a script takes units(), or "
                 "seeds its own batches by diloco.data_seed",
@@ -38,6 +36,6 @@ def tell_equal_work(change: Change, round_: int, fragment: int) -> None:
 
 def _is_recorded(change: Change, workers: list[str]) -> bool:
     recorded = change.session.scalars(
-        select(EventRow.data).where(EventRow.run_id == change.run.id, EventRow.kind == EVENT)
+        select(EventRow.data).where(EventRow.run_id == change.run.id, EventRow.kind == "equal")
     )
     return any(set(workers) <= set(data["workers"]) for data in recorded)

@@ -24,9 +24,13 @@ from coordinator.runs.bell import EVENTS
 from coordinator.runs.members import Members
 from coordinator.runs.open_round import OpenRound
 from coordinator.runs.outer import OuterState
+from coordinator.runs.pacing import Paces
+from coordinator.screening.measuring import Found
+from coordinator.store import audit
 from coordinator.store.blobs import Blobs, RunNames
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database
+from coordinator.store.identity import Actor
 from coordinator.store.tables import EventRow, RunRow, WorkerRow
 from coordinator.tuning.room import Room
 from protocol.digest import model_digest
@@ -52,6 +56,7 @@ class World:
     room: Room  # for payloads in memory
     closing: threading.Event  # the coordinator stops: long work on other threads ends early
     settle: Callable[["Settling"], None]  # bring a run to its fixpoint
+    secret: bytes  # from which the keys of sketches come (screening/measuring.py)
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
 
@@ -65,6 +70,7 @@ class Arrival:
     digest: bytes
     size: int
     content: memoryview | None
+    found: Found | None
     processed: bool = False
     created: bool = False
     error: BaseException | None = None
@@ -113,6 +119,7 @@ class LiveRun:
         self._removed = False
 
         self.members = Members(self.spec.members.lease_s)
+        self.paces = Paces(self.spec.sync)
         self.outer = OuterState(world.data.states(row.name), self.lock)
         self.reports: deque[QueuedReport] = deque()  # not booked yet
         self.arrivals: deque[Arrival] = deque()  # contributions to be committed, by whoever gets the lock next
@@ -169,6 +176,11 @@ class LiveRun:
         with self.lock:
             self._open, self._restored = opening, True
             self.settle()
+
+    def suspend(self) -> None:
+        """Let nothing follow from changes until `restored`: the run in memory is about to be made anew. Under its lock,
+        which the caller keeps until then."""
+        self._restored = False
 
     def removed(self) -> None:
         """Let nothing change or settle from now on, whoever still has this run: its rows have gone."""
@@ -277,9 +289,19 @@ class Change:
         step = self.run.step + steps
         self.row.round, self.row.step = opening.number + 1, step
         self.then(partial(setattr, self.run, "_open", None))
-        self.then(partial(self.run.members.end_round, opening.assigned))
+        self.then(partial(self.run.members.end_round, opening.assigned, opening.contributed))
+        seen = opening.paces(self.run.spec.unit_tokens)
+        self.then(partial(self.run.paces.see, seen, self.run.members.claimed_paces()))
         self.then(partial(setattr, self.run, "_round", opening.number + 1))
         self.then(partial(setattr, self.run, "_step", step))
+
+    def go_back(self, round_: int, step: int) -> None:
+        """Make `round_` the next round, whatever was open. `step`: the inner steps of the schedule before it."""
+        self.row.round, self.row.step = round_, step
+        self.then(partial(setattr, self.run, "_open", None))
+        self.then(partial(setattr, self.run, "_round", round_))
+        self.then(partial(setattr, self.run, "_step", step))
+        self.then(self.run.outer.forget_deltas)
 
     def record(self, kind: str, message: str, **data: Any) -> None:
         """Record an event, in the same transaction as the rows, and wake those who follow the events."""
@@ -288,6 +310,10 @@ class Change:
         self.session.add(EventRow(run_id=run.id, at=run.world.now(), kind=kind, message=message, data=data))
         self.then(lambda: setattr(run, "events_recorded", run.events_recorded + 1))
         self.wake(EVENTS)
+
+    def audit(self, by: Actor, act: str, message: str) -> None:
+        """Add an entry to the audit, in the same transaction."""
+        audit.note(self.session, self.run.world.now(), by, act, message, self.run.name)
 
     def wake(self, topic: str | None = None) -> None:
         """Once the run has settled, wake those who wait for `topic` (None: all) and those who follow the events."""

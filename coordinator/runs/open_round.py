@@ -1,19 +1,26 @@
 """The open round in memory: who has an assignment for it, and what each fragment has collected."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from coordinator.runs.rounds import Close, decide, has_quorum
+from coordinator.screening.measuring import Found
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
 
 
 @dataclass(frozen=True)
 class AcceptedContribution:
-    """An accepted contribution: its weight, and the digest that names its blob."""
+    """An accepted contribution: the tokens that it may weigh, and the digest that names its blob.
+
+    found  what it is judged by; None after a restart, or where there was no room for it, until it is looked at again
+    at     when it was there, by the monotonic clock; None after a restart
+    """
 
     tokens: int
     digest: bytes
+    found: Found | None = None
+    at: float | None = None
 
 
 @dataclass
@@ -21,24 +28,36 @@ class OpenFragment:
     """One fragment of the open round. Times are of the monotonic clock.
 
     contributed   the accepted contributions, by worker
+    weights       what each of them weighs, in tokens, by worker; fixed when the fragment is closed
     contents      the payloads of those that are also in memory, by worker, until they are averaged
     """
 
     state: FragmentState = FragmentState.COLLECTING
     reason: str = "just opened"
     contributed: dict[str, AcceptedContribution] = field(default_factory=dict)
+    weights: dict[str, int] = field(default_factory=dict)
     contents: dict[str, memoryview] = field(default_factory=dict)
     quorum_at: float | None = None
     closes_at: float | None = None
 
-    def due(self, expected: Set[str], policy: MembersSpec, opened_at: float, now: float) -> Close | None:
-        """Return with whom the fragment is to be closed now; None if it is not. Note why, and when to decide again."""
+    def due(
+        self,
+        expected: Set[str],
+        newcomers: Set[str],
+        owners: Mapping[str, str],
+        policy: MembersSpec,
+        opened_at: float,
+        now: float,
+    ) -> Close | None:
+        """Return with whom the fragment is to be closed now; None if it is not. Note why, and when to decide again. Of
+        `expected`, who are of these `owners`, the quorum is made; for `newcomers` the fragment waits too."""
         if self.state is not FragmentState.COLLECTING:
             return None
         contributed = self.contributed.keys()
-        if self.quorum_at is None and has_quorum(expected, contributed, policy):
+        if self.quorum_at is None and has_quorum(expected, contributed, policy, owners):
             self.quorum_at = now
-        decision = decide(expected, contributed, policy, opened_at=opened_at, quorum_at=self.quorum_at, now=now)
+        waited_for = expected | newcomers
+        decision = decide(waited_for, contributed, policy, opened_at=opened_at, quorum_at=self.quorum_at, now=now)
         self.reason = decision.reason
         if isinstance(decision, Close):
             return decision
@@ -63,6 +82,7 @@ class OpenRound:
     steps                  those of it, for a worker that does all of its own
     assigned               workers that hold an assignment for it
     assignments            by worker, as far as they are in memory
+    handed_out             by worker: when it was told of its assignment first, by the monotonic clock
     without_earlier_units  workers known to hold no units of earlier rounds
     consumed               by worker: the units that its contribution to this round has consumed
     diverged               workers that were refused because they hold another state
@@ -78,6 +98,7 @@ class OpenRound:
     assigned: set[str]
     fragments: list[OpenFragment]
     assignments: dict[str, RoundAssignment] = field(default_factory=dict)
+    handed_out: dict[str, float] = field(default_factory=dict)
     without_earlier_units: set[str] = field(default_factory=set)
     consumed: dict[str, list[list[int]]] = field(default_factory=dict)
     diverged: set[str] = field(default_factory=set)
@@ -94,7 +115,23 @@ class OpenRound:
         if carried is not None and not carried:
             self.without_earlier_units.add(worker)
 
+    @property
+    def contributed(self) -> set[str]:
+        """The workers that have contributed to any fragment."""
+        return {worker for fragment in self.fragments for worker in fragment.contributed}
+
+    def paces(self, unit_tokens: int) -> dict[str, tuple[int, float]]:
+        """Return for each contributor the steps of its first contribution, and the seconds that it took to be there."""
+        first: dict[str, tuple[float, int]] = {}
+        for fragment in self.fragments:
+            for worker, each in fragment.contributed.items():
+                if each.at is not None and worker in self.handed_out:
+                    mine = each.at - self.handed_out[worker], each.tokens // unit_tokens
+                    first[worker] = min(first.get(worker, mine), mine)
+        return {worker: (steps, seconds) for worker, (seconds, steps) in first.items()}
+
     def leave(self, worker: str) -> None:
         """Forget what is in memory of a worker whose lease has ended. Its contributions stay, and so does its part."""
         self.assignments.pop(worker, None)
+        self.handed_out.pop(worker, None)
         self.diverged.discard(worker)

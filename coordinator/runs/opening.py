@@ -5,9 +5,11 @@ The workers get their units in worker-id order, so that it does not matter who a
 
 from coordinator.runs import pacing
 from coordinator.runs.bell import ASSIGNMENTS
+from coordinator.runs.evaluators import evaluators
 from coordinator.runs.live_run import LiveRun, Settling
 from coordinator.runs.open_round import OpenFragment, OpenRound, RoundAssignment
 from coordinator.runs.pools import pools_of
+from coordinator.runs.quarantine import kept_out
 from coordinator.runs.steps import round_steps, share_of
 from coordinator.runs.units import deal_units, workers_with_units
 from coordinator.store.tables import AssignmentRow, FragmentRow, RoundRow
@@ -39,10 +41,15 @@ def why_not_open(run: LiveRun) -> str | None:
     if not run.seeded:
         seeder = run.members.seeder
         return "waiting for state 0" if seeder is None else f"{seeder} uploads state 0"
-    ready, least = len(run.members.candidates()), run.spec.members.min_workers
+    ready, least = len(_candidates(run)), run.spec.members.min_workers
     if ready < least:
         return f"round {run.round} waits for workers: {ready} of at least {least} are ready"
     return None
+
+
+def _candidates(run: LiveRun) -> set[str]:
+    found = run.members.candidates()
+    return found - kept_out(run, found)
 
 
 def open_next(settling: Settling) -> bool:
@@ -50,23 +57,23 @@ def open_next(settling: Settling) -> bool:
     run = settling.run
     if run.open is not None or why_not_open(run) is not None:
         return False
-    workers = sorted(run.members.candidates())
+    workers = sorted(_candidates(run))
     fragments = range(len(run.outer.states))
     opening = OpenRound(
         run.round, run.step, round_steps(run), run.world.clock(), set(workers), [OpenFragment() for _ in fragments]
     )
     with settling.change() as change:
         session = change.session
-        session.add(RoundRow(run_id=run.id, round=run.round, opened_at=run.world.now(), closed_at=None))
+        session.add(RoundRow(run_id=run.id, round=run.round, step=run.step, opened_at=run.world.now(), closed_at=None))
         for index in fragments:
             collecting = FragmentState.COLLECTING
             session.add(FragmentRow(run_id=run.id, round=run.round, fragment=index, state=collecting, reason=""))
         opening.without_earlier_units = set(workers) - workers_with_units(session, run.id)
         inner_steps = {worker: inner_steps_of(run, worker) for worker in workers}
         units = deal_units(session, pools_of(session, run, workers), run.round, inner_steps)
+        evaluating = evaluators(run, session, workers)
         for worker in workers:
-            evaluate = is_evaluated(run) and (run.spec.data.private or worker == workers[0])
-            opening.assignments[worker] = RoundAssignment(inner_steps[worker], evaluate, units[worker])
+            opening.assignments[worker] = RoundAssignment(inner_steps[worker], worker in evaluating, units[worker])
             session.add(assignment_row(run, worker, opening.assignments[worker]))
         message = f"round {run.round} opened with {len(workers)} workers"
         change.record("round-opened", message, round=run.round, workers=workers)
@@ -82,14 +89,9 @@ def assignment_row(run: LiveRun, worker: str, assignment: RoundAssignment) -> As
     )
 
 
-def is_evaluated(run: LiveRun) -> bool:
-    """Return True if the state from which the open or next round starts is to be evaluated."""
-    return run.round % run.spec.evaluation.every_rounds == 0
-
-
 def inner_steps_of(run: LiveRun, worker: str) -> int:
     """Return H of `worker` for the open or next round if it begins now; of the run's last round it may be a part."""
     opening = run.open
     elapsed_s = 0.0 if opening is None else run.world.clock() - opening.opened_at
-    speed = run.members.metrics(worker).inner_steps_per_second
-    return share_of(run, pacing.inner_steps(run.spec.sync, speed, elapsed_s))
+    pace = run.paces.believed(worker, run.members.metrics(worker).inner_steps_per_second)
+    return share_of(run, pacing.inner_steps(run.spec.sync, pace, elapsed_s))

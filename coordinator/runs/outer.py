@@ -68,6 +68,10 @@ class OuterState:
         kept = {key: each for key, each in self.deltas.items() if key[0] >= round_ or not last}
         self.deltas = kept | {(round_, fragment): digest}
 
+    def forget_deltas(self) -> None:
+        """Forget all deltas: rounds of the same numbers will have others."""
+        self.deltas, self.lost = {}, set()
+
     def await_round(self, fragment: int, round_: int, timeout_s: float) -> bool:
         """Wait until the fragment's state is of `round_` or later; return False if time is up. Releases the run's lock
         meanwhile."""

@@ -5,11 +5,16 @@ quorum and leases are inputs to `decide`, not states. Times are seconds of one m
 """
 
 import math
-from collections.abc import Set
+from collections import Counter
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from fractions import Fraction
+from types import MappingProxyType
 
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
+
+NOBODYS: Mapping[str, str] = MappingProxyType({})  # no worker's token is known
 
 # state -> what happens -> the state after it. docs/rounds.md is drawn from this.
 TRANSITIONS: dict[FragmentState, dict[str, FragmentState]] = {
@@ -48,9 +53,27 @@ class Close:
     reason: str
 
 
-def has_quorum(expected: Set[str], contributed: Set[str], policy: MembersSpec) -> bool:
-    """Return True if more than half of the workers of this round have contributed, and at least `min_workers`."""
-    return len(contributed) >= policy.min_workers and 2 * len(contributed) > len(expected | contributed)
+def has_quorum(
+    expected: Set[str], contributed: Set[str], policy: MembersSpec, owners: Mapping[str, str] = NOBODYS
+) -> bool:
+    """Return True if more than half of the voices of this round have contributed, and at least `min_workers` workers.
+
+    `expected`: those of whom a quorum is made. `owners`: the token that each joined with. Every token has one voice,
+    which its workers share; a worker of none that is known has one of its own. Where just half of the voices have
+    contributed, more than half of the workers must have.
+    """
+    if len(contributed) < policy.min_workers:
+        return False
+    voices, present = _by_owner(expected | contributed, owners), _by_owner(contributed, owners)
+    parts = (Fraction(count, voices[owner]) for owner, count in present.items() if count < voices[owner])
+    whole = sum(count == voices[owner] for owner, count in present.items())
+    more = 2 * (whole + sum(parts)) - len(voices)
+    return more > 0 or (more == 0 and 2 * len(contributed) > voices.total())
+
+
+def _by_owner(workers: Set[str], owners: Mapping[str, str]) -> Counter[str]:
+    """Count the workers of each token; one of none that is known is by itself."""
+    return Counter(map(owners.get, workers, workers))
 
 
 def grace_s(policy: MembersSpec, opened_at: float, quorum_at: float) -> float:
@@ -69,8 +92,9 @@ def decide(
 ) -> Wait | Close:
     """Decide whether to wait or to close, with the reason in one sentence.
 
-    `expected`: live workers that hold an assignment for this round. `contributed`: workers whose contribution was
-    accepted, live or not: what was acknowledged counts. `quorum_at`: when `has_quorum` became True; None before.
+    `expected`: live workers that hold an assignment for this round and are waited for. `contributed`: workers whose
+    contribution was accepted, live or not: what was acknowledged counts. `quorum_at`: when `has_quorum` became True;
+    None before.
     """
     missing = sorted(expected - contributed)
     everybody = len(expected | contributed)
@@ -82,7 +106,7 @@ def decide(
             f"{len(contributed)} of at least {policy.min_workers} workers have contributed; "
             "waiting for more workers to join",
         )
-    waiting = f"waiting for {len(missing)} of {everybody} workers ({_names(missing)})"
+    waiting = f"waiting for {len(missing)} of {everybody} workers ({names_of(missing)})"
     capped_at = math.inf
     if policy.round_max_s is not None and len(contributed) >= policy.min_workers:
         capped_at = opened_at + policy.round_max_s
@@ -91,16 +115,18 @@ def decide(
     if closes_at == math.inf:
         return Wait(None, f"{waiting}; no deadline before a quorum has contributed")
     if now < closes_at:
-        return Wait(closes_at, f"{waiting}; closes in {closes_at - now:.0f} s")
+        latest = " at the latest" if quorum_at is None else ""
+        return Wait(closes_at, f"{waiting}; closes in {closes_at - now:.0f} s{latest}")
     if quorum_at is not None and graced_at <= capped_at:
         why = f"after {graced_at - quorum_at:.0f} s of grace"
     else:
         why = f"by the cap of {policy.round_max_s:.0f} s per round"
     return Close(
         tuple(sorted(contributed)),
-        f"closed without {_names(missing)} {why}; {len(contributed)} of {everybody} workers have contributed",
+        f"closed without {names_of(missing)} {why}; {len(contributed)} of {everybody} workers have contributed",
     )
 
 
-def _names(workers: list[str]) -> str:
+def names_of(workers: list[str]) -> str:
+    """Return the first three of them, and how many more there are."""
     return ", ".join(workers[:3]) + (f" and {len(workers) - 3} more" if len(workers) > 3 else "")

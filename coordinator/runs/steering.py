@@ -9,6 +9,7 @@ A run that comes to rest gets a checkpoint of its last state (`checkpointing.py`
 """
 
 from coordinator.runs.live_run import Change, LiveRun, Settling
+from coordinator.store.identity import Actor
 from protocol.errors import Problem
 from protocol.messages import RunState
 
@@ -22,7 +23,7 @@ CHANGES: dict[RunState, set[RunState]] = {
 }
 
 
-def change_state(run: LiveRun, state: RunState) -> None:
+def change_state(run: LiveRun, state: RunState, by: Actor) -> None:
     """Pause, resume, drain or stop. Problem `run-ended` for a run that is over."""
     with run.change() as change:
         if state is run.state:
@@ -30,6 +31,7 @@ def change_state(run: LiveRun, state: RunState) -> None:
         if state not in CHANGES[run.state]:
             raise Problem("run-ended", f"the run {run.name} is {run.state} and cannot become {state}")
         _set_state(change, state, f"the operator set the run to {state}")
+        change.audit(by, "run-changed", f"set the run to {state}")
         change.wake()
 
 
@@ -54,6 +56,12 @@ def must_leave(run: LiveRun, worker: str) -> bool:
     taking_part = run.open.assigned & run.members.live()
     contributed = min((len(fragment.contributed) for fragment in run.open.fragments), default=0)
     return worker not in taking_part and max(len(taking_part), contributed) >= run.spec.members.min_workers
+
+
+def turns_away(run: LiveRun, worker: str) -> bool:
+    """Return True if the run is draining and `worker`, which holds no lease, is not to join it: it would be told to
+    leave. Whoever has a part in the open round may come back to finish it."""
+    return must_leave(run, worker) and (run.open is None or worker not in run.open.assigned)
 
 
 def _set_state(change: Change, state: RunState, message: str, *, kind: str | None = None) -> None:

@@ -235,12 +235,25 @@ def unconsume_units(session: Session, run_id: int, worker: str, round_: int, *, 
     return sum(row.stop - row.start for row in rows)
 
 
-def merge_adjacent(session: Session, run_id: int, round_: int) -> None:
-    """Merge adjacent free ranges into one row, and adjacent ranges that were consumed before `round_`.
+def return_since(session: Session, run_id: int, round_: int) -> list[Range]:
+    """Return to the pools all units that are assigned, and those that `round_` and later rounds have consumed; these
+    ranges are the answer."""
+    since = or_(UnitRangeRow.state == "assigned", UnitRangeRow.consumed_round >= round_)
+    rows = session.scalars(select(UnitRangeRow).where(UnitRangeRow.run_id == run_id, since)).all()
+    consumed = [(row.start, row.stop) for row in rows if row.state == "consumed"]
+    for row in rows:
+        row.state, row.worker, row.round, row.consumed_round = "free", None, None, None
+    return consumed
 
-    So the table grows neither with the rounds nor with the workers. Nobody will name a unit again that a past round has
-    consumed; which worker trained on it is in the history of contributions.
+
+def merge_adjacent(session: Session, run_id: int, round_: int, settled: int | None = None) -> None:
+    """Merge adjacent free ranges into one row, and adjacent ranges that one round before `round_` has consumed, or any
+    rounds before `settled` (None: before `round_`), to which the run cannot go back any more.
+
+    So the table grows neither with the workers nor, for long, with the rounds. Nobody will name a unit again that a
+    past round has consumed; which worker trained on it is in the history of contributions.
     """
+    settled = round_ if settled is None else settled
     rows = session.scalars(
         select(UnitRangeRow)
         .where(
@@ -251,7 +264,7 @@ def merge_adjacent(session: Session, run_id: int, round_: int) -> None:
     ).all()
     last: UnitRangeRow | None = None
     for row in rows:
-        if last is not None and (last.state, last.stop) == (row.state, row.start):
+        if last is not None and (last.state, last.stop) == (row.state, row.start) and _alike(last, row, settled):
             last.stop = row.stop
             if row.consumed_round is not None and last.consumed_round is not None:
                 last.consumed_round = max(last.consumed_round, row.consumed_round)
@@ -259,6 +272,13 @@ def merge_adjacent(session: Session, run_id: int, round_: int) -> None:
         else:
             last = row
             last.worker = last.round = None
+
+
+def _alike(a: UnitRangeRow, b: UnitRangeRow, settled: int) -> bool:
+    """Return True if a roll-back would return both ranges, or neither."""
+    if a.consumed_round is None or b.consumed_round is None:
+        return True
+    return a.consumed_round == b.consumed_round or max(a.consumed_round, b.consumed_round) < settled
 
 
 def merged(ranges: list[Range]) -> list[Range]:

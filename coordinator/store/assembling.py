@@ -16,9 +16,12 @@ from protocol.digest import digest
 from protocol.errors import Problem
 
 KEPT_S = 300.0
+BYTES_PER_OWNER = 4 << 30
+RETRY_S = 5.0
 MAX_GAPS = 1000  # between the parts of one payload: more than any client of good will leaves
 
 Range = tuple[int, int]  # half-open
+Key = tuple[str, str]  # its owner, and which of the owner's it is
 
 
 class Whole:
@@ -85,31 +88,38 @@ class Whole:
 
 
 class Wholes:
-    """The payloads that are being put together, one for each key. Thread-safe. `clock` gives seconds."""
+    """The payloads that are being put together, one for each key; `bytes_per_owner` at most of one owner, or one alone.
+    Thread-safe. `clock` gives seconds."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], bytes_per_owner: int = BYTES_PER_OWNER) -> None:
         self._clock, self._lock = clock, threading.Lock()
-        self._found: dict[str, Whole] = {}
+        self._bytes_per_owner = bytes_per_owner
+        self._found: dict[Key, Whole] = {}
 
     @property
     def waiting(self) -> int:
         """How many are not all there."""
         return len(self._found)
 
-    def get(self, key: str, size: int, digest: bytes, target: Callable[[], memoryview | Path]) -> Whole:
-        """Return the payload of this key; a new one in a `target` if there is none, or one of other bytes."""
+    def get(self, key: Key, size: int, digest: bytes, target: Callable[[], memoryview | Path]) -> Whole:
+        """Return the payload of this key; a new one in a `target` if there is none, or one of other bytes. Problem
+        `too-many-requests` if others of its owner leave it no room."""
         now = self._clock()
         with self._lock:
             found = self._found.get(key)
             if found is not None and (found.size, found.digest) == (size, digest):
                 found.touched = now
                 return found
+            others = sum(each.size for other, each in self._found.items() if other[0] == key[0] and other != key)
+            if others and others + size > self._bytes_per_owner:
+                detail = f"payloads of {others} bytes are not all there yet; send the rest of these first"
+                raise Problem("too-many-requests", detail, retry_after_s=RETRY_S)
             self._found[key] = made = Whole(size, digest, target(), now)
         if found is not None:
             found.discard()
         return made
 
-    def drop(self, key: str, whole: Whole) -> None:
+    def drop(self, key: Key, whole: Whole) -> None:
         """Forget a payload that was taken, or refused for good."""
         with self._lock:
             if self._found.get(key) is whole:

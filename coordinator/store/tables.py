@@ -32,7 +32,7 @@ def _account() -> Any:
 
 
 class TokenRow(Base):
-    """A bearer token of an operator, a worker or a viewer; only the hash of its secret is stored."""
+    """A bearer token; only the hash of its secret is stored. `protocol.messages.TokenInfo` says what the rest means."""
 
     __tablename__ = "tokens"
 
@@ -41,6 +41,29 @@ class TokenRow(Base):
     note: Mapped[str] = mapped_column(String(200))
     secret_hash: Mapped[bytes] = mapped_column(unique=True)
     created_at: Mapped[float]
+    run: Mapped[str | None] = mapped_column(String(64))
+    worker: Mapped[str | None] = mapped_column(String(64))
+    names: Mapped[int | None]
+    uses: Mapped[int | None]
+    used: Mapped[int] = _counter()
+    parent: Mapped[str | None] = mapped_column(String(16))
+    expires_at: Mapped[float | None]
+    last_used_at: Mapped[float | None]
+
+
+class AuditRow(Base):
+    """What somebody did with a token, or to one. `run` is a name, as the entry outlives the run, and `token` may be of
+    one that was revoked; null where the coordinator itself did it."""
+
+    __tablename__ = "audit"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    at: Mapped[float]
+    token: Mapped[str | None] = mapped_column(String(16))
+    address: Mapped[str | None] = mapped_column(String(64))
+    act: Mapped[str] = mapped_column(String(32))
+    run: Mapped[str | None] = mapped_column(String(64))
+    message: Mapped[str]
 
 
 class RunRow(Base):
@@ -75,11 +98,13 @@ class RunRow(Base):
 
 
 class WorkerRow(Base):
-    """A member of a run. `epoch` counts its joins; `token_hash` is null while it holds no lease.
+    """A member of a run. `epoch` counts its joins; `token_hash` is null while it holds no lease. `token` is the id of
+    the token that the name belongs to, also after that was revoked; null where it belongs to whoever joins next.
 
     `contributions` counts the rounds that it contributed to, `place` the workers that joined the run before it. With
     private data `units` is the length of an epoch of its own training set, null if it has not told it; `next_unit` and
-    `checked_epochs` are of that set, as the run's are of a set that all have.
+    `checked_epochs` are of that set, as the run's are of a set that all have. `standing` is a
+    `coordinator.screening.standing.Standing`, as far as it is not that of a newcomer.
     """
 
     __tablename__ = "workers"
@@ -105,6 +130,8 @@ class WorkerRow(Base):
     units: Mapped[int | None]
     next_unit: Mapped[int] = _counter()
     checked_epochs: Mapped[int] = _counter()
+    token: Mapped[str | None] = mapped_column(String(16))
+    standing: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
 
 
 class UnitRangeRow(Base):
@@ -147,12 +174,14 @@ class AssignmentRow(Base):
 
 
 class RoundRow(Base):
-    """A round that was opened. Its sums are null until they replace the rows of its contributions and fragments."""
+    """A round that was opened, `step` inner steps into the schedule; null where an earlier version did not note it. Its
+    sums are null until they replace the rows of its contributions and fragments."""
 
     __tablename__ = "rounds"
 
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
     round: Mapped[int] = mapped_column(primary_key=True)
+    step: Mapped[int | None]
     opened_at: Mapped[float]
     closed_at: Mapped[float | None]  # when its last delta was published
     tokens: Mapped[int | None]
@@ -166,7 +195,8 @@ class RoundRow(Base):
 
 
 class FragmentRow(Base):
-    """One fragment of a round. `contributors` is fixed when collecting ends: {worker: tokens}."""
+    """One fragment of a round. `contributors` is fixed when collecting ends: {worker: tokens}. `verdicts` say how far
+    each of them is in the delta: {worker: `protocol.messages.Verdict`}; `reference` is the norm that they are by."""
 
     __tablename__ = "fragments"
     __table_args__ = (
@@ -180,6 +210,8 @@ class FragmentRow(Base):
     state: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str]
     contributors: Mapped[dict[str, Any] | None]
+    reference: Mapped[float | None]
+    verdicts: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
     delta_bytes: Mapped[int | None]
     delta_digest: Mapped[bytes | None]
     closed_at: Mapped[float | None]  # when collecting ended
@@ -273,6 +305,7 @@ class EvaluationRow(Base):
     stand for `bytes` of text; null if that is not known.
 
     Of rounds that `retention` has summed up there is one row, in which several workers' mean has the worker "".
+    `confirmed`: whoever else was asked, a majority, says the same; or nobody else was.
     """
 
     __tablename__ = "evaluations"
@@ -283,6 +316,7 @@ class EvaluationRow(Base):
     loss: Mapped[float]
     tokens: Mapped[int]
     bytes: Mapped[int | None]
+    confirmed: Mapped[bool] = mapped_column(default=True, server_default="1")
 
 
 class EventRow(Base):

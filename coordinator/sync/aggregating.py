@@ -1,11 +1,13 @@
 """Aggregation: payloads of contributions in, frames of a delta out. Pure arithmetic in bounded memory.
 
-AGGREGATORS has the rules by the names that they have in run specs (`sync.aggregation`). However many workers
-contribute, memory holds one fp32 chunk (two if the codec sends only some of the values), one worker's encoded chunk and
-the encoded delta. The sum is in worker-id order, never in order of arrival, so the bytes do not depend on timing.
+AGGREGATORS has the rules by the names that they have in run specs (`sync.aggregation`); what they leave out beforehand
+is in `screening/judging.py`. However many workers contribute, memory holds one fp32 chunk (two if the codec sends only
+some of the values), one worker's encoded chunk and the encoded delta; those that compare values hold a chunk of all.
+The sum is in worker-id order, never in order of arrival, so the bytes do not depend on timing.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,25 +15,42 @@ from protocol.codecs import CODECS, F32
 from protocol.digest import Buffer
 from protocol.wire import Payload, pack_frame
 
-# One chunk of the contributions as (payload, weight) pairs in worker-id order, the chunk's index -> float32[elements].
-# The weights are the workers' shares of all tokens.
-Aggregator = Callable[[Sequence[tuple[Payload, np.float32]], int], F32]
+
+class Weighted(NamedTuple):
+    """A contribution, its share of all tokens, and its weight: as much of the share as counts."""
+
+    payload: Payload
+    share: np.float32
+    weight: np.float32
+
+
+# One chunk of the contributions, in worker-id order, the chunk's index -> float32[elements].
+Aggregator = Callable[[Sequence[Weighted], int], F32]
 
 
 def aggregate(
-    contributions: Sequence[tuple[Payload, int]], codec_name: str, *, zstd: bool, rule: str = "mean"
+    contributions: Sequence[tuple[Payload, int]],
+    codec_name: str,
+    *,
+    zstd: bool,
+    rule: str = "mean",
+    factors: Sequence[float] | None = None,
 ) -> list[Buffer]:
     """Aggregate (payload, tokens) pairs by AGGREGATORS[rule]; return the result's frames, encoded with `codec_name`.
+    `factors` are of the weights, in (0, 1]; None: all 1.
 
-        weight_w = fp32(tokens_w / Σ tokens)
+        share_w = fp32(tokens_w / Σ tokens) ;  weight_w = fp32(tokens_w / Σ tokens · factor_w)
 
     All payloads hold the same number of elements in chunks of the same size and are of one codec.
     """
     codec, aggregator = CODECS[codec_name], AGGREGATORS[rule]
     total = sum(tokens for _, tokens in contributions)
-    weighted = [(payload, np.float32(tokens / total)) for payload, tokens in contributions]
+    weighted = [
+        Weighted(payload, np.float32(tokens / total), np.float32(tokens / total * factor))
+        for (payload, tokens), factor in zip(contributions, factors or [1.0] * len(contributions), strict=True)
+    ]
     frames: list[Buffer] = []
-    for index in range(len(contributions[0][0].chunks)):
+    for index in range(len(weighted[0].payload.chunks)):
         chunk = aggregator(weighted, index)
         raw = np.empty(codec.size(len(chunk)), np.uint8)
         codec.encode(chunk, raw)
@@ -39,26 +58,55 @@ def aggregate(
     return frames
 
 
-def mean(weighted: Sequence[tuple[Payload, np.float32]], index: int) -> F32:
+def mean(weighted: Sequence[Weighted], index: int) -> F32:
     """Return the weighted mean of chunk `index`, float32[elements].
 
         acc ← 0 ;  acc ← acc + weight_w · Δ_w    for each w in the given order
 
     If the codec sends only some of the values, the mean of a value is over the workers that sent it: with W the sum of
-    their weights, in the same order, the result is acc / W, or 0 if nobody sent it.
+    their shares, in the same order, the result is acc / W, or 0 if nobody sent it.
     """
-    first = weighted[0][0]
+    first = weighted[0].payload
     acc = np.zeros(first.chunks[index], np.float32)
     if first.codec.add_weight is None:
-        for payload, weight in weighted:
+        for payload, _, weight in weighted:
             payload.codec.accumulate(payload.chunk(index), weight, acc)
         return acc
     sent = np.zeros_like(acc)
-    for payload, weight in weighted:
+    for payload, share, weight in weighted:
         chunk = payload.chunk(index)
         payload.codec.accumulate(chunk, weight, acc)
-        first.codec.add_weight(chunk, weight, sent)
+        first.codec.add_weight(chunk, share, sent)
     return np.divide(acc, sent, out=acc, where=sent > 0)
 
 
-AGGREGATORS: dict[str, Aggregator] = {"mean": mean}
+def trimmed_mean(weighted: Sequence[Weighted], index: int) -> F32:
+    """Return the mean of each value without the quarter of the workers that have the lowest and the quarter that have
+    the highest ones, of three without one each, whatever their weights (Yin, Chen, Ramchandran, Bartlett 2018,
+    definition 2)."""
+    rows = np.sort(_decoded(weighted, index), axis=0)
+    left_out = max(len(rows) // 4, int(len(rows) == 3))
+    kept: F32 = rows[left_out : len(rows) - left_out].mean(axis=0, dtype=np.float32)
+    return kept
+
+
+def median(weighted: Sequence[Weighted], index: int) -> F32:
+    """Return the median of each value, whatever the weights (the same, definition 1)."""
+    return np.median(_decoded(weighted, index), axis=0, overwrite_input=True).astype(np.float32)
+
+
+def _decoded(weighted: Sequence[Weighted], index: int) -> F32:
+    """Return chunk `index` of all, float32[workers, elements]."""
+    rows = np.empty((len(weighted), weighted[0].payload.chunks[index]), np.float32)
+    for row, each in zip(rows, weighted, strict=True):
+        each.payload.codec.decode(each.payload.chunk(index), row)
+    return rows
+
+
+AGGREGATORS: dict[str, Aggregator] = {
+    "screened": mean,
+    "clipped": mean,
+    "mean": mean,
+    "trimmed": trimmed_mean,
+    "median": median,
+}

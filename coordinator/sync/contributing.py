@@ -12,9 +12,10 @@ from sqlalchemy import bindparam, insert, update
 from coordinator.runs.live_run import Arrival, Change, LiveRun
 from coordinator.runs.open_round import AcceptedContribution, OpenRound
 from coordinator.runs.units import consume_units
+from coordinator.screening.measuring import Found
 from coordinator.store.payloads import Body
 from coordinator.store.tables import ContributionRow, RunRow, WorkerRow
-from coordinator.sync import checking
+from coordinator.sync import checking, screened
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import ContributionReply
@@ -59,9 +60,9 @@ def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int
         if not isinstance(header, ContributionHeader):
             raise Problem("invalid-payload", f"the payload is a {header.kind}, expected a contribution")
         checking.check_header(run, layout, worker, round_, fragment, header)
-        payload.check()
+        found = screened.kept(run, screened.found_in(run, header, payload))  # and checks it
     try:
-        created = _accept(run, header, body)
+        created = _accept(run, header, body, found)
     except Problem as problem:
         if problem.slug == "round-closed":
             checking.record_late(run, worker, round_, fragment)
@@ -69,13 +70,13 @@ def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int
     return ContributionReply(round=round_, fragment=fragment, digest=body.digest.hex(), created=created)
 
 
-def _accept(run: LiveRun, header: ContributionHeader, body: Body) -> bool:
+def _accept(run: LiveRun, header: ContributionHeader, body: Body, found: Found | None) -> bool:
     """Make the contribution durable and commit it; return False if it was accepted before."""
     if not checking.admit(run, header, body.digest):  # before it costs an fsync
         return False
     name = run.names.contribution(header.round, header.fragment, header.worker, body.digest)
     run.blobs.put(name, body.source)  # without the lock, for the disk takes its time
-    arrival = Arrival(header, name, body.digest, body.size, body.content)
+    arrival = Arrival(header, name, body.digest, body.size, body.content, found)
     run.arrivals.append(arrival)
     _commit(run, arrival)
     if arrival.error is not None:
@@ -121,12 +122,16 @@ def _accept_all(change: Change, opening: OpenRound, due: Sequence[Arrival]) -> N
         _insert(change, accepted)
         _count(change, opening, accepted, units)
 
+    now = change.run.world.clock()
+
     def apply() -> None:
         opening.consumed |= consumed
         for arrival in accepted:
             header = arrival.header
             fragment = opening.fragments[header.fragment]
-            fragment.contributed[header.worker] = AcceptedContribution(header.tokens, arrival.digest)
+            fragment.contributed[header.worker] = AcceptedContribution(
+                header.tokens, arrival.digest, arrival.found, now
+            )
             if arrival.content is not None:
                 fragment.contents[header.worker] = arrival.content
             arrival.created = True

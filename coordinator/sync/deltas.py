@@ -32,13 +32,17 @@ def make_delta(
     contributed: Mapping[str, AcceptedContribution],
     contents: Mapping[str, memoryview],
     base: bytes,
+    factors: Mapping[str, float],
 ) -> memoryview:
     """Aggregate the contributions into a delta, a payload in memory. Raises ContributionsLost.
+
+    `factors` are of the weights, by worker: one of 0 is left out. At least one is not.
 
     Those whose payload is in `contents` come from memory; the blobs of the others are read once, and their digests
     checked in passing. The same contributions and `base` always give the same bytes.
     """
-    in_order, buffer = sorted(contributed.items()), ReadBuffer()
+    in_order = sorted((worker, each) for worker, each in contributed.items() if factors[worker] > 0)
+    buffer = ReadBuffer()
     stored: dict[str, HashedPayload] = {}
     try:
         with ExitStack() as stack:
@@ -51,7 +55,13 @@ def make_delta(
                 stored[worker] = stack.enter_context(HashedPayload(reader, buffer))
                 payloads.append((stored[worker], each.tokens))
             sync = run.spec.sync
-            frames = aggregate(payloads, sync.download_codec, zstd=sync.zstd, rule=sync.aggregation)
+            frames = aggregate(
+                payloads,
+                sync.download_codec,
+                zstd=sync.zstd,
+                rule=sync.aggregation,
+                factors=[factors[worker] for worker, _ in in_order],
+            )
             lost = [worker for worker, each in stored.items() if not each.is_intact(contributed[worker].digest)]
     except (OSError, WireError, ValueError, LookupError):  # a blob is missing, unreadable or corrupt
         lost = lost_contributions(run, round_, fragment, contributed)
@@ -69,7 +79,9 @@ def make_delta(
             chunk_elements=CHUNK_ELEMENTS,
             frame_bytes=[len(frame) for frame in frames],
             base=base,
-            contributors=[Contributor(worker=worker, tokens=each.tokens) for worker, each in in_order],
+            contributors=[
+                Contributor(worker=worker, tokens=each.tokens, factor=factors[worker]) for worker, each in in_order
+            ],
         )
     )
     return _concatenate([head, *frames])
@@ -116,14 +128,13 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
     with run.lock:
         if not retention.keeps_delta(run, round_) or (round_, fragment) in run.outer.lost:
             return False  # deleted by the retention rule meanwhile, or recorded before
+    weights = row.contributors or {}
     contributed = {
-        each.worker: AcceptedContribution(each.tokens, each.digest)
+        each.worker: AcceptedContribution(weights[each.worker], each.digest)
         for each in contributions
-        if each.worker in (row.contributors or {})
+        if each.worker in weights
     }
-    mended = len(contributed) == len(row.contributors or {}) and _make_again(
-        run, round_, fragment, contributed, row.delta_digest
-    )
+    mended = len(contributed) == len(weights) and _make_again(run, round_, fragment, contributed, row)
     if not mended:
         run.blobs.delete(name)
         run.outer.lost.add((round_, fragment))
@@ -139,15 +150,19 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
 
 
 def _make_again(
-    run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, AcceptedContribution], expected: bytes
+    run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, AcceptedContribution], row: FragmentRow
 ) -> bool:
+    expected = row.delta_digest
+    assert expected is not None
     if not contributed or lost_contributions(run, round_, fragment, contributed):
         return False
     worker, first = min(contributed.items())
     with StoredPayload(run.blobs.open(run.names.contribution(round_, fragment, worker, first.digest))) as payload:
         assert isinstance(payload.header, ContributionHeader)
         base = payload.header.base  # the run's state of that round: another one is refused
-    delta = make_delta(run, round_, fragment, contributed, {}, base)
+    # Of deltas that were made before there were verdicts all are whole.
+    factors = {worker: row.verdicts.get(worker, {"factor": 1.0})["factor"] for worker in contributed}
+    delta = make_delta(run, round_, fragment, contributed, {}, base, factors)
     if digest(delta) != expected:
         return False
     name = run.names.delta(round_, fragment, expected)

@@ -29,7 +29,7 @@ def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: li
             for worker in workers:
                 lost = fragment.contributed.pop(worker)
                 run.blobs.delete(run.names.contribution(round_, index, worker, lost.digest))
-            fragment.state, fragment.quorum_at = collecting, None
+            fragment.state, fragment.quorum_at, fragment.weights = collecting, None, {}
             opening.without_earlier_units.clear()
             opening.consumed.clear()
 

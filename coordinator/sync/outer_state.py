@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sqlalchemy import select
 
+from coordinator.runs import guarding
 from coordinator.runs.bell import EVENTS
 from coordinator.runs.live_run import Change, LiveRun
 from coordinator.runs.outer import State
@@ -46,8 +47,9 @@ def _step(run: LiveRun, fragment: int) -> None:
     before = run.outer.states[fragment].round
     after = before + 1
     target = run.outer.files.path(fragment, after)
+    extent = guarding.Extent()
     with StateReader(FileReader(run.outer.files.path(fragment, before))) as state:
-        digest = step(run, state, before, fragment, target)
+        digest = step(run, state, before, fragment, target, extent)
     checkpointed = checkpointing.is_due(run, after)
     if checkpointed:
         checkpointing.write_fragment(run, after, fragment, target, digest)
@@ -56,16 +58,17 @@ def _step(run: LiveRun, fragment: int) -> None:
             row = change.session.get_one(OuterStateRow, (run.id, fragment))
             row.round, row.state_digest = after, digest
             completed = checkpointed and checkpointing.record_if_complete(change, after)
+            guarding.look_at_the_extent(change, extent, after, fragment)
             change.then(partial(run.outer.set, fragment, State(after, digest)))
             change.wake(EVENTS)
         if completed:
             retention.clean(run)
 
 
-def step(run: LiveRun, state: StateReader, before: int, fragment: int, target: Path) -> bytes:
+def step(run: LiveRun, state: StateReader, before: int, fragment: int, target: Path, extent: guarding.Extent) -> bytes:
     """Step the state of round `before` by that round's delta into the file `target`; return the new state's digest."""
     with _delta(run, before, fragment) as delta:
-        chunks = stepped(state, delta, run.spec.outer)
+        chunks = extent.watch(stepped(state, delta, run.spec.outer))
         return write_state(target, run.name, before + 1, fragment, state.elements, chunks)
 
 

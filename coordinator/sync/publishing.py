@@ -6,22 +6,26 @@ so after any fault it is simply done again.
 
 import logging
 import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from functools import partial
 
 from coordinator.runs.bell import delta_of
 from coordinator.runs.epochs import check_epochs
 from coordinator.runs.live_run import LiveRun, Settling
-from coordinator.runs.open_round import OpenRound
+from coordinator.runs.open_round import AcceptedContribution, OpenRound
 from coordinator.runs.outer import Job
 from coordinator.runs.rounds import advance
 from coordinator.runs.steps import round_steps, steps_trained
 from coordinator.runs.units import merge_adjacent
+from coordinator.screening.judging import Judgement
 from coordinator.store.database import disk_is_full
 from coordinator.store.tables import FragmentRow, RoundRow
-from coordinator.sync import checkpointing, outer_state
-from coordinator.sync.deltas import ContributionsLost, make_delta
+from coordinator.sync import checkpointing, outer_state, retention, screened
+from coordinator.sync.deltas import ContributionsLost, lost_contributions, make_delta
 from coordinator.sync.losing import lose_contributions
 from protocol.digest import digest
+from protocol.errors import WireError
 from protocol.messages import FragmentState, RunState
 
 logger = logging.getLogger(__name__)
@@ -85,10 +89,15 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     """Aggregate fragment `index` into a durable delta and publish it; or collect again what the disk has lost of it."""
     fragment = opening.fragments[index]
     with run.lock:
-        contributed, contents = dict(fragment.contributed), dict(fragment.contents)
+        contributed = {
+            worker: replace(each, tokens=fragment.weights[worker]) for worker, each in fragment.contributed.items()
+        }
+        contents = dict(fragment.contents)
         base = run.outer.states[index].digest
     try:
-        delta = make_delta(run, opening.number, index, contributed, contents, base)
+        judgement = _judged(run, opening.number, index, contributed)
+        factors = {worker: verdict.factor for worker, verdict in judgement.verdicts.items()}
+        delta = make_delta(run, opening.number, index, contributed, contents, base, factors)
     except ContributionsLost as lost:
         lose_contributions(run, opening, index, lost.workers)
         return
@@ -98,10 +107,28 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     delta_digest = digest(delta)
     run.blobs.put(run.names.delta(opening.number, index, delta_digest), delta)
     run.world.room.add_delta(delta_digest, delta)
-    _record_delta(run, opening, index, len(delta), delta_digest, aggregated_at)
+    _record_delta(run, opening, index, judgement, len(delta), delta_digest, aggregated_at)
 
 
-def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, digest: bytes, aggregated_at: float) -> None:
+def _judged(run: LiveRun, round_: int, index: int, contributed: Mapping[str, AcceptedContribution]) -> Judgement:
+    """Judge the contributions. Raises ContributionsLost."""
+    try:
+        return screened.judged(run, round_, index, contributed)
+    except (OSError, WireError, ValueError, LookupError):  # a blob is missing, unreadable or corrupt
+        if lost := lost_contributions(run, round_, index, contributed):
+            raise ContributionsLost(lost) from None
+        raise
+
+
+def _record_delta(
+    run: LiveRun,
+    opening: OpenRound,
+    index: int,
+    judgement: Judgement,
+    size: int,
+    digest: bytes,
+    aggregated_at: float,
+) -> None:
     """Publish the durable delta, which never changes again. The last fragment of a round ends it."""
     round_, fragment = opening.number, opening.fragments[index]
     with run.change() as change:
@@ -109,16 +136,22 @@ def _record_delta(run: LiveRun, opening: OpenRound, index: int, size: int, diges
             return
         session, now = change.session, run.world.now()
         last = all(other.state is FragmentState.PUBLISHED for other in opening.fragments if other is not fragment)
-        steps = steps_trained(run, session) if last else 0
-        finished = last and run.step + steps == run.spec.total_inner_steps
         published = advance(fragment.state, "published")
         row = session.get_one(FragmentRow, (run.id, round_, index))
+        row.reference = judgement.reference
+        row.verdicts = {worker: asdict(verdict) for worker, verdict in judgement.verdicts.items()}
+        screened.tell(change, round_, index, judgement)
+        if last:
+            session.flush()
+            screened.conclude(change, opening)
+        steps = steps_trained(run, session) if last else 0
+        finished = last and run.step + steps == run.spec.total_inner_steps
         row.state, row.delta_bytes, row.delta_digest = published, size, digest
         row.aggregated_at, row.published_at = aggregated_at, now
         if last:
             session.get_one(RoundRow, (run.id, round_)).closed_at = now
             change.end_round(opening, steps)
-            merge_adjacent(session, run.id, round_ + 1)
+            merge_adjacent(session, run.id, round_ + 1, settled=retention.oldest_checkpoint(run))
             change.record("round-published", f"round {round_} is published: {fragment.reason}", round=round_)
             if steps < round_steps(run):
                 message = f"round {round_} was handed in after {steps} of {round_steps(run)} inner steps by all workers"

@@ -8,6 +8,8 @@ Rows. Of the last `retention.rounds` rounds, and of every round that has a delta
 report stays; of older rounds only their sums. The newest `retention.events` events stay.
 """
 
+from collections.abc import Sequence
+
 from sqlalchemy import case, delete, func, select
 from sqlalchemy.orm import Session
 
@@ -26,6 +28,9 @@ from coordinator.store.tables import (
     RoundRow,
 )
 
+Sums = tuple[int, float | None, int, int]
+Latest = tuple[float | None, float | None, float | None]
+
 EVENTS_SLACK = 500  # so many events above the limit are not worth a deletion yet
 
 
@@ -37,6 +42,12 @@ def complete_checkpoints(run: LiveRun) -> list[int]:
                 select(CheckpointRow.round).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round.desc())
             )
         )
+
+
+def oldest_checkpoint(run: LiveRun) -> int:
+    """Return the round of the oldest checkpoint that is kept, behind which the run cannot go back."""
+    kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
+    return kept[-1] if kept else 0
 
 
 def first_delta(kept: list[int]) -> int:
@@ -74,8 +85,9 @@ def _forget_history(run: LiveRun, session: Session, before: int) -> None:
         select(RoundRow).where(RoundRow.run_id == run.id, RoundRow.round < before, RoundRow.tokens.is_(None))
     ).all()
     for row in rows:
-        row.tokens, row.loss, row.upload_bytes, row.delta_bytes = sums(session, run.id, row.round)
-        row.quorum_at, row.collected_at, row.aggregated_at = latest(session, run.id, row.round)
+        (summed,) = sums_of(session, run.id, [row.round]).values()
+        row.tokens, row.loss, row.upload_bytes, row.delta_bytes = summed
+        ((row.quorum_at, row.collected_at, row.aggregated_at),) = latest_of(session, run.id, [row.round]).values()
     if rows:
         session.flush()
         held_out.sum_up(session, run.id, before)
@@ -83,35 +95,52 @@ def _forget_history(run: LiveRun, session: Session, before: int) -> None:
             session.execute(delete(table).where(table.run_id == run.id, table.round < before))
 
 
-def sums(session: Session, run_id: int, round_: int) -> tuple[int, float | None, int, int]:
-    """Return of one round: tokens, mean training loss weighted by them, of the workers that have told theirs, bytes of
-    contributions, bytes of deltas."""
-    key = (ContributionRow.run_id == run_id, ContributionRow.round == round_)
+def sums_of(session: Session, run_id: int, rounds: Sequence[int]) -> dict[int, Sums]:
+    """Return of each of `rounds`: tokens, mean training loss weighted by them, of the workers that have told theirs,
+    bytes of contributions, bytes of deltas."""
+    if not rounds:
+        return {}
+    first, last = min(rounds), max(rounds)
+    key = (ContributionRow.run_id == run_id, ContributionRow.round.between(first, last))
     per_worker = (  # every fragment's row of a worker has the same tokens and loss
-        select(func.max(ContributionRow.tokens).label("tokens"), func.max(ContributionRow.loss).label("loss"))
+        select(
+            ContributionRow.round.label("round"),
+            func.max(ContributionRow.tokens).label("tokens"),
+            func.max(ContributionRow.loss).label("loss"),
+        )
         .where(*key)
-        .group_by(ContributionRow.worker)
+        .group_by(ContributionRow.round, ContributionRow.worker)
         .subquery()
     )
     told = case((per_worker.c.loss.is_not(None), per_worker.c.tokens))
-    tokens, of_told, weighted = session.execute(
-        select(func.sum(per_worker.c.tokens), func.sum(told), func.sum(told * per_worker.c.loss))
-    ).one()
-    uploaded = session.scalar(select(func.sum(ContributionRow.size)).where(*key))
-    delta = session.scalar(
-        select(func.sum(FragmentRow.delta_bytes)).where(FragmentRow.run_id == run_id, FragmentRow.round == round_)
+    columns = func.sum(per_worker.c.tokens), func.sum(told), func.sum(told * per_worker.c.loss)
+    trained = session.execute(select(per_worker.c.round, *columns).group_by(per_worker.c.round))
+    uploaded = session.execute(
+        select(ContributionRow.round, func.sum(ContributionRow.size)).where(*key).group_by(ContributionRow.round)
     )
-    return tokens or 0, weighted / of_told if of_told else None, uploaded or 0, delta or 0
+    delta = session.execute(
+        select(FragmentRow.round, func.sum(FragmentRow.delta_bytes))
+        .where(FragmentRow.run_id == run_id, FragmentRow.round.between(first, last))
+        .group_by(FragmentRow.round)
+    )
+    tokens = {round_: (total, weighted / of_told if of_told else None) for round_, total, of_told, weighted in trained}
+    up, down = ({each[0]: each[1] for each in found} for found in (uploaded, delta))
+    return {round_: (*tokens.get(round_, (0, None)), up.get(round_) or 0, down.get(round_) or 0) for round_ in rounds}
 
 
-def latest(session: Session, run_id: int, round_: int) -> tuple[float | None, float | None, float | None]:
-    """Return when the last of one round's fragments had its quorum, was closed, and was aggregated; None before."""
+def latest_of(session: Session, run_id: int, rounds: Sequence[int]) -> dict[int, Latest]:
+    """Return of each of `rounds` when the last of its fragments had its quorum, was closed, and was aggregated; None
+    before."""
+    if not rounds:
+        return {}
     columns = (FragmentRow.quorum_at, FragmentRow.closed_at, FragmentRow.aggregated_at)
-    query = select(*(case((func.count(each) == func.count(), func.max(each))) for each in columns))
-    quorum_at, collected_at, aggregated_at = session.execute(
-        query.where(FragmentRow.run_id == run_id, FragmentRow.round == round_)
-    ).one()
-    return quorum_at, collected_at, aggregated_at
+    query = select(FragmentRow.round, *(case((func.count(each) == func.count(), func.max(each))) for each in columns))
+    within = FragmentRow.round.between(min(rounds), max(rounds))
+    found = session.execute(query.where(FragmentRow.run_id == run_id, within).group_by(FragmentRow.round))
+    by_round = {
+        round_: (quorum_at, collected_at, aggregated_at) for round_, quorum_at, collected_at, aggregated_at in found
+    }
+    return {round_: by_round.get(round_, (None, None, None)) for round_ in rounds}
 
 
 def trim_events(run: LiveRun) -> None:

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from sqlalchemy import delete
 
 from coordinator.runs.live_run import Change, LiveRun
+from coordinator.screening.spoilt import BOUND
 from coordinator.store.payloads import Body
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow
 from coordinator.sync import checkpointing, outer_state
@@ -14,6 +16,7 @@ from protocol.digest import model_digest
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import CheckpointFragment
+from protocol.spec.pins import check_pin
 from protocol.wire import Payload
 
 
@@ -23,7 +26,7 @@ def accept_state(
     """Accept an uploaded fragment of state 0; return it, and True if it is new.
 
     Raises WireError if the bytes are no payload; Problem: invalid-payload (another payload than asked for, or a
-    momentum that is not +0), state-conflict.
+    momentum that is not +0), state-conflict, pin-mismatch.
     """
     elements = layout.elements[fragment]
     with body.payload() as payload:
@@ -40,6 +43,7 @@ def accept_state(
                 row, created = _accept(run, worker, fragment, canonical, state_digest)
                 rows = [] if run.seeded else _uploaded(run)
                 if len(rows) == len(layout.fragments):
+                    _check_pinned(run, worker, [each.state_digest for each in rows])
                     for each in rows:
                         outer_state.fetch_checkpoint(run, each)
                     with run.change() as change:
@@ -58,12 +62,26 @@ def _accept(
         return row, False
     if run.seeded or run.members.seeder != worker:
         raise Problem("state-conflict", f"state 0 of the run {run.name} is not for {worker} to seed")
+    run.members.hear_seeder(run.world.clock())
     return checkpointing.write_fragment(run, 0, fragment, canonical, state_digest), True
 
 
 def _uploaded(run: LiveRun) -> list[CheckpointFragmentRow]:
     with run.world.database.read() as session:
         return session.query(CheckpointFragmentRow).filter_by(run_id=run.id, round=0).order_by("fragment").all()
+
+
+def _check_pinned(run: LiveRun, worker: str, digests: list[bytes]) -> None:
+    """Raise Problem `pin-mismatch` where the spec pins another state 0; then another worker is asked to upload it."""
+    try:
+        check_pin("state", run.spec.pins.state, model_digest(digests).hex())
+    except Problem as problem:
+        with run.change() as change:
+            change.session.execute(delete(CheckpointFragmentRow).where(CheckpointFragmentRow.run_id == run.id))
+            change.record("seeder-refused", f"state 0 of {worker} is refused: {problem.detail}", worker=worker)
+            change.then(run.members.dismiss_seeder)
+            change.wake()
+        raise
 
 
 def _begin(change: Change, layout: Layout, digests: list[bytes]) -> None:
@@ -79,7 +97,8 @@ def _begin(change: Change, layout: Layout, digests: list[bytes]) -> None:
 def _halves(payload: Payload, elements: int) -> Iterator[tuple[F32, F32]]:
     """Yield the uploaded state 0 as chunks (θ, u), one in memory at a time.
 
-    Raises Problem `invalid-payload` unless all of u is +0; u follows θ in the payload, so this may come at the end.
+    Raises Problem `invalid-payload` unless all of u is +0, which follows θ in the payload, so this may come at the end;
+    and unless all of θ is within its bounds.
     """
     start = 0
     for index, n in enumerate(payload.chunks):
@@ -89,5 +108,7 @@ def _halves(payload: Payload, elements: int) -> Iterator[tuple[F32, F32]]:
         if momentum.view(np.uint32).any():
             raise Problem("invalid-payload", "the momentum u of state 0, the second half of the values, is not +0")
         if theta.size:
+            if not np.abs(theta).max() <= BOUND:
+                raise Problem("invalid-payload", f"a value of state 0 is {np.abs(theta).max():.3g}, beyond {BOUND:g}")
             yield theta, np.zeros_like(theta)
         start += n

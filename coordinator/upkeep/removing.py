@@ -11,14 +11,16 @@ from collections.abc import Collection
 from sqlalchemy import delete
 
 from coordinator.runs.live_run import LiveRun, World
+from coordinator.store import audit
 from coordinator.store.blobs import REMOVED, RunNames
-from coordinator.store.tables import Base, RunRow
+from coordinator.store.identity import Actor
+from coordinator.store.tables import Base, RunRow, TokenRow
 from protocol.errors import Problem
 
 _BUSY_S = 1.0
 
 
-def remove_rows(run: LiveRun, *, verifying: bool) -> None:
+def remove_rows(run: LiveRun, by: Actor, *, verifying: bool) -> None:
     """Remove the run from the database, after which nothing changes it any more; `remove_blobs` is to follow. Under the
     run's lock.
 
@@ -37,6 +39,9 @@ def remove_rows(run: LiveRun, *, verifying: bool) -> None:
             if "run_id" in table.columns:
                 session.execute(delete(table).where(table.columns["run_id"] == run.id))
         session.execute(delete(RunRow).where(RunRow.id == run.id))
+        session.execute(delete(TokenRow).where(TokenRow.run == run.name))
+        message = f"removed the run {run.name}, with the tokens for it alone"
+        audit.note(session, run.world.now(), by, "run-removed", message, run.name)
     run.removed()
 
 

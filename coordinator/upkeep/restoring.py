@@ -4,8 +4,11 @@ Nothing acknowledged is lost: every contribution and delta has a row, and every 
 gets a full new lease, because it is not the workers' fault how long the coordinator was away.
 """
 
-from sqlalchemy import select
+import math
 
+from sqlalchemy import func, select
+
+from coordinator.runs import quarantine
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.open_round import AcceptedContribution, OpenFragment, OpenRound
 from coordinator.runs.steps import round_steps
@@ -33,13 +36,31 @@ def _restore_workers(run: LiveRun) -> None:
         rows = session.scalars(
             select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.state == WorkerState.LIVE)
         ).all()
+        owners = session.execute(select(WorkerRow.name, WorkerRow.token).where(WorkerRow.run_id == run.id)).all()
+        quarantine.restore(session, run)
         previous = session.scalars(
             select(AssignmentRow.worker).where(AssignmentRow.run_id == run.id, AssignmentRow.round == run.round - 1)
         )
         run.members.end_round(set(previous))
+    for name, token in owners:
+        run.members.own(name, token)
     for row in rows:
         assert row.token_hash is not None, "only who holds no lease has none"
-        run.members.join(row.name, row.token_hash, now, Metrics.model_validate(row.metrics))
+        metrics = Metrics.model_validate(row.metrics)
+        run.members.join(row.name, row.token_hash, now, metrics, row.token, proven=bool(row.contributions))
+    _restore_paces(run)
+
+
+def _restore_paces(run: LiveRun) -> None:
+    """Let every worker have as many steps again as it has contributed to the last round: how long they took is not
+    known any more."""
+    steps = select(ContributionRow.worker, func.max(ContributionRow.tokens)).group_by(ContributionRow.worker)
+    with run.world.database.read() as session:
+        rows = session.execute(
+            steps.where(ContributionRow.run_id == run.id, ContributionRow.round == run.round - 1)
+        ).all()
+    seen = {worker: (tokens // run.spec.unit_tokens, math.inf) for worker, tokens in rows}
+    run.paces.see(seen, run.members.claimed_paces())
 
 
 def _open_round(run: LiveRun) -> OpenRound | None:
@@ -63,7 +84,10 @@ def _open_round(run: LiveRun) -> OpenRound | None:
         round_steps(run),
         run.world.clock(),
         set(assigned),
-        [OpenFragment(state=FragmentState(row.state), reason=row.reason) for row in fragments],
+        [
+            OpenFragment(state=FragmentState(row.state), reason=row.reason, weights=row.contributors or {})
+            for row in fragments
+        ],
     )
     for row in contributions:
         opening.fragments[row.fragment].contributed[row.worker] = AcceptedContribution(row.tokens, row.digest)

@@ -1,4 +1,4 @@
-"""What happens to blobs that are newer than the database, because it was restored from a backup.
+"""What happens to blobs that are newer than the database, because it was restored from a backup or the run rolled back.
 
 The database decides: the run goes on from its round. Blobs of later rounds belong to a history that it does not have;
 they get names under `set-aside/`, where the operator may inspect or delete them. Workers that are ahead are told to
@@ -9,8 +9,8 @@ from sqlalchemy import select
 
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.units import return_units
-from coordinator.store.blobs import KINDS, move, round_of
-from coordinator.store.tables import WorkerRow
+from coordinator.store.blobs import KINDS, Kind, move, round_of
+from coordinator.store.tables import EventRow, RoundRow, WorkerRow
 from protocol.messages import WorkerState
 
 
@@ -21,11 +21,11 @@ def set_aside_newer(run: LiveRun) -> None:
     newer = [name for name in names if round_of(name) > run.round]
     if not newer:
         return
-    earlier = {
-        int(name.removeprefix(run.names.set_aside).split("/")[0]) for name, _ in run.blobs.list(run.names.set_aside)
-    }
-    place = f"{run.names.set_aside}{max(earlier, default=-1) + 1}/"
     latest = max(map(round_of, newer))
+    if (place := _place_of_rollback(run, latest)) is not None:
+        set_aside(run, run.round, place)
+        return
+    place = next_place(run)
     with run.change() as change:  # first: then a crash in between only repeats this
         message = (
             f"the database is older than the files (it knows {run.round} rounds, there are files of round {latest}): "
@@ -39,5 +39,46 @@ def set_aside_newer(run: LiveRun) -> None:
         for row in live:  # their tokens are of a history that is gone, and their names must not be taken
             row.state, row.token_hash = WorkerState.LOST, None
             return_units(change.session, run.id, row.name)
-    for name in newer:
-        move(run.blobs, name, place + name.removeprefix(f"runs/{run.name}/"), run.world.data.scratch())
+    _move(run, newer, place)
+
+
+def next_place(run: LiveRun) -> str:
+    """Return an unused place for what is set aside, a name that ends with `/`."""
+    earlier = {
+        int(name.removeprefix(run.names.set_aside).split("/")[0]) for name, _ in run.blobs.list(run.names.set_aside)
+    }
+    return f"{run.names.set_aside}{max(earlier, default=-1) + 1}/"
+
+
+def set_aside(run: LiveRun, state: int, place: str) -> None:
+    """Move to `place` what is newer than the run's state `state`: its checkpoints after it, and all that its round and
+    later ones have sent."""
+    first: dict[Kind, int] = {"checkpoints": state + 1, "contributions": state, "deltas": state}
+    newer = [
+        name
+        for kind, round_ in first.items()
+        for name, _ in run.blobs.list(run.names.kind(kind))
+        if round_of(name) >= round_
+    ]
+    _move(run, newer, place)
+
+
+def _move(run: LiveRun, names: list[str], place: str) -> None:
+    for name in names:
+        move(run.blobs, name, place + name.removeprefix(run.names.all), run.world.data.scratch())
+
+
+def _place_of_rollback(run: LiveRun, latest: int) -> str | None:
+    """Return where a roll-back, after which no round was opened yet, wanted the blobs of rounds up to `latest`; None
+    where there was none: a crash came before it had moved all of them."""
+    with run.world.database.read() as session:
+        event = session.scalars(
+            select(EventRow)
+            .where(EventRow.run_id == run.id, EventRow.kind == "rolled-back")
+            .order_by(EventRow.id.desc())
+            .limit(1)
+        ).first()
+        if event is None or event.data["round"] != run.round or latest > event.data["from_round"]:
+            return None
+        opened = session.get(RoundRow, (run.id, run.round)) is not None
+    return None if opened else event.data["place"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sqlalchemy import delete, select
 
+from coordinator.runs.guarding import Extent
 from coordinator.runs.live_run import LiveRun
 from coordinator.store.blobs import Reader
 from coordinator.store.database import disk_is_full
@@ -131,7 +132,7 @@ def _derive(run: LiveRun, base: CheckpointFragmentRow, row: CheckpointFragmentRo
                 return False
             scratch.append(run.world.data.scratch())
             with StateReader(opened()) as state:
-                digest = step(run, state, before, row.fragment, scratch[-1])
+                digest = step(run, state, before, row.fragment, scratch[-1], Extent())
             opened = partial(FileReader, scratch[-1])
         if digest != row.state_digest:
             return False

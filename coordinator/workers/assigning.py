@@ -5,14 +5,16 @@ from functools import partial
 
 from sqlalchemy import delete, select
 
-from coordinator.runs import steering
+from coordinator.runs import held_out, steering
+from coordinator.runs.evaluators import USUALLY, is_evaluated
 from coordinator.runs.live_run import Change, LiveRun
 from coordinator.runs.open_round import OpenRound, RoundAssignment
-from coordinator.runs.opening import assignment_row, inner_steps_of, is_evaluated, status
+from coordinator.runs.opening import assignment_row, inner_steps_of, status
 from coordinator.runs.pools import pools_of
+from coordinator.runs.quarantine import kept_out
 from coordinator.runs.steps import round_steps
 from coordinator.runs.units import assign_units, assigned_units, reclaim_units, return_forgotten_units
-from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow, EvaluationRow
+from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow, WorkerRow
 from protocol.messages import Action, Assignment, RunState
 
 
@@ -35,7 +37,7 @@ def assign(
         if not run.seeded:
             if _is_seeder(run, worker):
                 return _answer(run, Action.SEED, "nobody has state 0 yet")
-            return _answer(run, Action.WAIT, f"{run.members.seeder} uploads state 0")
+            return _answer(run, Action.WAIT, status(run))
         if state_round != run.round:
             reason = f"the run is at state {run.round}, this worker at {'none' if state_round is None else state_round}"
             return _answer(run, Action.RECOVER, reason)
@@ -43,6 +45,8 @@ def assign(
             evaluate = _is_final_evaluator(run, worker)
             return _answer(run, Action.FINISH, "the run is finished", evaluate=evaluate)
 
+        if (run.open is None or worker not in run.open.assignments) and kept_out(run, [worker]):
+            return _answer(run, Action.WAIT, f"{worker} is in quarantine: its contributions were left out too often")
         if carried or run.open is None:  # a crowd that asks about an open round changes nothing
             with run.change() as change:  # opens the round, if only this worker was missing
                 if carried:
@@ -91,6 +95,7 @@ def _answer(run: LiveRun, action: Action, reason: str, *, evaluate: bool = False
 
 
 def _training(run: LiveRun, opening: OpenRound, worker: str, assignment: RoundAssignment) -> Assignment:
+    opening.handed_out.setdefault(worker, run.world.clock())
     return Assignment(
         action=Action.TRAIN,
         reason=f"round {opening.number} is open",
@@ -139,25 +144,34 @@ def _take_part(change: Change, worker: str) -> AssignmentRow:
 
 def _is_seeder(run: LiveRun, worker: str) -> bool:
     """Return True if `worker` is to upload state 0. The first that asks is; a successor starts from the beginning."""
-    if run.members.seeder is None:
+    if run.members.seeder is None and run.members.may_seed(worker):
         with run.change() as change:
             change.session.execute(delete(CheckpointFragmentRow).where(CheckpointFragmentRow.run_id == run.id))
             change.record("seeding", f"{worker} uploads state 0", worker=worker)
-            change.then(partial(run.members.appoint, "seeder", worker))
+            change.then(partial(run.members.appoint_seeder, worker, run.world.clock()))
     return run.members.seeder == worker
 
 
 def _is_final_evaluator(run: LiveRun, worker: str) -> bool:
-    """Return True if `worker` is to evaluate the final state: the first that asks, unless that was done; or where each
-    has a held-out part of its own, whoever has not done it."""
-    private = run.spec.data.private
+    """Return True if `worker` is to evaluate the final state: the first that asks and the next of another token, unless
+    that was done; or where each has a held-out part of its own, whoever has not done it."""
     with run.world.database.read() as session:
-        done = select(EvaluationRow).where(EvaluationRow.run_id == run.id, EvaluationRow.round == run.round)
-        if session.scalars(done.where(EvaluationRow.worker == worker) if private else done).first() is not None:
+        done = held_out.evaluations(session, run.id, run.round)
+        if worker in done or (held_out.ALL in done):
             return False
-    if private:
-        return True
-    if run.members.evaluator is None:
-        with run.change() as change:
-            change.then(partial(run.members.appoint, "evaluator", worker))
-    return run.members.evaluator == worker
+        if run.spec.data.private:
+            return True
+        asked = sorted(run.members.evaluators | set(done))
+        if worker in run.members.evaluators:
+            return True
+        rows = session.execute(
+            select(WorkerRow.name, WorkerRow.token).where(
+                WorkerRow.run_id == run.id, WorkerRow.name.in_([worker, *asked])
+            )
+        ).all()
+        tokens = {row.name: row.token for row in rows}
+    if len(asked) >= USUALLY or any(tokens.get(other) == tokens.get(worker) for other in asked):
+        return False
+    with run.change() as change:
+        change.then(partial(run.members.evaluators.add, worker))
+    return True

@@ -1,19 +1,22 @@
-"""Joining, heartbeats, leaving, and being lost. A worker is live exactly while it holds a lease."""
+"""Joining, heartbeats and leaving. A worker is live exactly while it holds a lease; `ending.py` says how that ends."""
 
 import secrets
-from functools import partial
+from collections.abc import Callable
 
 from sqlalchemy import func, select
 
+from coordinator.runs import steering
 from coordinator.runs.live_run import Change, LiveRun, Model
 from coordinator.runs.opening import status
-from coordinator.runs.units import return_units
+from coordinator.runs.quarantine import inherit, readmit
+from coordinator.store.identity import Actor, Identity
 from coordinator.store.tables import WorkerRow
 from coordinator.store.tokens import new_secret, secret_hash
-from coordinator.workers import accounting
+from coordinator.workers import accounting, names
+from coordinator.workers.ending import end_lease
 from protocol.data_difference import data_difference
 from protocol.errors import LayoutError, Problem
-from protocol.fragments import first_difference, plan_fragments
+from protocol.fragments import first_difference
 from protocol.messages import (
     DataSummary,
     Directive,
@@ -26,7 +29,11 @@ from protocol.messages import (
     WorkerChange,
     WorkerState,
 )
+from protocol.spec.layouts import planned
+from protocol.spec.pins import check_pin
 from protocol.spec.run import PRIVATE_WORKERS
+
+DRAINING_S = 5.0  # until a newcomer asks again
 
 DIRECTIVES = {
     RunState.STOPPED: Directive.STOP,
@@ -35,15 +42,25 @@ DIRECTIVES = {
 }
 
 
-def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
-    """Let `worker` join. The first one fixes layout, frozen parameters and training set; whoever has others is refused,
-    but for training sets where each brings its own.
+def join(
+    run: LiveRun,
+    worker: str,
+    request: JoinRequest,
+    by: Identity,
+    actor: Actor,
+    is_good: Callable[[str], bool],
+) -> JoinReply:
+    """Let `worker` join, with the token of `by`. The first one fixes layout, frozen parameters and training set;
+    whoever has others is refused, but for training sets where each brings its own.
 
-    Raises Problem: run-ended, banned, worker-name-taken, model-mismatch, data-mismatch.
+    `is_good` says whether the token of that id still is: it may have been revoked since the request was let in.
+    Raises Problem: run-ended, run-draining, banned, worker-name-taken, worker-name-owned, forbidden, unauthorized,
+    model-mismatch, data-mismatch, pin-mismatch.
     """
     with run.change() as change:
-        if run.ended:
-            raise Problem("run-ended", f"the run {run.name} is {run.state}")
+        if by.token is not None and not is_good(by.token):
+            raise Problem("unauthorized", "the token was revoked, or has expired")
+        check_joinable(run)
         session, members = change.session, run.members
         model = _model(change, request)
         row = session.scalars(
@@ -51,7 +68,12 @@ def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
         ).one_or_none()
         if row is not None and row.state == WorkerState.BANNED:
             raise Problem("banned", f"the operator has banned {worker} from the run {run.name}")
-        old_hash = None if row is None else row.token_hash
+        if row is None:
+            row = WorkerRow(run_id=run.id, name=worker, epoch=0, metrics={}, place=_next_place(change))
+        names.claim(change, row, by, actor)
+        if not row.epoch:
+            inherit(change, row)
+        old_hash = row.token_hash
         repeated = _is_secret_of(request.member_token, old_hash)  # the answer was lost, so it asks again
         same_worker = repeated or _is_secret_of(request.previous, old_hash)
         remaining_s = members.remaining_s(worker, run.world.clock())
@@ -62,22 +84,39 @@ def join(run: LiveRun, worker: str, request: JoinRequest) -> JoinReply:
                 f"if that worker is dead, its lease ends in {remaining_s:.0f} s",
                 retry_after_s=remaining_s,
             )
-        if row is None:
-            row = WorkerRow(run_id=run.id, name=worker, epoch=0, metrics={}, place=_next_place(change))
-            session.add(row)
-        if run.spec.data.private:
-            _bring_own_data(row, request.data)
+        if remaining_s is None and steering.turns_away(run, worker):
+            raise Problem(
+                "run-draining",
+                f"the run {run.name} is draining and takes no newcomers: its workers finish the open round and leave; "
+                "ask again until it is paused, or goes on",
+                retry_after_s=DRAINING_S,
+            )
         secret = request.member_token or new_secret()[0]
         hashed = secret_hash(secret)
+        if hashed != old_hash and session.scalars(select(WorkerRow).where(WorkerRow.token_hash == hashed)).first():
+            raise Problem(
+                "invalid-message",
+                "body.member_token: another worker has it; choose one for each worker, from a source of secrets",
+            )
+        session.add(row)
+        if run.spec.data.private:
+            _bring_own_data(row, request.data)
         row.epoch += not repeated
         row.state, row.token_hash, row.joined_at = WorkerState.LIVE, hashed, run.world.now()
         row.host, row.state_round, row.state_digest = request.host, None, None
         if not repeated:
             message = f"{worker} joined ({row.epoch}.)" if row.epoch > 1 else f"{worker} joined"
             change.record("joined", message, worker=worker)
-        change.then(lambda: members.join(worker, hashed, run.world.clock()))
+        proven = bool(row.contributions)
+        change.then(lambda: members.join(worker, hashed, run.world.clock(), token=by.token, proven=proven))
         epoch, lease_s = row.epoch, members.lease_s
         return JoinReply(worker=worker, member_token=secret, epoch=epoch, lease_s=lease_s, layout=model.layout)
+
+
+def check_joinable(run: LiveRun) -> None:
+    """Raise Problem `run-ended` where nobody can join any more."""
+    if run.ended:
+        raise Problem("run-ended", f"the run {run.name} is {run.state}")
 
 
 def _is_secret_of(secret: str | None, hashed: bytes | None) -> bool:
@@ -125,15 +164,13 @@ def _model(change: Change, request: JoinRequest) -> Model:
         )
     if model is None:
         try:
-            sync = run.spec.sync
-            layout = plan_fragments(
-                request.tensors,
-                sync.fragment_elements,
-                strided=sync.fragment_layers == "strided",
-                taper=sync.offsets == "together",
-            )
+            layout = planned(run.spec.sync, request.tensors)
         except LayoutError as error:
             raise Problem("model-mismatch", str(error)) from error
+        pins = run.spec.pins
+        check_pin("layout", pins.layout, layout.digest().hex())
+        check_pin("frozen", pins.frozen, request.frozen.digest if request.frozen else None)
+        check_pin("data", pins.data, request.data.digest if request.data else None)
         model = Model(layout=layout, data=request.data, frozen=request.frozen)
         change.set_model(model)
         return model
@@ -175,70 +212,42 @@ def _ended(worker: str) -> Problem:
     return Problem("unauthorized", f"the lease of {worker} has ended; join again")
 
 
-def leave(run: LiveRun, worker: str, request: LeaveRequest, *, by_operator: bool) -> None:
+def leave(run: LiveRun, worker: str, request: LeaveRequest, operator: Actor | None = None) -> None:
     """End the worker's lease because it leaves, or the operator makes it; its unused units return to the pool."""
     with run.lock:
-        if by_operator and worker not in run.members:
+        if operator is not None and worker not in run.members:
             raise Problem("not-found", f"the run {run.name} has no live worker {worker}")
         check_lease(run, worker)  # it may have ended while the request was on its way
         if request.report is not None:
             accounting.book_report(run, worker, request.report)
         with run.change() as change:
-            _end_lease(change, worker, WorkerState.LEFT, "left", request)
+            end_lease(change, worker, WorkerState.LEFT, "left", request)
+            if operator is not None:
+                change.audit(operator, "worker-left", f"made the worker {worker} leave")
 
 
-def expire(run: LiveRun) -> None:
-    """End the leases that ran out."""
-    members, clock = run.members, run.world.clock
-    with run.lock:
-        for worker in members.expired(clock()):
-            silent_s = members.last_seen_s(worker, clock())
-            if silent_s is not None and silent_s > members.lease_s:  # it may have been heard of since the list was made
-                message = f"was silent for {members.lease_s:.0f} s and is taken for dead"
-                with run.change() as change:
-                    _end_lease(change, worker, WorkerState.LOST, message)
-
-
-def change_worker(run: LiveRun, worker: str, request: WorkerChange) -> None:
-    """Evict a worker, ban it, or let a banned one join again, as the operator asks."""
+def change_worker(run: LiveRun, worker: str, request: WorkerChange, by: Actor) -> None:
+    """Evict a worker, ban it, let a banned one join again, or give its name away, as the operator asks."""
     with run.change() as change:
         row = change.session.scalars(
             select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)
         ).first()
         if row is None:
             raise Problem("not-found", f"the run {run.name} never had a worker {worker}")
-        if request.state == "readmitted":
+        change.audit(by, f"worker-{request.state}", f"the worker {worker} was {request.state}")
+        if request.state == "released":
+            row.token = None
+        elif request.state == "readmitted":
             if row.state == WorkerState.BANNED:
                 row.state = WorkerState.EVICTED
                 change.record("readmitted", f"{worker} may join again", worker=worker)
+            if readmit(change, row):
+                change.record("readmitted", f"{worker} takes part again", worker=worker)
+                change.wake()
         elif worker in run.members:
-            _end_lease(change, worker, WorkerState(request.state), f"was {request.state} by the operator")
+            end_lease(change, worker, WorkerState(request.state), f"was {request.state} by the operator")
         elif request.state == "banned" and row.state != WorkerState.BANNED:
             row.state = WorkerState.BANNED
             change.record("banned", f"{worker} was banned by the operator", worker=worker)
         elif request.state == "evicted":
             raise Problem("not-found", f"the run {run.name} has no live worker {worker}")
-
-
-def _end_lease(change: Change, worker: str, state: WorkerState, what: str, request: LeaveRequest | None = None) -> None:
-    """End the worker's lease and return its unused units. `request`: what it said as it left, if it did."""
-    run, row = change.run, change.worker_row(worker)
-    row.token_hash, row.state = None, state
-    metrics = run.members.metrics(worker)
-    if request is not None and "metrics" in request.model_fields_set:
-        metrics = request.metrics
-    row.metrics = metrics.model_dump(mode="json")
-    if request is not None and request.state_digest is not None:
-        row.state_round, row.state_digest = request.state_round, bytes.fromhex(request.state_digest)
-    return_units(change.session, run.id, worker)
-    change.record(str(state), f"{worker} {what}", worker=worker)
-    finished = run.final_digest is not None and request is not None and request.state_round == run.round
-    if finished and row.state_digest != run.final_digest:
-        row.divergences += 1
-        change.row.divergences += 1
-        change.record("diverged", f"{worker} left with another state than the run's", worker=worker)
-
-    change.then(partial(run.members.leave, worker))
-    if run.open is not None:
-        change.then(partial(run.open.leave, worker))
-    change.wake()

@@ -1,13 +1,30 @@
 """The command line. Each command imports what it needs when it runs, so that --help is quick and needs no extra."""
 
+import logging
 from typing import Annotated
 
 import typer
 
 from outerstep import __version__
-from outerstep.cli import coordinator, data, demo, doctor, evaluate, plan, run, token, track, worker
+from outerstep.cli import (
+    coordinator,
+    data,
+    demo,
+    doctor,
+    evaluate,
+    pin,
+    plan,
+    privacy,
+    rollback,
+    run,
+    token,
+    track,
+    worker,
+)
 from outerstep.cli.faults import CommandGroup
+from outerstep.cli.printing import say
 from protocol.exit_codes import IN_WORDS
+from protocol.printable import PrintableFormatter
 
 app = typer.Typer(
     name="outerstep",
@@ -21,7 +38,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(__version__)
+        say(__version__)
         raise typer.Exit
 
 
@@ -44,11 +61,13 @@ def outerstep(
       outerstep coordinator --data ./data
       export OUTERSTEP_TOKEN=$(cat ./data/admin.token)
       outerstep run create run.toml
-      outerstep token create --scope worker > worker.token
-      outerstep worker http://127.0.0.1:8470 --run my-run --token-file worker.token
+      outerstep token create --scope join > join.token
+      outerstep worker http://127.0.0.1:8470 --run my-run --token-file join.token
       outerstep run watch my-run
       outerstep run export my-run --out ./model
     """
+    if logging.lastResort is not None:  # what commands log that set up no logging
+        logging.lastResort.setFormatter(PrintableFormatter())
 
 
 app.command()(coordinator.coordinator)
@@ -57,11 +76,15 @@ app.command(epilog=IN_WORDS)(worker.worker)
 app.command(epilog=IN_WORDS)(doctor.doctor)
 run.app.command()(evaluate.evaluate)
 run.app.command()(track.track)
+run.app.command()(rollback.rollback)
+run.app.command()(pin.pin)
+run.app.command()(privacy.privacy)
 app.add_typer(run.app, name="run")
 app.add_typer(token.app, name="token")
 app.add_typer(data.app, name="data")
 app.command()(demo.demo)
 app.command()(plan.plan)
+app.command("privacy")(privacy.preview)
 
 
 def main() -> None:

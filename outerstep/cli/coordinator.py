@@ -1,6 +1,7 @@
 """The commands `outerstep coordinator` and `outerstep migrate`."""
 
 import errno
+import os
 import ssl
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +10,7 @@ import typer
 
 from outerstep.cli.connection import LogFileOption
 from outerstep.cli.faults import UsageError, import_extra, validated
+from outerstep.cli.printing import say
 from protocol.reaching import in_words, trusting
 
 FLAGS = {
@@ -68,6 +70,7 @@ def coordinator(
       outerstep run create run.toml --token-file ./data/admin.token
     """
     server = import_extra("coordinator.server", extra="coordinator", command="outerstep coordinator")
+    os.umask(0o077)  # what it writes is for nobody else on this machine
     settings = _settings(
         {
             "data_dir": data,
@@ -107,6 +110,7 @@ def migrate(data: DataOption = None, database_url: DatabaseOption = None) -> Non
       outerstep migrate --data ./data
     """
     database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep migrate")
+    os.umask(0o077)
     settings = _settings({"data_dir": data, "database_url": database_url})
     url = _database_url(settings)
     try:
@@ -115,7 +119,7 @@ def migrate(data: DataOption = None, database_url: DatabaseOption = None) -> Non
         database.Database(url).close()
     except OSError as error:
         raise UsageError(f"cannot migrate {url!r}: {in_words(error)}") from error
-    typer.echo(f"the database {url!r} is at the newest schema")
+    say(f"the database {url!r} is at the newest schema")
 
 
 def _settings(given: dict[str, Any]) -> Any:

@@ -1,6 +1,5 @@
 """The commands `outerstep data prepare|show`."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,11 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from outerstep.cli.faults import UsageError, import_extra
-from outerstep.cli.printing import console
+from outerstep.cli.printing import console, print_json, say
 from outerstep.display import table
 from outerstep.units import UNKNOWN, bytes_text, count_text
 from protocol.quantities import parse_count
@@ -75,7 +73,7 @@ def prepare(
     with _bar() as tell:
         index = preparing.prepare(recipe, out, tell=tell)
     for line in _summary(index, out):
-        typer.echo(line)
+        say(line)
 
 
 @app.command()
@@ -99,7 +97,7 @@ def show(
             files.verify_file(shard, directory / shard.file, index.item.itemsize)
     if as_json:
         facts = {"digest": index.digest(), "bytes_per_token": index.bytes_per_token, "verified": verify}
-        typer.echo(json.dumps({**facts, **index.model_dump()}, indent=2, ensure_ascii=False))
+        print_json({**facts, **index.model_dump()})
         return
     out = console()
     for name, value in _facts(index, verify):
@@ -128,7 +126,7 @@ def _bar() -> Iterator[Callable[[Any], None]]:
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+    with Progress(*columns, console=console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task("", total=None)
 
         def tell(how_far: Any) -> None:

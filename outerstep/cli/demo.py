@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from outerstep.cli.faults import UsageError, check_not_hidden
-from outerstep.cli.printing import console
+from outerstep.cli.printing import console, say_lines
 from outerstep.demo import Plan, run_demo
 from outerstep.demo.processes import ChildError
 from outerstep.demo.spec import ROUNDS, demo_spec
@@ -61,16 +61,16 @@ def demo(
             spec = demo_spec(workers=workers, rounds=rounds, codec=codec)
             summary, text = run_demo(Plan(workers, spec, directory), display_for(out))
         except ChildError as error:
-            typer.echo(f"outerstep: {error}", err=True)
+            say_lines(f"outerstep: {error}", err=True)
             raise typer.Exit(FAILED) from error
-    typer.echo(f"\n{text}")
+    say_lines(f"\n{text}")
     if json_file is not None:
         try:
             json_file.write_text(summary.json(), encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--json {json_file}: {error.strerror}") from error
     if keep is not None:
-        typer.echo(
+        say_lines(
             f"\nKept in {keep}: the model (model/), the logs (logs/) and the coordinator's data. Look at the run with\n"
             f"  outerstep coordinator --data {keep / 'coordinator'}\n"
             f"  outerstep run show demo --token-file {keep / 'coordinator' / 'admin.token'}"
@@ -92,7 +92,7 @@ def _turn_signals_into_exits() -> None:
     that this begins, for it takes a few seconds."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
-        typer.echo("\nending the workers and the coordinator", err=True)
+        say_lines("\nending the workers and the coordinator", err=True)
         raise KeyboardInterrupt
 
     def leave(number: int, _: FrameType | None) -> None:

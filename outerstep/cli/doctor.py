@@ -1,7 +1,6 @@
 """The command `outerstep doctor`: the options are those of `outerstep worker`, whatever these are."""
 
 import inspect
-import json
 import os
 import shlex
 from collections.abc import Callable
@@ -12,7 +11,9 @@ import typer
 
 from outerstep.cli.connection import TOKEN_VARIABLE, checked_url, find_token
 from outerstep.cli.faults import UsageError, import_extra, validated
+from outerstep.cli.printing import print_json, say, say_lines
 from outerstep.cli.worker import FLAGS, worker
+from protocol.printable import printable
 
 # Settings of the worker's that its options call something else.
 _OPTIONS = {"state_dir": "state", "compile": "compile_model"}
@@ -69,9 +70,9 @@ def doctor(*, as_json: JsonOption = False, **options: Any) -> None:
             "command": command,
             "findings": [asdict(each) for each in found],
         }
-        typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+        print_json(document)
     else:
-        typer.echo("\n" + "\n  ".join(verdict.lines))
+        say_lines("\n" + "\n  ".join(map(printable, verdict.lines)))
     raise typer.Exit(verdict.code)
 
 
@@ -84,7 +85,8 @@ def worker_command(options: dict[str, Any]) -> str:
         if parameter.name in {"url", "token"} | _OF_NO_SYNC or value == defaults[parameter.name].default:
             continue
         flag = _flag(parameter)
-        words += [flag] if value is True else [flag, str(value)]
+        for each in value if isinstance(value, list) else [value]:
+            words += [flag] if each is True else [flag, str(each)]
     said = shlex.join(words)
     return said if options["token"] is None else f"{TOKEN_VARIABLE}=… {said}"
 
@@ -112,13 +114,13 @@ class _Lines:
         self._begun = ""
 
     def begin(self, name: str) -> None:
-        typer.echo(f"{name:<12}", nl=False)
+        say(f"{name:<12}", end=False)
         self._begun = name
 
     def found(self, finding: Any) -> None:
         if self._begun != finding.name:
-            typer.echo(f"{finding.name:<12}", nl=False)
-        typer.echo(f" {finding.state:<8} {finding.said}")
+            say(f"{finding.name:<12}", end=False)
+        say(f" {finding.state:<8} {finding.said}")
         if finding.remedy:
-            typer.echo(f"{'':<21} → {finding.remedy}")
+            say(f"{'':<21} → {finding.remedy}")
         self._begun = ""

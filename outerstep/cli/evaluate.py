@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outerstep.cli.allowing import AllowFactoryOption
 from outerstep.cli.connection import (
     DEFAULT_URL,
     CaOption,
@@ -16,7 +17,7 @@ from outerstep.cli.connection import (
     operator_client,
 )
 from outerstep.cli.faults import UsageError, import_extra, validated
-from outerstep.cli.printing import print_json
+from outerstep.cli.printing import print_json, say
 from outerstep.cli.run import RunArgument
 from outerstep.cli.worker import FLAGS, DataCacheGbOption, DataCacheOption
 from outerstep.units import count_text, held_out_text
@@ -52,6 +53,7 @@ def evaluate(
             "--tasks", metavar="TASK,…", help="With --export: also these tasks of lm-eval, by name or YAML file."
         ),
     ] = None,
+    allow_factory: AllowFactoryOption = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps …")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="JSON for programs.")] = False,
     url: UrlOption = DEFAULT_URL,
@@ -75,7 +77,8 @@ def evaluate(
         raise UsageError("--tasks needs --export: lm-eval's tasks are measured on what `outerstep run export` writes")
     evaluating = import_extra("outerstep.evaluating", extra="worker", command=COMMAND)
     settings = import_extra("worker.settings", extra="worker", command=COMMAND)
-    given = {"data": data, "data_cache": data_cache, "data_cache_gb": data_cache_gb, "device": device}
+    given: dict[str, Any] = {"data": data, "data_cache": data_cache, "data_cache_gb": data_cache_gb, "device": device}
+    given["allow_factory"] = allow_factory or None
     box = validated(settings.BoxSettings, given, FLAGS)
     secret = find_token(token, token_file, os.environ)
     with operator_client(url, secret, None, ca) as client:
@@ -84,23 +87,21 @@ def evaluate(
             found = evaluating.evaluate_model(client.http, secret, detail, box, state=state, exported=export)
         except ValueError as error:
             raise UsageError(f"--device: {error}") from error
-    measured = {} if tasks is None or export is None else _measured(export, tasks, device)
+    measured = {} if tasks is None or export is None else _measured(export, tasks, device, box.allow_factory)
     if as_json:
         print_json({"held_out": found, "tasks": measured})
         return
-    typer.echo(
-        f"held-out loss {held_out_text(found.loss, found.bits_per_byte)}, over {count_text(found.tokens)} tokens"
-    )
+    say(f"held-out loss {held_out_text(found.loss, found.bits_per_byte)}, over {count_text(found.tokens)} tokens")
     for task, metrics in measured.items():
         figures = ((name.removesuffix(",none"), value) for name, value in metrics.items() if isinstance(value, float))
-        typer.echo(f"{task}: {', '.join(f'{name} {value:.4f}' for name, value in figures)}")
+        say(f"{task}: {', '.join(f'{name} {value:.4f}' for name, value in figures)}")
 
 
-def _measured(export: Path, tasks: str, device: str) -> dict[str, dict[str, Any]]:
+def _measured(export: Path, tasks: str, device: str, factories: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """Return what lm-eval measures, by task."""
     module = import_extra("outerstep.tasks", extra="lm-eval", command=f"{COMMAND} --tasks")
     try:
-        results: dict[str, dict[str, Any]] = module.run_tasks(export, tasks.split(","), device)
+        results: dict[str, dict[str, Any]] = module.run_tasks(export, tasks.split(","), device, factories)
     except ValueError as error:
         raise UsageError(f"--tasks: {error}") from error
     return results

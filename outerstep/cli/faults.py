@@ -8,6 +8,7 @@ import typer
 from pydantic import BaseModel, ValidationError
 from typer.core import TyperGroup
 
+from outerstep.cli.printing import say
 from outerstep.shadowing import refuse_shadow
 from protocol.errors import OuterstepError, Problem, Remedy, SpecError, Transient
 from protocol.exit_codes import Exit
@@ -29,7 +30,7 @@ class CommandGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except OuterstepError as error:
-            typer.echo(f"outerstep: {' '.join(str(error).split())}", err=True)
+            say(f"outerstep: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(exit_code(error)) from error
 
 
@@ -59,8 +60,9 @@ def validated(model: type[Model], given: dict[str, Any], flags: dict[str, str]) 
 
 
 def _explain(fault: Any, model: type[BaseModel], given: dict[str, Any], flags: dict[str, str]) -> str:
-    text = explain(fault)
     key = str(fault["loc"][0]) if fault["loc"] else ""
+    is_secret = key in model.model_fields and not model.model_fields[key].repr
+    text = explain(fault, echo=not is_secret)
     if given.get(key) is not None:
         return flags[key] + text.removeprefix(key)
     if key in model.model_fields:

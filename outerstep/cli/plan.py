@@ -1,17 +1,15 @@
 """The command `outerstep plan`."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from outerstep import plan as planning
 from outerstep.cli.faults import UsageError
-from outerstep.cli.printing import UNBOUNDED_WIDTH
+from outerstep.cli.printing import UNBOUNDED_WIDTH, console, print_json, say_lines
 from outerstep.display import table
 from outerstep.plan import Setting, Workload
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text
@@ -22,11 +20,15 @@ LEAST_STEP_S = 1e-6
 
 def plan(
     params: Annotated[str, typer.Option(metavar="COUNT", help="Trainable parameters: 1.2e9, 150M, 1.2B.")],
-    up: Annotated[str, typer.Option(metavar="RATE", help="A worker's line towards the coordinator: 10mbit, 1Gbit/s.")],
+    up: Annotated[
+        str,
+        typer.Option(metavar="RATE", help="A worker's line towards the coordinator, or what it is held to: 10mbit."),
+    ],
     down: Annotated[str, typer.Option(metavar="RATE", help="The same line's other direction.")],
     step_time: Annotated[str, typer.Option(metavar="TIME", help="Of one inner step: 1.0 (seconds), 350ms.")],
     workers: Annotated[int, typer.Option(min=1, max=10_000, help="Workers, each with a line like this.")] = 4,
     latency: Annotated[str, typer.Option(metavar="TIME", help="Of a round trip to the coordinator.")] = "40ms",
+    loss: Annotated[float, typer.Option(min=0.0, max=0.1, help="Share of packets that the lines lose: 0.005.")] = 0.0,
     steps: Annotated[
         str, typer.Option(metavar="COUNT", help="Inner steps of the whole run; more rounds lose less quality.")
     ] = "20000",
@@ -53,14 +55,15 @@ def plan(
         workers=workers,
         latency_s=_parsed("--latency", parse_seconds, latency),
         steps=_parsed("--steps", parse_count, steps),
+        loss=loss,
     )
     found = planning.settings(workload)
     best, reason = planning.recommend(found, utilisation)
     if as_json:
-        typer.echo(json.dumps(_document(workload, found, best, reason), indent=2))
+        print_json(_document(workload, found, best, reason))
         return
-    Console(width=UNBOUNDED_WIDTH, highlight=False).print(_table(found))  # a narrow terminal wraps, it loses nothing
-    typer.echo("\n" + "\n".join(_lines(workload, best, reason)))
+    console(width=UNBOUNDED_WIDTH).print(_table(found))  # a narrow terminal wraps, it loses nothing
+    say_lines("\n" + "\n".join(_lines(workload, best, reason)))
 
 
 def _parsed(flag: str, parse: Any, text: str) -> Any:

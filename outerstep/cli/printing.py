@@ -1,4 +1,8 @@
-"""The output of commands: a table for people, or JSON for programs."""
+"""The output of commands: lines and tables for people, or JSON for programs.
+
+All that a command writes to a terminal goes through here, for much of it is what workers and coordinators have said:
+what would not be looked at but obeyed by the terminal is shown as what it is (`protocol/printable.py`).
+"""
 
 import json
 import sys
@@ -9,7 +13,10 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from protocol.printable import printable, printable_json, printable_lines
 
 UNBOUNDED_WIDTH = 4096  # columns; output that goes to a file or a pipe is not cut
 
@@ -22,14 +29,35 @@ class Format(StrEnum):
 FormatOption = Annotated[Format, typer.Option("--format", help="A table to read, or JSON for programs.")]
 
 
-def console() -> Console:
-    """Return a console on standard output, which wraps and cuts lines on a terminal only."""
-    return Console(width=None if sys.stdout.isatty() else UNBOUNDED_WIDTH, highlight=False)
+class PrintableConsole(Console):
+    """A console whose text is looked at alone; what moves the cursor and colours is rich's own."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable_lines(segment.text), segment.style)
+
+
+def console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """Return a console, which wraps and cuts lines on a terminal only, or at `width`."""
+    stream = sys.stderr if stderr else sys.stdout
+    if width is None and not stream.isatty():
+        width = UNBOUNDED_WIDTH
+    return PrintableConsole(stderr=stderr, width=width, highlight=False)
+
+
+def say(text: str, *, err: bool = False, end: bool = True) -> None:
+    """Print one line, or, without `end`, its beginning."""
+    typer.echo(printable(text), err=err, nl=end)
+
+
+def say_lines(text: str, *, err: bool = False) -> None:
+    """Print several lines."""
+    typer.echo(printable_lines(text), err=err)
 
 
 def print_json(value: BaseModel | Iterable[BaseModel] | dict[str, Any]) -> None:
     """Print a message as a JSON object, or messages as a JSON array."""
-    typer.echo(json.dumps(plain(value), indent=2, ensure_ascii=False))
+    typer.echo(printable_json(json.dumps(plain(value), indent=2, ensure_ascii=False)))
 
 
 def plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from outerstep.advice import advice
+from outerstep.cli.allowing import AllowFactoryOption
 from outerstep.cli.connection import (
     DEFAULT_URL,
     CaOption,
@@ -20,7 +21,7 @@ from outerstep.cli.connection import (
     operator_client,
 )
 from outerstep.cli.faults import UsageError, import_extra
-from outerstep.cli.printing import Format, FormatOption, console, print_json, time_text
+from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
 from outerstep.display import display_for, round_table, table, worker_table
 from outerstep.follow import FIRST_ROUNDS, follow
 from outerstep.units import UNKNOWN, bytes_text, count_text, held_out_text
@@ -65,9 +66,9 @@ def create(
     if output is Format.JSON:
         print_json(run)
     else:
-        typer.echo(f"run {run.name} {'is created' if new else 'was there already, with this same spec'}: {run.reason}")
+        say(f"run {run.name} {'is created' if new else 'was there already, with this same spec'}: {run.reason}")
     for each in advice(parsed):
-        typer.echo(f"note: {each}", err=True)
+        say(f"note: {each}", err=True)
 
 
 @app.command("ls")
@@ -309,12 +310,12 @@ def remove(
     with operator_client(url, token, token_file, ca) as client:
         if not yes:
             size = bytes_text(sum(client.run(run).disk_bytes.model_dump().values()))
-            _confirm(f"Remove the run {run} with its checkpoints and history, {size}, for good?")
+            confirm(f"Remove the run {run} with its checkpoints and history, {size}, for good?")
         client.remove_run(run)
-    typer.echo(f"the run {run} is removed")
+    say(f"the run {run} is removed")
 
 
-def _confirm(question: str) -> None:
+def confirm(question: str) -> None:
     """Return if the answer on the terminal is yes; end the command if it is no. Raises UsageError where nobody can be
     asked."""
     try:
@@ -322,7 +323,7 @@ def _confirm(question: str) -> None:
             return
     except typer.Abort as error:  # the end of the input
         raise UsageError("nobody is there to be asked: give --yes") from error
-    typer.echo("nothing was removed", err=True)
+    say("nothing was changed", err=True)
     raise typer.Exit(Exit.REFUSED)
 
 
@@ -338,8 +339,8 @@ def evict(
 ) -> None:
     """End a worker's membership: nobody waits for it, and its work units return to the pool.
 
-    Its process joins again by itself, unless it is banned. A ban is of the worker's name: who has a worker token may
-    join under another one, so revoke the token too where you do not trust its holder.
+    Its process joins again by itself, unless it is banned. A ban is of the worker's name: who has a token for several
+    names may join under another one, so revoke the token (`token ls`) where you do not trust its holder.
 
     \b
     Example:
@@ -367,6 +368,27 @@ def readmit(
 
 
 @app.command()
+def release(
+    run: RunArgument,
+    worker: WorkerArgument,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    ca: CaOption = None,
+) -> None:
+    """Give a worker's name away: it belongs to the next token that joins under it.
+
+    A name belongs to the token that joined under it first, so that nobody else can be taken for that worker. Release it
+    where a box has lost its token, or is to have another one.
+
+    \b
+    Example:
+      outerstep run release my-run box-7
+    """
+    _change_worker(run, worker, "released", url, token, token_file, ca)
+
+
+@app.command()
 def export(
     run: RunArgument,
     out: Annotated[Path, typer.Option(help="A new or empty directory to write.", show_default=False)],
@@ -376,6 +398,7 @@ def export(
             "--round", min=0, help="The checkpoint to export: the model before this round. Default: the latest."
         ),
     ] = None,
+    allow_factory: AllowFactoryOption = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a run with model.lora: write the whole model, not the adapters alone.")
     ] = False,
@@ -390,6 +413,7 @@ def export(
     that they were trained on. The run's tokenizer goes with the model; bytes have none: their token ids are the bytes
     of UTF-8 text. The model of a user's own function is written as model.safetensors beside the spec; so are the
     trained parameters of a run whose scripts bring the model.
+    Where a spec names such a function, --allow-factory has to name it too: it is run here.
 
     \b
     Example:
@@ -400,10 +424,11 @@ def export(
     with operator_client(url, secret, None, ca) as client:
         client.run(run)  # the export, below, would wait for ever for a coordinator that is not there
         try:
-            exporting.export_model(client.http, run, secret, out, state, merge=merge)
+            code = tuple(allow_factory or ())
+            exporting.export_model(client.http, run, secret, out, state, merge=merge, factories=code)
         except OSError as error:
             raise UsageError(f"--out: {error}") from error
-    typer.echo(f"the model of the run {run} is in {out}")
+    say(f"the model of the run {run} is in {out}")
 
 
 def _change(
@@ -416,13 +441,13 @@ def _change(
 ) -> None:
     with operator_client(url, token, token_file, ca) as client:
         info: RunInfo = client.change_run(run, RunChange(state=state))
-    typer.echo(f"run {info.name} is {info.state}: {info.reason}")
+    say(f"run {info.name} is {info.state}: {info.reason}")
 
 
 def _change_worker(
     run: str,
     worker: str,
-    state: Literal["evicted", "banned", "readmitted"],
+    state: Literal["evicted", "banned", "readmitted", "released"],
     url: str,
     token: str | None,
     token_file: Path | None,
@@ -430,7 +455,7 @@ def _change_worker(
 ) -> None:
     with operator_client(url, token, token_file, ca) as client:
         client.change_worker(run, worker, WorkerChange(state=state))
-    typer.echo(f"worker {worker} of the run {run} is {state}")
+    say(f"worker {worker} of the run {run} is {state}")
 
 
 def read_spec(path: Path) -> tuple[str, RunSpec]:

@@ -12,6 +12,7 @@ import typer
 
 from outerstep.cli.connection import DEFAULT_URL, CaOption, TokenFileOption, TokenOption, UrlOption, operator_client
 from outerstep.cli.faults import UsageError, import_extra
+from outerstep.cli.printing import say
 from outerstep.cli.run import RunArgument
 from outerstep.display import event_line
 from outerstep.tracking import TRACKERS, TrackerName
@@ -69,7 +70,7 @@ def track(
         finally:
             with _telling(to):
                 tracker.close()
-    typer.echo(f"the run {run} is tracked to its end, in {place}")
+    say(f"the run {run} is tracked to its end, in {place}")
 
 
 @contextmanager
@@ -86,10 +87,10 @@ def _telling(to: TrackerName) -> Iterator[None]:
 
 def _print(record: Record) -> None:
     for event in record.events:
-        typer.echo(event_line(event))
+        say(event_line(event))
     figures = ", ".join(f"{name} {value:.6g}" for name, value in record.figures.items())
-    typer.echo(f"{'state' if record.final else 'round'} {record.round}: {figures}")
+    say(f"{'state' if record.final else 'round'} {record.round}: {figures}")
 
 
 def _tell(trouble: str) -> None:
-    typer.echo(f"outerstep: {trouble}; asking again", err=True)
+    say(f"outerstep: {trouble}; asking again", err=True)

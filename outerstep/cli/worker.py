@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from outerstep.cli.allowing import AllowFactoryOption, DataRootOption, owner_at_terminal
 from outerstep.cli.connection import (
     CaOption,
     LogFileOption,
@@ -29,6 +30,9 @@ FLAGS = {
     "device": "--device",
     "mode": "--mode",
     "data": "--data",
+    "allow_factory": "--allow-factory",
+    "data_root": "--data-root",
+    "tell": "--tell",
     "threads": "--threads",
     "data_cache": "--data-cache",
     "data_cache_gb": "--data-cache-gb",
@@ -90,6 +94,12 @@ def worker(
             "--data", help="Where this machine has the training set. Default: data.source, as the run's spec has it."
         ),
     ] = None,
+    allow_factory: AllowFactoryOption = None,
+    data_root: DataRootOption = None,
+    tell: Annotated[
+        Literal["all", "some", "nothing"],
+        typer.Option("--tell", help="What the coordinator is told of this machine; less than all needs a --name."),
+    ] = "all",
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="CPU threads of torch. Default: torch's own choice.")
     ] = None,
@@ -146,6 +156,10 @@ def worker(
     A worker only makes requests to the coordinator: no open port is needed. The same command again after a crash goes
     on where this worker was; SIGTERM or Ctrl-C leaves the run cleanly.
 
+    The run's spec is somebody else's text: of code it runs what --allow-factory names, and it reads data, tokenizers
+    and weights below --data-root alone, beside what comes with Outerstep and what --data names. At a terminal it asks
+    for what is missing; elsewhere it ends with exit code 3, and says what to add.
+
     With --no-sync it joins nothing: it trains as long as one worker of the run does, on this machine's data, and tells
     the held-out loss as it goes.
 
@@ -163,6 +177,9 @@ def worker(
         "device": device,
         "mode": mode,
         "data": data,
+        "allow_factory": allow_factory or None,
+        "data_root": data_root or None,
+        "tell": tell,
         "threads": threads,
         "data_cache": data_cache,
         "data_cache_gb": data_cache_gb,
@@ -185,7 +202,7 @@ def worker(
         if url is not None or run is not None:
             raise UsageError("give --spec, or URL and --run, not both")
         _, parsed = read_spec(spec)
-        raise typer.Exit(agent.run_alone(validated(settings.BoxSettings, box, FLAGS), parsed))
+        raise typer.Exit(agent.run_alone(validated(settings.BoxSettings, box, FLAGS), parsed, own_spec=True))
     if url is None:
         raise UsageError("Missing argument 'URL': the coordinator's address; --no-sync with --spec needs none")
     if run is None:
@@ -200,11 +217,11 @@ def worker(
         alone = validated(settings.BoxSettings, box, FLAGS)
         with operator_client(url, token, token_file, ca) as client:
             detail = client.run(run)
-        raise typer.Exit(agent.run_alone(alone, detail.spec))
+        raise typer.Exit(agent.run_alone(alone, detail.spec, own_spec=False, ask=owner_at_terminal()))
     joining = validated(settings.WorkerSettings, member | box, FLAGS)
     if gpus is not None and gpus > 1 and "LOCAL_RANK" not in os.environ:
         _start_on(gpus, joining.device)
-    raise typer.Exit(agent.run_worker(joining))
+    raise typer.Exit(agent.run_worker(joining, ask=owner_at_terminal()))
 
 
 def _start_on(gpus: int, device: str) -> None:
@@ -216,4 +233,5 @@ def _start_on(gpus: int, device: str) -> None:
         raise UsageError(str(error)) from error
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // gpus, 1)))
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    os.execv(sys.executable, [sys.executable, "-m", *torchrun, "-m", "--", "outerstep", *sys.argv[1:]])
+    arguments = [sys.executable, "-m", *torchrun, "-m", "--", "outerstep", *sys.argv[1:]]
+    os.execv(sys.executable, arguments)  # its own, again # nosec B606

@@ -14,6 +14,7 @@ from outerstep.display import Display
 from outerstep.follow import ENDED, follow
 from protocol.errors import Transient
 from protocol.messages import RunDetail, Scope, TokenRequest
+from protocol.spec.run import parse_spec
 
 PATIENCE_S = 0.5  # between two looks at the run and at the processes
 LEAVE_WITHIN_S = 60.0
@@ -75,15 +76,20 @@ def trained(plan: Plan, display: Display) -> Iterator[Trained]:
 def _train(client: rest.Client, url: str, processes: Processes, plan: Plan, display: Display) -> RunDetail:
     """Create the run, start the workers, show it until it ends and they have left. Return the run as it ended."""
     client.create_run(plan.spec)
-    token = client.create_token(TokenRequest(scope=Scope.WORKER, note="the demo's workers")).token
-    workers = [_start_worker(processes, index, url, token, plan.directory) for index in range(plan.workers)]
+    request = TokenRequest(scope=Scope.WORKER, note="the demo's workers", names=plan.workers)
+    token = client.create_token(request).token
+    from worker.allowing import options_for  # here and not above: `outerstep --help` needs none of the worker
+
+    # Whoever starts this has written the spec himself, or chosen it: what it names is his to allow.
+    allowed = options_for(parse_spec(plan.spec))
+    workers = [_start_worker(processes, index, url, token, plan.directory, allowed) for index in range(plan.workers)]
     _watch(client, processes, workers, display)
     for worker in workers:
         wait_until_ended(worker, LEAVE_WITHIN_S)  # then it has reported the state that it holds
     return _final_run(client)
 
 
-def _start_worker(processes: Processes, index: int, url: str, token: str, directory: Path) -> Child:
+def _start_worker(processes: Processes, index: int, url: str, token: str, directory: Path, allowed: list[str]) -> Child:
     name = f"worker-{index}"
     state = directory / "workers" / name
     arguments = [
@@ -99,6 +105,7 @@ def _start_worker(processes: Processes, index: int, url: str, token: str, direct
         "cpu",
         "--threads",
         "1",
+        *allowed,
     ]
     return processes.start(name, arguments, {"OUTERSTEP_TOKEN": token, **NO_PROXY})
 

@@ -38,7 +38,7 @@ def look(client: rest.Client) -> Access:
     return Access.ADMIN
 
 
-_NEW = "have an admin make one: outerstep token create --scope worker"
+_NEW = "have an admin make one: outerstep token create --scope join"
 
 
 def judge(seen: Access) -> list[Finding]:
@@ -47,7 +47,7 @@ def judge(seen: Access) -> list[Finding]:
             return [fine("token", "valid, and lets workers join")]
         case Access.ADMIN:
             said = "valid, but an admin's: whoever reads it on this box may stop runs and make tokens"
-            return [warning("token", said, f"the box needs a worker token only; {_NEW}")]
+            return [warning("token", said, f"the box needs a join or worker token only; {_NEW}")]
         case Access.UNCLEAR:
             return [warning("token", "valid; this coordinator is too old to say whether it lets workers join")]
         case Access.READING:

@@ -10,7 +10,19 @@ import httpx
 import torch
 
 from outerstep import __version__, rest
-from outerstep.doctor import access, address, clock, data, line, membership, memory, model, software, state_directory
+from outerstep.doctor import (
+    access,
+    address,
+    clock,
+    data,
+    line,
+    membership,
+    memory,
+    model,
+    permission,
+    software,
+    state_directory,
+)
 from outerstep.doctor import step as stepping
 from outerstep.doctor.examination import Examination, Teller
 from outerstep.doctor.finding import Finding, fine
@@ -19,6 +31,7 @@ from protocol.messages import RunState
 from protocol.spec.run import RunSpec
 from worker.inner.spreading import Mode, choose_mode, replica_room
 from worker.link.client import open_http
+from worker.link.own_token import token_to_read_with
 from worker.settings import BoxSettings, WorkerSettings
 from worker.starting import check_gpus, start
 
@@ -46,7 +59,8 @@ def examine(
     exam.check("versions", lambda _: software.look(), software.judge, within_s=HOST_S)
     with open_http(settings.url, settings.ca) as http:
         reached = _reach(exam, settings.url, http, now, monotonic)
-        http.headers["Authorization"] = f"Bearer {settings.token}"
+        token_used = token_to_read_with(settings.token, settings.run, settings.name, settings.directory)
+        http.headers["Authorization"] = f"Bearer {token_used}"
         client = rest.Client(http)
         token = None
         if reached:
@@ -65,7 +79,7 @@ def examine(
         step_s: float | None = None
         if run is None or run.detail.state in (RunState.FINISHED, RunState.STOPPED):
             why = "the run's spec is not known" if run is None else f"the run is {run.detail.state}"
-            exam.skip(["data", "model", "memory", "step"], why)
+            exam.skip(["allowed", "data", "model", "memory", "step"], why)
         else:
             elements, step_s = _train(exam, settings, processes, run, place, device, take_steps)
         if token in (access.Access.WORKER, access.Access.ADMIN):
@@ -153,6 +167,10 @@ def _train(
 ) -> tuple[int | None, float | None]:
     """Check what is trained and how; return the elements that are, and the seconds of an inner step."""
     spec = run.detail.spec
+    exam.check("allowed", lambda _: permission.look(spec, settings), permission.judge, within_s=HOST_S)
+    if exam.is_wrong("allowed"):
+        exam.skip(["data", "model", "memory", "step"], "the run's spec asks for what is not allowed")
+        return run.detail.elements, None
     opened = exam.check(
         "data",
         lambda stop: data.look(spec, settings, stop),

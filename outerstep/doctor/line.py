@@ -95,7 +95,8 @@ def judge(seen: Line, run: RunDetail | None, elements: int | None, step_s: float
         return [fine("line", said)]
     remedy = (
         f"a run suits this line whose codec, H or overlap is another: outerstep plan --params {elements} "
-        f"--up {seen.up / 1e6:.4g}mbit --down {seen.down / 1e6:.4g}mbit --step-time {step_s:.3g}"
+        f"--up {seen.up / 1e6:.4g}mbit --down {seen.down / 1e6:.4g}mbit --step-time {step_s:.3g} "
+        f"--latency {1e3 * seen.latency_s:.3g}ms"
     )
     return [warning("line", said, remedy)]
 

@@ -9,7 +9,8 @@ from outerstep.doctor.finding import Finding, fine, warning, wrong
 from outerstep.units import duration_text
 from protocol.errors import Problem
 from protocol.fragments import Layout
-from protocol.messages import RunDetail, RunState, WorkerInfo, WorkerState
+from protocol.messages import JOIN_PREFIX, RunDetail, RunState, WorkerInfo, WorkerState
+from worker.link.own_token import token_to_read_with
 from worker.settings import WorkerSettings
 from worker.state.state_dir import StateDir
 
@@ -17,12 +18,14 @@ from worker.state.state_dir import StateDir
 @dataclass(frozen=True)
 class Run:
     """The run with its workers. `layout`: None as long as nobody has seeded it. `is_own`: the live worker of this name
-    is this one, by the member token in its state directory."""
+    is this one, by the member token in its state directory. `has_no_token`: this one has a join token, and none of its
+    own yet."""
 
     detail: RunDetail
     workers: list[WorkerInfo]
     layout: Layout | None
     is_own: bool
+    has_no_token: bool
 
 
 def look(client: rest.Client, settings: WorkerSettings) -> Run:
@@ -30,7 +33,9 @@ def look(client: rest.Client, settings: WorkerSettings) -> Run:
     detail = client.run(settings.run)
     workers = list(client.workers(settings.run))
     live = any(each.name == settings.name and each.state is WorkerState.LIVE for each in workers)
-    return Run(detail, workers, _layout(client, settings.run), live and _holds_lease(client, settings))
+    token = token_to_read_with(settings.token, settings.run, settings.name, settings.directory)
+    is_own = live and _holds_lease(client, settings)
+    return Run(detail, workers, _layout(client, settings.run), is_own, token.startswith(JOIN_PREFIX))
 
 
 def _layout(client: rest.Client, run: str) -> Layout | None:
@@ -76,6 +81,10 @@ def judge_name(seen: Run, name: str, host: str = platform.node()) -> list[Findin
     if worker.state is WorkerState.BANNED:
         remedy = f"only its operator lets it join again: outerstep run readmit {seen.detail.name} {name}"
         return [wrong("name", f"{name} was banned from the run", remedy)]
+    if seen.has_no_token and worker.token is not None:
+        said = f"{name} belongs to a token, and there is none in this worker's state directory to join with"
+        remedy = "give another --name, the --state that has it, or have an operator give the name away: "
+        return [wrong("name", said, f"{remedy}outerstep run release {seen.detail.name} {name}")]
     if worker.state is not WorkerState.LIVE:
         return [fine("name", f"{name} was in the run before, on {where} ({worker.state})")]
     if seen.is_own:

@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from outerstep import DiLoCo
 from worker.link.client import Client, open_http
+from worker.link.own_token import token_to_read_with
 from worker.script.connecting import membership_of
 
 
@@ -22,8 +23,9 @@ class RunWorker:
         self._run, self._options = run, options
         self._diloco: DiLoCo | None = None
         who = membership_of(run, options.get("url"), options.get("token"), options.get("name"))
+        token = token_to_read_with(who.token, run, who.name, options.get("state_dir") or who.directory)
         with open_http(who.url, who.ca) as http:
-            self.spec = Client(http, run, who.token).run_detail().spec
+            self.spec = Client(http, run, token).run_detail().spec
 
     @property
     def diloco(self) -> DiLoCo:

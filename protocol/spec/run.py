@@ -9,10 +9,13 @@ from protocol.codecs import CODECS
 from protocol.errors import SpecError
 from protocol.explaining import explain
 from protocol.spec.defaults import inner_by_the_model
+from protocol.spec.pins import PinSpec
+from protocol.spec.privacy import PrivacySpec, conflicts
 from protocol.spec.sections import (
     CheckpointSpec,
     DataSpec,
     EvaluationSpec,
+    GuardSpec,
     InnerSpec,
     MembersSpec,
     ModelSpec,
@@ -41,10 +44,13 @@ class RunSpec(Section):
     inner: InnerSpec = Field(default_factory=InnerSpec)
     outer: OuterSpec = Field(default_factory=OuterSpec)
     sync: SyncSpec
+    privacy: PrivacySpec | None = None
     members: MembersSpec = Field(default_factory=MembersSpec)
     checkpoints: CheckpointSpec = Field(default_factory=CheckpointSpec)
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
+    guard: GuardSpec = Field(default_factory=GuardSpec)
     retention: RetentionSpec = Field(default_factory=RetentionSpec)
+    pins: PinSpec = Field(default_factory=PinSpec)
 
     @model_validator(mode="before")
     @classmethod
@@ -83,6 +89,12 @@ class RunSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _pins_what_is_shared(self) -> "RunSpec":
+        if self.data.private and self.pins.data is not None:
+            raise ValueError("pins.data: with data.private each worker has a training set of its own; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _private_units_have_room(self) -> "RunSpec":
         units = self.sync.rounds * self.sync.most_inner_steps
         if self.data.private and units >= UNITS_PER_WORKER:
@@ -90,6 +102,12 @@ class RunSpec(Section):
                 f"data.private = true has room for {UNITS_PER_WORKER - 1} units per worker; sync.rounds and inner "
                 f"steps make it {units}; give less of either"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _privacy_holds(self) -> "RunSpec":
+        if self.privacy is not None and (found := conflicts(self.sync, self.data)):
+            raise ValueError("privacy: " + "; ".join(found))
         return self
 
     def with_source(self, source: str | None) -> "RunSpec":

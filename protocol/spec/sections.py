@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from protocol.codecs import CodecName, DownloadCodecName
+from protocol.codecs import CODECS, CodecName, DownloadCodecName
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
@@ -20,6 +20,9 @@ OPTIMIZERS: dict[str, set[str]] = {
     "muon": {"beta1", "beta2", "momentum", "muon_learning_rate"},
     "sgd": {"momentum"},
 }
+
+
+BY_VALUE = {"trimmed", "median"}  # rules of aggregation that need all values of each worker
 
 
 class Section(BaseModel):
@@ -249,8 +252,13 @@ class SyncSpec(Section):
         True,
         description="compress payloads by zstd: deltas always, uploads where the worker finds its line slow enough",
     )
-    aggregation: Literal["mean"] = Field(
-        "mean", description='rule by which contributions become a delta: their "mean", weighted by tokens'
+    aggregation: Literal["screened", "clipped", "mean", "trimmed", "median"] = Field(
+        "screened",
+        description=(
+            'rule by which contributions become a delta: "mean", weighted by tokens; "clipped", the same of what has '
+            'no larger norm than others; "screened", the same without those who oppose the others; "trimmed" and '
+            '"median" of each value'
+        ),
     )
     fragment_elements: Annotated[int, Field(ge=256, le=1 << 28)] = Field(
         1 << 23, description="elements per fragment, at most"
@@ -278,11 +286,16 @@ class SyncSpec(Section):
     )
 
     @model_validator(mode="after")
-    def _overlap_within_the_round(self) -> "SyncSpec":
+    def _fits_together(self) -> "SyncSpec":
         if isinstance(self.overlap, int) and self.overlap >= self.schedule_steps:
             raise ValueError(
                 f"overlap = {self.overlap} is a whole round or more; give less than {self.schedule_steps}, or "
                 '"eager" for a whole round'
+            )
+        if self.aggregation in BY_VALUE and CODECS[self.upload_codec].add_weight is not None:
+            raise ValueError(
+                f'aggregation = "{self.aggregation}" compares the values of all workers, of which upload_codec = '
+                f'"{self.upload_codec}" sends a few each; take "screened" or another codec'
             )
         if self.overlap == "eager" and self.offsets == "spread":
             raise ValueError('overlap = "eager" needs offsets = "together": every fragment has a whole round anyway')
@@ -335,9 +348,9 @@ class MembersSpec(Section):
     grace_min_s: float = Field(5.0, ge=0, description="shortest grace")
     grace_max_s: float = Field(600.0, ge=0, description="longest grace")
     round_max_s: float | None = Field(
-        None,
+        14_400.0,
         gt=0,
-        description="after so long a round closes even without a quorum, if min_workers have contributed; none: never",
+        description="after so long a round closes even without a quorum, if min_workers have contributed",
     )
 
     @model_validator(mode="after")
@@ -355,12 +368,27 @@ class CheckpointSpec(Section):
 
 
 class EvaluationSpec(Section):
-    """Held-out loss of the global model, by one worker per evaluated round."""
+    """Held-out loss of the global model, by two workers of different tokens per evaluated round, or by the only one."""
 
     every_rounds: PositiveInt = Field(
         1, description="rounds between evaluations; the first and last state always count"
     )
     max_tokens: PositiveInt = Field(65_536, description="held-out tokens per evaluation, at most")
+
+
+class GuardSpec(Section):
+    """What happens when the model looks spoilt: its held-out loss has risen, by the word of two evaluations in a row,
+    or its values have left their bounds."""
+
+    action: Literal["tell", "pause", "rollback"] = Field(
+        "pause",
+        description="tell: an event, and no more (but values out of bounds always pause). pause: the run waits for its"
+        " operator. rollback: it goes back to the newest checkpoint before that, leaves out who stands out among the"
+        " contributors since, and goes on; if nobody does, or it happens again, it waits",
+    )
+    loss_rise: float = Field(
+        0.5, gt=0, description="nats per token above the lowest held-out loss so far that count as spoilt"
+    )
 
 
 class RetentionSpec(Section):

@@ -86,20 +86,31 @@ def test_a_spec_may_name_every_rule() -> None:
     assert get_args(SyncSpec.model_fields["aggregation"].annotation) == tuple(AGGREGATORS)
 
 
-def test_another_rule_is_one_function_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinate-wise median: one hostile worker of three, with a million times the weight, moves nothing."""
-
-    def median(weighted: Sequence[tuple[Payload, np.float32]], index: int) -> np.ndarray:
-        values = np.empty((len(weighted), weighted[0][0].chunks[index]), np.float32)
-        for row, (payload, _) in zip(values, weighted, strict=True):
-            payload.codec.decode(payload.chunk(index), row)
-        return np.median(values, axis=0).astype(np.float32)
-
-    monkeypatch.setitem(AGGREGATORS, "median", median)
-    n = (1 << 18) + 5
-    values = np.random.default_rng(0).standard_normal((3, n)).astype(np.float32)
-    values[2] = -8e9
-    payloads = [(contribution(each, f"w{i}", "fp32"), 1_000_000 if i == 2 else 1) for i, each in enumerate(values)]
+@pytest.mark.parametrize(("rule", "workers"), [("median", 3), ("trimmed", 3), ("median", 9), ("trimmed", 9)])
+def test_rules_that_compare_values_are_not_moved_by_a_few(rule: str, workers: int) -> None:
+    """Whatever they send, and whatever their weight: the result lies between the values of the others."""
+    n, hostile = (1 << 18) + 5, workers // 4 or 1
+    values = np.random.default_rng(0).standard_normal((workers, n)).astype(np.float32)
+    values[:hostile] = -8e9
+    payloads = [(contribution(each, f"w{i}", "fp32"), 1_000_000 if i < hostile else 1) for i, each in enumerate(values)]
     assert (decoded(aggregate(payloads, "fp32", zstd=False), n) < -7e9).all()
-    robust = decoded(aggregate(payloads, "fp32", zstd=False, rule="median"), n)
-    assert np.array_equal(robust, values[:2].min(axis=0))
+    robust = decoded(aggregate(payloads, "fp32", zstd=False, rule=rule), n)
+    assert (values[hostile:].min(axis=0) <= robust).all()
+    assert (robust <= values[hostile:].max(axis=0)).all()
+
+
+def test_a_factor_is_of_the_weight_alone() -> None:
+    """Who counts half brings half of its value; the others no more than without it."""
+    values = np.array([[4.0, 8.0], [2.0, -2.0]], np.float32)
+    payloads = [(contribution(each, f"w{i}", "fp32"), 1) for i, each in enumerate(values)]
+    assert decoded(aggregate(payloads, "fp32", zstd=False, factors=[0.5, 1.0]), 2).tolist() == [2.0, 1.0]
+
+
+def test_a_factor_counts_where_one_alone_has_sent_a_value() -> None:
+    """With sparse codecs too, where a mean is over those who sent the value: what one alone sends is not made whole."""
+    values = np.zeros((2, 64), np.float32)
+    values[0, 5], values[1, 9] = 8.0, 16.0
+    payloads = [(contribution(each, f"w{i}"), 1) for i, each in enumerate(values)]
+    whole = decoded(aggregate(payloads, "fp32", zstd=False), 64)
+    half = decoded(aggregate(payloads, "fp32", zstd=False, factors=[0.5, 1.0]), 64)
+    assert (half[5], half[9]) == (whole[5] / 2, whole[9])

@@ -57,7 +57,7 @@ def test_files_and_rows_stay_bounded_over_two_hundred_rounds(shared: InThread, r
     assert most["fragments"] <= 2 * 16
     assert most["assignments"] <= 2 * 16
     assert most["checkpoints"] <= 2
-    assert most["unit_ranges"] <= 8
+    assert most["unit_ranges"] <= 8 + 2 * 5  # one more for each round that the run can go back behind
     trim_events(live)
     assert len(info(shared, run, "/events?limit=1000")["items"]) <= 30 + EVENTS_SLACK
 

@@ -4,11 +4,13 @@ import asyncio
 import gc
 import resource
 import sqlite3
+import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from anyio.to_thread import current_default_thread_limiter
@@ -16,9 +18,10 @@ from anyio.to_thread import current_default_thread_limiter
 from benchmarks.harness.coordinator import CoordinatorProcess, InThread, SettableClock
 from benchmarks.harness.stores import read, the
 from coordinator.runs.bell import ASSIGNMENTS, EVENTS, RELEASED_AT_ONCE, Bell, delta_of
+from coordinator.sync import retention
 from coordinator.workers import assigning
 from protocol.messages import Action, Assignment
-from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, info, problem
+from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, info, play_round, problem
 from tests.support.waiting import wait_until
 
 
@@ -49,11 +52,38 @@ def test_a_heartbeat_does_not_wait_for_threads_that_wait_for_the_run(shared: InT
         return asyncio.run_coroutine_threadsafe(busy(), shared.loop).result()
 
     with ThreadPoolExecutor(60) as others, shared.live(run).lock:
-        asking = [others.submit(info, shared, run) for _ in range(60)]
+        asking = [others.submit(set_running, shared, run) for _ in range(60)]
         wait_until(all_threads_wait)
         assert member.http.put(member.path("/lease"), json={}).status_code == 200
         assert not any(each.done() for each in asking)
     assert all(each.result()["live_workers"] == 1 for each in asking)
+
+
+def set_running(running: InThread, run: str) -> Any:
+    """Do what takes one of the threads that uploads need too."""
+    with running.client() as admin:
+        return admin.patch(f"/v1/runs/{run}", json={"state": "running"}).raise_for_status().json()
+
+
+def test_who_reads_holds_up_nobody_who_trains(shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four readers of a run's rounds had its lock for most of the time, and might have had every thread."""
+    (member,) = crew(shared, run, ["a"])
+    play_round([member], 0)
+    begun, go_on, plain = threading.Event(), threading.Event(), retention.latest_of
+
+    def read_slowly(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return plain(*arguments)
+
+    with ThreadPoolExecutor(50) as others:
+        monkeypatch.setattr(retention, "latest_of", read_slowly)
+        asking = [others.submit(info, shared, run, "/rounds?limit=1000") for _ in range(50)]
+        assert begun.wait(60)
+        play_round([member], 1)
+        assert not any(each.done() for each in asking)
+        go_on.set()
+        assert all(each.result()["items"][-1]["round"] == 0 for each in asking)
 
 
 def test_a_heartbeat_does_not_revive_a_lease_that_has_ended(shared: InThread, run: str) -> None:

@@ -36,3 +36,13 @@ def test_a_token_that_could_be_guessed_is_refused(shared: InThread, run: str, we
     worker = Member(shared.client(), run, "w")
     body = JoinRequest(tensors=TENSORS, data=DATA).model_dump(mode="json") | {"member_token": weak}
     assert worker.http.put(worker.path(), json=body).status_code == 422
+
+
+def test_a_token_of_another_worker_is_refused_in_this_run_and_in_others(shared: InThread, run: str) -> None:
+    for name in (run, f"{run}-other"):
+        shared.create_run(spec_toml(name, members=MINUTE))
+    token = "ost_" + "b" * 43
+    Member(shared.client(), run, "w").ask_to_join(member_token=token).raise_for_status()
+    for name in (run, f"{run}-other"):
+        refused = Member(shared.client(), name, "v").ask_to_join(member_token=token)
+        assert "body.member_token: another worker has it" in problem(refused, "invalid-message")["detail"]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.runs.members import Members
+from coordinator.runs.members import MISSED, Members
 from protocol.messages import Metrics
 
 
@@ -53,8 +53,8 @@ def test_whatever_is_known_of_a_member_ends_with_its_lease() -> None:
     assert members.renew("w", now=1, metrics=Metrics(loss=2.5))
     members.get_ready("w")
     members.end_round({"w"})
-    members.appoint("seeder", "w")
-    members.appoint("evaluator", "w")
+    members.appoint_seeder("w", now=0)
+    members.evaluators.add("w")
     assert members.metrics("w").loss == 2.5
     members.leave("w")
     assert not members.renew("w", now=2, metrics=Metrics(loss=2.5)), "a heartbeat on its way"
@@ -63,7 +63,7 @@ def test_whatever_is_known_of_a_member_ends_with_its_lease() -> None:
     assert dict(members.by_token) == {b"second": "w"}
     assert members.metrics("w") == Metrics()
     assert members.ready == members.candidates() == set()
-    assert (members.seeder, members.evaluator) == (None, None)
+    assert (members.seeder, members.evaluators) == (None, set())
 
 
 def test_a_round_opens_with_those_of_the_last_and_those_that_got_ready_since() -> None:
@@ -76,3 +76,65 @@ def test_a_round_opens_with_those_of_the_last_and_those_that_got_ready_since() -
     members.end_round({"a", "dead"})
     members.get_ready("b")
     assert members.candidates() == {"a", "b"}
+
+
+# --- who is waited for ------------------------------------------------------------------------------------------------
+
+
+def joined(*workers: str, proven: bool = False) -> Members:
+    members = Members(lease_s=10)
+    for worker in workers:
+        members.join(worker, worker.encode(), now=0, proven=proven)
+    return members
+
+
+def test_in_the_first_round_all_are_waited_for_alike() -> None:
+    assert joined("a", "b").waited_for({"a", "b", "gone"}) == ({"a", "b"}, set())
+
+
+def test_a_newcomer_is_waited_for_once_and_makes_no_quorum() -> None:
+    members = joined("a", "b", proven=True)
+    members.join("new", b"new", now=0)
+    everybody = {"a", "b", "new"}
+    assert members.waited_for(everybody) == ({"a", "b"}, {"new"})
+    members.end_round(everybody, {"a", "b"})
+    assert members.waited_for(everybody) == ({"a", "b"}, set())
+    members.end_round(everybody, everybody)
+    assert members.waited_for(everybody) == (everybody, set())
+
+
+def test_who_misses_round_after_round_is_not_waited_for_until_it_contributes() -> None:
+    members = joined("a", "b", "slow", proven=True)
+    everybody = {"a", "b", "slow"}
+    for _ in range(MISSED):
+        assert members.waited_for(everybody)[0] == everybody
+        members.end_round(everybody, {"a", "b"})
+    assert members.waited_for(everybody) == ({"a", "b"}, set())
+    members.end_round({"a", "b"}, {"a", "b", "slow"})  # late work, in a round that it has no part in
+    assert members.waited_for(everybody)[0] == everybody
+
+
+def test_where_all_have_missed_too_many_rounds_all_are_waited_for() -> None:
+    members = joined("a", "b", proven=True)
+    for _ in range(MISSED):
+        members.end_round({"a", "b"}, set())
+    assert members.waited_for({"a", "b"}) == ({"a", "b"}, set())
+
+
+def test_whose_a_worker_is_is_known_after_it_has_left() -> None:
+    members = Members(lease_s=10)
+    members.join("a", b"a", now=0, token="x")
+    members.join("b", b"b", now=0)
+    members.leave("a")
+    assert dict(members.owners) == {"a": "x"}
+    members.join("a", b"c", now=1)
+    assert dict(members.owners) == {}, "released, and taken by one of before tokens were kept"
+
+
+def test_a_worker_that_joins_again_is_what_it_was() -> None:
+    members = joined("a", "b")
+    members.end_round({"a", "b"}, {"a"})
+    for worker in ("a", "b"):
+        members.leave(worker)
+        members.join(worker, worker.encode(), now=1)
+    assert members.waited_for({"a", "b"}) == ({"a"}, set())

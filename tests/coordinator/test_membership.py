@@ -10,6 +10,7 @@ from sqlalchemy import select
 from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
 from benchmarks.harness.member import DATA, TENSORS, Member, spec_toml
 from coordinator.runs.live_run import LiveRun
+from coordinator.store.identity import Actor
 from coordinator.store.tables import UnitRangeRow, WorkerRow
 from coordinator.workers import membership
 from protocol.errors import Problem
@@ -216,9 +217,9 @@ def test_a_goodbye_on_its_way_is_told_that_the_lease_has_ended_as_every_request_
 ) -> None:
     """A worker that gives its lease up in order to join again joins then, too."""
     live = lapsed(shared, run, clock)
-    for by_operator, slug in ((False, "unauthorized"), (True, "not-found")):
+    for operator, slug in ((None, "unauthorized"), (Actor(), "not-found")):
         with pytest.raises(Problem) as refused:
-            membership.leave(live, "w", LeaveRequest(), by_operator=by_operator)
+            membership.leave(live, "w", LeaveRequest(), operator)
         assert refused.value.slug == slug
 
 

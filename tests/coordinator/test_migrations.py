@@ -69,7 +69,11 @@ def test_migrating_again_changes_nothing_and_keeps_the_rows(tmp_path: Path) -> N
     Database(sqlite.url_in(tmp_path)).close()
     database = Database(sqlite.url_in(tmp_path))
     with database.write() as session:
-        session.execute(sa.text("INSERT INTO tokens VALUES ('a', 'admin', '', x'00', 0.0)"))
+        session.execute(
+            sa.text(
+                "INSERT INTO tokens (id, scope, note, secret_hash, created_at) VALUES ('a', 'admin', '', x'00', 0.0)"
+            )
+        )
     database.close()
     Database(sqlite.url_in(tmp_path)).close()
     database = Database(sqlite.url_in(tmp_path))
@@ -91,7 +95,7 @@ def test_runs_of_an_older_database_go_on(engine: sa.Engine) -> None:
         command.upgrade(config(connection), "head")
         workers = connection.execute(sa.text("SELECT run_id, name, place, next_unit, units FROM workers")).all()
         assert set(workers) == {(1, "b", 0, 0, None), (1, "a", 1, 0, None), (2, "x", 0, 0, None), (2, "b", 1, 0, None)}
-        assert connection.execute(sa.text("SELECT * FROM evaluations")).all() == [(1, 3, "b", 2.5, 64, None)]
+        assert connection.execute(sa.text("SELECT * FROM evaluations")).all() == [(1, 3, "b", 2.5, 64, None, 1)]
         assert connection.execute(sa.text("SELECT frozen FROM runs")).all() == [(None,), (None,)]
 
 
@@ -115,6 +119,29 @@ def test_runs_of_an_older_database_keep_the_defaults_of_then(engine: sa.Engine) 
     assert found["evaluation"] == {"every_rounds": 1, "max_tokens": 65_536}, "in full, where nothing was given"
 
 
+def test_tokens_of_an_older_database_are_for_all_that_they_were(engine: sa.Engine) -> None:
+    """And the names of its workers belong to whoever joins next."""
+    token = "INSERT INTO tokens (id, scope, note, secret_hash, created_at) VALUES ('{0}', '{1}', '', x'0{0}', 5.5)"
+    with engine.begin() as connection:
+        command.downgrade(config(connection), "0010")
+        for number, scope in enumerate(("admin", "worker", "viewer")):
+            connection.execute(sa.text(token.format(number, scope)))
+        connection.execute(sa.text(RUN.format(1, "r")))
+        connection.execute(sa.text(WORKER), {"run": 1, "name": "w"})
+        command.upgrade(config(connection), "head")
+        found = "SELECT id, scope, created_at, run, names, uses, used, expires_at FROM tokens ORDER BY id"
+        kept = [
+            (str(n), scope, 5.5, None, None, None, 0, None) for n, scope in enumerate(("admin", "worker", "viewer"))
+        ]
+        assert [tuple(row) for row in connection.execute(sa.text(found))] == kept
+        assert connection.scalar(sa.text("SELECT token FROM workers")) is None
+        more = "UPDATE tokens SET {} WHERE id = '{}'"
+        connection.execute(sa.text(more.format("run = 'r'", 1)))
+        connection.execute(sa.text(more.format("scope = 'operator'", 2)))
+        command.downgrade(config(connection), "0010")
+        assert connection.execute(sa.text("SELECT id FROM tokens")).all() == [("0",)], "the others would be for all"
+
+
 def test_the_database_is_as_durable_as_the_design_says(tmp_path: Path) -> None:
     database = Database(sqlite.url_in(tmp_path))
     with database.read() as session:
@@ -129,7 +156,11 @@ def test_what_fails_within_a_write_leaves_nothing(tmp_path: Path) -> None:
 
     def fail_halfway() -> None:
         with database.write() as session:
-            session.execute(sa.text("INSERT INTO tokens VALUES ('a', 'admin', '', x'00', 0.0)"))
+            session.execute(
+                sa.text(
+                    "INSERT INTO tokens (id, scope, note, secret_hash, created_at) VALUES ('a', 'admin', '', x'00', 0.0)"
+                )
+            )
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -8,19 +8,24 @@ from coordinator.runs.rounds import TRANSITIONS, Close, Wait, advance, decide, g
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
 
-POLICY = MembersSpec(min_workers=2, grace_factor=0.5, grace_min_s=5, grace_max_s=60)
+POLICY = MembersSpec(min_workers=2, grace_factor=0.5, grace_min_s=5, grace_max_s=60, round_max_s=None)
 ALL = {"w0", "w1", "w2", "w3", "w4"}
 
 workers = st.sets(st.sampled_from([f"w{i}" for i in range(8)]))
 seconds = st.floats(0, 1e6)
 policies = st.builds(
-    lambda minimum, factor, shortest, more: MembersSpec(
-        min_workers=minimum, grace_factor=factor, grace_min_s=shortest, grace_max_s=shortest + more
+    lambda minimum, factor, shortest, more, cap: MembersSpec(
+        min_workers=minimum,
+        grace_factor=factor,
+        grace_min_s=shortest,
+        grace_max_s=shortest + more,
+        round_max_s=cap,
     ),
     st.integers(1, 8),
     st.floats(0, 100),
     st.floats(0, 1e4),
     st.floats(0, 1e4),
+    st.none() | st.floats(1, 1e5),
 )
 
 
@@ -138,6 +143,54 @@ def test_a_quorum_is_more_than_half_and_at_least_min_workers(
     assert quorum == (len(contributed) > len(expected | contributed) / 2 and len(contributed) >= policy.min_workers)
     if quorum:
         assert not has_quorum(expected, contributed, policy.model_copy(update={"min_workers": len(contributed) + 1}))
+
+
+# --- voices -----------------------------------------------------------------------------------------------------------
+
+ANY = MembersSpec(min_workers=1)
+MANY = {"m1", "m2", "m3", "m4"}
+OF_M = dict.fromkeys(MANY, "m")
+
+
+@pytest.mark.parametrize(
+    ("expected", "contributed", "quorum"),
+    [
+        pytest.param(MANY | {"b", "c"}, MANY, False, id="four names of one token are one voice of three"),
+        pytest.param(MANY | {"b", "c"}, MANY | {"b"}, True, id="with b they are two"),
+        pytest.param(MANY | {"b", "c"}, {"b", "c"}, True, id="and the other two need none of them"),
+        pytest.param(MANY | {"b", "c"}, {"m1", "m2", "m3", "b"}, True, id="a part of a voice counts as that"),
+        pytest.param(MANY | {"b", "c"}, {"m1", "m2", "b"}, False, id="half of one and another are half of three"),
+        pytest.param({"b", "c"}, MANY, False, id="nor do they outvote anybody after they have left"),
+        pytest.param(MANY | {"b"}, MANY, True, id="of two tokens, the one with more workers decides"),
+        pytest.param(MANY | {"b"}, {"m1", "b"}, True, id="of two tokens, both"),
+        pytest.param(MANY | {"b"}, {"b"}, False, id="one box is no majority over four"),
+        pytest.param(MANY, {"m1", "m2", "m3"}, True, id="all of one token: more than half of the workers"),
+        pytest.param(MANY, {"m1", "m2"}, False, id="all of one token: half of the workers"),
+    ],
+)
+def test_a_token_has_one_voice_however_many_names(expected: set, contributed: set, quorum: bool) -> None:
+    assert has_quorum(expected, contributed, ANY, OF_M) == quorum
+
+
+@given(workers, workers, policies)
+def test_a_run_of_one_token_has_the_quorum_of_its_workers(expected: set, contributed: set, policy: MembersSpec) -> None:
+    owners = dict.fromkeys(expected | contributed, "m")
+    assert has_quorum(expected, contributed, policy, owners) == has_quorum(expected, contributed, policy)
+
+
+@given(workers, workers, st.dictionaries(st.sampled_from([f"w{i}" for i in range(8)]), st.sampled_from("xyz")), workers)
+def test_a_further_contribution_never_takes_a_quorum_away(
+    expected: set, contributed: set, owners: dict, more: set
+) -> None:
+    if has_quorum(expected, contributed, ANY, owners):
+        assert has_quorum(expected, contributed | (more & expected), ANY, owners)
+
+
+@given(workers, st.dictionaries(st.sampled_from([f"w{i}" for i in range(3, 8)]), st.sampled_from("xyz")))
+def test_where_there_are_three_tokens_none_is_a_quorum_alone(more: set, owners: dict) -> None:
+    owners = {"w0": "x", "w1": "y", "w2": "z"} | owners
+    expected = {"w0", "w1", "w2"} | more
+    assert not has_quorum(expected, {worker for worker in expected if owners.get(worker) == "x"}, ANY, owners)
 
 
 @given(policies, seconds, seconds)

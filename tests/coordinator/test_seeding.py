@@ -6,8 +6,9 @@ import pytest
 from benchmarks.harness.coordinator import InThread, SettableClock
 from benchmarks.harness.member import spec_toml
 from benchmarks.harness.stores import the
+from coordinator.runs.members import SEEDER_S
 from coordinator.sync.state_file import StateReader
-from tests.coordinator.crew import crew, enlist, info, problem
+from tests.coordinator.crew import crew, enlist, events, info, problem
 
 
 def test_one_worker_seeds_and_the_others_wait_for_it(shared: InThread, run: str) -> None:
@@ -35,6 +36,36 @@ def test_when_the_seeder_dies_the_next_one_seeds_afresh(shared: InThread, run: s
     b.seed(0.5)
     checkpoint = info(shared, run, "/checkpoints/0")
     assert [each["state_digest"] for each in checkpoint["fragments"]] == [b.base(0).hex(), b.base(1).hex()]
+
+
+def test_a_seeder_that_only_beats_is_replaced(shared: InThread, run: str, clock: SettableClock) -> None:
+    shared.create_run(spec_toml(run, members=f"lease_s = {3 * SEEDER_S:.0f}"))
+    a, b = enlist(shared, run, "a"), enlist(shared, run, "b")
+    assert a.assignment(None).action == "seed"
+    clock.advance(SEEDER_S)
+    a.seed_fragment(0, 0.25).raise_for_status()  # slow, but not silent
+    clock.advance(SEEDER_S)
+    shared.coordinator.tick()
+    assert b.assignment(None).action == "wait"
+    clock.advance(1)
+    shared.coordinator.tick()
+    (event,) = events(shared, run, "seeder-silent")
+    assert event["data"]["worker"] == "a"
+    assert a.assignment(None).action == "wait", "it is not asked again while somebody else is there"
+    problem(a.seed_fragment(1, 0.25), "state-conflict")
+    assert b.assignment(None).action == "seed"
+    b.seed(0.5)
+    assert info(shared, run)["state"] == "running"
+
+
+def test_a_silent_seeder_that_is_alone_is_asked_again(shared: InThread, run: str, clock: SettableClock) -> None:
+    shared.create_run(spec_toml(run, members=f"lease_s = {3 * SEEDER_S:.0f}"))
+    a = enlist(shared, run, "a")
+    assert a.assignment(None).action == "seed"
+    clock.advance(SEEDER_S + 1)
+    shared.coordinator.tick()
+    assert a.assignment(None).action == "seed"
+    a.seed(0.5)
 
 
 def test_only_the_appointed_worker_seeds_and_only_once(shared: InThread, run: str) -> None:

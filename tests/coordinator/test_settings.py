@@ -4,7 +4,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from benchmarks.harness.coordinator import CoordinatorProcess
 from coordinator.server import make_server
@@ -14,6 +14,7 @@ from outerstep.cli.faults import UsageError
 from outerstep.rest import connect
 
 PREFIX = "OUTERSTEP_COORDINATOR_"
+TOKEN = "ost_" + "a" * 43
 
 
 def test_defaults_listen_on_this_host_alone() -> None:
@@ -31,7 +32,19 @@ def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> Non
         "tls_key": "/k.pem",
         "log_level": "debug",
         "log_file": "/c.log",
+        "admin_token": TOKEN,
+        "max_connections": "99",
+        "max_connections_per_address": "9",
+        "proxies": "10.0.0.0/8, 127.0.0.1",
+        "max_head_bytes": "8192",
+        "max_head_lines": "50",
+        "head_s": "7",
         "upload_idle_s": "5",
+        "min_body_bytes_per_s": "0",
+        "requests_per_s": "10",
+        "streams_per_token": "3",
+        "message_bytes_per_token": "20000000",
+        "parts_bytes_per_member": "1",
     }
     assert set(wanted) == set(Settings.model_fields)
     for key, value in wanted.items():
@@ -45,7 +58,19 @@ def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> Non
         "tls_key": Path("/k.pem"),
         "log_level": "debug",
         "log_file": Path("/c.log"),
+        "admin_token": SecretStr(TOKEN),
+        "max_connections": 99,
+        "max_connections_per_address": 9,
+        "proxies": "10.0.0.0/8, 127.0.0.1",
+        "max_head_bytes": 8192,
+        "max_head_lines": 50,
+        "head_s": 7.0,
         "upload_idle_s": 5.0,
+        "min_body_bytes_per_s": 0.0,
+        "requests_per_s": 10.0,
+        "streams_per_token": 3,
+        "message_bytes_per_token": 20_000_000,
+        "parts_bytes_per_member": 1,
     }
 
 
@@ -56,7 +81,14 @@ def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("port", "65536"), ("port", "-1"), ("port", "http"), ("log_level", "loud"), ("upload_idle_s", "0")],
+    [
+        ("port", "65536"),
+        ("port", "-1"),
+        ("port", "http"),
+        ("log_level", "loud"),
+        ("upload_idle_s", "0"),
+        ("proxies", "nginx"),
+    ],
 )
 def test_wrong_values_are_refused_and_named(monkeypatch: pytest.MonkeyPatch, key: str, value: str) -> None:
     monkeypatch.setenv(PREFIX + key.upper(), value)

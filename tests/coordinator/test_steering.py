@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.coordinator import InThread, SettableClock
 from benchmarks.harness.member import Member, spec_toml
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.steering import CHANGES, change_state
+from coordinator.store.identity import Actor
 from coordinator.sync import checkpointing
 from protocol.messages import RunState
-from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
+from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, recovered
 from tests.coordinator.test_restart import Lives
 from tests.support.waiting import wait_until
 
@@ -173,8 +174,104 @@ def test_a_run_that_is_stopped_while_its_last_step_ends_keeps_a_checkpoint_all_t
     def keep_and_stop(live: LiveRun, fragment: int) -> None:
         keep(live, fragment)
         if live.name == run and live.outer.states[fragment].round == 1 and live.state is RunState.RUNNING:
-            change_state(live, RunState.STOPPED)
+            change_state(live, RunState.STOPPED, Actor())
 
     monkeypatch.setattr(checkpointing, "checkpoint_at_rest", keep_and_stop)
     play_round([a], 0)
     wait_until(lambda: info(shared, run, "/checkpoints")["items"][0]["round"] == 1)
+
+
+# --- newcomers and those who stay -------------------------------------------------------------------------------------
+
+
+def test_a_draining_run_takes_no_newcomers_until_it_is_paused(shared: InThread, run: str) -> None:
+    members = bring_into(shared, run, "open round")
+    change(shared, run, "draining")
+    late = Member(shared.client(), run, "late")
+    for _ in range(2):
+        reply = late.ask_to_join(shared.admin_token)
+        detail = problem(reply, "run-draining")["detail"]
+        assert "takes no newcomers" in detail
+        assert reply.headers["Retry-After"] == "5"
+        if info(shared, run)["round"] == 0:
+            for member in members:
+                member.take_part(0)
+            for member in members:
+                member.step(0)
+    assert [each["name"] for each in info(shared, run, "/workers")["items"]] == ["a", "b"]
+    for member in members:
+        assert member.assignment(1).action == "finish"
+        member.http.delete(member.path()).raise_for_status()
+    assert info(shared, run)["state"] == "paused"
+    late.join(shared.admin_token)
+    assert late.assignment(None).action == "recover"
+
+
+def test_a_member_that_crashed_comes_back_into_a_draining_run_to_finish_its_round(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    a, b, c = crew(shared, run, ["a", "b", "c"], min_workers=2)
+    for member in (a, b, c):
+        member.assignment(0)
+    change(shared, run, "draining")
+    clock.advance(61)
+    for member in (b, c):
+        member.http.put(member.path("/lease"), json={}).raise_for_status()
+    shared.coordinator.tick()
+    assert info(shared, run, "/workers/a")["state"] == "lost"
+    again = Member(shared.client(), run, "a")
+    again.join(shared.admin_token)
+    for member in (recovered(again), b, c):
+        member.take_part(0)
+    assert info(shared, run, "/rounds/0")["fragments"][0]["contributors"] == ["a", "b", "c"]
+    b.step(0)
+    assert b.assignment(1).action == "finish"
+
+
+def test_a_live_worker_that_restarts_is_no_newcomer(shared: InThread, run: str) -> None:
+    bring_into(shared, run, "open round")
+    c = enlist(shared, run, "c")
+    change(shared, run, "draining")
+    again = Member(shared.client(), run, "c")
+    again.join(shared.admin_token, previous=c.joined.member_token)
+    assert again.assignment(0).action == "finish"
+
+
+@pytest.mark.parametrize("state", ["draining", "stopped"])
+def test_who_does_not_leave_when_all_are_told_to_is_evicted_after_half_an_hour(
+    shared: InThread, run: str, clock: SettableClock, state: str
+) -> None:
+    """A draining run was once held up for ever by a member that only beat."""
+    a, b = crew(shared, run, ["a", "b"], rounds=9, members="lease_s = 86400")
+    for member in (a, b):
+        member.assignment(0)
+    change(shared, run, state)
+    if state == "draining":
+        clock.advance(3000)
+        shared.coordinator.tick()
+        assert len(events(shared, run, "evicted")) == 0, "their round is open"
+        for member in (a, b):
+            member.take_part(0)
+        for member in (a, b):
+            member.step(0)
+    shared.coordinator.tick()
+    a.http.delete(a.path()).raise_for_status()
+    for seconds, evicted in ((1800, 0), (1, 1)):
+        clock.advance(seconds)
+        b.http.put(b.path("/lease"), json={}).raise_for_status()
+        shared.coordinator.tick()
+        assert len(events(shared, run, "evicted")) == evicted
+    assert "it has not left for 1800 s" in events(shared, run, "evicted")[0]["message"]
+    assert info(shared, run)["state"] == {"draining": "paused"}.get(state, state)
+    problem(b.http.put(b.path("/lease"), json={}), "unauthorized")
+
+
+def test_a_drain_that_is_called_off_begins_anew(shared: InThread, run: str, clock: SettableClock) -> None:
+    crew(shared, run, ["a"], rounds=9, members="lease_s = 86400")
+    for _ in range(3):
+        change(shared, run, "draining")
+        clock.advance(1000)
+        shared.coordinator.tick()
+        change(shared, run, "running")
+        shared.coordinator.tick()
+    assert info(shared, run, "/workers/a")["state"] == "live"

@@ -1,40 +1,91 @@
-"""Who may do what: every address of the REST interface with every kind of token, as docs/rest.md says."""
+"""Who may do what: every route of the application with every kind of token, as docs/rest.md says."""
 
 import re
-import sqlite3
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
-from benchmarks.harness.member import Member, spec_toml
+from benchmarks.harness.coordinator import InThread
 from coordinator.app import create_app
+from coordinator.http.limits import LimitedRoute
+from coordinator.service import Coordinator
 from protocol.messages import Scope
 from tests.coordinator.crew import crew, enlist, problem
+from tests.support.openapi import problems_of, schema
 
 ROOT = Path(__file__).parents[2]
-KINDS = ["none", "unknown", "admin", "worker", "viewer", "member", "another member", "member of another run"]
-READERS = {"admin", "worker", "viewer", "member", "another member"}
+HERE, ELSEWHERE = "here", "elsewhere"
+MEMBERS = {"member", "another member"}  # of the run here
 
-# The column "who" of docs/rest.md -> the kinds of token that it means.
+# The column "who" of docs/rest.md -> the scopes and members that it means.
 MAY: dict[str, set[str]] = {
-    "anybody": set(KINDS),
-    "any": READERS,
+    "any": {*Scope, *MEMBERS},
     "admin": {"admin"},
+    "operator": {"admin", "operator"},
     "worker": {"admin", "worker"},
+    "worker, join": {"admin", "worker", "join"},
+    "join": {"join"},
     "member": {"member"},
-    "member, admin": {"admin", "member"},
+    "member, operator": {"admin", "operator", "member"},
 }
+# Without a run in the path a token for one run does as well, but not here.
+FOR_ALL_RUNS = {("POST", "/v1/runs")}
 
 
-def documented() -> list[tuple[str, str, str]]:
-    """(method, path, who) of every address that docs/rest.md lists."""
+@dataclass(frozen=True)
+class Kind:
+    """A kind of token: what it is of, and for which run alone, if so."""
+
+    of: str
+    run: str | None = None
+
+
+KINDS = [
+    Kind("none"),
+    Kind("unknown"),
+    *(Kind(scope, run) for scope in Scope for run in (None, HERE, ELSEWHERE)),
+    Kind("member", HERE),
+    Kind("another member", HERE),
+    Kind("member", ELSEWHERE),
+]
+
+
+def routes() -> list[tuple[str, str]]:
+    """(method, path) of every route that the application has, but for the pages of its documentation."""
+    included = [getattr(route, "original_router", None) for route in create_app(cast(Coordinator, None)).routes]
+    found = [route for router in included if router is not None for route in router.routes]
+    assert {type(route) for route in found} == {LimitedRoute}
+    return [(method, route.path) for route in found for method in sorted(route.methods)]
+
+
+def nameless(path: str) -> str:
+    return re.sub(r"\{\w+\}", "{}", path)
+
+
+def rules() -> dict[tuple[str, str], str]:
+    """Who may do what, by method and path without names, as docs/rest.md lists it."""
     page = (ROOT / "docs" / "rest.md").read_text(encoding="utf-8")
-    return re.findall(r"^\| `([A-Z]+) (/\S+)` \| ([^|]+?) \|", page, re.MULTILINE)
+    rows = re.findall(r"^\| `([A-Z]+) (/\S+)` \| ([^|]+?) \|", page, re.MULTILINE)
+    return {(method, nameless(path)): who for method, path, who in rows}
+
+
+def may(kind: Kind, method: str, path: str) -> bool:
+    who = rules()[method, nameless(path)]  # KeyError: a route without a rule
+    if who == "anybody":
+        return True
+    if (method, path) == ("GET", "/v1/runs") and kind.of in MEMBERS:
+        return True  # of whatever run: it sees its own
+    if path.endswith("/evaluation") or path.startswith("/v1/runs/{run}/checkpoints/0"):
+        return kind in (Kind("member", HERE), Kind("another member", HERE))  # the address names no worker
+    if kind.of not in MAY[who]:
+        return False
+    if "{run}" in path:
+        return kind.run in (None, HERE)
+    return kind.run is None or (method, path) not in FOR_ALL_RUNS
 
 
 @dataclass
@@ -43,159 +94,133 @@ class Scene:
 
     running: InThread
     http: httpx.Client
-    tokens: dict[str, str]
+    tokens: dict[Kind, str]
 
 
 @pytest.fixture(scope="module")
 def scene(shared: InThread) -> Iterator[Scene]:
-    a, b = crew(shared, "here", ["a", "b"])
+    a, b = crew(shared, HERE, ["a", "b"])
     a.assignment(0)
-    (elsewhere,) = crew(shared, "elsewhere", ["a"])
+    (elsewhere,) = crew(shared, ELSEWHERE, ["a"])
     tokens = {
-        "unknown": "ost_unknown",
-        "admin": shared.admin_token,
-        "worker": shared.token(Scope.WORKER),
-        "viewer": shared.token(Scope.VIEWER),
-        "member": a.joined.member_token,
-        "another member": b.joined.member_token,
-        "member of another run": elsewhere.joined.member_token,
+        Kind("unknown"): "ost_unknown",
+        Kind("member", HERE): a.joined.member_token,
+        Kind("another member", HERE): b.joined.member_token,
+        Kind("member", ELSEWHERE): elsewhere.joined.member_token,
     }
+    for scope in Scope:
+        for run in (None, HERE, ELSEWHERE):
+            tokens[Kind(scope, run)] = shared.token(scope, **({} if run is None else {"run": run}))
     with shared.client() as http:
         del http.headers["Authorization"]
         yield Scene(shared, http, tokens)
 
 
-def ask(scene: Scene, method: str, path: str, kind: str) -> httpx.Response:
-    names = {"run": "here", "worker": "a", "n": "0", "p": "0", "token_id": "nothing"}
+def ask(scene: Scene, method: str, path: str, kind: Kind) -> httpx.Response:
+    names = {"run": HERE, "worker": "a", "number": "0", "fragment": "0", "token_id": "nothing"}
     token = scene.tokens.get(kind)
-    if (method, path, kind) == ("DELETE", "/v1/runs/{run}/workers/{worker}", "member"):
-        leaver = enlist(scene.running, "here", "leaver")  # who really leaves
+    if (method, path, kind) == ("DELETE", "/v1/runs/{run}/workers/{worker}", Kind("member", HERE)):
+        leaver = enlist(scene.running, HERE, "leaver")  # who really leaves
         token, names["worker"] = leaver.joined.member_token, "leaver"
     elif method == "DELETE" and path.endswith("/workers/{worker}"):
         names["worker"] = "ghost"
-    elif path == "/v1/runs/{run}/checkpoints/{n}/fragments/{p}":
-        names["n"] = "0"
     body: dict[str, object] | None = None if method in ("GET", "DELETE") else {}
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     return scene.http.request(method, path.format(**names), json=body, headers=headers)
 
 
-def test_the_table_covers_every_address(scene: Scene) -> None:
-    paths = create_app(scene.running.coordinator).openapi()["paths"]
-    assert len(documented()) == sum(len(methods) for methods in paths.values())
-    assert {who for _, _, who in documented()} == set(MAY)
+def test_every_route_has_a_rule_and_every_rule_a_route() -> None:
+    served = {(method, nameless(path)) for method, path in routes()}
+    paths = create_app(cast(Coordinator, None)).openapi()["paths"]
+    assert served == {(method.upper(), nameless(path)) for path, methods in paths.items() for method in methods}
+    assert served == set(rules())
+    assert set(rules().values()) == {*MAY, "anybody"}
+    assert len(routes()) == len(served) > 30
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("method", "path", "who"), documented(), ids=lambda value: str(value))
-def test_every_address_answers_every_token_as_documented(
-    scene: Scene, method: str, path: str, who: str, kind: str
-) -> None:
-    reply = ask(scene, method, path, kind)
-    allowed = kind in MAY[who]
-    if path == "/v1/runs" and method == "GET" and kind == "member of another run":
-        allowed = True  # it sees its own run
-    if path.endswith("/evaluation") or path.startswith("/v1/runs/{run}/checkpoints/0"):
-        allowed = allowed or kind == "another member"  # of this run, too: the address names no worker
-    if allowed:
-        assert reply.status_code not in (401, 403, 405, 500), reply.text
-    elif kind in ("none", "unknown"):
-        problem(reply, "unauthorized")
-        assert reply.headers["www-authenticate"] == "Bearer"
-    else:
-        problem(reply, "forbidden")
+@pytest.mark.parametrize(("method", "path"), routes(), ids=lambda value: str(value))
+def test_every_route_answers_every_token_as_documented(scene: Scene, method: str, path: str) -> None:
+    for kind in KINDS:
+        reply = ask(scene, method, path, kind)
+        if may(kind, method, path):
+            assert reply.status_code not in (401, 403, 405, 500), (kind, reply.text)
+        elif kind.of in ("none", "unknown"):
+            problem(reply, "unauthorized")
+            assert reply.headers["www-authenticate"] == "Bearer"
+        else:
+            assert "token" in problem(reply, "forbidden")["detail"] or "member" in reply.text, kind
+        if path.startswith("/v1/"):
+            cached = reply.headers["cache-control"]
+            assert cached in ("private, no-store", "private, max-age=31536000, immutable"), (kind, cached)
 
 
-def test_a_member_sees_only_its_own_run_in_the_list(scene: Scene) -> None:
+@pytest.mark.parametrize(("method", "path"), routes(), ids=lambda value: str(value))
+def test_openapi_tells_of_401_and_403_just_where_they_come(method: str, path: str) -> None:
+    operation = schema()["paths"][path][method.lower()]
+    refused = {kind.of in ("none", "unknown") for kind in KINDS if not may(kind, method, path)}
+    assert ("unauthorized" in problems_of(operation, 401)) == (True in refused)
+    assert ("forbidden" in problems_of(operation, 403)) == (False in refused)
+
+
+def test_a_token_for_one_run_sees_that_run_alone_in_the_list(scene: Scene) -> None:
     for kind, names in [
-        ("member", ["here"]),
-        ("member of another run", ["elsewhere"]),
-        ("viewer", ["elsewhere", "here"]),
+        (Kind("member", HERE), [HERE]),
+        (Kind("member", ELSEWHERE), [ELSEWHERE]),
+        (Kind("viewer", HERE), [HERE]),
+        (Kind("viewer"), [ELSEWHERE, HERE]),
     ]:
         listed = ask(scene, "GET", "/v1/runs", kind).json()["items"]
         assert [run["name"] for run in listed] == names
 
 
-def test_a_revoked_token_is_refused_from_then_on_and_its_members_stay(shared: InThread, run: str) -> None:
-    shared.create_run(spec_toml(run))
-    with shared.client() as admin:
-        made = admin.post("/v1/tokens", json={"scope": "worker", "note": "box 7"}).json()
-        member = Member(shared.client(), run, "w")
-        member.join(made["token"])
-        listed = {token["id"]: token for token in admin.get("/v1/tokens").json()["items"]}
-        assert listed[made["id"]]["note"] == "box 7"
-        assert "token" not in listed[made["id"]]
+def test_an_admin_of_one_run_has_the_tokens_for_that_run_alone(scene: Scene, shared: InThread) -> None:
+    with shared.client(scene.tokens[Kind("admin", HERE)]) as admin:
+        listed = admin.get("/v1/tokens?limit=1000").json()["items"]
+        assert {token["run"] for token in listed} == {HERE}
+        assert {token["scope"] for token in listed} == set(Scope)
+        problem(admin.post("/v1/tokens", json={"scope": "viewer"}), "forbidden")
+        problem(admin.post("/v1/tokens", json={"scope": "viewer", "run": ELSEWHERE}), "forbidden")
+        made = admin.post("/v1/tokens", json={"scope": "viewer", "run": HERE}).raise_for_status().json()
+        with shared.client() as other:
+            others = [token["id"] for token in other.get("/v1/tokens?limit=1000").json()["items"] if not token["run"]]
+        problem(admin.delete(f"/v1/tokens/{others[0]}"), "not-found")
+        problem(admin.post(f"/v1/tokens/{others[0]}/secret"), "not-found")
         assert admin.delete(f"/v1/tokens/{made['id']}").status_code == 204
-        problem(admin.delete(f"/v1/tokens/{made['id']}"), "not-found")
-        assert made["id"] not in [token["id"] for token in admin.get("/v1/tokens").json()["items"]]
-    with shared.client(made["token"]) as revoked:
-        problem(revoked.get("/v1/runs"), "unauthorized")
-    assert member.http.put(member.path("/lease"), json={}).status_code == 200
+        assert {entry["run"] for entry in admin.get("/v1/audit?limit=1000").json()["items"]} == {HERE}
 
 
-def test_the_last_admin_token_cannot_be_revoked(tmp_path: Path) -> None:
-    with coordinator_thread(tmp_path / "data") as running, running.client() as admin:
-        (first,) = admin.get("/v1/tokens").json()["items"]
-        problem(admin.delete(f"/v1/tokens/{first['id']}"), "forbidden")
-        second = admin.post("/v1/tokens", json={"scope": "admin"}).json()
-        assert admin.delete(f"/v1/tokens/{first['id']}").status_code == 204
-        problem(admin.get("/v1/tokens"), "unauthorized")
-        with running.client(second["token"]) as other:
-            problem(other.delete(f"/v1/tokens/{second['id']}"), "forbidden")
-
-
-def test_tokens_made_at_the_same_time_all_work(shared: InThread) -> None:
-    made: list[str] = []
-    threads = [threading.Thread(target=lambda: made.append(shared.token(Scope.VIEWER))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    assert len(set(made)) == 8
-    for token in made:
-        with shared.client(token) as client:
-            assert client.get("/v1/runs").status_code == 200
-
-
-def test_tokens_are_listed_page_by_page(shared: InThread) -> None:
+def test_no_token_is_made_for_a_run_that_there_is_not(shared: InThread) -> None:
     with shared.client() as admin:
-        everything = [token["id"] for token in admin.get("/v1/tokens?limit=1000").json()["items"]]
-        pages, after = [], ""
-        while after is not None:
-            page = admin.get(f"/v1/tokens?limit=3&after={after}").json()
-            pages += [token["id"] for token in page["items"]]
-            after = page["next"]
-    assert pages == everything == sorted(everything)
+        problem(admin.post("/v1/tokens", json={"scope": "viewer", "run": "not-there"}), "not-found")
 
 
-def test_secrets_are_neither_in_the_database_nor_in_the_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG")
-    with coordinator_thread(tmp_path / "data") as running:
-        (member,) = crew(running, "r", ["w"])
-        secrets = [running.admin_token, running.token(Scope.WORKER), member.joined.member_token]
-        with running.client("ost_wrong-secret") as stranger:
-            problem(stranger.get("/v1/runs"), "unauthorized")
-    secrets.append("ost_wrong-secret")
-    with sqlite3.connect(tmp_path / "data" / "outerstep.db") as database:
-        assert database.execute("SELECT count(*) FROM tokens").fetchone() == (2,)
-    files = [path for path in (tmp_path / "data").rglob("*") if path.is_file() and path.name != "admin.token"]
-    assert tmp_path / "data" / "outerstep.db" in files
-    for secret in secrets:
-        assert not [path for path in files if secret.encode() in path.read_bytes()]
-        # Our side of the log: the client's library logs nothing of headers either.
-        assert secret not in caplog.text
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"scope": "viewer", "names": 2}, "names is for worker tokens"),
+        ({"scope": "worker", "uses": 2}, "uses is for join tokens"),
+        ({"scope": "join", "uses": 0}, "uses"),
+        ({"scope": "worker", "names": 0}, "names"),
+        ({"scope": "worker", "expires_in_s": 0}, "expires_in_s"),
+        ({"scope": "worker", "expires_in_s": 1e300}, "expires_in_s"),
+    ],
+)
+def test_a_token_that_makes_no_sense_is_refused(shared: InThread, body: dict[str, object], said: str) -> None:
+    with shared.client() as admin:
+        assert said in problem(admin.post("/v1/tokens", json=body), "invalid-message")["detail"]
 
 
-def test_the_first_admin_token_is_in_a_file_that_only_its_owner_may_read(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    stale = data / "admin.token"
-    stale.write_text("left over\n")
-    stale.chmod(0o644)
-    with coordinator_thread(data) as running:
-        assert stale.stat().st_mode & 0o777 == 0o600
-        token = stale.read_text().strip()
-        assert token == running.admin_token
-    with coordinator_thread(data) as running, running.client() as admin:
-        assert stale.read_text().strip() == token, "a later start makes no other"
-        assert len(admin.get("/v1/tokens").json()["items"]) == 1
+def test_no_value_that_was_sent_is_in_a_refusal(shared: InThread, run: str) -> None:
+    """A secret under a wrong key, or cut short, would be in the logs of whoever keeps answers."""
+    secret = "ost_" + "s" * 20
+    with shared.client() as admin, shared.client(secret) as stranger:
+        for reply in (
+            admin.put(f"/v1/runs/{run}/workers/w", json={"tensors": [], "member_token": secret}),
+            admin.post("/v1/tokens", json={"scope": secret}),
+            admin.post("/v1/tokens", json=[secret]),
+            admin.get("/v1/runs", params={"limit": secret}),
+            admin.delete(f"/v1/tokens/{secret}"),
+            stranger.get("/v1/runs"),
+        ):
+            assert reply.status_code in (401, 404, 422)
+            assert secret not in reply.text

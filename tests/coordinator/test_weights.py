@@ -1,11 +1,20 @@
 """What a contribution may weigh in the mean: one round's work, whatever it carries."""
 
+from statistics import median
+
 import httpx
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.harness.coordinator import InThread, SettableClock
-from benchmarks.harness.member import Member
+from benchmarks.harness.member import Member, spec_toml
+from coordinator.runs.weights import weights
+from coordinator.sync.deltas import mend_delta
+from protocol.digest import digest
 from protocol.messages import Assignment
-from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, problem
+from protocol.spec.sections import SyncSpec
+from protocol.wire import DeltaHeader, Payload
+from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, enlist, info, problem, recovered
 
 UNITS = 5  # of a round
 
@@ -101,3 +110,68 @@ def test_units_that_are_not_held_are_told_as_such_whatever_the_weight(shared: In
     (a,) = crew(shared, run, ["a"])
     problem(send(a, a.assignment(0), UNITS, units=[[500, 505]]), "units-not-held")
     problem(send(a, a.assignment(0), UNITS, units=[[3, 8]]), "units-not-held")
+
+
+# --- nobody outweighs -------------------------------------------------------------------------------------------------
+
+AUTO = SyncSpec(rounds=1, inner_steps="auto", round_s=10)
+
+
+def test_ten_thousand_units_weigh_four_times_what_the_others_do() -> None:
+    """They were once 99.8 % of the mean."""
+    assert weights({"a": 20, "b": 20, "c": 10_000}, AUTO) == {"a": 20, "b": 20, "c": 80}
+    assert weights({"a": 20, "b": 60, "c": 10_000}, AUTO) == {"a": 20, "b": 60, "c": 160}
+
+
+def test_who_has_little_takes_nothing_from_the_others() -> None:
+    """A worker that was restarted late in the round hands in a few steps."""
+    tokens = {"a": 500, "b": 480, "late": 10}
+    assert weights(tokens, AUTO) == tokens
+
+
+def test_of_two_nobody_can_tell_which_one_is_usual_and_one_h_for_all_needs_no_bound() -> None:
+    assert weights({"a": 20, "b": 10_000}, AUTO) == {"a": 20, "b": 10_000}
+    fixed = SyncSpec(rounds=1, inner_steps=500)
+    assert weights({"a": 1, "b": 2, "c": 500}, fixed) == {"a": 1, "b": 2, "c": 500}, "two were told to leave"
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=3, max_size=12))
+def test_a_weight_ends_at_four_times_the_median_of_the_others(units: list[int]) -> None:
+    tokens = {f"w{place}": 32 * each for place, each in enumerate(units)}
+    bounded = weights(tokens, AUTO)
+    for worker, own in tokens.items():
+        most = 4 * median(each for other, each in tokens.items() if other != worker)
+        assert bounded[worker] == min(own, most)
+        assert bounded[worker] % 32 == 0
+        assert bounded[worker] > 0
+    assert weights(bounded, AUTO).keys() == tokens.keys()
+
+
+def test_the_delta_says_what_each_weighed_and_is_made_again_to_the_same_bytes(shared: InThread, run: str) -> None:
+    sync = "round_s = 10\nnominal_inner_steps = 10\nmin_inner_steps = 1\nmax_inner_steps = 100"
+    names = ["a", "b", "fast"]
+    shared.create_run(
+        spec_toml(run, rounds=9, min_workers=3, sync=sync).replace("inner_steps = 5\n", 'inner_steps = "auto"\n', 1)
+    )
+    members = [enlist(shared, run, name) for name in names]
+    assert members[0].assignment(None).action == "seed"
+    members[0].seed()
+    for member in members:
+        recovered(member)
+    for round_ in range(2):
+        for member, pace in zip(members, (0.5, 0.5, 1e300), strict=True):
+            member.http.put(member.path("/lease"), json={"inner_steps_per_second": pace}).raise_for_status()
+            member.assignment(round_)
+        for member in members:
+            member.take_part(round_)
+        for member in members:
+            member.step(round_)
+    live, delta = shared.live(run), members[0].delta(1, 0).content
+    header = Payload.from_bytes(delta).header
+    assert isinstance(header, DeltaHeader)
+    unit = members[0].spec.unit_tokens
+    assert {each.worker: each.tokens // unit for each in header.contributors} == {"a": 5, "b": 5, "fast": 20}
+    assert info(shared, run, "/workers/fast")["tokens"] == (10 + 100) * unit, "what it has trained is counted whole"
+    live.blobs.delete(live.names.delta(1, 0, digest(delta)))
+    assert mend_delta(live, 1, 0)
+    assert members[0].delta(1, 0).content == delta

@@ -89,7 +89,10 @@ def test_the_exit_codes_are_told_as_they_are():
         (["run", "ls", "--token", "t", "--url", "http://[::1"], "outerstep: http://[::1: "),
         (["run", "create", "no/such.toml", "--token", "t"], "no/such.toml: No such file or directory"),
         (["token", "create", "--token", "t"], "Missing option '--scope'"),
-        (["token", "create", "--token", "t", "--scope", "root"], "'root' is not one of 'admin', 'worker', 'viewer'"),
+        (
+            ["token", "create", "--token", "t", "--scope", "root"],
+            "'root' is not one of 'admin', 'operator', 'worker', 'viewer', 'join'",
+        ),
         (["token", "create", "--token", "t", "--scope", "worker", "--note", "n" * 201], "--note"),
         (["worker", "http://c", "--token", "t"], "Missing option '--run'"),
         (["worker", "c:8470", "--run", "r", "--token", "t"], "outerstep: c:8470: not an address such as"),

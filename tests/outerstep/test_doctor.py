@@ -23,8 +23,10 @@ import psutil
 import pytest
 import torch
 from blake3 import blake3
+from typer.testing import CliRunner
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
+from outerstep.cli import app
 from outerstep.cli.doctor import worker_command
 from outerstep.cli.worker import worker
 from outerstep.doctor import access, address, clock, examining, line, memory, model, state_directory
@@ -51,11 +53,11 @@ from worker.link.client import open_http
 from worker.models.building import build_model
 from worker.settings import BoxSettings, WorkerSettings
 from worker.state.parameters import tensor_specs
-from worker.state.state_dir import MemberTokens, StateDir
+from worker.state.state_dir import MemberTokens, OwnToken, StateDir
 
 CPU = torch.device("cpu")
 CHECKS = ["versions", "kernels", "host", "connection", "TLS", "coordinator", "clock", "token", "run", "name", "state"]
-CHECKS += ["device", "data", "model", "memory", "disk", "step", "step", "line"]
+CHECKS += ["device", "allowed", "data", "model", "memory", "disk", "step", "step", "line"]
 
 
 class Told:
@@ -176,7 +178,7 @@ def test_the_command_and_its_processes(running: InThread, run: str, tmp_path: Pa
     token = tmp_path / "token"
     token.write_text(running.token(Scope.WORKER))
     words = [running.url, "--run", run, "--token-file", str(token), "--name", "a", "--state", str(tmp_path / "state")]
-    words += ["--device", "cpu", *options]
+    words += ["--device", "cpu", *options, "--data-root", "/"]
     command = [sys.executable, "-m", "outerstep", "doctor", *words]
     done = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
@@ -197,6 +199,7 @@ def test_the_command_and_its_processes(running: InThread, run: str, tmp_path: Pa
 @pytest.mark.system
 def test_json_is_one_document(running: InThread, run: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "outerstep", "doctor", running.url, "--run", run, "--json", "--device", "cpu"]
+    command += ["--data-root", "/"]
     done = subprocess.run(
         [*command, "--state", str(tmp_path / "state"), "--micro-batch", "64"],
         env=os.environ | {"OUTERSTEP_TOKEN": running.token(Scope.VIEWER)},
@@ -387,7 +390,7 @@ def test_the_token(running: InThread, run: str, tmp_path: Path, kind: str, state
     found = examine(worker_settings(running, run, tmp_path / "state", token=tokens[kind]))
     assert of(found, "token").state is state
     assert told in of(found, "token").said
-    assert "outerstep token create --scope worker" in of(found, "token").remedy
+    assert "outerstep token create --scope join" in of(found, "token").remedy
     assert code(found) is (Exit.REFUSED if state is State.WRONG else Exit.DONE)
     assert of(found, "run").state is (State.SKIPPED if kind == "unknown" else State.FINE)
     assert of(found, "line").state is (State.FINE if kind == "admin" else State.SKIPPED)
@@ -438,6 +441,32 @@ def test_the_name_of_a_live_worker(running: InThread, run: str, text: Path, tmp_
     found = examine(settings)
     assert unsound(found) == {}
     assert "its lease has not ended" in of(found, "name").said
+
+
+def test_a_join_token_is_not_exchanged(running: InThread, run: str, tmp_path: Path) -> None:
+    with running.client() as admin:
+        made = admin.post("/v1/tokens", json={"scope": "join", "uses": 1}).json()
+        found = examine(worker_settings(running, run, tmp_path / "state", token=made["token"]))
+        assert unsound(found) == {}
+        assert of(found, "token").said == "valid, and lets workers join"
+        listed = admin.get("/v1/tokens?limit=1000").json()["items"]
+    assert next(token["used"] for token in listed if token["id"] == made["id"]) == 0
+
+
+def test_a_name_that_belongs_to_another_token(running: InThread, run: str, text: Path, tmp_path: Path) -> None:
+    """As where a box has lost its state directory."""
+    member = join(running, run, "a", text)
+    with running.client(member.member_token) as http:
+        http.delete(f"/v1/runs/{run}/workers/a").raise_for_status()
+    token = running.token(Scope.JOIN)
+    found = examine(worker_settings(running, run, tmp_path / "state", token=token))
+    assert of(found, "name").said.startswith("a belongs to a token")
+    assert of(found, "name").remedy.endswith(f"outerstep run release {run} a")
+    assert code(found) is Exit.REFUSED
+    with StateDir(tmp_path / "state") as files:
+        files.save_own_token(OwnToken(run, "a", running.token(Scope.WORKER), exchanged=True))
+    found = examine(worker_settings(running, run, tmp_path / "state", token=token))
+    assert of(found, "name").state is State.FINE
 
 
 def test_a_banned_worker(running: InThread, run: str, text: Path, tmp_path: Path) -> None:
@@ -528,6 +557,18 @@ def test_a_vocabulary_that_is_too_small(running: InThread, run: str, text: Path,
     found = examine(worker_settings(running, f"{run}-small", tmp_path / "state"))
     assert "vocab_size = 100 is too small" in of(found, "model").said
     assert of(found, "step").state is State.SKIPPED
+    assert code(found) is Exit.REFUSED
+
+
+def test_a_spec_that_asks_for_what_is_not_allowed(running: InThread, run: str, text: Path, tmp_path: Path) -> None:
+    spec = f'name = "{run}-code"\nmodel.factory = "http.server:test"\ndata.source = "{text}"\nsync.rounds = 1\n'
+    running.create_run(spec)
+    found = examine(worker_settings(running, f"{run}-code", tmp_path / "state", data_root=()))
+    allowed = of(found, "allowed")
+    assert allowed.state is State.WRONG
+    assert "model.factory = 'http.server:test' is code that would run here" in allowed.said
+    assert allowed.remedy.endswith(f"add: --allow-factory http.server:test --data-root {text}")
+    assert {of(found, name).state for name in ("data", "model", "memory", "step")} == {State.SKIPPED}
     assert code(found) is Exit.REFUSED
 
 
@@ -688,7 +729,10 @@ def test_how_much_of_a_round_is_communication(running: InThread, run: str, text:
     (found,) = line.judge(slow, of_the_run, 139_584, 1.0)
     assert found.state is State.WARNING
     assert found.said.startswith("1 Mbit/s up, 1 Mbit/s down, 50 ms for a round trip. A round's upload (int8)")
-    assert found.remedy.endswith("outerstep plan --params 139584 --up 1mbit --down 1mbit --step-time 1")
+    command = "outerstep plan --params 139584 --up 1mbit --down 1mbit --step-time 1 --latency 50ms"
+    assert found.remedy.endswith(command)
+    planned = CliRunner().invoke(app, [*command.split()[1:], "--json"])  # of this line, and not of the default's
+    assert json.loads(planned.stdout)["given"]["latency_s"] == 0.05
     (found,) = line.judge(slow, of_the_run, 139_584, 10.0)
     assert found.state is State.FINE
     (found,) = line.judge(slow, of_the_run, 139_584, None)
@@ -816,6 +860,8 @@ def test_the_command_does_not_repeat_a_token() -> None:
     assert worker_command({**given, "token": None, "state": Path("/a b")}) == (
         "outerstep worker http://x --run r --state '/a b' --gpus 2 --compile"
     )
+    roots = worker_command({**given, "data_root": ["/a", "hub:b"], "allow_factory": []})
+    assert roots.endswith(" --run r --gpus 2 --data-root /a --data-root hub:b --compile")
 
 
 def test_of_steps_that_take_long_one_is_enough(running: InThread, run: str, text: Path) -> None:

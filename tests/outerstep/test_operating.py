@@ -170,6 +170,74 @@ def test_a_tokens_secret_is_in_its_json(served: Served):
     assert served.outerstep("run", "ls", token=made["token"])[0] == 0
 
 
+def test_a_token_says_what_it_is_for(served: Served):
+    create(served, "for-one")
+    options = ["--scope", "join", "--run", "for-one", "--uses", "3", "--expires", "12h", "--format", "json"]
+    made = json.loads(served.outerstep("token", "create", *options)[1])
+    assert (made["run"], made["uses"], made["used"]) == ("for-one", 3, 0)
+    assert made["expires_at"] - made["created_at"] == 12 * 3600
+    assert made["token"].startswith("ostj_")
+    assert json.loads(served.outerstep("token", "create", "--scope", "worker", "--format", "json")[1])["names"] == 1
+    table = served.outerstep("token", "ls")[1]
+    assert re.search(rf"^{made['id']} +join +for-one +0 of 3 used +\d", table, re.MULTILINE)
+    for options, said in (
+        (["--scope", "worker", "--expires", "soon"], "--expires: 'soon' is not a time such as 12h or 30d"),
+        (["--scope", "viewer", "--names", "2"], "names is for worker tokens"),
+        (["--scope", "worker", "--names", "0"], "--names = 0: "),
+        (["--scope", "viewer", "--run", "UPPER"], "--run = 'UPPER': "),
+    ):
+        code, _, err = served.outerstep("token", "create", *options)
+        assert (code, said in err) == (2, True), err
+
+
+def test_a_token_is_rotated(served: Served):
+    made = json.loads(served.outerstep("token", "create", "--scope", "viewer", "--format", "json")[1])
+    code, secret, said = served.outerstep("token", "rotate", made["id"])
+    assert (code, said.split()[1]) == (0, made["id"])
+    assert served.outerstep("run", "ls", token=secret.strip())[0] == 0
+    assert served.outerstep("run", "ls", token=made["token"])[0] == 3
+    assert served.outerstep("token", "rotate", "nothing")[0] == 3
+
+
+def test_the_audit_tells_who_did_what(served: Served):
+    create(served, "audited")
+    made = json.loads(served.outerstep("token", "create", "--scope", "operator", "--format", "json")[1])
+    assert served.outerstep("run", "pause", "audited", token=made["token"])[0] == 0
+    assert served.outerstep("token", "audit", token=made["token"])[0] == 3
+    newest, *_ = json.loads(served.outerstep("token", "audit", "--format", "json")[1])
+    assert (newest["act"], newest["token"], newest["run"]) == ("run-changed", made["id"], "audited")
+    lines = served.outerstep("token", "audit", "--limit", "2")[1].strip().splitlines()
+    assert re.search(rf"{made['id']} +127\.0\.0\.1 +run-changed +audited +set the run to paused", lines[1])
+    assert len(lines) == 3
+
+
+def test_a_name_is_released(served: Served):
+    create(served, "released")
+    with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.admin_token}"}) as http:
+        Member(http, "released", "w").ask_to_join().raise_for_status()
+        code, out, _ = served.outerstep("run", "release", "released", "w")
+        assert (code, out) == (0, "worker w of the run released is released\n")
+        assert http.get("/v1/runs/released/workers/w").json()["token"] is None
+    assert served.outerstep("run", "release", "released", "ghost")[0] == 3
+
+
+def test_what_a_coordinator_writes_is_for_its_user_alone(tmp_path: Path):
+    before = os.umask(0o022)
+    try:
+        with serving(tmp_path / "data", "0", "--log-file", str(tmp_path / "log")) as served:
+            create(served, "mine")
+            with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.admin_token}"}) as http:
+                member = Member(http, "mine", "w")
+                member.join(served.admin_token)
+                member.assignment(None)
+                member.seed()
+            found = [tmp_path / "log", *(path for path in served.data.rglob("*"))]
+            assert len(found) > 10
+            assert [path for path in found if path.stat().st_mode & 0o077] == []
+    finally:
+        os.umask(before)
+
+
 def test_a_token_from_a_file(served: Served):
     arguments = ["run", "ls", "--token-file", str(served.data / "admin.token"), "--url", served.url]
     done = subprocess.run([sys.executable, "-m", "outerstep", *arguments], check=False, capture_output=True, text=True)
@@ -254,7 +322,7 @@ def test_an_ended_run_is_removed_after_a_question(served: Served):
     assert (
         code,
         err.startswith("Remove the run old with its checkpoints and history"),
-        "nothing was removed" in err,
+        "nothing was changed" in err,
     ) == (3, True, True)
     code, _, err = served.outerstep("run", "rm", "old", stdin="")
     assert (code, "nobody is there to be asked: give --yes" in err) == (2, True), err

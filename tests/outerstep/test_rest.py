@@ -47,6 +47,31 @@ def test_creating_a_run_tells_whether_it_is_new(status: int, new: bool):
     assert client_of(answer).create_run("name = 'é'")[1] is new
 
 
+def test_who_sends_too_many_requests_waits_as_long_as_told_and_asks_again():
+    too_many = Problem("too-many-requests", "200 per second")
+    answers = [
+        httpx.Response(429, json=too_many.document(), headers={"retry-after": "3"}),
+        httpx.Response(429, json=too_many.document()),
+        httpx.Response(200, json=run_document()),
+    ]
+    slept: list[float] = []
+    transport = httpx.MockTransport(lambda _: answers.pop(0))
+    client = Client(httpx.Client(base_url="http://coordinator.test", transport=transport), sleep=slept.append)
+    assert client.change_run("demo", RunChange(state="paused")).name == "demo"
+    assert slept == [3, 1]
+
+
+def test_who_may_have_no_further_stream_waits_and_looks_again():
+    refused = httpx.Response(
+        429, json=Problem("too-many-requests", "16 streams").document(), headers={"retry-after": "5"}
+    )
+    slept: list[float] = []
+    transport = httpx.MockTransport(lambda _: refused)
+    client = Client(httpx.Client(base_url="http://coordinator.test", transport=transport), sleep=slept.append)
+    client.wait_for_event("demo", 0, patience_s=1)
+    assert slept == [5]
+
+
 def test_a_problem_is_raised_as_such():
     problem = Problem("run-exists", "another run is called demo", retry_after_s=7, run="demo")
 

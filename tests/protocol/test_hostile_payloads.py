@@ -138,7 +138,7 @@ def test_spliced(position: int, inserted: bytes, removed: int) -> None:
 
 def test_carried_rounds_and_maps_within_that_are_in_order_are_taken() -> None:
     read(payload(frames(), round=3, carried=[0, 2]))
-    read(with_contributors(as_map([("worker", "a"), ("tokens", 1)])))
+    read(with_contributors(as_map([("worker", "a"), ("tokens", 1), ("factor", 0.5)])))
 
 
 def test_every_key_is_required_and_no_other_is_allowed() -> None:
@@ -193,6 +193,8 @@ CASES: dict[str, tuple[Callable[[], bytes], str]] = {
     "a unit range of three": (lambda: payload(frames(), units=[[1, 2, 3]]), "units"),
     "a key twice": (lambda: raw_payload(as_map([*header_fields().items(), ("round", 1)]), frames()), "'round' stands twice"),
     "a key twice in a map within": (lambda: with_contributors(as_map([("worker", "a"), ("tokens", 1), ("tokens", 2)])), "'tokens' stands twice"),
+    "a contributor that does not count": (lambda: with_contributors(as_map([("worker", "a"), ("tokens", 1), ("factor", 0.0)])), "factor"),
+    "a contributor that counts twice": (lambda: with_contributors(as_map([("worker", "a"), ("tokens", 1), ("factor", 2.0)])), "factor"),
     "a carried round that is still to come": (lambda: payload(frames(), carried=[5]), "carried lists rounds before 1"),
     "its own round carried": (lambda: payload(frames(), carried=[0, 1]), "carried lists rounds before 1"),
     "a carried round twice": (lambda: payload(frames(), carried=[0, 0]), "carried lists rounds before 1"),

@@ -42,7 +42,7 @@ GOLDEN: list[tuple[BaseModel, str]] = [
     (
         messages.Metrics(round=1, inner_step=2, loss=0.5, mfu=0.4, upload_bytes=3),
         '{"round":1,"inner_step":2,"loss":0.5,"tokens_per_second":null,"inner_steps_per_second":null,"mfu":0.4,'
-        '"peak_memory_bytes":null,"learning_rate":null,"upload_bytes":3,"download_bytes":0,"phase":null}',
+        '"peak_memory_bytes":null,"learning_rate":null,"private_contributions":null,"upload_bytes":3,"download_bytes":0,"phase":null}',
     ),
     (messages.AssignmentRequest(state_round=3, carried=[[4, 6]]), '{"state_round":3,"carried":[[4,6]],"report":null}'),
     (
@@ -69,6 +69,10 @@ GOLDEN: list[tuple[BaseModel, str]] = [
     ),
     (messages.EvaluationReport(loss=1.25, tokens=4096, bytes=17_000), '{"loss":1.25,"tokens":4096,"bytes":17000}'),
     (messages.TokenRequest(scope=messages.Scope.WORKER), '{"scope":"worker","note":""}'),
+    (
+        messages.TokenRequest(scope=messages.Scope.JOIN, run="r", expires_in_s=60, uses=3),
+        '{"scope":"join","note":"","run":"r","expires_in_s":60.0,"uses":3}',
+    ),
     (messages.RunChange(state="paused"), '{"state":"paused"}'),
     (
         messages.ContributionReply(round=1, fragment=0, digest=DIGEST, created=True),
@@ -98,6 +102,10 @@ BAD: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (messages.EvaluationReport, {"loss": 1.0, "tokens": 1, "bytes": 0}),
     (messages.TokenRequest, {"scope": "root"}),
     (messages.TokenRequest, {"scope": "viewer", "note": "x" * 201}),
+    (messages.TokenRequest, {"scope": "viewer", "names": 1}),
+    (messages.TokenRequest, {"scope": "worker", "uses": 1}),
+    (messages.TokenRequest, {"scope": "worker", "expires_in_s": "inf"}),
+    (messages.ExchangeRequest, {"token": "ost_short"}),
     (messages.JoinRequest, {"tensors": [{"name": "", "shape": []}]}),
     (messages.JoinRequest, {"tensors": [{"name": "w", "shape": [1.5]}]}),
 ]

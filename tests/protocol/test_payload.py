@@ -65,11 +65,11 @@ GOLDEN: dict[str, tuple[Header, str]] = {
         "ad636172726965645f7368617265 cb3fe0000000000000",
     ),
     "delta": (
-        DeltaHeader(**SHARED, base=BASE, contributors=[Contributor(worker="a", tokens=1), Contributor(worker="b", tokens=2)]),
-        "4f535450 0100 0000 b6000000 8a" + COMMON + "a46b696e64 a564656c7461" + BASE_HEX +
+        DeltaHeader(**SHARED, base=BASE, contributors=[Contributor(worker="a", tokens=1, factor=1.0), Contributor(worker="b", tokens=2, factor=0.5)]),
+        "4f535450 0100 0000 d6000000 8a" + COMMON + "a46b696e64 a564656c7461" + BASE_HEX +
         "ac636f6e7472696275746f7273 92"
-        "82 a6776f726b6572 a161 a6746f6b656e73 01"
-        "82 a6776f726b6572 a162 a6746f6b656e73 02",
+        "83 a6776f726b6572 a161 a6746f6b656e73 01 a6666163746f72 cb3ff0000000000000"
+        "83 a6776f726b6572 a162 a6746f6b656e73 02 a6666163746f72 cb3fe0000000000000",
     ),
     "state": (StateHeader(**SHARED), "4f535450 0100 0000 5d000000 88" + COMMON + "a46b696e64 a57374617465"),
 }  # fmt: skip

@@ -66,7 +66,7 @@ def test_the_example_is_what_this_package_writes_and_reads() -> None:
     CODECS["int8"].accumulate(wire.Payload.from_bytes(contribution).chunk(0), np.float32(2048 / 2048), mean)
     assert f"the accumulator is ({in_words(mean)})" in TEXT
     frames = wire.pack_frames(mean, CODECS["int8"], zstd=True)
-    contributors = [{"worker": "a", "tokens": 2048}]
+    contributors = [{"worker": "a", "tokens": 2048, "factor": 1.0}]
     published = wire.DeltaHeader.model_validate(
         {**common, "frame_bytes": [len(frame) for frame in frames], "base": base, "contributors": contributors}
     )

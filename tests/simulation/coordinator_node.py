@@ -22,6 +22,7 @@ from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite
 from coordinator.store.database import Database
+from coordinator.store.identity import Actor
 from protocol.messages import Scope, TokenRequest
 from tests.simulation.disk import Disk
 from tests.simulation.patched import EPOCH, engines
@@ -99,7 +100,9 @@ class CoordinatorNode:
         clock = self.scheduler
         try:
             settings = Settings(data_dir=self.served_dir)
-            service = Coordinator(settings, clock=lambda: clock.now, now=lambda: EPOCH + clock.now)
+            service = Coordinator(
+                settings, clock=lambda: clock.now, now=lambda: EPOCH + clock.now, secret=b"of the simulation"
+            )
         except OSError as error:  # no room: the process ends, and its supervisor starts it again
             if error.errno != errno.ENOSPC:
                 raise
@@ -108,7 +111,8 @@ class CoordinatorNode:
         service.bell.attach(FakeLoop(self.scheduler))  # type: ignore[arg-type]
         if not self.worker_token:
             self.admin_token = (self.data_dir / "admin.token").read_text().strip()
-            self.worker_token = service.new_token(TokenRequest(scope=Scope.WORKER)).token
+            request = TokenRequest(scope=Scope.WORKER, names=100)
+            self.worker_token = service.new_token(request, Actor()).token
         self.app = application()
         self.app.state.coordinator = service
         self.service = service

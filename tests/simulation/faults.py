@@ -6,9 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from coordinator.runs import steering
-from coordinator.workers import membership
+from coordinator.store.identity import Actor, Identity
+from coordinator.workers import assigning, membership
 from protocol.errors import Problem
-from protocol.messages import JoinRequest, RunState, WorkerChange
+from protocol.messages import JoinRequest, Metrics, RunState, Scope, WorkerChange
 from tests.simulation.network import Weather
 from tests.simulation.violation import Violation, demand
 from tests.simulation.worker_node import Toy, WorkerNode
@@ -145,7 +146,9 @@ class Faults:
     def _pause(self) -> bool:
         def pause() -> None:
             if not self._sim.node.run.ended:
-                steering.change_state(self._sim.node.run, self._rng.choice([RunState.PAUSED, RunState.DRAINING]))
+                steering.change_state(
+                    self._sim.node.run, self._rng.choice([RunState.PAUSED, RunState.DRAINING]), Actor()
+                )
 
         if not self._operate(pause):
             return False
@@ -158,7 +161,7 @@ class Faults:
 
         def resume() -> None:
             if not self._sim.node.run.ended:
-                steering.change_state(self._sim.node.run, RunState.RUNNING)
+                steering.change_state(self._sim.node.run, RunState.RUNNING, Actor())
 
         while not self._sim.node.up or self._sim.node.run.state in (RunState.PAUSED, RunState.DRAINING):
             self._operate(resume)
@@ -169,7 +172,7 @@ class Faults:
 
         def evict() -> None:
             try:
-                membership.change_worker(self._sim.node.run, name, WorkerChange(state="evicted"))
+                membership.change_worker(self._sim.node.run, name, WorkerChange(state="evicted"), Actor())
             except Problem as problem:
                 if problem.slug != "not-found":
                     raise
@@ -194,14 +197,37 @@ class Faults:
                 if run.ended or name not in run.members or run.model is None:
                     return
                 request = JoinRequest(tensors=tensor_specs(Toy(self._sim.fragments)))
+                holder = Identity(Scope.WORKER, token=run.members.token(name))  # the same token as all of them have
                 try:
-                    membership.join(run, name, request)
+                    membership.join(run, name, request, holder, Actor(), lambda token: True)
                 except Problem as problem:
                     demand(problem.slug == "worker-name-taken", "I7", f"the impostor was told {problem}")
                 else:
                     raise Violation(f"I7: a second {name} was let in while the first was alive")
 
         return self._operate(join)
+
+    def be_idle(self, name: str) -> None:
+        """A name that joins, beats and takes assignments, and never contributes; until the calm end."""
+        self.counts["idle_name"] = self.counts.get("idle_name", 0) + 1
+
+        def beat() -> None:
+            run = self._sim.node.run
+            with run.lock:
+                if run.ended or run.model is None:
+                    return
+                if name not in run.members:
+                    if run.state is RunState.DRAINING:  # which takes no newcomers
+                        return
+                    request = JoinRequest(tensors=tensor_specs(Toy(self._sim.fragments)))
+                    membership.join(run, name, request, Identity(Scope.WORKER), Actor(), lambda token: True)
+                membership.renew(run, name, Metrics())
+                if run.seeded:
+                    assigning.assign(run, name, run.round, [])
+
+        while not self._sim.calm:
+            self._operate(beat)
+            self._sim.scheduler.sleep(2.0)
 
     def _new_worker(self) -> bool:
         if len(self._sim.workers) >= 5:

@@ -8,6 +8,11 @@ I5  while enough workers are alive and connected, rounds go on closing
 I6  every unit is consumed exactly once, by work that was really trained on it, once in every fragment
 I7  only the newest member token of a live lease is good for anything
 I8  the schedule goes on by the most that a contributor has trained of a round, and the run ends where the schedule does
+I9  nobody weighs more than one assigned round, nor, where each has an H of its own, four times half of the others
+I10 the outer state stays within its bounds
+
+With a hostile worker in the run I6 is not read from the contributions' bytes: what honest work is late comes less a mean
+that is not made of units alone. And what is left out of a delta is nobody's violation.
 """
 
 import json
@@ -23,6 +28,7 @@ import numpy as np
 from blake3 import blake3
 
 from coordinator.runs.live_run import LiveRun
+from coordinator.screening.spoilt import BOUND
 from coordinator.store import sqlite
 from coordinator.store.blobs import RunNames, round_of
 from protocol.codecs import CODECS
@@ -56,7 +62,9 @@ class Ledger:
     workers: dict[str, WorkerNode]
     outer: OuterSpec
     sync: SyncSpec
+    unit_tokens: int
     private: bool = False  # each worker has units of its own
+    hostile: bool = False  # not all workers are honest
     contributions: dict[Key, dict[str, Kept]] = field(default_factory=dict)
     acknowledged: dict[tuple[int, int, str], bytes] = field(default_factory=dict)
     fixed: dict[Key, dict[str, int]] = field(default_factory=dict)
@@ -164,13 +172,23 @@ class Ledger:
             steps = min(self.sync.schedule_steps, total - self.step)
             rows = self._all("SELECT worker, inner_steps FROM assignments WHERE round = ?", self.round)
             h = {row["worker"]: row["inner_steps"] for row in rows}
-            shares = [Fraction(units, h[worker]) for worker, units in self.trained.get(self.round, {}).items()]
+            left_out = self._left_out(self.round)
+            trained = {who: units for who, units in self.trained.get(self.round, {}).items() if who not in left_out}
+            shares = [Fraction(units, h[worker]) for worker, units in trained.items()]
             unknown = self.sync.streams or self.sync.inner_steps == "auto"
             self.step += steps if unknown else min(math.ceil(steps * max(shares, default=0)), steps)
             self.round += 1
         demand(run["step"] == self.step, "I8", f"round {self.round} begins at step {run['step']}, not {self.step}")
         self.finished = run["state"] == "finished"
         demand(self.finished == (self.step == total), "I8", f"the run is {run['state']} at step {self.step} of {total}")
+
+    def _left_out(self, round_: int) -> set[str]:
+        """Who is left out of all deltas of a round: its work is given back."""
+        factors: dict[str, float] = {}
+        for row in self._all("SELECT verdicts FROM fragments WHERE round = ?", round_) if self.hostile else ():
+            for worker, verdict in json.loads(row["verdicts"]).items():
+                factors[worker] = max(factors.get(worker, 0.0), verdict["factor"])
+        return {worker for worker, factor in factors.items() if factor == 0}
 
     def _payload(self, name: str, invariant: str, digest: bytes | None = None) -> Payload:
         path = self.node.data_dir / name
@@ -202,10 +220,18 @@ class Ledger:
             demand(worker not in self.contributions.get(key, {}), "I2", f"{where}: contributed twice")
             demand(key not in self.fixed, "I2", f"{where}: accepted after the contributors were fixed")
             self.contributions.setdefault(key, {})[worker] = Kept(row["digest"], row["tokens"], payload)
+            self._check_weight(where, row)
             self._count_units(where, key, values, payload.header)
             for start, stop in payload.header.units:  # type: ignore[union-attr]
                 query = "SELECT 1 FROM unit_ranges WHERE state != 'consumed' AND start < ? AND stop > ?"
                 demand(not self._all(query, stop, start), "I6", f"{where}: accepted, and its units are not consumed")
+
+    def _check_weight(self, where: str, row: sqlite3.Row) -> None:
+        """One assigned round at most; of fragments that are sent in the middle of a round, what two rounds have."""
+        query = "SELECT MAX(inner_steps) AS most FROM assignments WHERE worker = ? AND round <= ?"
+        most = self._all(query, row["worker"], row["round"])[0]["most"] * (2 if self.sync.streams else 1)
+        units = row["tokens"] // self.unit_tokens
+        demand(units <= most, "I9", f"{where}: it weighs {units} units, and was assigned no more than {most}")
 
     def _count_units(self, where: str, key: Key, values: np.ndarray, header: Any) -> None:
         """Read from a contribution's bytes which units it was trained on: each of its own round's units counts 1, each
@@ -215,13 +241,16 @@ class Ledger:
         share, sent = header.carried_share, values.copy()
         for carried in header.carried:
             values += np.float32(share) * self.means[carried, fragment]
-        own = np.zeros(ELEMENTS, bool)
+        own = np.zeros(self._units, bool)
         query = "SELECT start, stop FROM unit_ranges WHERE worker = ? AND round = ?"
         for row in self._all(query, header.worker, round_):
             own[row["start"] - first : row["stop"] - first] = True
         named = [unit - first for start, stop in header.units for unit in range(start, stop)]
         trained = self.trained.setdefault(round_, {})
         trained[header.worker] = max(trained.get(header.worker, 0), int(own[named].sum()))
+        if self.hostile:
+            self.counts.setdefault((first, fragment), np.zeros(self._units, int))[named] = 1
+            return
         if CODECS[header.codec].error_feedback:
             of_earlier = {share, 1.0} if self.sync.streams else {share}
             whole = {unit: {1.0} if own[unit] else of_earlier for unit in named}
@@ -254,30 +283,55 @@ class Ledger:
                     "I2",
                     f"{where}: other contributors than before",
                 )
-                kept = {worker: each.tokens for worker, each in self.contributions.get(key, {}).items()}
-                demand(contributors == kept, "I2", f"{where}: is made of {contributors}, accepted were {kept}")
+                weights = self._weights(key)
+                same = contributors.keys() == weights.keys()
+                demand(same, "I2", f"{where}: is made of {contributors}, accepted were {weights}")
+                demand(contributors == weights, "I9", f"{where}: {contributors} are to weigh {weights}")
             if row["delta_digest"] is not None:
                 known = self.deltas.setdefault(key, row["delta_digest"])
                 demand(known == row["delta_digest"], "I1", f"{where}: the published delta changed")
                 if (key[0] + 1, key[1]) not in self.states:
                     self._check_delta(key, where)
 
+    def _weights(self, key: Key) -> dict[str, int]:
+        """What each contribution weighs: its units, and where each worker has an H of its own, no more than four times
+        as much as half of the others do."""
+        tokens = {worker: each.tokens for worker, each in self.contributions.get(key, {}).items()}
+        if self.sync.inner_steps != "auto" or len(tokens) < 3:
+            return tokens
+        return {
+            worker: min(own, int(4 * np.median([each for other, each in tokens.items() if other != worker])))
+            for worker, own in tokens.items()
+        }
+
     def _check_delta(self, key: Key, where: str) -> None:
         """A newly published delta: made of what was accepted, for the state that it says; then step the third replica."""
         payload = self._payload(NAMES.delta(*key, self.deltas[key]), "I1", self.deltas[key])
-        header, kept = payload.header, self.contributions.get(key, {})
+        header, kept, weights = payload.header, self.contributions.get(key, {}), self._weights(key)
         named = [(each.worker, each.tokens) for each in header.contributors]  # type: ignore[union-attr]
+        if self.hostile:  # some are left out
+            kept = {worker: kept[worker] for worker, _ in named}
+            demand(bool(kept), "I2", f"{where}: everybody is left out")
         demand(
-            named == [(worker, kept[worker].tokens) for worker in sorted(kept)],
+            named == [(worker, weights[worker]) for worker in sorted(kept)],
             "I2",
             f"{where}: the delta names {named}",
         )
+        factors = {each.worker: each.factor for each in header.contributors}  # type: ignore[union-attr]
+        feeds_back = any(CODECS[each.payload.header.codec].error_feedback for each in kept.values())
+        demand(  # all are honest: nobody is left out; who has gathered what a codec left out may be shortened
+            all(0 < factor <= 1 if feeds_back or self.hostile else factor == 1 for factor in factors.values()),
+            "I2",
+            f"{where}: the weights count {factors} times",
+        )
         demand(header.base == self.digests[key], "I3", f"{where}: the delta is for another state")  # type: ignore[union-attr]
-        total = sum(each.tokens for each in kept.values())
+        total = sum(weights[worker] for worker in kept)
         mean = np.zeros(header.elements, np.float32)
         for worker in sorted(kept):
             payload_of = kept[worker].payload
-            payload_of.codec.accumulate(payload_of.chunk(0), np.float32(kept[worker].tokens / total), mean)
+            payload_of.codec.accumulate(
+                payload_of.chunk(0), np.float32(weights[worker] / total * factors[worker]), mean
+            )
         codec = CODECS[header.codec]
         raw = np.empty(codec.size(len(mean)), np.uint8)
         codec.encode(mean, raw)
@@ -292,8 +346,15 @@ class Ledger:
         self._set_state((key[0] + 1, key[1]), theta, momentum)
 
     def _set_state(self, key: Key, theta: np.ndarray, momentum: np.ndarray) -> None:
+        largest = max(np.abs(theta).max(), np.abs(momentum).max())
+        demand(bool(largest <= BOUND), "I10", f"state {key[0]} of fragment {key[1]}: its largest value is {largest}")
         self.states[key] = (theta, momentum)
         self.digests[key] = blake3(blake3(theta.tobytes()).digest() + blake3(momentum.tobytes()).digest()).digest()
+
+    @property
+    def _units(self) -> int:
+        """How many units of a pool there is room for; those that are read from bytes are elements of a fragment."""
+        return 4 * ELEMENTS if self.hostile else ELEMENTS
 
     def _first_unit(self, worker: str) -> int:
         """The first unit of the pool that the worker's units are of."""
@@ -336,7 +397,7 @@ class Ledger:
                 demand(bool(np.all(used.max(axis=0) == 1)), "I6", f"{where} are consumed, but no contribution has them")
         demand(at == next_unit, "I6", f"the units up to {next_unit} were assigned, those from {at} on are nowhere")
         units = at - first
-        demand(units <= ELEMENTS, "setup", f"the simulation can tell {ELEMENTS} units apart, {units} were assigned")
+        demand(units <= self._units, "setup", f"the simulation knows {self._units} units, {units} were assigned")
         demand(not self.passed_over, "I6", f"new units were assigned, and {sorted(self.passed_over)} lay in the pool")
 
     def _check_coordinator(self, run: LiveRun) -> None:

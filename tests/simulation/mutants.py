@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from sqlalchemy.orm import Session
 
-from coordinator.runs import opening, pools, steps
+from coordinator.runs import closing, opening, pools, steps
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.members import Members
 from coordinator.runs.open_round import OpenRound
 from coordinator.runs.units import Range
+from coordinator.screening import judging
 from coordinator.store import files
 from coordinator.store.blobs import Kind
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.tables import UnitRangeRow, WorkerRow
-from coordinator.sync import contributing, deltas, outer_state, publishing
-from coordinator.workers import assigning, membership
+from coordinator.sync import checking, contributing, deltas, outer_state, publishing, screened
+from coordinator.workers import assigning, ending, membership
 from protocol.digest import Buffer
 from protocol.messages import FragmentState, Metrics
 from worker.rounds import round as round_
@@ -193,7 +194,7 @@ def _passes_over_the_pool() -> list[Replacement]:
 
 
 def _no_units_returned() -> list[Replacement]:
-    return [(membership, "return_units", _nothing)]
+    return [(ending, "return_units", _nothing)]
 
 
 def _forgotten_units_kept() -> list[Replacement]:
@@ -254,6 +255,21 @@ def _counts_short_rounds_as_whole() -> list[Replacement]:
     return [(publishing, "steps_trained", lambda run, session: steps.round_steps(run))]
 
 
+def _takes_any_weight() -> list[Replacement]:
+    return [(checking, "_check_weight", _nothing)]
+
+
+def _outweighed_by_one() -> list[Replacement]:
+    return [(closing, "weights", lambda tokens, sync: dict(tokens))]
+
+
+def _believes_every_contribution() -> list[Replacement]:
+    def judge(evidence: Mapping[str, Any], *_: Any, **__: Any) -> judging.Judgement:
+        return judging.Judgement(None, {worker: judging.Verdict(1.0) for worker in evidence})
+
+    return [(screened, "judge", judge)]
+
+
 # An honest worker ends for good: here, as its contribution weighs more than the units that it still holds.
 REFUSED = "unexpected: AssertionError: I5"
 
@@ -281,4 +297,7 @@ MUTANTS = [
     Mutant("never tries again after a fault", ("I5",), 16, _never_tries_again),
     Mutant("counts a round that all handed in early as a whole one", ("I8",), 52, _counts_short_rounds_as_whole),
     Mutant("never ends a lease", ("I5",), 8, _leases_never_end),
+    Mutant("takes any weight that a contribution names", ("I9",), 6, _takes_any_weight),
+    Mutant("lets one outweigh all others", ("I9",), 42, _outweighed_by_one),
+    Mutant("believes every contribution", ("I10",), 39, _believes_every_contribution),
 ]

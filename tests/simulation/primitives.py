@@ -271,6 +271,10 @@ class FakeAsyncio:
         self.Event = lambda: AsyncEvent(scheduler)
         self.Semaphore = lambda _: nullcontext()  # whoever wants to: so more orders are tried than there are in truth
         self.get_running_loop = lambda: loop
+        self._scheduler = scheduler
+
+    async def sleep(self, seconds: float) -> None:
+        self._scheduler.sleep(seconds)
 
     @asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:

@@ -17,10 +17,12 @@ from blake3 import blake3
 
 from coordinator.runs.opening import status
 from coordinator.store.database import Database
-from protocol.messages import DataSummary
+from coordinator.store.identity import Actor
+from protocol.messages import DataSummary, Scope, TokenRequest
 from protocol.spec.run import parse_spec
 from tests.simulation.coordinator_node import CoordinatorNode, crash_at_commits
 from tests.simulation.faults import Faults
+from tests.simulation.hostile import Hostile
 from tests.simulation.ledger import Ledger
 from tests.simulation.network import Line, Weather
 from tests.simulation.patched import simulated
@@ -63,12 +65,17 @@ keep = {keep}
 """
 
 
-def _pace(rng: random.Random, inner_steps: int) -> str:
+def _pace(rng: random.Random, inner_steps: int, most: int) -> str:
     """In a quarter of the seeds each worker takes as many steps as it manages, so they differ from life to life."""
     if rng.randrange(4):
         return f"inner_steps = {inner_steps}"
-    budget = f"nominal_inner_steps = {inner_steps}\nmin_inner_steps = 1\nmax_inner_steps = 4"
+    budget = f"nominal_inner_steps = {inner_steps}\nmin_inner_steps = 1\nmax_inner_steps = {most}"
     return f'inner_steps = "auto"\nround_s = {rng.choice([1.5, 3.0])}\n{budget}'
+
+
+def _is_hostile(seed: int) -> bool:
+    """A fifth of the seeds have a hostile worker beside the honest ones."""
+    return random.Random(f"{seed} hostile 4").randrange(5) == 0
 
 
 def _data(rng: random.Random) -> str:
@@ -112,7 +119,8 @@ class Simulation:
         self.scheduler = Scheduler(random.Random(f"{seed} order"))
         self.rounds = rng.randint(6, 9)
         self.fragments = rng.randint(1, 3)
-        self.min_workers = rng.randint(1, 2)
+        self.hostile = _is_hostile(seed)
+        self.min_workers = max(rng.randint(1, 2), 1 + self.hostile)  # so in every delta there is an honest contribution
         count = rng.randint(max(2, self.min_workers), 4)
         inner_steps = rng.randint(1, 3)
         data = _data(random.Random(f"{seed} data"))
@@ -124,7 +132,7 @@ class Simulation:
         self.spec = SPEC.format(
             rounds=self.rounds,
             data=data,
-            pace=_pace(random.Random(f"{seed} pace"), inner_steps),
+            pace=_pace(random.Random(f"{seed} pace"), inner_steps, most=20 if self.hostile else 4),
             schedule=_schedule(random.Random(f"{seed} schedule"), inner_steps),
             upload=upload,
             download=rng.choice(["fp32", "int4", "int8"]),
@@ -140,13 +148,17 @@ class Simulation:
         self.workers: dict[str, WorkerNode] = {}
         spec = parse_spec(self.spec)
         self.private = spec.data.private
-        self.ledger = Ledger(self.node, self.workers, spec.outer, spec.sync, self.private)
+        self.ledger = Ledger(
+            self.node, self.workers, spec.outer, spec.sync, spec.unit_tokens, self.private, self.hostile
+        )
         self.node.on_crash, self.node.on_start = self.ledger.crashing, self._started
         self.node.on_commit = self.ledger.committed
         for number in range(count):
             self.add_worker(f"w{number}")
         self.fate = Group("fate")
         self.faults = Faults(self, rng)
+        self.hostile_token = ""
+        self.hostiles = [Hostile(self, "hostile", lambda: self.hostile_token)] if self.hostile else []
         self.calm = False
         self.disturbed_at = self.scheduler.now
         self.progressed_at = self.scheduler.now
@@ -167,7 +179,7 @@ class Simulation:
             lambda: self.node.worker_token,
             self._over,
             self.fragments,
-            speed_s=rng.choice([0.3, 1.0, 1.0, 4.0]),
+            speed_s=max(rng.choice([0.3, 1.0, 1.0, 4.0]), float(self.hostile)),
             keeps_state=rng.random() < 0.85,
             data=DataSummary(digest="0d" * 32, units=3 + len(self.workers)) if self.private else None,
         )
@@ -199,7 +211,10 @@ class Simulation:
             sleep(0.1)
         assert self.node.service is not None
         group, self.scheduler.current.group = self.scheduler.current.group, self.node.group
-        self.node.service.create_run(self.spec)
+        self.node.service.create_run(self.spec, Actor())
+        for hostile in self.hostiles:
+            self.hostile_token = self.node.service.new_token(TokenRequest(scope=Scope.WORKER, names=1), Actor()).token
+            self.scheduler.spawn(hostile.live, hostile.name)
         self.scheduler.current.group = group
         for worker in self.workers.values():
             self.scheduler.spawn(partial(self.supervise, worker), f"supervisor of {worker.name}")
@@ -207,6 +222,10 @@ class Simulation:
         together = random.Random(f"{self.seed} together")
         if not together.randrange(8):
             self.scheduler.spawn(self.faults.stop_everybody, "stop everybody", delay_s=together.uniform(10, 60))
+        idle = random.Random(f"{self.seed} names that are idle")
+        for number in range(idle.choice([0, 0, 0, 1, 3])):
+            act = partial(self.faults.be_idle, f"idle{number}")
+            self.scheduler.spawn(act, f"idle {number}", self.fate, delay_s=idle.uniform(0, 60))
         self.faults.run(CALM_ROUNDS)
         self.faults.end()
         self.calm = True
@@ -321,6 +340,8 @@ def simulate(seed: int, base: Path | None = None) -> Report:
     report.faults = dict(simulation.faults.counts)
     for what, count in simulation.node.crashes.items():
         report.faults[f"crash {what}"] = count
+    for hostile in simulation.hostiles:
+        report.faults |= hostile.counts
     for worker in simulation.workers.values():
         for what, count in (*worker.line.faults.items(), *((f"worker {k}", n) for k, n in worker.deaths.items())):
             report.faults[what] = report.faults.get(what, 0) + count

@@ -52,6 +52,8 @@ EVERY_FAULT = (
     *("worker kill", "worker power", "stop_worker", "new_worker", "evict", "pause", "suspend", "freeze_coordinator"),
     *("lost", "answer lost", "cut upload", "cut download", "damaged upload", "damaged download", "twice", "proxy"),
     *("partition", "fill_disk", "slow_disk", "impostor"),
+    *("hostile contributed scaled", "hostile contributed flipped", "hostile contributed zeros"),
+    *("hostile contributed noise", "hostile held units back", "hostile was refused"),
 )
 
 

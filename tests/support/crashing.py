@@ -60,7 +60,7 @@ def run_worker(folder: Path, url: str, run: str, token: str) -> None:
     points.wrap(torch.optim.AdamW, "step", lambda *_: "inner step")
     os.environ["OUTERSTEP_TOKEN"] = token
     arguments = ["worker", url, "--run", run, "--name", folder.name, "--state", str(folder / "state")]
-    _become(folder, [*arguments, "--threads", "1", "--device", "cpu"])
+    _become(folder, [*arguments, "--threads", "1", "--device", "cpu", "--data-root", "/"])
 
 
 def _become(folder: Path, arguments: list[str]) -> None:

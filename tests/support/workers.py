@@ -13,8 +13,10 @@ from worker.settings import WorkerSettings
 
 
 def worker_settings(running: Running, run: str, state_dir: Path, **changes: Any) -> WorkerSettings:
-    """What `worker.agent.run_worker` takes in this process: worker `a` on the CPU, but for `changes`."""
-    given = {"name": "a", "device": "cpu", "threads": 1, "token": running.token(Scope.WORKER), **changes}
+    """What `worker.agent.run_worker` takes in this process: worker `a` on the CPU, but for `changes`. Whoever tests has
+    written the spec, so all its places are allowed."""
+    given = {"name": "a", "device": "cpu", "threads": 1, "token": running.token(Scope.WORKER)}
+    given |= {"data_root": ("/", "http://", "hub:"), **changes}
     return WorkerSettings(url=running.url, run=run, state_dir=state_dir, **given)
 
 
@@ -28,7 +30,7 @@ class WorkerProcess:
         self.state_dir = state_dir
         self.log = state_dir.parent / f"{state_dir.name}.log"
         self._command = [str(python), "-m", "outerstep", "worker", url, "--run", run, "--name", name]
-        self._command += ["--state", str(state_dir), "--threads", "1", "--device", "cpu"]
+        self._command += ["--state", str(state_dir), "--threads", "1", "--device", "cpu", "--data-root", "/"]
         self._environment = {**os.environ, "OUTERSTEP_TOKEN": token}
         self.process: Process | None = None
 

@@ -128,7 +128,8 @@ def test_a_run_of_text_and_its_export(
 )
 def test_a_run_with_another_optimizer(coordinator: InThread, text: Path, tmp_path: Path, keys: str) -> None:
     coordinator.create_run(RUN.format(source=text, rounds=4).replace("[inner]\n", f"[inner]\n{keys}"))
-    assert run_worker(settings(coordinator, tmp_path)) == Exit.DONE
+    own = ("tests.worker.test_inner_optimizers:sgd_for_each",)
+    assert run_worker(settings(coordinator, tmp_path, allow_factory=own)) == Exit.DONE
     with coordinator.client() as http:
         wait_until(lambda: http.get("/v1/runs/text").json()["state_digest"] is not None)
         run = RunDetail.model_validate(http.get("/v1/runs/text").json())
@@ -168,7 +169,7 @@ def test_a_function_s_model_is_exported_as_tensors(coordinator: InThread, tmp_pa
     run = Toy(coordinator, toy.spec(), tmp_path)
     diloco = run.worker("a")
     with open_http(coordinator.url) as http:
-        export(Client(http, "toy", run.token), tmp_path / "model")
+        export(Client(http, "toy", run.token), tmp_path / "model", factories=(toy.FACTORY,))
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     for name, parameter in diloco.model.named_parameters():
         assert torch.equal(tensors[name], parameter)
@@ -232,6 +233,7 @@ class Hungry(torch.optim.SGD):
 def hungry(model, inner):
     return Hungry(model.parameters())
 """
+OWN_FUNCTIONS = tuple(f"users_own:{name}" for name in ("fails", "huge", "late", "unmoved", "hungry"))
 
 
 def test_what_cannot_be_trained_here_is_one_sentence(
@@ -252,7 +254,7 @@ def test_what_cannot_be_trained_here_is_one_sentence(
 
     def refusal(run: str = "text", state: Path = tmp_path / "state") -> str:
         caplog.clear()
-        assert run_worker(worker_settings(coordinator, run, state)) == Exit.REFUSED
+        assert run_worker(worker_settings(coordinator, run, state, allow_factory=OWN_FUNCTIONS)) == Exit.REFUSED
         line = caplog.records[-1].getMessage()
         assert "Errno" not in line
         assert caplog.records[-1].exc_info is None

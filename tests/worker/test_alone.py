@@ -183,7 +183,7 @@ def test_the_command_s_body_tells_and_logs_the_held_out_loss(
 ) -> None:
     caplog.set_level("INFO")
     log = tmp_path / "steps.jsonl"
-    assert run_alone(box_settings(tmp_path, log=log), spec) == Exit.DONE
+    assert run_alone(box_settings(tmp_path, log=log), spec, own_spec=True) == Exit.DONE
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     held_out = {line["round"]: line["held_out_loss"] for line in lines if "held_out_loss" in line}
     assert sorted(held_out) == list(range(ROUNDS + 1))
@@ -205,7 +205,9 @@ def test_the_log_has_the_learning_rate_of_an_optimizer_of_one_s_own(spec: RunSpe
     """It told the run's learning_rate, which that optimizer does not have."""
     inner = spec.inner.model_copy(update={"optimizer": f"{__name__}:own_optimizer"})
     log = tmp_path / "steps.jsonl"
-    assert run_alone(box_settings(tmp_path, log=log), spec.model_copy(update={"inner": inner})) == Exit.DONE
+    assert (
+        run_alone(box_settings(tmp_path, log=log), spec.model_copy(update={"inner": inner}), own_spec=True) == Exit.DONE
+    )
     first = json.loads(log.read_text().splitlines()[1])
     assert (first["step"], first["learning_rate"]) == (0, 0.25), "half of its own peak, of two warmup steps the first"
 
@@ -221,7 +223,7 @@ def test_the_log_has_the_learning_rate_of_an_optimizer_of_one_s_own(spec: RunSpe
 def test_settings_that_do_not_suit_are_refused(
     spec: RunSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], said: str, code: Exit
 ) -> None:
-    assert run_alone(box_settings(tmp_path, **changes), spec) == code
+    assert run_alone(box_settings(tmp_path, **changes), spec, own_spec=True) == code
     assert said in caplog.text
 
 
@@ -248,7 +250,10 @@ def test_the_command_takes_the_spec_from_the_coordinator_or_from_a_file(
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         coordinator.create_run(toml.read_text())
         url = [coordinator.url, "--run", "text", "--token", coordinator.token(Scope.VIEWER)]
-        assert CliRunner().invoke(app, ["worker", *url, "--no-sync", *state]).exit_code == Exit.DONE
+        assert CliRunner().invoke(app, ["worker", *url, "--no-sync", *state]).exit_code == Exit.REFUSED
+        assert caplog.messages[-1].endswith(f"add: --data-root {spec.data.source}")
+        root = ["--data-root", spec.data.source]
+        assert CliRunner().invoke(app, ["worker", *url, "--no-sync", *state, *root]).exit_code == Exit.DONE
         with coordinator.client() as http:
             assert http.get("/v1/runs/text/workers").json()["items"] == []
     assert "state 2: held-out loss" in caplog.text

@@ -17,6 +17,7 @@ from protocol import messages, wire
 from protocol.digest import parse_content_digest
 from protocol.errors import PROBLEMS, NoCoordinator, Problem, Remedy, UnexpectedAnswer
 from protocol.fragments import Layout
+from protocol.reaching import in_words
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
 from worker.errors import Stopped
@@ -95,8 +96,8 @@ def test_transient_faults_are_tried_again() -> None:
         ]
     )
     assert renew(client).directive is messages.Directive.CONTINUE
-    assert len(seen) == 12
-    assert len(clock.slept) == 11
+    assert len(seen) == 14
+    assert len(clock.slept) == 13
     assert seen[-1].headers["Authorization"] == "Bearer m"
 
 
@@ -118,6 +119,18 @@ def test_an_outage_of_any_length(caplog: pytest.LogCaptureFixture) -> None:
     assert lines[0].startswith("the coordinator at http://c cannot be reached: refused; trying again in ")
     assert lines[-1].startswith("the coordinator answers again after 108")
     assert len(lines) <= 10_800 / 60 + 2
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("_ssl.c:989: The handshake operation timed out", "The handshake operation timed out"),
+        ("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1006)", "wrong version number"),
+        ("", "no answer in time"),
+    ],
+)
+def test_what_is_in_the_way_is_told_without_what_is_for_programmers(said: str, told: str) -> None:
+    assert in_words(httpx.ReadTimeout(said)) == told
 
 
 def distrusted() -> httpx.ConnectError:
@@ -160,8 +173,9 @@ def test_another_servers_page_ends_a_worker_that_starts_and_none_that_works() ->
     assert len(clock.slept) == 1
 
 
-def test_retry_after_is_honoured() -> None:
-    client, clock, _ = make_client([problem("not-ready", **{"Retry-After": "17"}), httpx.Response(200, json=LEASE)])
+@pytest.mark.parametrize("slug", ["not-ready", "too-many-requests"])
+def test_retry_after_is_honoured(slug: str) -> None:
+    client, clock, _ = make_client([problem(slug, **{"Retry-After": "17"}), httpx.Response(200, json=LEASE)])
     renew(client)
     assert clock.slept == [17]
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.waiting import wait_until
 from tests.worker import toy
@@ -38,6 +39,20 @@ def test_what_is_left_out_is_the_environment_s() -> None:
     assert who.directory == Path.home() / ".local/state/outerstep/toy" / who.name
     given = membership_of("toy", "http://other", "own", "box-1", ENVIRONMENT)
     assert (given.url, given.token, given.name) == ("http://other", "own", "box-1")
+
+
+def test_the_line_is_held_to_what_is_given(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path) as coordinator:
+        run, model = Toy(coordinator, toy.spec(), tmp_path), toy.make_model()
+        diloco = run.connect(model, torch.optim.SGD(model.parameters()), max_up="8mbit")
+        line = diloco.client.line
+        assert line.up.pace.delay_s(1_000_000) == 0
+        assert 0.8 < line.up.pace.delay_s(1) <= 1  # for what went before
+        assert line.down.pace.delay_s(1_000_000) == line.down.pace.delay_s(1) == 0
+        with pytest.raises(ValueError, match=re.escape("max_down = '8': '8' is not a rate in bits per second")):
+            run.connect(model, torch.optim.SGD(model.parameters()), max_down="8")
+    who = membership_of("toy", None, None, None, ENVIRONMENT, max_up="8mbit", max_down=None)
+    assert who.rates(2) == (4e6, None)  # of each of two processes
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,9 @@ class Exchange:
     def unsent(self, contribution: Contribution) -> None:
         return None
 
+    def tell_verdict(self, contribution: Contribution, delta: None) -> None:
+        return None
+
 
 def contribution(p: int) -> Contribution:
     """Of p + 2 units: each fragment is sent when one more inner step is done."""

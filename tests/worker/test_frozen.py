@@ -89,4 +89,4 @@ def test_workers_with_other_frozen_parameters_are_refused(tmp_path: Path) -> Non
         assert shown.frozen == frozen_summary(model())
         assert shown.elements == 32
         with open_http(running.url) as http, pytest.raises(ModelError, match=r"here \(none\) are not those of the run"):
-            load_checkpoint(Client(http, "toy", run.token))
+            load_checkpoint(Client(http, "toy", run.token), factories=(toy.FACTORY,))

@@ -20,6 +20,7 @@ def losses(running: InThread, directory: Path, name: str, *options: str) -> list
     """The loss of every inner step of a worker that trains the run `name` to its end."""
     log, state = directory / f"{name}.jsonl", directory / name
     command = [sys.executable, "-m", "outerstep", "worker", running.url, "--run", name, "--device", "cpu", *options]
+    command += ["--data-root", str(directory)]
     done = subprocess.run(
         [*command, "--name", "a", "--state", str(state), "--log", str(log)],
         env=os.environ | {"OUTERSTEP_TOKEN": running.token(Scope.WORKER), "OMP_NUM_THREADS": "1"},

@@ -96,6 +96,15 @@ def test_a_far_line_is_begun_with_more_connections() -> None:
     assert (far.up.width.now, far.down.width.now) == (4, 32)
 
 
+def test_bbr_fills_a_far_line_by_itself() -> None:
+    line = Line()
+    line.connections.congestion_control = "bbr"
+    for seconds in (0.3, *[0.1] * 8):
+        line.answered(seconds)
+    assert line.is_far  # connections are opened ahead all the same
+    assert (line.up.width.now, line.down.width.now) == (1, 4)
+
+
 class Dawdles(Client):
     """Gives the other fragments time to pass fragment 0 on its way to the line. `order`: how they got there."""
 

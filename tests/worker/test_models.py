@@ -88,6 +88,8 @@ def test_any_configuration_of_transformers() -> None:
             '[model.config]\nmodel_type = "llama"\nhidden_act = "nope"',
             "transformers cannot build model.config .*'nope'",
         ),
+        ('[model.config]\nmodel_type = "llama"\nauto_map.AutoModel = "a/b--c.D"', "model.config names code .auto_map."),
+        ('[model.config]\nmodel_type = "fuyu"\ntext_config.auto_map.AutoModel = "a/b--c.D"', "names code .auto_map."),
         ('[model]\nfactory = "no_such_module:make"', "No module named 'no_such_module'"),
         ('[model]\nfactory = "json:make"', "has no attribute 'make'"),
         ('[model]\nfactory = "platform:node"', "returned str, not a torch.nn.Module"),

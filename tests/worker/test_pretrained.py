@@ -14,6 +14,7 @@ from protocol.spec.run import RunSpec, parse_spec
 from tests.support.trained import save_trained
 from worker.errors import ModelError
 from worker.models.building import build_model, has_initial_parameters, load_weights, logits_of
+from worker.models.pretrained import Pretrained
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(20)[None]
@@ -196,6 +197,16 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_there(source: str) -> None:
     with pytest.raises(ModelError, match=r"there is no such directory on this machine"):
         build_model(spec(source), CPU)
+
+
+def test_no_part_of_a_configuration_names_code(tmp_path: Path) -> None:
+    """Of a part that has some transformers asked on the terminal whether to run it."""
+    code = {"AutoModel": "somebody/model--modeling.Model"}
+    part = {"model_type": "persimmon", "auto_map": code}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "fuyu", "auto_map": code, "text_config": part}))
+    config = Pretrained(str(tmp_path), None).config()
+    assert config.text_config.model_type == "persimmon"
+    assert "auto_map" not in json.dumps(config.to_dict())
 
 
 def test_a_revision_is_of_the_hub(tmp_path: Path) -> None:

@@ -74,3 +74,44 @@ def test_two_workers_with_different_text_make_one_model(tmp_path: Path, monkeypa
     assert re.search(r"held-out loss +\d\.\d{4} \(\d\.\d{4} bits/byte\)", facts.stdout)
     joins = [json.loads(body)["data"] for body in sent if b'"tensors"' in body]
     assert [sorted(join) for join in joins] == [["units"], ["units"]]
+
+
+def test_a_run_with_noise_tells_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a heartbeat, a contribution or an evaluation; and three honest workers are believed."""
+    sent: list[bytes] = []
+    request = httpx.Client.request
+
+    def sending(self: httpx.Client, method: str, url: str, **rest: object) -> httpx.Response:
+        sent.append(rest.get("content") or b"")  # type: ignore[arg-type]
+        return request(self, method, url, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(httpx.Client, "request", sending)
+    sets = {name: write_chapters(tmp_path / name, words=f"the quick {name} fox", chapters=6) for name in "abc"}
+    spec = tiny_spec("hushed", tmp_path / "nowhere", seed=1, rounds=2, min_workers=3)
+    spec = spec.replace(
+        "[data]", "[privacy]\nclip_norm = 1.0\nnoise_multiplier = 0.01\n[data]\nprivate = true\nholdout = 0.0"
+    )
+    with coordinator_thread(tmp_path / "coordinator") as running, running.client() as http:
+        running.create_run(spec)
+
+        def work(name: str) -> Exit:
+            state = tmp_path / f"{name}-state"
+            return run_worker(worker_settings(running, "hushed", state, name=name, data=str(sets[name])))
+
+        with ThreadPoolExecutor() as threads:
+            assert list(threads.map(work, sets)) == [Exit.DONE] * 3
+        wait_until(lambda: http.get("/v1/runs/hushed").json()["state_digest"] is not None)
+        run = http.get("/v1/runs/hushed").json()
+        workers = http.get("/v1/runs/hushed/workers").json()["items"]
+        events = http.get("/v1/runs/hushed/events").json()["items"]
+        rounds = [http.get(f"/v1/runs/hushed/rounds/{number}").json() for number in (0, 1)]
+    assert {worker["state_digest"] for worker in workers} == {run["state_digest"]}
+    assert [worker["metrics"]["private_contributions"] for worker in workers] == [2.0] * 3
+    messages = [json.loads(body) for body in sent if isinstance(body, bytes) and body.startswith(b"{")]
+    told = [each.get("metrics", each) for each in messages]
+    measured = [each for each in told if "private_contributions" in each]
+    assert measured, "as they leave, at least"
+    assert {each["loss"] for each in measured} == {None}
+    assert {each["loss"] for each in rounds} == {None}
+    assert [each["evaluations"] for each in rounds] == [{}, {}]
+    assert {each["kind"] for each in events}.isdisjoint({"screened", "equal", "evaluated"})

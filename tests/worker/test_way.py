@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.support.waiting import wait_until
 from worker.link.meter import LEAST_MEASURED_BYTES, WINDOW_S
 from worker.link.pace import Pace
-from worker.link.way import Way
+from worker.link.way import Turn, Way
 from worker.link.width import Width
 
 LEAST_PART_BYTES, MOST_PART_BYTES = 1000, 50_000
@@ -83,6 +84,13 @@ def test_transfers_are_cut_into_as_many_parts_as_each_has_connections() -> None:
     assert max(stop - start for start, stop in way.cut(8 << 20)) == MOST_PART_BYTES
 
 
+def test_no_part_is_over_in_less_than_a_fifth_of_a_second_of_the_line() -> None:
+    way = Line().way(1, 64)
+    way.width.now = 32
+    way.rate.add(10_000_000, 1.0)
+    assert {stop - start for start, stop in way.cut(20_000_000)} == {2_000_000}
+
+
 def test_the_rate_is_that_of_what_is_too_much_for_buffers_and_has_arrived() -> None:
     line = Line()
     way = line.way()
@@ -105,20 +113,22 @@ def test_the_rate_is_that_of_what_is_too_much_for_buffers_and_has_arrived() -> N
 
 
 def test_a_line_that_rewards_more_connections_gets_them() -> None:
-    """Each carries 100 kB/s, and all together 250."""
+    """Each carries 100 kB/s, and all together 350."""
     line = Line()
     way = line.way()
-    size = 20_000_000
-    sent: list[int] = []
-
-    def part() -> None:
-        while sum(sent) < size:
-            with way.turn() as turn:
-                for _ in range(200):
-                    line.now += WINDOW_S / 10
-                    count = int(min(100e3, 250e3 / way.width.now) * way.width.now * WINDOW_S / 10)
-                    sent.append(count)
-                    turn.moved(count)
-
-    way.carry([part] * 8)
-    assert way.width.now in (2, 4)
+    step_s = WINDOW_S / 10
+    with ExitStack() as stack:
+        turns: list[Turn] = []
+        widths = set()
+        for _ in range(200):
+            while len(turns) < way.width.now:
+                turns.append(stack.enter_context(way.turn()))
+            for turn in turns[way.width.now :]:
+                turn.over()
+            del turns[way.width.now :]
+            widths.add(len(turns))
+            line.now += step_s
+            for turn in turns:
+                turn.moved(int(min(100e3, 350e3 / len(turns)) * step_s))
+    assert widths == {1, 2, 4, 8}
+    assert way.width.now == 4

@@ -24,6 +24,7 @@ __all__ = ["Killed", "Toy", "coordinator_thread", "make_model", "spec"]
 
 T = TypeVar("T")
 
+FACTORY = "tests.worker.toy:make_model"
 STEPS = 4
 LR = 0.01
 
@@ -40,11 +41,13 @@ def spec(
     sync: str = "",
     steps: int = STEPS,
     inner: str = "",
+    aggregation: str = "mean",
 ) -> str:
+    """The run's spec. With the plain mean, for many a test has a worker that trains nothing, or needs its arithmetic."""
     return f"""
 name = "toy"
 [model]
-factory = "tests.worker.toy:make_model"
+factory = "{FACTORY}"
 [data]
 source = "custom"
 [inner]
@@ -57,6 +60,7 @@ inner_steps = {steps}
 upload_codec = "{upload}"
 download_codec = "{download}"
 fragment_elements = 256
+aggregation = "{aggregation}"
 {sync}
 [members]
 min_workers = {min_workers}

@@ -87,6 +87,11 @@ class Client:
         return other
 
     @property
+    def has_join_token(self) -> bool:
+        """True if the token is one that is to be exchanged."""
+        return self._token.startswith(messages.JOIN_PREFIX)
+
+    @property
     def _retry(self) -> Retry:
         return self._channel.retry
 
@@ -94,6 +99,12 @@ class Client:
         """Return the same client, except that it is of another run on the same coordinator."""
         other = copy.copy(self)
         other.run, other._path = run, f"/v1/runs/{run}"
+        return other
+
+    def holding(self, token: str) -> Self:
+        """Return the same client, except that it has another token."""
+        other = copy.copy(self)
+        other._token = token
         return other
 
     def pause(self, seconds: float) -> None:
@@ -124,6 +135,10 @@ class Client:
         return self._retry(lambda: self._answer("GET", f"{self._path}/spec", self._token)).text
 
     # --- membership -----------------------------------------------------------------------------------------------
+
+    def exchange(self, worker: str, request: messages.ExchangeRequest) -> messages.TokenInfo:
+        """Exchange this client's join token for a worker token of the worker's own, which the request names."""
+        return self._json("POST", f"{self._path}/workers/{worker}/token", messages.TokenInfo, request)
 
     def join(self, worker: str, request: messages.JoinRequest) -> messages.JoinReply:
         return self._json("PUT", f"{self._path}/workers/{worker}", messages.JoinReply, request)

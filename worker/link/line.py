@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from protocol import congestion
 from worker.link.connections import UNSENT_FAR_BYTES, Connections
 from worker.link.meter import WINDOW_S
 from worker.link.pace import Pace
@@ -66,7 +67,7 @@ class Line:
     def _begin_far(self) -> None:
         with self._beginning:
             begins, self.is_far = not self.is_far, True
-        if begins:
+        if begins and self.connections.congestion_control != congestion.BBR:  # by which one connection fills it
             self.connections.unsent_bytes = UNSENT_FAR_BYTES
             self.up.begin_far(UP_FAR, UP_FAR_BYTES)
             self.down.begin_far(DOWN_FAR, DOWN_FAR_BYTES)

@@ -91,7 +91,7 @@ class Retry:
     ) -> None:
         self.stop = stop
         self._sleep = sleep
-        self._rng = rng or random.Random()
+        self._rng = rng or random.Random()  # pauses are no secret # nosec B311
         self._outage = Outage(clock, peer)
 
     def until(self, stop: Signal) -> "Retry":

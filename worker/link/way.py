@@ -18,6 +18,7 @@ from worker.link.pace import Pace
 from worker.link.width import Width
 
 _ANSWERS = 8  # that may be waited for, beside all that is sent
+_LEAST_S = 0.2  # of the whole line's time, for a part
 
 Range = tuple[int, int]  # half-open
 
@@ -57,7 +58,8 @@ class Way:
         if share == 1:
             return [(0, size)]
         least, most = self._part_bytes
-        part = min(max(-(-size // share), least), most)
+        wide = int(self.rate.bytes_per_s * _LEAST_S)  # each part is a request, which costs both sides some milliseconds
+        part = min(max(-(-size // share), least, wide), max(most, wide))
         return [(start, min(start + part, size)) for start in range(0, size, part)]
 
     def begin_far(self, count: int, part_bytes: Range) -> None:

@@ -17,7 +17,7 @@ from protocol.spec.run import RunSpec
 from protocol.spec.sections import ModelSpec
 from worker.errors import ModelError
 from worker.models.adapters import import_peft, with_adapters
-from worker.models.pretrained import Pretrained
+from worker.models.pretrained import Pretrained, names_code
 from worker.models.refusing import refusing
 from worker.user_code import called
 
@@ -97,7 +97,9 @@ def _transformers_model(spec: RunSpec, device: torch.device) -> nn.Module:
         raise ModelError("model.config has no vocab_size: it is not the configuration of a causal language model")
     config.use_cache = False
     with refusing("transformers cannot build model.config"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=_attention(device))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, attn_implementation=_attention(device), trust_remote_code=False
+        )
     embeddings = model.get_input_embeddings()
     if spec.model.preset in EMBEDDINGS and isinstance(embeddings, nn.Embedding):
         nn.init.normal_(embeddings.weight, std=EMBEDDINGS[spec.model.preset])
@@ -115,7 +117,7 @@ def _pretrained_model(spec: RunSpec, device: torch.device) -> nn.Module:
         return with_adapters(trained.model(config, attention), spec.model, spec.seed)
     with refusing(f"transformers cannot build model.pretrained = {spec.model.pretrained!r}"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=torch.float32
+            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
         )
     if not _all_travels(model):
         model = trained.model(config, attention)
@@ -151,6 +153,10 @@ def _config(spec: RunSpec) -> PreTrainedConfig:
             eos_token_id=None,
         )
     given = dict(spec.model.config or {})
+    if names_code(given):
+        raise ModelError(
+            "model.config names code (auto_map), which is never loaded: leave it out, or name a model.factory"
+        )
     with refusing("transformers refuses model.config"):
         return AutoConfig.for_model(given.pop("model_type"), **given)
 

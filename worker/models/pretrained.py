@@ -52,6 +52,7 @@ class Pretrained:
             raise ModelError(f"{self._said} has adapters beside the model ({ADAPTERS}); merge them into it first")
         with refusing(f"{path}: transformers refuses it"):
             config: PreTrainedConfig = AutoConfig.from_pretrained(self._directory, trust_remote_code=False)
+        _without_code(config)
         if getattr(config, "quantization_config", None) is not None:
             raise ModelError(
                 f"{path} is of a quantised model, which cannot be trained; give the one that it was made of"
@@ -147,6 +148,22 @@ class Pretrained:
             f"{self._said} is no directory on this machine, and {name} cannot be had from the Hugging Face hub: "
             f"{in_short(error)}; give a directory with the model's files where the hub cannot be reached"
         )
+
+
+def names_code(config: Any) -> bool:
+    """Return True if a configuration, or one within it, names code that transformers would load from elsewhere."""
+    if not isinstance(config, dict):
+        return isinstance(config, list) and any(map(names_code, config))
+    return "auto_map" in config or any(map(names_code, config.values()))
+
+
+def _without_code(config: PreTrainedConfig) -> None:
+    """Let no part of a configuration name code: of parts transformers asks on the terminal whether to run it."""
+    vars(config).pop("auto_map", None)
+    for key in config.sub_configs:
+        part = getattr(config, key, None)
+        if isinstance(part, PreTrainedConfig):
+            _without_code(part)
 
 
 def _parts(index: Path) -> list[str]:

@@ -21,6 +21,7 @@ from worker.codecs import round_trip
 from worker.errors import Resync, RunEnded, Stopped, WorkLost
 from worker.link.grace import Grace
 from worker.link.membership import Membership
+from worker.privacy.noise import with_noise
 from worker.state.outer_state import OuterState
 from worker.state.units import UnitRanges, count, in_order
 from worker.state.work import Contribution, Superseded
@@ -59,6 +60,7 @@ class Exchange:
         self._uploader = self.client.until(self._grace)
         self._encoding = threading.Lock()
         self._told_at = -math.inf
+        self._verdict_told = -1  # the round
         self._entropy = Entropy(self.client.line.up.rate, self.client.clock)
 
     def contribute(self, contribution: Contribution, on_line: Callable[[], object] = lambda: None) -> Outcome:
@@ -67,8 +69,8 @@ class Exchange:
         Raises Resync where the outer state is not the run's, WorkLost, Stopped, and CodecError for values that the
         codec cannot carry.
         """
-        frames = self._encode(contribution.delta)
-        header = self._header(contribution, [len(frame) for frame in frames])
+        frames, norm = self._encode(contribution)
+        header = self._header(contribution, norm, [len(frame) for frame in frames])
         upload = partial(self._uploader.contribute, header=header, frames=frames, on_line=on_line)
         try:
             with self.client.stages(Stage.UPLOAD):
@@ -125,6 +127,19 @@ class Exchange:
                 raise Abandoned
             self.client.pause(_PAUSE_S)
 
+    def tell_verdict(self, contribution: Contribution, delta: wire.Payload) -> None:
+        """Tell, once per round, where an accepted contribution does not count in full in its delta."""
+        assert isinstance(delta.header, wire.DeltaHeader)
+        factors = {each.worker: each.factor for each in delta.header.contributors}
+        factor = factors.get(self.membership.worker, 0.0)
+        if factor < 1 and self._verdict_told != contribution.round:
+            self._verdict_told = contribution.round
+            what = "was left out of the mean" if factor == 0 else f"counts {factor:.3g} times in the mean"
+            log.warning(
+                "round %d: our contribution %s; why is told by the run's events, and by `verdicts` in GET %s",
+                *(contribution.round, what, f"/v1/runs/{self.client.run}/rounds/{contribution.round}"),
+            )
+
     def _tell(self, problem: Problem) -> None:
         if self.client.clock() >= self._told_at + _TELL_EVERY_S:
             self._told_at = self.client.clock()
@@ -162,12 +177,17 @@ class Exchange:
             units = max(accepted)
             log.info("round %d: handed in the work on %d units before leaving", contributions[0].round, units)
 
-    def _encode(self, delta: Tensor) -> list[Buffer]:
-        sync = self.spec.sync
+    def _encode(self, contribution: Contribution) -> tuple[list[Buffer], float]:
+        """Return the frames of what is sent, and its norm."""
+        sync, privacy = self.spec.sync, self.spec.privacy
+        delta, norm = contribution.delta, contribution.norm
         with self._encoding, self.client.stages(Stage.ENCODE), self._side_stream.beside():
-            return self._entropy.pack(delta.to(self._device), sync.upload_codec, wanted=sync.zstd)
+            if privacy is not None and privacy.noise:  # a contribution without a key is refused
+                delta = with_noise(delta, privacy.noise, bytes.fromhex(contribution.noise_key))
+                norm = float(torch.linalg.vector_norm(delta, dtype=torch.float64))
+            return self._entropy.pack(delta.to(self._device), sync.upload_codec, wanted=sync.zstd), norm
 
-    def _header(self, contribution: Contribution, frame_bytes: list[int]) -> wire.ContributionHeader:
+    def _header(self, contribution: Contribution, norm: float, frame_bytes: list[int]) -> wire.ContributionHeader:
         late = contribution.late
         return wire.ContributionHeader(
             run=self.client.run,
@@ -182,7 +202,7 @@ class Exchange:
             tokens=contribution.weight * self.spec.unit_tokens,
             inner_steps=contribution.inner_steps,
             loss=contribution.loss,
-            norm=contribution.norm,
+            norm=norm,
             units=contribution.units,
             carried=late.rounds if late else [],
             carried_share=late.share if late else 1.0,

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import torch
+from torch import Tensor
 
 from protocol import wire
 from protocol.errors import OuterstepError
@@ -146,13 +147,18 @@ class Flight:
                 if saved is not None:
                     saved.result()
                 outcome = self._exchange.contribute(contribution, on_line)
-                return self._downloads.submit(self._step, contribution, outcome, fetched[0])
+                unsent = self._downloads.submit(self._exchange.unsent, contribution)  # while the delta is waited for
+                return self._downloads.submit(self._step, contribution, outcome, unsent, fetched[0])
         finally:
             sent.set()
             next_turn.set()  # also where it did not get as far as the line
 
     def _step(
-        self, contribution: Contribution, outcome: Outcome, fetched: Future[tuple[wire.Payload, list[Outcome]]]
+        self,
+        contribution: Contribution,
+        outcome: Outcome,
+        unsent: Future[Tensor | None],
+        fetched: Future[tuple[wire.Payload, list[Outcome]]],
     ) -> Left:
         exchange, p = self._exchange, contribution.fragment
         with self._abandon_others():
@@ -163,7 +169,8 @@ class Flight:
                 exchange.state.step(p, delta)
             self._note_step(contribution, outcome)
             if outcome is None:
-                return exchange.unsent(contribution)
+                exchange.tell_verdict(contribution, delta)
+                return unsent.result()
             if isinstance(outcome, Superseded):
                 return outcome
             return Missed(unpack_payload(delta, torch.device("cpu")), outcome)

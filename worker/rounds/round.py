@@ -65,7 +65,7 @@ class Round:
     ) -> None:
         self._exchange, self._state, self._sync = exchange, exchange.state, exchange.spec.sync
         self._fragments, self._steps, self._progress = training.fragments, training.steps, training.progress
-        self._ranks = training.ranks
+        self._ranks, self._protection = training.ranks, training.protection
         self._save, self.assignment, self.carry = durable.save, assignment, carry
         last = assignment.step + assignment.schedule_steps == exchange.spec.total_inner_steps
         self._schedule = schedule(
@@ -104,9 +104,11 @@ class Round:
         """Only copy the parameters here, all of them before other threads begin with the rest and want the cores as
         well."""
         self._local |= {p: self._fragments.gather(p) for p in fragments}
+        if self._protection is not None:
+            self._protection.count(fragments)
         for p in fragments:
             if self._fragments.owns(p):
-                self._flight.send(p, self._contribution(p, self._local[p]))
+                self._flight.send(p, self._leaving_alone(self._contribution(p, self._local[p])))
             self._note_sent(p)
         self._progress.phase("train")
 
@@ -114,6 +116,9 @@ class Round:
         """Make the contributions here, one by one, while those before them travel. The last upload waits until the work
         is durable: so the round cannot close with this work in it, and only this process know what came of it."""
         self._check_all_finite()
+        if self._protection is not None:
+            self._send_protected(fragments)
+            return
         last: Contribution | None = None
         for p in fragments:
             local = self._fragments.gather_from_all(p)
@@ -128,6 +133,33 @@ class Round:
             self._flight.saved = self._durable_everywhere(self._save(Work(self.assignment.round, list(self.work))))
         if last is not None:
             self._send_made(last)
+
+    def _send_protected(self, fragments: list[int]) -> None:
+        """Make all contributions before one is sent: what is sent together is clipped together. All uploads wait until
+        the work is durable, so that none is made again with other noise after a kill."""
+        made = self._made(fragments)
+        for p in fragments:
+            self._note_sent(p)
+        if len(fragments) == len(self._state):
+            self.work += made
+            if self._save is not None:
+                self._flight.saved = self._durable_everywhere(self._save(Work(self.assignment.round, list(made))))
+        for each in made:
+            self._send_made(each)
+
+    def _leaving_alone(self, make: Callable[[], Contribution]) -> Callable[[], Contribution]:
+        """Return `make`, of a contribution that leaves by itself and is counted already."""
+        protection = self._protection
+        return make if protection is None else lambda: protection.alone(make())
+
+    def _made(self, fragments: list[int]) -> list[Contribution]:
+        """Return this process's contributions to the fragments, which leave together, as they are now."""
+        made = []
+        for p in fragments:
+            local = self._fragments.gather_from_all(p)
+            if self._fragments.owns(p):
+                made.append(self._contribution(p, local)())
+        return made if self._protection is None else self._protection.together(made, fragments)
 
     def _send_made(self, contribution: Contribution) -> None:
         self._progress.phase("sync")  # those that travel are a part of it
@@ -153,12 +185,7 @@ class Round:
         self.note_speed()
         self._note_loss()
         self._check_all_finite()
-        made = []
-        for p in fragments:
-            local = self._fragments.gather_from_all(p)
-            if self._fragments.owns(p):
-                made.append(self._contribution(p, local)())
-        return made
+        return self._made(fragments)
 
     @property
     def has_all_work(self) -> bool:

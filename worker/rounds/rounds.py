@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from protocol.errors import OuterstepError, Problem, UnexpectedAnswer
+from protocol.errors import OuterstepError, Problem, Remedy, UnexpectedAnswer
 from protocol.messages import Action, Assignment, EvaluationReport
 from worker.errors import ModelError, Resync, RunEnded, Stopped, Unwanted, WorkLost
 from worker.link.heartbeat import Heartbeat
@@ -177,7 +177,15 @@ class Rounds:
         report = evaluate()
         log.info("state %d: held-out loss %.4f", state_round, report.loss)
         client, membership = self._exchange.client, self._exchange.membership
-        tell = lambda token: client.report_evaluation(token, state_round, report)  # noqa: E731
+
+        def tell(token: str) -> None:
+            try:
+                client.report_evaluation(token, state_round, report)
+            except Problem as problem:
+                if problem.remedy is not Remedy.ACT:
+                    raise
+                log.warning("the held-out loss of state %d is not wanted: %s", state_round, problem.detail)
+
         self._ranks.by_first(lambda: membership.act(tell))
 
     def _note_inner_step(self, round_: Round) -> None:
@@ -195,6 +203,9 @@ class Rounds:
         """All fragments are merged: carry on what no mean has, and save it where the round's work is not saved."""
         self._settle(round_)
         self._training.progress.end_round(round_.assignment.round, self._exchange.membership.epoch)
+        if self._training.protection is not None:
+            count = self._training.protection.contributions
+            log.info("%g contributions have left this worker under [privacy]", count)
         if self._sync.streams:
             local = [self._fragments.in_host_memory(self._fragments.gather(p)) for p in range(len(self._state))]
             self._start_saved = self._save(RoundStart(round_.assignment.round + 1, local, self.carry))
@@ -388,7 +399,7 @@ class Rounds:
     def _put_back(self, work: Work) -> None:
         """Put into the model what it was as the work was saved, θ − Δ, but for rounding: what the optimizers keep
         beside the parameters was there with them."""
-        deltas = {each.fragment: each.delta for each in work.contributions}
+        deltas = {each.fragment: each.unclipped for each in work.contributions}
         for p in range(len(self._state)):
             self._fragments.rebase(p, self._state.theta[p], deltas.get(p))
 

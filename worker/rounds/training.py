@@ -8,6 +8,7 @@ import torch
 
 from protocol.messages import EvaluationReport
 from worker.accounts.progress import Progress
+from worker.privacy.protecting import Protection
 from worker.ranks import ALONE, Ranks
 from worker.rounds.inner_steps import InnerSteps
 from worker.state.fragments import Fragments
@@ -18,7 +19,8 @@ from worker.state.own_points import OwnPoints
 class Training:
     """What one worker trains. `evaluate` measures the held-out loss of the model as it is; None where none is.
     `initial` puts state 0 into the model; None where it holds that. `scaler` scales the loss, for fp16; None where
-    nothing does. `ranks`: the processes that train it together. `points`: what the optimizers keep beside it."""
+    nothing does. `ranks`: the processes that train it together. `points`: what the optimizers keep beside it.
+    `protection`: what is done to contributions before they leave; None where the run has no [privacy]."""
 
     fragments: Fragments
     optimizers: Sequence[torch.optim.Optimizer]
@@ -29,6 +31,7 @@ class Training:
     scaler: torch.amp.GradScaler | None
     ranks: Ranks = ALONE
     points: OwnPoints = field(default_factory=OwnPoints)
+    protection: Protection | None = None
 
     def scaler_state(self) -> dict[str, Any] | None:
         """Return the scale of the loss and when it grows; None without a scaler."""

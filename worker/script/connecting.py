@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from protocol.explaining import explain
+from protocol.printable import PrintableFormatter
 from protocol.reaching import CA_VARIABLE
 from worker.settings import WorkerSettings
 
@@ -21,11 +22,14 @@ def membership_of(
     token: str | None,
     name: str | None,
     environment: Mapping[str, str] | None = None,
+    **line: Any,
 ) -> WorkerSettings:
-    """Return who is to join what, as far as it is not given from the environment. Raises ValueError, which says what is
-    missing or wrong."""
+    """Return who is to join what over which `line`, as far as it is not given from the environment. Raises ValueError,
+    which says what is missing or wrong."""
     environment = os.environ if environment is None else environment
-    given: dict[str, Any] = {"run": run} if name is None else {"run": run, "name": name}
+    given: dict[str, Any] = {"run": run, **line}
+    if name is not None:
+        given["name"] = name
     given["ca"] = environment.get(CA_VARIABLE) or None
     for key, value, variable in (("url", url, URL_VARIABLE), ("token", token, TOKEN_VARIABLE)):
         given[key] = environment.get(variable, "").strip() if value is None else value
@@ -46,7 +50,7 @@ def told_on_stderr(level: int = logging.INFO) -> Iterator[None]:
         yield
         return
     handler, before = logging.StreamHandler(), logger.level
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(level)
     try:

@@ -1,10 +1,10 @@
-"""The worker's own directory: its lock, its member token, its snapshot. Every file is replaced atomically and
+"""The worker's own directory: its lock, its tokens, its snapshot. Every file is replaced atomically and
 durably."""
 
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,6 +17,7 @@ SNAPSHOT = "snapshot.pt"
 BEFORE = "snapshot-before.pt"  # the one before, while another process of this worker may have no other
 STATE = "state-{}.pt"  # two that take turns, 0 and 1
 _MEMBER = "member.json"
+OWN_TOKEN = "token.json"
 LOCK = "lock"
 
 
@@ -26,6 +27,17 @@ class MemberTokens:
 
     current: str | None
     proposed: str | None
+
+
+@dataclass(frozen=True)
+class OwnToken:
+    """The worker token that a join token is exchanged for, and for which worker of which run. `exchanged`: the
+    coordinator has said so; else it may know the token by now, or not yet."""
+
+    run: str
+    worker: str
+    token: str
+    exchanged: bool
 
 
 def rank_directory(directory: Path, rank: int) -> Path:
@@ -61,6 +73,19 @@ class StateDir:
     def replace(self, name: str, write: Callable[[Writer], object]) -> None:
         """Give file `name` the content that `write` writes, as `files.replace` does."""
         files.replace(self.path / name, write, 0o600)
+
+    def own_token(self) -> OwnToken | None:
+        """Return what was saved last; None where nothing was. Raises ValueError for a file that is damaged."""
+        try:
+            return OwnToken(**json.loads((self.path / OWN_TOKEN).read_text()))
+        except FileNotFoundError:
+            return None
+        except TypeError as error:
+            raise ValueError(f"{self.path / OWN_TOKEN} is not what this version writes") from error
+
+    def save_own_token(self, own: OwnToken) -> None:
+        """Replace the worker's own token durably."""
+        self.replace(OWN_TOKEN, lambda file: file.write(json.dumps(asdict(own)).encode()))
 
     def member_tokens(self) -> MemberTokens:
         """Return what was saved last; no tokens where nothing was."""

@@ -109,6 +109,8 @@ class Contribution:
     inner_steps    those that it was trained for
     loss           mean training loss, nats per token; None where the training loop has reported none
     late           what of `delta` is late work
+    clipped        what the run's [privacy] has multiplied the pseudo-gradient by; `delta` is what came of it
+    noise_key      the secret of the noise that is added to `delta` as it leaves; empty: nothing is
     """
 
     round: int
@@ -120,6 +122,13 @@ class Contribution:
     norm: float
     delta: Tensor
     late: Late | None = None
+    clipped: float = 1.0
+    noise_key: str = field(default="", repr=False)  # in hexadecimal: snapshots are read without unpickling bytes
+
+    @property
+    def unclipped(self) -> Tensor:
+        """The pseudo-gradient as it was trained, float32[n], but for rounding."""
+        return self.delta if self.clipped == 1.0 else self.delta / self.clipped
 
     @property
     def all_weighs(self) -> bool:
@@ -131,7 +140,7 @@ class Contribution:
         before = self.late
         if before is None:
             return Late(self.delta - missed.mean, missed.share, [self.round])
-        fresh = self.delta - before.delta
+        fresh = self.delta - before.delta * self.clipped
         return Late(fresh + before.lacking - missed.mean, missed.share, [*before.rounds, self.round])
 
 

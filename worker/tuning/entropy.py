@@ -33,9 +33,14 @@ class Rate:
         """Add a measurement of `amount` bytes."""
         self.sums = (DECAY * self.sums[0] + amount, DECAY * self.sums[1] + seconds)
 
-    def __str__(self) -> str:
+    @property
+    def bytes_per_s(self) -> float:
+        """0 while nothing was measured."""
         amount, seconds = self.sums
-        return f"{amount / max(seconds, 1e-9) / 1e6:.2f} MB/s"
+        return amount / max(seconds, 1e-9)
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_s / 1e6:.2f} MB/s"
 
 
 class Entropy:

@@ -1,0 +1,143 @@
+"""The quality that hostile and broken workers cost, by rule of aggregation: DiLoCo with 8 workers in one process.
+
+    python -m benchmarks.robust [--rules screened,mean] [--codecs int8] [--attacks flipped,...] [--quick] [--json]
+
+There is no network, and the parts are the real ones: the model `tiny` on the standard library's sources, the worker's
+inner step, codecs, error feedback and outer step, the coordinator's judging and its means. One or two of eight send
+what an attack makes of their honest pseudo-gradients, in every round or where it says "once" in round 4 alone:
+
+  x1e6, x100-once, x10    far too long, or a little too long
+  noise-x10, noise        of no direction, ten times as long as an honest one, or as long
+  flipped, flipped-x3     the sign changed; and three times as long
+  zeros                   nothing is trained
+  less-the-mean           the negated mean of the honest ones, half as long (Xie, Koyejo, Gupta 2019)
+  a-little                the honest mean less a standard deviation of each value, all alike (Baruch, Baruch, Goldberg
+                          2019)
+  bias                    honest, and all add the same vector, half as long
+
+Harm is the held-out loss, nats per byte, less that of eight honest workers: a worker that is left out costs what its
+work would have brought, which "away" shows. "Refused" counts honest contributions that did not count in full.
+
+Then the time of one fragment of 8 M elements from 8 workers, by rule: the aggregation against the plain mean's, and
+what a contribution takes while it is accepted, against the check alone.
+"""
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.faults import WORKERS
+from benchmarks.robust.attacks import ATTACKS, AWAY
+from benchmarks.robust.timing import timed
+from benchmarks.robust.training import FULL, QUICK, Size, run
+from coordinator.sync.aggregating import AGGREGATORS
+from protocol.codecs import CODECS
+from protocol.spec.sections import BY_VALUE
+from worker.data.text import TextData
+
+TARGETS = {1: 0.005, 2: 0.02}  # harm at most, by how many are hostile
+
+
+def measure(size: Size, elements: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Return all figures. `elements`: of the fragment that is timed."""
+    rows, times_s = [], {}
+    for codec in given.codecs:
+        data = TextData(size.spec(given.seed, "mean", codec))
+        clean = run(size.spec(given.seed, "mean", codec), data, None, 0).loss
+        assert clean is not None, "nobody attacks"
+        for rule in given.rules:
+            if rule in BY_VALUE and CODECS[codec].add_weight is not None:
+                continue
+            cases = [(None, 0), *((attack, count) for count in given.hostile for attack in (AWAY, *given.attacks))]
+            for attack, count in cases:
+                result = run(size.spec(given.seed, rule, codec), data, attack, count)
+                row = {"codec": codec, "rule": rule, "attack": attack or "nobody", "hostile": count}
+                harm = None if result.loss is None else result.loss - clean
+                rows.append(row | {**asdict(result), "harm": harm, "most": TARGETS.get(count, 0.0)})
+                print(f"{codec}, {rule}, {count} × {attack}: {_signed(harm)}", file=sys.stderr, flush=True)
+        times_s[codec] = timed(elements, codec)
+    return {
+        "benchmark": "robust",
+        "seed": given.seed,
+        "workers": WORKERS,
+        **asdict(size),
+        "elements": elements,
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "rows": rows,
+        "times_s": times_s,
+    }
+
+
+def _signed(harm: float | None) -> str:
+    return "the run ends" if harm is None else f"{harm:+.4f}"
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    steps = f"{result['rounds']} rounds of {result['inner_steps']} inner steps"
+    shown = Table(title=f"{result['workers']} workers, {steps}; seed {result['seed']}", title_justify="left")
+    for name in ("codec", "rule", "hostile", "attack"):
+        shown.add_column(name)
+    for name in ("loss", "harm", "at most", "refused of honest", "left out of hostile"):
+        shown.add_column(name, justify="right")
+    for row in result["rows"]:
+        shown.add_row(
+            *(row["codec"], row["rule"], str(row["hostile"]), row["attack"]),
+            "–" if row["loss"] is None else f"{row['loss']:.4f}",
+            _signed(row["harm"]),
+            f"{row['most']:.3f}" if row["hostile"] else "",
+            str(row["refused"]),
+            f"{row['left_out']} of {row['attacking']}" if row["attacking"] else "",
+        )
+    timed_ = Table(title=f"milliseconds, {result['elements']:,} elements, 8 workers", title_justify="left")
+    timed_.add_column("codec")
+    for name in ("rule", "aggregation", "× mean"):
+        timed_.add_column(name, justify="right")
+    for codec, seconds in result["times_s"].items():
+        for name, each in seconds.items():
+            against = seconds["checked" if name == "found" else "mean"]
+            timed_.add_row(codec, name, f"{1000 * each:.1f}", "" if name == "checked" else f"{each / against:.2f}")
+    return [shown, timed_]
+
+
+def _named(text: str, known: Sequence[str]) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"there is no {name}: choose of {', '.join(known)}")
+    return names
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.robust", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    rules, codecs = list(AGGREGATORS), ["int8", "ternary", "sparse"]
+    parser.add_argument("--rules", type=partial(_named, known=rules), default=["mean", "screened"])
+    parser.add_argument("--codecs", type=partial(_named, known=codecs), default=["int8"])
+    parser.add_argument("--attacks", type=partial(_named, known=list(ATTACKS)), default=list(ATTACKS))
+    parser.add_argument("--hostile", type=int, nargs="+", default=[1, 2], help="how many of 8; default 1 2")
+    parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the attacks")
+    parser.add_argument("--quick", action="store_true", help="hardly any training, which shows only that it works")
+    parser.add_argument("--json", action="store_true", help="add one line of JSON with all figures")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    size, elements = (QUICK, 1 << 18) if given.quick else (FULL, 1 << 23)
+    result = measure(size, elements, given)
+    for table in tables(result):
+        Console(width=132).print(table)
+    if given.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

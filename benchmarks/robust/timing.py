@@ -1,0 +1,68 @@
+"""How long it takes to judge and to average the contributions to one fragment, by rule."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from benchmarks.faults import WORKERS
+from coordinator.screening.judging import Evidence, judge
+from coordinator.screening.measuring import find
+from coordinator.sync.aggregating import AGGREGATORS, aggregate
+from protocol.codecs import CODECS
+from protocol.spec.sections import BY_VALUE
+from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, pack_frames, pack_header
+
+TIMED = 3
+
+
+def timed(elements: int, codec: str) -> dict[str, float]:
+    """Return the seconds that each rule takes for 8 contributions of so many elements, from when all are there; and
+    those of one contribution as it is accepted, `checked` alone and `found`."""
+    payloads = [_noise(elements, codec, worker) for worker in range(WORKERS)]
+    weighted, first = [(payload, 1) for payload in payloads], payloads[0]
+    evidence = {f"{w}": Evidence(find(each, b"key").measure, 1 / WORKERS, 1.0) for w, each in enumerate(payloads)}
+
+    def aggregated(rule: str) -> None:
+        judged = judge(evidence, rule=rule)
+        factors = [each.factor for each in judged.verdicts.values()]
+        aggregate(weighted, "int8", zstd=True, rule=rule, factors=factors)
+
+    acts: dict[str, Callable[[], object]] = {
+        rule: partial(aggregated, rule)
+        for rule in AGGREGATORS
+        if rule not in BY_VALUE or first.codec.add_weight is None
+    }
+    acts |= {"checked": first.check, "found": partial(find, first, b"key")}
+    took: dict[str, list[float]] = {name: [] for name in acts}
+    for _ in range(TIMED):  # in turn, so that a slow moment of the machine is everybody's
+        for name, act in acts.items():
+            began = time.perf_counter()
+            act()
+            took[name].append(time.perf_counter() - began)
+    return {name: min(each) for name, each in took.items()}
+
+
+def _noise(elements: int, codec: str, seed: int) -> Payload:
+    values = (1e-3 * np.random.default_rng(seed).standard_normal(elements)).astype(np.float32)
+    frames = pack_frames(values, CODECS[codec], zstd=True)
+    header = ContributionHeader(
+        run="r",
+        round=0,
+        fragment=0,
+        codec=codec,
+        elements=elements,
+        chunk_elements=CHUNK_ELEMENTS,
+        frame_bytes=[len(frame) for frame in frames],
+        worker=f"w{seed}",
+        base=bytes(32),
+        tokens=1,
+        inner_steps=1,
+        loss=None,
+        norm=1.0,
+        units=[[0, 1]],
+        carried=[],
+        carried_share=1.0,
+    )
+    return Payload.from_bytes(pack_header(header) + b"".join(map(bytes, frames)))

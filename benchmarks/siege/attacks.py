@@ -1,0 +1,169 @@
+"""The attacks, each as a coroutine that never ends of itself. None heeds what it is answered.
+
+They come from addresses of this machine that are nobody else's, ADDRESSES of them.
+"""
+
+import asyncio
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+ADDRESSES = [f"127.0.0.{number}" for number in range(2, 18)]
+MIB = 1 << 20
+HEADERS = b"".join(b"X-%d: %s\r\n" % (number, b"a" * 1000) for number in range(1000))  # about 1 MB
+PAUSE_S = 0.01  # before a connection that was refused is opened again
+
+
+@dataclass
+class Target:
+    """What is attacked, and what came of it: answers by status, bytes that were taken."""
+
+    port: int
+    run: str
+    worker_token: str
+    viewer_token: str
+    answered: Counter[str] = field(default_factory=Counter)
+    sent_bytes: int = 0
+    addresses: "itertools.cycle[str]" = field(default_factory=lambda: itertools.cycle(ADDRESSES))
+
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port, local_addr=(next(self.addresses), 0))
+
+    async def send(self, writer: asyncio.StreamWriter, content: bytes) -> None:
+        writer.write(content)
+        await writer.drain()
+        self.sent_bytes += len(content)
+
+    async def read(self, reader: asyncio.StreamReader) -> None:
+        """Read one answer with a length, and count it."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        self.answered[head.split()[1].decode()] += 1
+        lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+        if lengths:
+            await reader.readexactly(int(lengths[0]))
+
+
+async def again_and_again(target: Target, attack: Callable[[Target], Coroutine[None, None, None]]) -> None:
+    """Attack over one connection after the other."""
+    while True:
+        try:
+            await attack(target)
+        except (OSError, asyncio.IncompleteReadError):
+            target.answered["cut"] += 1
+        await asyncio.sleep(PAUSE_S)
+
+
+def request(method: str, path: str, token: str, *lines: str) -> bytes:
+    head = [f"{method} {path} HTTP/1.1", "Host: coordinator", f"Authorization: Bearer {token}", *lines]
+    return "\r\n".join([*head, "", ""]).encode()
+
+
+async def headers(target: Target) -> None:
+    """40 MB of headers, without a token."""
+    reader, writer = await target.open()
+    try:
+        await target.send(writer, b"GET /healthz HTTP/1.1\r\n")
+        for _ in range(40):
+            await target.send(writer, HEADERS)
+        await target.send(writer, b"\r\n")
+        await target.read(reader)
+    finally:
+        writer.close()
+
+
+def join_of(target: Target, size: int) -> bytes:
+    """The head of a join of `size` bytes."""
+    path = f"/v1/runs/{target.run}/workers/hostile"
+    return request("PUT", path, target.worker_token, "Content-Type: application/json", f"Content-Length: {size}")
+
+
+async def join(target: Target) -> None:
+    """A join of a million small objects, 8 MB, with a worker token."""
+    content = b'{"tensors":[' + b"{},   " * 1_300_000 + b"{}]}"
+    reader, writer = await target.open()
+    try:
+        await target.send(writer, join_of(target, len(content)) + content)
+        await target.read(reader)
+    finally:
+        writer.close()
+
+
+async def half_a_join(target: Target) -> None:
+    """A join of 16 MB, of which half is sent."""
+    reader, writer = await target.open()
+    try:
+        await target.send(writer, join_of(target, 16 * MIB))
+        for _ in range(8):
+            await target.send(writer, b" " * MIB)
+        await target.read(reader)
+    finally:
+        writer.close()
+
+
+async def reader(target: Target) -> None:
+    """The longest listing, as fast as it is answered, with a viewer token."""
+    answers, writer = await target.open()
+    asked = request("GET", f"/v1/runs/{target.run}/rounds?limit=1000", target.viewer_token)
+    try:
+        while True:
+            await target.send(writer, asked)
+            await target.read(answers)
+    finally:
+        writer.close()
+
+
+async def stream(target: Target) -> None:
+    """A stream of events, with a viewer token."""
+    answers, writer = await target.open()
+    path = f"/v1/runs/{target.run}/events"
+    try:
+        await target.send(writer, request("GET", path, target.viewer_token, "Accept: text/event-stream"))
+        head = await answers.readuntil(b"\r\n\r\n")
+        target.answered[head.split()[1].decode()] += 1
+        while await answers.read(1 << 16):
+            pass
+    finally:
+        writer.close()
+
+
+async def idle(target: Target) -> None:
+    """A connection on which nothing is sent."""
+    answers, writer = await target.open()
+    try:
+        head = await answers.read(100)
+        target.answered[head.split()[1].decode() if head else "closed"] += 1
+    finally:
+        writer.close()
+
+
+@dataclass(frozen=True)
+class Row:
+    """So many at once of one attack; `quick`: how many where it is to be over soon."""
+
+    attack: Callable[[Target], Coroutine[None, None, None]]
+    at_once: int
+    quick: int
+
+
+ROWS = {
+    "40 MB of headers": Row(headers, 1, 1),
+    "240 MB of headers": Row(headers, 6, 2),
+    "join of a million objects": Row(join, 1, 1),
+    "100 half-sent joins": Row(half_a_join, 100, 5),
+    "4 readers of 1,000 rounds": Row(reader, 4, 2),
+    "500 streams of events": Row(stream, 500, 30),
+    "1,100 idle connections": Row(idle, 1100, 400),
+}
+
+
+async def attack_for(target: Target, row: Row, at_once: int, seconds: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.gather(*(again_and_again(target, row.attack) for _ in range(at_once)))
+
+
+def told(target: Target) -> str:
+    return json.dumps({"answered": dict(target.answered), "sent_bytes": target.sent_bytes})

@@ -1,0 +1,185 @@
+"""What the REST interface shows of rounds, and of what a run waits for.
+
+Replies are built from the database, and for the open round from the run in memory, which is asked first: whoever was
+told of a change sees it. The run's lock is not held while the database is read; a round that is opened or closed
+meanwhile is told as the database has it.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from coordinator.runs import held_out
+from coordinator.runs.live_run import LiveRun
+from coordinator.runs.open_round import OpenFragment, OpenRound
+from coordinator.runs.opening import status
+from coordinator.runs.steps import expected_rounds
+from coordinator.store.tables import FragmentRow, LateContributionRow, RoundRow
+from coordinator.sync import retention
+from coordinator.workers import accounting
+from protocol.errors import Problem
+from protocol.messages import (
+    Account,
+    Evaluation,
+    FragmentInfo,
+    FragmentState,
+    LateContribution,
+    Page,
+    RoundDetail,
+    RoundInfo,
+    RunState,
+    Verdict,
+)
+
+ADVANCEMENT = list(FragmentState)
+
+
+def reason_of(run: LiveRun) -> str:
+    """Return what the run is doing or waiting for."""
+    if run.ended:
+        return f"the run is {run.state} after {run.round} of {expected_rounds(run)} rounds"
+    if run.outer.damage is not None:
+        return run.outer.damage
+    opening = run.open
+    if opening is None:
+        return status(run)
+    return f"round {opening.number}: {_least_advanced(run, opening)[1]}"
+
+
+def _least_advanced(run: LiveRun, opening: OpenRound) -> tuple[FragmentState, str]:
+    """Return state and reason of the open round: those of its least advanced fragment."""
+    fragment = min(opening.fragments, key=lambda each: ADVANCEMENT.index(each.state))
+    return fragment.state, _fragment_reason(run, fragment)
+
+
+def _fragment_reason(run: LiveRun, fragment: OpenFragment) -> str:
+    """Return what a fragment of the open round waits for; after a stop, that it was given up."""
+    given_up = run.state is RunState.STOPPED and fragment.state is not FragmentState.PUBLISHED
+    return "given up: the run was stopped" if given_up else fragment.reason
+
+
+def rounds(run: LiveRun, limit: int, before: int | None) -> Page[RoundInfo]:
+    """Return the rounds before `before` (None: all), newest first."""
+    opening = _open_round(run)
+    with run.world.database.read() as session:
+        query = select(RoundRow).where(RoundRow.run_id == run.id).order_by(RoundRow.round.desc()).limit(limit + 1)
+        if before is not None:
+            query = query.where(RoundRow.round < before)
+        rows = session.scalars(query).all()
+        items = [RoundInfo(**fields) for fields in _round_fields(run, session, rows[:limit], opening)]
+    return Page(items=items, next=str(items[-1].round) if len(rows) > limit else None)
+
+
+def round_detail(run: LiveRun, number: int | None) -> RoundDetail:
+    """Return a round and its fragments; None: the open one, or the next. Problem `not-found` if it was not opened."""
+    opening = _open_round(run)
+    number = run.round if number is None else number
+    with run.world.database.read() as session:
+        row = session.get(RoundRow, (run.id, number))
+        if row is None:
+            raise Problem("not-found", f"round {number} of the run {run.name} was not opened: {reason_of(run)}")
+        fragments = [
+            _fragment(run, each, None if row.closed_at is not None else opening)
+            for each in session.scalars(
+                select(FragmentRow)
+                .where(FragmentRow.run_id == run.id, FragmentRow.round == number)
+                .order_by(FragmentRow.fragment)
+            )
+        ]
+        late = session.scalars(
+            select(LateContributionRow)
+            .where(LateContributionRow.run_id == run.id, LateContributionRow.round == number)
+            .order_by(LateContributionRow.worker, LateContributionRow.fragment)
+        )
+        (fields,) = _round_fields(run, session, [row], opening)
+        return RoundDetail(
+            **fields,
+            fragments=fragments,
+            evaluations=_by_worker(held_out.evaluations(session, run.id, number)),
+            accounts=accounting.by_worker(session, run.id, number),
+            late=[LateContribution(worker=each.worker, fragment=each.fragment, late_s=each.late_s) for each in late],
+        )
+
+
+def _open_round(run: LiveRun) -> OpenRound | None:
+    """Return the open round, once what is just being changed of the run is in the database."""
+    with run.lock:
+        return run.open
+
+
+def _round_fields(
+    run: LiveRun, session: Session, rows: Sequence[RoundRow], opening: OpenRound | None
+) -> Iterator[dict[str, Any]]:
+    """Yield what is shown of each of the rounds. As many queries for a thousand of them as for one."""
+    numbers = [row.round for row in rows]
+    measured = held_out.evaluations_of(session, run.id, numbers)
+    not_summed_up = [row.round for row in rows if row.tokens is None]
+    sums = retention.sums_of(session, run.id, not_summed_up)
+    latest = retention.latest_of(session, run.id, not_summed_up)
+    for row in rows:
+        tokens, loss, upload_bytes, delta_bytes = sums.get(
+            row.round, (row.tokens or 0, row.loss, row.upload_bytes or 0, row.delta_bytes or 0)
+        )
+        quorum_at, collected_at, aggregated_at = latest.get(
+            row.round, (row.quorum_at, row.collected_at, row.aggregated_at)
+        )
+        state, reason = FragmentState.PUBLISHED, "published"
+        if row.closed_at is None:
+            state, reason = FragmentState.COLLECTING, "just opened"
+            if opening is not None and opening.number == row.round:
+                state, reason = _least_advanced(run, opening)
+        yield {
+            "round": row.round,
+            "state": state,
+            "reason": reason,
+            "opened_at": row.opened_at,
+            "quorum_at": quorum_at,
+            "collected_at": collected_at,
+            "aggregated_at": aggregated_at,
+            "closed_at": row.closed_at,
+            "tokens": tokens,
+            "loss": loss,
+            **held_out_fields(measured.get(row.round, {})),
+            "upload_bytes": upload_bytes,
+            "delta_bytes": delta_bytes,
+            "account": Account.model_validate(row.account),
+        }
+
+
+def _by_worker(measured: dict[str, Evaluation]) -> dict[str, Evaluation]:
+    return {worker: each for worker, each in measured.items() if worker != held_out.ALL}
+
+
+def held_out_fields(measured: dict[str, Evaluation]) -> dict[str, Any]:
+    """Return what is shown of the held-out loss of a state, of what was measured of it by worker."""
+    mean = held_out.mean(measured.values())
+    return {
+        "held_out_loss": None if mean is None else mean.loss,
+        "held_out_bits_per_byte": None if mean is None else mean.bits_per_byte,
+    }
+
+
+def _fragment(run: LiveRun, row: FragmentRow, opening: OpenRound | None) -> FragmentInfo:
+    contributors, reason, closes_in_s = row.contributors or {}, row.reason, None
+    if opening is not None and opening.number == row.round:
+        fragment = opening.fragments[row.fragment]
+        contributors, reason = fragment.contributed, _fragment_reason(run, fragment)
+        if fragment.closes_at is not None and run.state is not RunState.STOPPED:
+            closes_in_s = max(0.0, fragment.closes_at - run.world.clock())
+    return FragmentInfo(
+        fragment=row.fragment,
+        state=FragmentState(row.state),
+        reason=reason,
+        contributors=sorted(contributors),
+        verdicts={worker: Verdict.model_validate(each) for worker, each in row.verdicts.items()},
+        reference=row.reference,
+        closes_in_s=closes_in_s,
+        quorum_at=row.quorum_at,
+        closed_at=row.closed_at,
+        aggregated_at=row.aggregated_at,
+        published_at=row.published_at,
+        delta_bytes=row.delta_bytes,
+        delta_digest=None if row.delta_digest is None else row.delta_digest.hex(),
+    )

@@ -1,0 +1,140 @@
+"""What is kept of a contribution so that it can be compared with others, long after its bytes have left the memory.
+
+A sketch folds the n values of a fragment into SKETCHED, each with a sign of its own (Charikar, Chen, Farach-Colton
+2002, one row; Weinberger et al. 2009, section 2, with positions in place of a hash):
+
+    sketch[j] ← Σ_k sign(k · SKETCHED + j) · Δ[k · SKETCHED + j]
+
+The inner product of two sketches is that of the vectors, but for an error of about |a|·|b| / √SKETCHED. Signs come from
+a key that nobody outside knows, another one for each round and fragment: who does not know them cannot send two vectors
+that look alike to the sketch and are not.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from protocol.wire import ContributionHeader, Payload
+
+SKETCHED = 1 << 15
+
+F16 = npt.NDArray[np.float16]
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Of one vector: its L2 norm; the sketch of its direction, float16[min(n, SKETCHED)] of norm 1, or zeros."""
+
+    norm: float
+    direction: F16
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the coordinator has found in a contribution, how many work units are in it, and from how many earlier rounds
+    work is in it."""
+
+    measure: Measure
+    units: int
+    carried: int
+
+
+def find(payload: Payload, key: bytes, missed: Sequence[Payload] = ()) -> Found:
+    """Check a contribution and return what it is judged by, in bounded memory. `key` is the same for all that are
+    compared. Raises WireError unless all of it decodes to finite values.
+
+    Carried work comes less the deltas that its rounds published, so it opposes the others though its worker does not.
+    As far as these deltas are in `missed`, the direction is that of the work alone.
+    """
+    header = payload.header
+    assert isinstance(header, ContributionHeader)
+    own = sketched(payload, key)
+    sketch = own.values
+    for delta in missed:
+        sketch = sketch + np.float32(header.carried_share) * sketched(delta, key).values
+    units = sum(stop - start for start, stop in header.units)
+    return Found(Measure(own.norm, unit(sketch)), units, len(header.carried))
+
+
+def sketched(payload: Payload, key: bytes) -> "Sketcher":
+    """Check and decode the payload chunk by chunk into a sketch."""
+    memory = np.empty(max(payload.chunks), np.float32)
+    sketcher = Sketcher(payload.header.elements, key)
+    for index, n in enumerate(payload.chunks):
+        chunk = payload.chunk(index)
+        payload.codec.check(chunk, n, payload.limit)
+        payload.codec.decode(chunk, memory[:n])
+        sketcher.add(memory[:n])
+    return sketcher
+
+
+def unit(sketch: F32) -> F16:
+    """Return the vector of norm 1 with this direction; zeros for zeros."""
+    norm = math.sqrt(_squares(sketch))
+    return (sketch / np.float32(norm) if norm > 0 else sketch).astype(np.float16)
+
+
+class Sketcher:
+    """Sketches a vector of `elements` values that comes in pieces into `values`. A piece is overwritten."""
+
+    def __init__(self, elements: int, key: bytes) -> None:
+        self._sum_of_squares, self._at = 0.0, 0
+        self._folds = elements > SKETCHED
+        self._signs = Signs(key)
+        self.values = np.zeros(min(elements, SKETCHED), np.float32)
+
+    def add(self, values: F32) -> None:
+        self._sum_of_squares += _squares(values)
+        if self._folds:
+            self._signs.flip(values, self._at)
+        self._fold(values)
+        self._at += len(values)
+
+    def _fold(self, values: F32) -> None:
+        """Add them where they belong: to the end of the sketch that is begun, whole sketches, and what is left."""
+        begun = min(-self._at % SKETCHED, len(values))
+        whole = (len(values) - begun) // SKETCHED * SKETCHED
+        if begun:
+            start = self._at % SKETCHED
+            self.values[start : start + begun] += values[:begun]
+        if whole:
+            self.values += values[begun : begun + whole].reshape(-1, SKETCHED).sum(0)
+        rest = values[begun + whole :]
+        self.values[: len(rest)] += rest
+
+    @property
+    def norm(self) -> float:
+        """The vector's L2 norm."""
+        return math.sqrt(self._sum_of_squares)
+
+    def measure(self) -> Measure:
+        return Measure(self.norm, unit(self.values))
+
+
+def _squares(values: F32) -> float:
+    with np.errstate(over="ignore"):
+        found = float(np.dot(values, values))
+    return found if math.isfinite(found) else float(np.sum(np.square(values, dtype=np.float64)))
+
+
+class Signs:
+    """A stream of random signs, one for each position of a vector, of any part of it the same."""
+
+    _BITS = 64 * 4  # what one step of Philox's counter gives
+
+    def __init__(self, key: bytes) -> None:
+        self._key = int.from_bytes(blake3(key).digest(16), "little")
+
+    def flip(self, values: F32, at: int) -> None:
+        """Give the values at positions [at, at + n) their signs."""
+        steps, before = divmod(at, self._BITS)
+        bits = before + len(values)
+        words = np.random.Philox(key=self._key, counter=steps).random_raw(-(-bits // self._BITS) * 4)
+        signs = np.unpackbits(words.view(np.uint8), bitorder="little")[before:bits]
+        values.view(np.uint32)[:] ^= signs.astype(np.uint32) << np.uint32(31)

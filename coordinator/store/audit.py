@@ -1,0 +1,27 @@
+"""The audit: who did what with a token, or to one, from which address. Entries are written in the transaction of the
+act that they tell of, so there is none without the other, and are kept for good."""
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from coordinator.store.database import Database
+from coordinator.store.identity import Actor
+from coordinator.store.tables import AuditRow
+from protocol.messages import AuditEntry, Page
+
+
+def note(session: Session, now: float, by: Actor, act: str, message: str, run: str | None = None) -> None:
+    """Add an entry to the transaction of `session`."""
+    session.add(AuditRow(at=now, token=by.token, address=by.address, act=act, run=run, message=message))
+
+
+def entries(database: Database, run: str | None, limit: int, before: int | None) -> Page[AuditEntry]:
+    """Return the entries below number `before` (None: all), newest first; of `run` alone unless it is None."""
+    query = select(AuditRow).order_by(AuditRow.id.desc()).limit(limit + 1)
+    if before is not None:
+        query = query.where(AuditRow.id < before)
+    if run is not None:
+        query = query.where(AuditRow.run == run)
+    with database.read() as session:
+        items = [AuditEntry.model_validate(row, from_attributes=True) for row in session.scalars(query)]
+    return Page(items=items[:limit], next=str(items[limit - 1].id) if len(items) > limit else None)

@@ -1,0 +1,182 @@
+"""What the contributions of a fragment are judged by, and what follows for those that are left out.
+
+The judging itself is pure (`screening/judging.py`). Here is what it needs of the run: what was found in each
+contribution as it came, or again in its blob after a restart, and what was usual in the rounds before.
+"""
+
+import logging
+import math
+import statistics
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+from sqlalchemy import select
+
+from coordinator.runs.live_run import Change, LiveRun
+from coordinator.runs.open_round import AcceptedContribution, OpenRound
+from coordinator.runs.quarantine import judge_round
+from coordinator.runs.units import unconsume_units
+from coordinator.screening.judging import (
+    CHANCE,
+    CHANCE_OF_NOISE,
+    CLIPPED,
+    CLIPPED_WITH_FEEDBACK,
+    MOST_CARRIED,
+    Evidence,
+    Judgement,
+    judge,
+)
+from coordinator.screening.measuring import Found, find
+from coordinator.store.files import FileReader
+from coordinator.store.payloads import StoredPayload
+from coordinator.store.tables import EventRow, FragmentRow
+from coordinator.sync.state_file import StateReader
+from protocol.codecs import CODECS
+from protocol.digest import digest
+from protocol.wire import ContributionHeader, Payload
+
+EARLIER_ROUNDS = 16
+PLAUSIBLE = 2.0  # times the norm of θ
+
+logger = logging.getLogger(__name__)
+
+
+def found_in(run: LiveRun, header: ContributionHeader, payload: Payload) -> Found:
+    """Check a contribution and return what it is judged by. Raises WireError unless all of it is finite."""
+    key = digest(run.world.secret + f"{run.name}/{header.round}/{header.fragment}".encode())
+    with ExitStack() as stack:
+        missed = [
+            stack.enter_context(delta)
+            for round_ in header.carried[-MOST_CARRIED:]
+            if (delta := _delta(run, round_, header.fragment, header.elements)) is not None
+        ]
+        return find(payload, key, missed)
+
+
+def kept(run: LiveRun, found: Found) -> Found | None:
+    """Return the same in memory that counts as a payload's does; None where there is no room for it: then it is looked
+    for again once it is needed."""
+    memory = run.world.room.take(found.measure.direction.nbytes)
+    if memory is None:
+        return None
+    direction = np.frombuffer(memory, np.float16)
+    direction[:] = found.measure.direction
+    return replace(found, measure=replace(found.measure, direction=direction))
+
+
+def _delta(run: LiveRun, round_: int, fragment: int, elements: int) -> StoredPayload | None:
+    """Open a published delta; None where it is not kept any more."""
+    with run.world.database.read() as session:
+        row = session.get(FragmentRow, (run.id, round_, fragment))
+    if row is None or row.delta_digest is None:
+        return None
+    try:
+        delta = StoredPayload(run.blobs.open(run.names.delta(round_, fragment, row.delta_digest)))
+    except FileNotFoundError:
+        return None
+    if delta.header.elements != elements:
+        delta.close()
+        return None
+    return delta
+
+
+def judged(run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, AcceptedContribution]) -> Judgement:
+    """Judge the contributions that closed the fragment. Raises OSError, WireError, ValueError or LookupError where a
+    blob that is looked at again is not what was acknowledged."""
+    found = {worker: each.found or _found(run, round_, fragment, worker, each) for worker, each in contributed.items()}
+    reference, by_worker = _usual(run, round_, fragment)
+    total = sum(each.tokens for each in contributed.values())
+    evidence = {
+        worker: Evidence(
+            found[worker].measure,
+            each.tokens / total,
+            found[worker].units,
+            found[worker].carried,
+            by_worker.get(worker),
+        )
+        for worker, each in sorted(contributed.items())
+    }
+    spec = run.spec
+    noisy = spec.privacy is not None and spec.privacy.noise > 0  # longer than any model, and chance in direction
+    first_of_few = reference is None and len(contributed) <= 2 and not noisy
+    plausible = _plausible(run, round_, fragment) if first_of_few else math.inf
+    clipped = CLIPPED_WITH_FEEDBACK if CODECS[spec.sync.upload_codec].error_feedback else CLIPPED
+    chance = CHANCE_OF_NOISE if noisy else CHANCE
+    return judge(evidence, reference, plausible, rule=spec.sync.aggregation, clipped=clipped, chance=chance)
+
+
+def _found(run: LiveRun, round_: int, fragment: int, worker: str, each: AcceptedContribution) -> Found:
+    name = run.names.contribution(round_, fragment, worker, each.digest)
+    with StoredPayload(run.blobs.open(name)) as payload:
+        assert isinstance(payload.header, ContributionHeader)
+        return found_in(run, payload.header, payload)
+
+
+def _usual(run: LiveRun, round_: int, fragment: int) -> tuple[float | None, dict[str, float]]:
+    """Return the median reference of the fragment's last rounds, None where there are none, and the median ratio of
+    each worker's contributions that were in a delta."""
+    earlier = (
+        select(FragmentRow.reference, FragmentRow.verdicts)
+        .where(FragmentRow.run_id == run.id, FragmentRow.fragment == fragment)
+        .where(FragmentRow.round < round_, FragmentRow.round >= round_ - EARLIER_ROUNDS)
+        .where(FragmentRow.reference.is_not(None))
+    )
+    with run.world.database.read() as session:
+        rows = session.execute(earlier).all()
+    ratios: dict[str, list[float]] = {}
+    for _, verdicts in rows:
+        for worker, verdict in verdicts.items():
+            if verdict["factor"] > 0 and verdict["ratio"] is not None:
+                ratios.setdefault(worker, []).append(verdict["ratio"])
+    reference = statistics.median(each for each, _ in rows) if rows else None
+    return reference, {worker: statistics.median(each) for worker, each in ratios.items()}
+
+
+def _plausible(run: LiveRun, round_: int, fragment: int) -> float:
+    """Return a norm that no honest first round goes beyond: as long as θ, twice; of a θ of zeros nothing is known."""
+    squares = 0.0
+    with StateReader(FileReader(run.outer.files.path(fragment, round_))) as state:
+        for theta, _ in state.read_chunks():
+            squares += float(np.dot(theta, theta))
+    return PLAUSIBLE * math.sqrt(squares) if squares > 0 else math.inf
+
+
+def tell(change: Change, round_: int, fragment: int, judgement: Judgement) -> None:
+    """Record an event for each worker that is left out, or shortened, once per round."""
+    told = _told(change, round_) if any(each.reason for each in judgement.verdicts.values()) else set()
+    for worker, verdict in judgement.verdicts.items():
+        if verdict.reason and worker not in told:
+            what = "is left out" if verdict.factor == 0 else f"counts {verdict.factor:.3g} times"
+            message = (
+                f"round {round_}, first in fragment {fragment}: the contribution of {worker} {what}: {verdict.reason}"
+            )
+            change.record("screened", message, round=round_, fragment=fragment, worker=worker, factor=verdict.factor)
+
+
+def _told(change: Change, round_: int) -> set[str]:
+    recorded = change.session.scalars(
+        select(EventRow.data).where(
+            EventRow.run_id == change.run.id, EventRow.kind == "screened", EventRow.data["round"].as_integer() == round_
+        )
+    )
+    return {data["worker"] for data in recorded}
+
+
+def conclude(change: Change, opening: OpenRound) -> None:
+    """At the end of a round, of which all fragments are judged: return to the pool the units of workers that are left
+    out of every one, for nobody's model has seen them, and note what the round says of each worker."""
+    run, session = change.run, change.session
+    rows = session.scalars(
+        select(FragmentRow.verdicts).where(FragmentRow.run_id == run.id, FragmentRow.round == opening.number)
+    ).all()
+    factors: dict[str, float] = {}
+    for verdicts in rows:
+        for worker, verdict in verdicts.items():
+            factors[worker] = max(factors.get(worker, 0.0), verdict["factor"])
+    for worker in sorted(worker for worker, factor in factors.items() if factor == 0):
+        units = unconsume_units(session, run.id, worker, opening.number, live=False)
+        change.row.tokens -= units * run.spec.unit_tokens
+        change.worker_row(worker).tokens -= units * run.spec.unit_tokens
+    judge_round(change, opening.number, factors)

@@ -1,0 +1,28 @@
+"""What [privacy] holds, as (epsilon, delta), reckoned by Google's dp-accounting, of the extra `privacy`.
+
+Neighbours are two runs of which one has a worker's contributions, and the other zeros in their place, with the same
+noise (zero-out, Kairouz et al. 2021, arXiv 2103.00039, definition 1.1): all that this worker sends differs by S at most
+in each round. So k contributions with noise of z · S are one Gaussian mechanism with z / √k (Dong, Roth, Su 2022, arXiv
+1905.02383, corollary 3.3), of which epsilon is known exactly (Balle, Wang 2018, arXiv 1805.06530). A worker takes part
+in every round, so nothing is gained by sampling.
+"""
+
+import math
+
+from dp_accounting import get_epsilon_gaussian, get_sigma_gaussian
+
+from protocol.spec.privacy import PrivacySpec
+
+
+def epsilon(spec: PrivacySpec, contributions: float) -> float:
+    """Return epsilon at the spec's delta for a worker that has made so many contributions; infinity where no noise is
+    added."""
+    if contributions == 0:
+        return 0.0
+    return float(get_epsilon_gaussian(spec.noise_multiplier / math.sqrt(contributions), spec.delta))
+
+
+def noise_multiplier(spec: PrivacySpec, contributions: float, wanted: float) -> float:
+    """Return the least noise multiplier with which so many contributions have the epsilon `wanted` at the spec's
+    delta."""
+    return float(get_sigma_gaussian(wanted, spec.delta)) * math.sqrt(contributions)

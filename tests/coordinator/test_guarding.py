@@ -1,0 +1,230 @@
+"""The guard: when a model looks spoilt, who stands out, and what follows in each case."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.member import Member, spec_toml
+from coordinator.screening.spoilt import BOUND, Part, Rise, risen, suspects
+from coordinator.upkeep import rolling_back
+from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
+from tests.coordinator.test_restart import Lives
+from tests.coordinator.test_rolling_back import joined_again
+from tests.support.waiting import wait_until
+
+KEPT = "every_rounds = 1\nkeep = 20"
+
+
+# --- pure -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([5.0, 4.0, 3.0], None),
+        ([5.0, 4.0, 4.6], None),  # one alone may be a mistake
+        ([5.0, 4.0, 4.6, 4.1], None),
+        ([5.0, 4.0, 4.5, 4.5], None),  # just as much as is allowed
+        ([4.0, 4.6, 4.7], Rise(2, 4.7, good=0, lowest=4.0)),
+        ([5.0, 4.0, 4.2, 4.4, 4.6, 4.8], Rise(5, 4.8, good=3, lowest=4.0)),  # a trend
+        ([4.0, math.nan, math.nan], Rise(2, math.nan, good=0, lowest=4.0)),
+        ([4.0, math.inf, math.inf], Rise(2, math.inf, good=0, lowest=4.0)),
+        ([9.0, 9.0], None),
+    ],
+)
+def test_two_losses_in_a_row_above_the_lowest_are_a_rise(losses: list[float], expected: Rise | None):
+    assert repr(risen(list(enumerate(losses)), 0.5)) == repr(expected)
+
+
+def parts(*cosines: float | None, factor: float = 1.0) -> list[Part]:
+    return [Part(factor, cosine) for cosine in cosines]
+
+
+def test_who_was_shortened_most_of_the_time_stands_out():
+    honest = {name: parts(0.5, 0.5, 0.5) for name in "abc"}
+    assert suspects(honest) == []
+    assert suspects({**honest, "d": [Part(0.4, 0.5), Part(0.4, 0.5), Part(1.0, 0.5)]}) == ["d"]
+    assert suspects({**honest, "d": [Part(0.4, 0.5), Part(1.0, 0.5)]}) == [], "half of the time is not most of it"
+    assert suspects({**honest, "d": [Part(0.0, None)]}) == [], "of one contribution nobody can tell"
+
+
+def test_whose_direction_was_hardly_that_of_the_others_stands_out():
+    honest = {name: parts(0.5, 0.4, 0.6) for name in "abc"}
+    assert suspects({**honest, "d": parts(0.1, 0.1, 0.1)}) == ["d"]
+    assert suspects({**honest, "d": parts(0.2, 0.2, 0.2)}) == []
+    assert suspects({"a": parts(0.5, 0.5), "d": parts(-0.5, -0.5)}) == [], "of two nobody can tell"
+
+
+def test_half_of_the_workers_do_not_stand_out():
+    short, honest = parts(0.5, 0.5, factor=0.4), parts(0.5, 0.5)
+    assert suspects({"a": short, "b": honest, "c": honest}) == ["a"]
+    assert suspects({"a": short, "b": short, "c": honest, "d": honest}) == []
+
+
+# --- of a run ---------------------------------------------------------------------------------------------------------
+
+
+def evaluate(members: list[Member], state: int, loss: float) -> str:
+    """Whoever is asked to tells the held-out loss; returns who."""
+    (asked,) = [member for member in members if member.assignment(state).evaluate]
+    path = f"/v1/runs/{asked.run}/rounds/{state}/evaluation"
+    reply = asked.http.put(path, json={"loss": loss, "tokens": 100})
+    assert reply.is_success, reply.text
+    return asked.name
+
+
+def play(running: InThread, members: list[Member], run: str, losses: list[float], first: int = 0) -> list[str]:
+    """Rounds before each of which the state has such a loss; returns who has evaluated."""
+    asked = []
+    for round_, loss in enumerate(losses, start=first):
+        asked.append(evaluate(members, round_, loss))
+        if info(running, run)["state"] == "running":
+            play_round(members, round_)
+            running.await_state(run, round_ + 1)
+    return asked
+
+
+def test_a_risen_loss_pauses_the_run_and_the_operator_may_go_on(shared: InThread, run: str):
+    members = crew(shared, run, ["a", "b"], rounds=20, checkpoints=KEPT)
+    asked = play(shared, members, run, [5.0, 4.0, 3.0, 3.6, 3.1, 3.6])
+    assert asked == ["a", "b", "a", "b", "a", "b"], "two in a row are the word of two"
+    assert not events(shared, run, "spoilt")
+    assert evaluate(members, 6, 3.7) == "a"
+    (event,) = events(shared, run, "spoilt")
+    assert "risen to 3.7000 nats per token at state 6; the lowest was 3.0000" in event["message"]
+    assert "state 4 was the last one near it. The run is paused" in event["message"]
+    assert info(shared, run)["state"] == "paused"
+    play_round(members, 6)  # the open one closes
+    shared.await_state(run, 7)
+    with shared.client() as admin:
+        admin.patch(f"/v1/runs/{run}", json={"state": "running"}).raise_for_status()
+    play(shared, members, run, [3.7, 3.7, 3.6], first=7)
+    assert len(events(shared, run, "spoilt")) == 1, "what was told once is judged anew"
+    play(shared, members, run, [4.2, 4.2], first=10)
+    assert len(events(shared, run, "spoilt")) == 2
+
+
+def test_where_the_spec_wants_no_more_it_is_only_told(shared: InThread, run: str):
+    members = crew(shared, run, ["a", "b"], rounds=9, checkpoints=KEPT, guard='action = "tell"\nloss_rise = 2.0')
+    play(shared, members, run, [5.0, 4.0, 5.9, 5.9, 6.1, 6.1])
+    (event,) = events(shared, run, "spoilt")
+    assert event["data"]["state"] == 5
+    assert info(shared, run)["state"] == "running"
+
+
+def test_the_run_goes_back_without_who_stands_out_and_goes_on(shared: InThread, run: str):
+    guard = 'action = "rollback"'
+    members = crew(shared, run, ["a", "b", "c", "m"], rounds=20, checkpoints=KEPT, guard=guard)
+
+    def rounds(first: int, losses: list[float]) -> None:
+        for round_, loss in enumerate(losses, start=first):
+            evaluate(members, round_, loss)
+            if info(shared, run)["state"] != "running":
+                return
+            assignments = {member.name: member.assignment(round_) for member in members}
+            for member in members:
+                scale = 5 if member.name == "m" and round_ >= 2 else 1
+                own = member.pseudo_gradients(round_)
+                for fragment, values in enumerate(members[0].pseudo_gradients(round_)):
+                    assignment = assignments[member.name]
+                    values = (values + own[fragment] * 0.1) * scale
+                    member.contribute(assignment, fragment, values).raise_for_status()
+            for member in members:
+                member.step(round_)
+            shared.await_state(run, round_ + 1)
+
+    rounds(0, [5.0, 4.0, 3.0, 3.2, 3.9, 3.9])
+    wait_until(lambda: info(shared, run)["round"] == 3)
+    (spoilt,) = events(shared, run, "spoilt")
+    assert "The run is to go back to state 3, without: m" in spoilt["message"]
+    (event,) = events(shared, run, "rolled-back")
+    assert "the guard rolled the run back from state 5 to state 3; m may not take part any more" in event["message"]
+    assert info(shared, run)["state"] == "running"
+    assert info(shared, run, "/workers/m")["state"] == "banned"
+
+
+def test_where_nobody_stands_out_the_run_goes_back_and_waits_and_a_second_time_it_only_waits(
+    shared: InThread, run: str
+):
+    members = crew(shared, run, ["a", "b"], rounds=20, checkpoints=KEPT, guard='action = "rollback"')
+    play(shared, members, run, [5.0, 3.0, 4.0, 4.0])
+    wait_until(lambda: bool(events(shared, run, "rolled-back")))
+    assert (info(shared, run)["round"], info(shared, run)["state"]) == (1, "paused")
+    with shared.client() as admin:
+        admin.patch(f"/v1/runs/{run}", json={"state": "running"}).raise_for_status()
+    members = joined_again(shared, run, ["a", "b"])
+    play_round(members, 1)
+    shared.await_state(run, 2)
+    play(shared, members, run, [4.0, 4.0], first=2)
+    assert info(shared, run)["state"] == "paused"
+    second = events(shared, run, "spoilt")[-1]
+    assert "went back to state 1 before, and that did not help" in second["message"]
+    assert second["data"]["to"] is None
+
+
+def test_without_a_checkpoint_of_before_it_waits(shared: InThread, run: str):
+    spec = {"checkpoints": "every_rounds = 3\nkeep = 1", "guard": 'action = "rollback"'}
+    members = crew(shared, run, ["a", "b"], rounds=20, **spec)
+    play(shared, members, run, [5.0, 3.0, 4.0])
+    wait_until(lambda: len(info(shared, run, "/checkpoints")["items"]) == 1)
+    evaluate(members, 3, 4.0)
+    (event,) = events(shared, run, "spoilt")
+    assert "No checkpoint of before is kept, so the run is paused" in event["message"]
+
+
+@pytest.mark.parametrize("action", ["tell", "pause", "rollback"])
+def test_values_out_of_bounds_pause_any_run(shared: InThread, run: str, action: str):
+    spec = {"checkpoints": KEPT, "guard": f'action = "{action}"', "sync": 'aggregation = "mean"'}
+    members = crew(shared, run, ["a", "b"], rounds=20, **spec)
+    play_round(members, 0)
+    assignments = [member.assignment(1) for member in members]
+    for member, assignment in zip(members, assignments, strict=True):
+        for fragment, values in enumerate(member.pseudo_gradients(1)):
+            member.contribute(assignment, fragment, values * 1e7).raise_for_status()
+    wait_until(lambda: bool(events(shared, run, "spoilt")))
+    (event, *_) = events(shared, run, "spoilt")
+    assert "state 2, fragment" in event["message"]
+    assert f"beyond {BOUND:g}" in event["message"]
+    if action == "rollback":
+        wait_until(lambda: bool(events(shared, run, "rolled-back")))
+        assert info(shared, run)["round"] == 1
+    assert info(shared, run)["state"] == "paused"
+
+
+def test_what_the_guard_wanted_is_done_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lives = Lives(tmp_path / "data")
+    with monkeypatch.context() as patch:
+        patch.setattr(rolling_back, "roll_back_if_due", lambda *_, **__: None)  # it dies before the next tick
+        with lives.life() as running:
+            members = crew(running, "r", ["a", "b"], rounds=20, checkpoints=KEPT, guard='action = "rollback"')
+            play(running, members, "r", [5.0, 3.0, 4.0, 4.0])
+            assert info(running, "r")["state"] == "paused"
+    with lives.life() as running:
+        wait_until(lambda: bool(events(running, "r", "rolled-back")))
+        assert info(running, "r")["round"] == 1
+
+
+# --- who is believed --------------------------------------------------------------------------------------------------
+
+
+def test_only_who_was_asked_may_tell_the_loss_and_only_once(shared: InThread, run: str):
+    _, b = members = crew(shared, run, ["a", "b"], rounds=4, min_workers=2)
+    for member in members:
+        member.assignment(0)
+    path = f"/v1/runs/{run}/rounds/0/evaluation"
+    problem(b.http.put(path, json={"loss": 0.012, "tokens": 100}), "not-asked")
+    assert evaluate(members, 0, 5.0) == "a"
+    assert evaluate(members, 0, 0.012) == "a", "it may be repeated, for an answer may be lost"
+    assert info(shared, run, "/rounds/0")["evaluations"]["a"]["loss"] == 5.0
+    assert len(events(shared, run, "evaluated")) == 1
+
+
+def test_a_state_0_out_of_bounds_is_refused(shared: InThread, run: str):
+    shared.create_run(spec_toml(run))
+    member = enlist(shared, run, "a")
+    assert member.assignment(None).action == "seed"
+    for value in (3e38, -1e6):
+        assert "beyond 65504" in problem(member.seed_fragment(0, value), "invalid-payload")["detail"]
+    member.seed_fragment(0, BOUND).raise_for_status()

@@ -1,0 +1,118 @@
+"""Join tokens: what boxes share, and exchange for worker tokens of their own."""
+
+import secrets
+import threading
+
+import httpx
+import pytest
+
+from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.member import Member, spec_toml
+from protocol.messages import JOIN_PREFIX, Scope
+from tests.coordinator.crew import crew, info, problem
+
+
+def drawn() -> str:
+    return f"ost_{secrets.token_urlsafe(32)}"
+
+
+def exchange(running: InThread, run: str, name: str, join_token: str, secret: str) -> httpx.Response:
+    with running.client(join_token) as http:
+        return http.post(f"/v1/runs/{run}/workers/{name}/token", json={"token": secret})
+
+
+def join(running: InThread, run: str, name: str, token: str) -> httpx.Response:
+    with running.client(token) as http:
+        return Member(http, run, name).ask_to_join()
+
+
+def test_a_join_token_is_exchanged_for_a_token_of_one_worker_of_one_run(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run))
+    shared.create_run(spec_toml(f"{run}-other"))
+    join_token, own = shared.token(Scope.JOIN, note="boxes"), drawn()
+    assert join_token.startswith(JOIN_PREFIX)
+    made = exchange(shared, run, "w", join_token, own)
+    assert made.status_code == 201
+    told = made.json()
+    assert (told["scope"], told["run"], told["worker"], told["note"]) == ("worker", run, "w", "boxes")
+    assert own not in made.text
+    problem(join(shared, run, "w", join_token), "forbidden")
+    problem(join(shared, run, "v", own), "forbidden")
+    problem(join(shared, f"{run}-other", "w", own), "forbidden")
+    assert join(shared, run, "w", own).status_code == 200
+    assert info(shared, run, "/workers/w")["token"] == told["id"]
+
+
+def test_the_same_exchange_again_is_the_same_one_and_takes_no_use(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run))
+    join_token, own = shared.token(Scope.JOIN, uses=1), drawn()
+    first = exchange(shared, run, "w", join_token, own)
+    again = exchange(shared, run, "w", join_token, own)
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert {**first.json(), "last_used_at": None} == {**again.json(), "last_used_at": None}
+    used_up = problem(exchange(shared, run, "v", join_token, drawn()), "forbidden")
+    assert "has been exchanged 1 times, which is all" in used_up["detail"]
+    problem(exchange(shared, run, "v", join_token, own), "invalid-message")  # another worker's
+
+
+def test_a_name_that_belongs_to_a_token_is_not_exchanged_for_and_takes_no_use(shared: InThread, run: str) -> None:
+    crew(shared, run, ["w"])
+    join_token = shared.token(Scope.JOIN, uses=1)
+    problem(exchange(shared, run, "w", join_token, drawn()), "worker-name-owned")
+    assert exchange(shared, run, "v", join_token, drawn()).status_code == 201
+
+
+@pytest.mark.parametrize("weak", ["ost_short", JOIN_PREFIX + "a" * 43, "ost_" + "ä" * 43])
+def test_a_secret_that_could_be_guessed_is_refused(shared: InThread, run: str, weak: str) -> None:
+    shared.create_run(spec_toml(run))
+    problem(exchange(shared, run, "w", shared.token(Scope.JOIN), weak), "invalid-message")
+
+
+def test_uses_are_counted_right_however_many_boxes_ask_at_once(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run))
+    join_token = shared.token(Scope.JOIN, uses=3)
+    codes: list[int] = []
+    threads = [
+        threading.Thread(
+            target=lambda name: codes.append(exchange(shared, run, name, join_token, drawn()).status_code),
+            args=(f"w{number}",),
+        )
+        for number in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert sorted(codes) == [201] * 3 + [403] * 5
+
+
+def test_nobody_joins_a_run_that_has_ended(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run))
+    with shared.client() as admin:
+        admin.patch(f"/v1/runs/{run}", json={"state": "stopped"}).raise_for_status()
+    problem(exchange(shared, run, "w", shared.token(Scope.JOIN), drawn()), "run-ended")
+
+
+def test_what_a_join_token_was_exchanged_for_outlives_it(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run))
+    own = drawn()
+    with shared.client() as admin:
+        made = admin.post("/v1/tokens", json={"scope": "join", "run": run}).json()
+        exchange(shared, run, "w", made["token"], own).raise_for_status()
+        listed = {token["id"]: token for token in admin.get("/v1/tokens?limit=1000").json()["items"]}
+        assert listed[made["id"]]["used"] == 1
+        assert [token["worker"] for token in listed.values() if token["parent"] == made["id"]] == ["w"]
+        assert admin.delete(f"/v1/tokens/{made['id']}").status_code == 204
+    problem(exchange(shared, run, "v", made["token"], drawn()), "unauthorized")
+    assert join(shared, run, "w", own).status_code == 200
+
+
+def test_the_tokens_of_a_removed_run_go_with_it(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run))
+    viewer = shared.token(Scope.VIEWER, run=run)
+    with shared.client() as admin:
+        admin.patch(f"/v1/runs/{run}", json={"state": "stopped"}).raise_for_status()
+        assert admin.delete(f"/v1/runs/{run}").status_code == 204
+    shared.create_run(spec_toml(run))  # another one of this name
+    with shared.client(viewer) as http:
+        problem(http.get(f"/v1/runs/{run}"), "unauthorized")

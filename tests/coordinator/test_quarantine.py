@@ -1,0 +1,135 @@
+"""Quarantine: whose contributions are left out again and again takes no part for a while, and has a way back."""
+
+from pathlib import Path
+
+from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.member import Member, spec_toml
+from coordinator.screening.standing import BACK, MOST_ROUNDS, QUARANTINED, Standing
+from protocol.messages import Scope
+from tests.coordinator.crew import crew, events, info, play_round, recovered
+from tests.coordinator.test_restart import Lives
+
+LONG = 1000.0  # times what is usual: left out
+
+
+# --- pure -------------------------------------------------------------------------------------------------------------
+
+
+def played(counted: list[float], standing: Standing | None = None) -> Standing:
+    standing = standing or Standing()
+    for round_, each in enumerate(counted):
+        standing = standing.after(round_, each)
+    return standing
+
+
+def test_five_rounds_in_a_row_for_nothing_are_enough_and_three_the_next_time() -> None:
+    assert played([0.0] * 4).until == 0
+    assert played([0.0] * 5) == Standing(BACK, times=1, until=15)
+    again = Standing(BACK, times=1, until=15)
+    assert again.after(15, 0.0).after(16, 0.0).until == 15
+    assert again.after(15, 0.0).after(16, 0.0).after(17, 0.0) == Standing(BACK, times=2, until=38)
+
+
+def test_what_counts_in_part_and_lapses_now_and_then_are_no_reason() -> None:
+    assert played([0.5] * 100).until == 0
+    assert played([0.0, 1.0, 1.0] * 50).until == 0
+    assert played([1.0] * 5).score == 1.0
+
+
+def test_the_longest_quarantine_has_a_bound() -> None:
+    standing = Standing()
+    for _ in range(40):
+        before = standing
+        while standing.until == before.until:
+            standing = standing.after(before.until, 0.0)
+        assert standing.until - before.until <= MOST_ROUNDS + 1
+    assert standing.score > QUARANTINED
+
+
+# --- of a run ---------------------------------------------------------------------------------------------------------
+
+
+def play(running: InThread, members: list[Member], hostile: Member, round_: int) -> None:
+    """A round of all, in which one sends what is left out; or of all the others, where it is told to wait."""
+    waits = [member for member in [*members, hostile] if member.assignment(round_).action == "wait"]
+    taking_part = members if hostile.assignment(round_).action == "wait" else [*members, hostile]
+    assert round_ == 0 or all(member is hostile for member in waits)
+    for member in taking_part:
+        assignment = member.assignment(round_)
+        scale = LONG if member is hostile else 1.0
+        for fragment, values in enumerate(member.pseudo_gradients(round_)):
+            member.contribute(assignment, fragment, values * scale).raise_for_status()
+    for member in [*members, hostile]:
+        member.step(round_)
+    running.await_state(members[0].run, round_ + 1)
+
+
+def test_it_takes_no_part_until_its_time_is_over(shared: InThread, run: str) -> None:
+    *members, hostile = crew(shared, run, ["a", "b", "c", "m"], rounds=30, min_workers=3)
+    for round_ in range(5):
+        play(shared, members, hostile, round_)
+    (event,) = events(shared, run, "quarantined")
+    assert event["data"] == {"worker": "m", "until": 15}
+    shown = info(shared, run, "/workers/m")
+    assert (shown["quarantined_until"], shown["score"]) == (15, BACK)
+    told = hostile.assignment(5)
+    assert (told.action, told.reason) == ("wait", "m is in quarantine: its contributions were left out too often")
+    for round_ in range(5, 15):
+        play(shared, members, hostile, round_)
+        contributors = info(shared, run, f"/rounds/{round_}")["fragments"][0]["contributors"]
+        assert sorted(contributors) == ["a", "b", "c"]
+    play_round([*members, hostile], 15)
+    shared.await_state(run, 16)
+    assert "m" in info(shared, run, "/rounds/15")["fragments"][0]["contributors"]
+    assert info(shared, run, "/workers/m")["quarantined_until"] is None
+    assert info(shared, run, "/workers/m")["score"] > BACK
+
+
+def test_a_run_with_too_few_others_goes_on_with_it(shared: InThread, run: str) -> None:
+    *members, hostile = crew(shared, run, ["a", "b", "m"], rounds=30, min_workers=3)
+    for round_ in range(8):
+        play(shared, members, hostile, round_)
+    assert events(shared, run, "quarantined")
+    assert info(shared, run)["round"] == 8
+
+
+def test_the_operator_ends_it(shared: InThread, run: str) -> None:
+    *members, hostile = crew(shared, run, ["a", "b", "m"], rounds=30, min_workers=2)
+    for round_ in range(5):
+        play(shared, members, hostile, round_)
+    assert hostile.assignment(5).action == "wait"
+    with shared.client() as admin:
+        admin.patch(f"/v1/runs/{run}/workers/m", json={"state": "readmitted"}).raise_for_status()
+    (event,) = events(shared, run, "readmitted")
+    assert event["message"] == "m takes part again"
+    assert hostile.assignment(5).action == "train"
+
+
+def test_a_restart_ends_nothing(tmp_path: Path) -> None:
+    lives = Lives(tmp_path / "data")
+    with lives.life() as running:
+        *members, hostile = crew(running, "r", ["a", "b", "m"], rounds=30, min_workers=2)
+        for round_ in range(5):
+            play(running, members, hostile, round_)
+    with lives.life() as running:
+        assert hostile.assignment(5).action == "wait"
+        assert info(running, "r", "/workers/m")["quarantined_until"] == 15
+
+
+def test_another_name_of_the_same_token_is_no_way_out(shared: InThread, run: str) -> None:
+    shared.create_run(spec_toml(run, rounds=30, min_workers=2))
+    names = [Member(shared.client(), run, name) for name in "abm"]
+    tokens = [shared.token(Scope.WORKER, note=member.name, names=2) for member in names]
+    for member, token in zip(names, tokens, strict=True):
+        member.join(token)
+    names[0].assignment(None)
+    names[0].seed()
+    *members, hostile = [recovered(member) for member in names]
+    for round_ in range(4):
+        play(shared, members, hostile, round_)
+    second = Member(shared.client(), run, "n")
+    second.join(tokens[2])
+    assert info(shared, run, "/workers/n")["score"] == info(shared, run, "/workers/m")["score"] < 0.5
+    other = Member(shared.client(), run, "o")
+    other.join(tokens[0])
+    assert info(shared, run, "/workers/o")["score"] == 1.0

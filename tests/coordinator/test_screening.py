@@ -1,0 +1,319 @@
+"""What a contribution may count: norms and directions, of honest workers who differ and of others."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from coordinator.screening.judging import (
+    CHANCE,
+    CHANCE_OF_NOISE,
+    CLIPPED,
+    CLIPPED_WITH_FEEDBACK,
+    LEFT_OUT,
+    MOST_ALLOWED,
+    REACH,
+    Evidence,
+    Judgement,
+    Verdict,
+    judge,
+)
+from coordinator.screening.measuring import SKETCHED, Measure, Signs, Sketcher, find, unit
+from protocol.codecs import CODECS
+from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, pack_frames, pack_header
+
+F32 = npt.NDArray[np.float32]
+KEY = b"of this round and fragment"
+N = 4 * SKETCHED
+
+
+def sketched(values: F32, key: bytes = KEY, pieces: Sequence[int] = ()) -> Measure:
+    """Measure a vector that comes in pieces which end at these positions."""
+    sketcher = Sketcher(len(values), key)
+    for piece in np.split(values.copy(), pieces):
+        sketcher.add(piece)
+    return sketcher.measure()
+
+
+def cosine_of(a: Measure, b: Measure) -> float:
+    return float(a.direction.astype(np.float64) @ b.direction.astype(np.float64))
+
+
+def honest(count: int, cosine: float = 0.3, n: int = N, seed: int = 0) -> list[F32]:
+    """Return vectors of norm 1, about, of which each two have this cosine, about."""
+    rng = np.random.default_rng(seed)
+    common, own = math.sqrt(cosine / n), math.sqrt((1 - cosine) / n)
+    direction = rng.standard_normal(n)
+    return [(common * direction + own * rng.standard_normal(n)).astype(np.float32) for _ in range(count)]
+
+
+def judged(
+    vectors: Sequence[F32],
+    *,
+    work: Sequence[float] = (),
+    usual: float | None = None,
+    plausible: float = math.inf,
+    rule: str = "screened",
+) -> Judgement:
+    evidence = {
+        f"w{index}": Evidence(sketched(each), 1 / len(vectors), work[index] if work else 1.0)
+        for index, each in enumerate(vectors)
+    }
+    return judge(evidence, usual, plausible, rule=rule)
+
+
+def factors(judgement: Judgement) -> list[float]:
+    return [each.factor for each in judgement.verdicts.values()]
+
+
+# --- measures ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_sketch_of_a_short_vector_is_its_direction() -> None:
+    values = np.array([3.0, 0.0, -4.0], np.float32)
+    of_it = sketched(values)
+    assert of_it.norm == 5.0
+    assert of_it.direction.tolist() == pytest.approx([0.6, 0.0, -0.8], abs=1e-3)
+
+
+def test_sketches_have_the_inner_products_of_the_vectors() -> None:
+    error = 0.0
+    for seed in range(8):
+        a, b = honest(2, cosine=0.3, seed=seed)
+        found = cosine_of(sketched(a, bytes([seed])), sketched(b, bytes([seed])))
+        error = max(error, abs(found - float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))))
+    assert 0 < error < 4 / math.sqrt(SKETCHED)
+
+
+@pytest.mark.parametrize("pieces", [[1], [SKETCHED - 1, SKETCHED + 1], [100, N - 100], range(0, N, 7777)])
+def test_the_pieces_in_which_it_comes_do_not_matter(pieces: Sequence[int]) -> None:
+    (values,) = honest(1)
+    whole, in_pieces = sketched(values), sketched(values, pieces=pieces)
+    assert in_pieces.norm == pytest.approx(whole.norm)
+    np.testing.assert_allclose(in_pieces.direction, whole.direction, atol=1e-5)
+
+
+def test_without_the_key_nobody_can_aim_at_the_sketch() -> None:
+    """Two vectors that the one key folds onto each other are far apart by another."""
+    (values,) = honest(1)
+    signs = np.ones(N, np.float32)
+    Signs(KEY).flip(signs, 0)
+    moved = np.roll((values * signs).reshape(-1, SKETCHED), 1, axis=0).reshape(-1) * signs  # the same sums, elsewhere
+    assert cosine_of(sketched(values), sketched(moved)) == pytest.approx(1.0, abs=1e-2)
+    assert abs(cosine_of(sketched(values, b"another"), sketched(moved, b"another"))) < 0.05
+
+
+@pytest.mark.parametrize("codec", list(CODECS))
+@pytest.mark.parametrize("n", [5, CHUNK_ELEMENTS + 3])
+def test_a_payload_is_measured_as_it_decodes(codec: str, n: int) -> None:
+    values = np.random.default_rng(n).standard_normal(n).astype(np.float32)
+    frames = pack_frames(values, CODECS[codec], zstd=True)
+    header = ContributionHeader(
+        run="r",
+        round=0,
+        fragment=0,
+        codec=codec,
+        elements=n,
+        chunk_elements=CHUNK_ELEMENTS,
+        frame_bytes=[len(each) for each in frames],
+        worker="w",
+        base=bytes(32),
+        tokens=1,
+        inner_steps=1,
+        loss=None,
+        norm=1.0,
+        units=[[0, 1]],
+        carried=[],
+        carried_share=1.0,
+    )
+    payload = Payload.from_bytes(b"".join([pack_header(header), *map(bytes, frames)]))
+    decoded = np.empty(n, np.float32)
+    payload.decode(decoded)
+    expected, found = sketched(decoded), find(payload, KEY).measure
+    assert found.norm == pytest.approx(expected.norm)
+    np.testing.assert_allclose(found.direction, expected.direction, atol=1e-5)
+
+
+def test_a_norm_whose_square_is_beyond_fp32_is_measured_all_the_same() -> None:
+    (values,) = honest(1)
+    most = values * np.float32(2.0**100 / np.abs(values).max())
+    assert sketched(most).norm == pytest.approx(sketched(values).norm * 2.0**100 / np.abs(values).max())
+    np.testing.assert_allclose(sketched(most).direction, sketched(values).direction, atol=1e-5)
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+def test_honest_workers_keep_all_of_their_weight() -> None:
+    for seed in range(20):
+        for cosine in (0.0, 0.05, 0.5, 0.95):
+            assert factors(judged(honest(8, cosine, n=2000, seed=seed))) == [1.0] * 8
+
+
+@pytest.mark.parametrize("times", [100.0, 1e6])
+@pytest.mark.parametrize("workers", [3, 8])
+def test_what_is_far_too_long_is_left_out(times: float, workers: int) -> None:
+    vectors = honest(workers)
+    vectors[1] = vectors[1] * np.float32(times)
+    judgement = judged(vectors)
+    assert factors(judgement) == [1.0, 0.0] + [1.0] * (workers - 2)
+    assert (
+        f"{times:.3g} times" in judgement.verdicts["w1"].reason
+        or "times the round's" in judgement.verdicts["w1"].reason
+    )
+
+
+def test_what_is_too_long_is_shortened() -> None:
+    vectors = honest(4)
+    vectors[1] = vectors[1] * np.float32(5)
+    judgement = judged(vectors)
+    assert judgement.verdicts["w1"].factor == pytest.approx(CLIPPED / 5, rel=0.05)
+    assert factors(judgement)[2:] == [1.0, 1.0]
+
+
+def test_a_codec_with_error_feedback_may_send_what_it_left_out_before() -> None:
+    vectors = honest(3)
+    vectors[1] = vectors[1] * np.float32(2.5)
+    evidence = {f"w{index}": Evidence(sketched(each), 1 / 3, 1.0) for index, each in enumerate(vectors)}
+    assert factors(judge(evidence))[1] < 1
+    assert factors(judge(evidence, clipped=CLIPPED_WITH_FEEDBACK)) == [1.0, 1.0, 1.0]
+
+
+def test_zeros_are_left_out_and_do_not_count_as_the_usual() -> None:
+    vectors = honest(6)
+    for lazy in (0, 2, 3, 5):  # four names of one token
+        vectors[lazy] = np.zeros(N, np.float32)
+    assert factors(judged(vectors)) == [0, 1, 0, 0, 1, 0]
+
+
+def test_next_to_nothing_is_left_out() -> None:
+    vectors = honest(4)
+    vectors[3] = vectors[3] * np.float32(1e-3)
+    judgement = judged(vectors)
+    assert factors(judgement) == [1, 1, 1, 0]
+    assert "next to nothing" in judgement.verdicts["w3"].reason
+
+
+def test_who_was_asked_for_less_or_more_work_is_judged_by_it() -> None:
+    """Of a twentieth of the steps comes a twentieth of the norm, of ten times as many up to ten times as much."""
+    vectors = honest(5)
+    vectors[0], vectors[1] = vectors[0] * np.float32(0.05), vectors[1] * np.float32(10)
+    assert factors(judged(vectors, work=[5, 1000, 100, 100, 100])) == [1.0] * 5
+
+
+def test_a_worker_whose_norms_are_always_longer_is_allowed_more_of_it_but_not_any() -> None:
+    vectors = honest(4)
+    vectors[1] = vectors[1] * np.float32(2.7)
+    evidence = {f"w{i}": Evidence(sketched(each), 0.25, 1.0) for i, each in enumerate(vectors)}
+    assert judge(evidence).verdicts["w1"].factor < 1
+    for usual, most in ((2.8, 2.8), (9.0, MOST_ALLOWED)):
+        evidence["w1"] = Evidence(sketched(vectors[1]), 0.25, 1.0, usual=usual)
+        assert judge(evidence).verdicts["w1"].factor == pytest.approx(min(1.0, most / 2.7), rel=0.05)
+
+
+def test_among_newcomers_whose_norms_are_short_the_others_may_be_as_long_as_ever() -> None:
+    """As with error feedback: what a codec leaves out at first comes later."""
+    vectors = [each * np.float32(0.4) for each in honest(3)] + honest(1, seed=1)
+    assert judged(vectors).verdicts["w3"].factor < 1
+    assert factors(judged(vectors, usual=1.0)) == [1.0] * 4
+
+
+def test_a_majority_cannot_take_the_reference_out_of_reach_of_what_is_usual() -> None:
+    vectors = [each * np.float32(1e4) for each in honest(3)] + honest(1)
+    assert judged(vectors, usual=1.0).reference == REACH
+    assert all(each <= LEFT_OUT for each in factors(judged(vectors, usual=1.0)))
+
+
+def test_in_the_first_round_of_two_the_plausible_one_stays() -> None:
+    a, b = honest(2)
+    assert factors(judged([a, b * np.float32(1e6)], plausible=100.0)) == [1.0, 0.0]
+    assert factors(judged([a, b * np.float32(1e-6)], plausible=100.0)) == [1.0, 0.0]
+
+
+def test_a_worker_alone_is_shortened_to_what_is_usual_and_never_left_out() -> None:
+    (alone,) = honest(1)
+    judgement = judged([alone * np.float32(1e6)], usual=1.0)
+    assert judgement.verdicts["w0"].factor * 1e6 == pytest.approx(CLIPPED * judgement.reference, rel=0.05)  # type: ignore[operator]
+    assert factors(judged([alone], usual=1.0)) == [1.0]
+    assert factors(judged([alone])) == [1.0]
+
+
+def test_a_round_of_zeros_is_one_of_equals() -> None:
+    zeros = [np.zeros(N, np.float32)] * 3
+    assert factors(judged(zeros)) == [1.0] * 3
+    assert judged(zeros).reference is None
+
+
+# --- directions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1.0, 1.9, 3.0])
+@pytest.mark.parametrize("cosine", [0.05, 0.3, 0.9])
+@pytest.mark.parametrize("hostile", [1, 2])
+def test_who_opposes_the_others_is_left_out(times: float, cosine: float, hostile: int) -> None:
+    vectors = honest(8, cosine)
+    for index in range(hostile):
+        vectors[index] = vectors[index] * np.float32(-times)
+    judgement = judged(vectors)
+    assert factors(judgement) == [0.0] * hostile + [1.0] * (8 - hostile)
+    assert "opposes" in judgement.verdicts["w0"].reason
+
+
+def test_cosines_are_with_the_sum_of_the_others() -> None:
+    vectors = honest(3, n=1000)
+    rest = vectors[1] + vectors[2]
+    expected = float(vectors[0] @ rest) / math.sqrt(float(vectors[0] @ vectors[0]) * float(rest @ rest))
+    assert judged(vectors).verdicts["w0"].cosine == pytest.approx(expected, abs=1e-5)
+
+
+def test_of_two_that_oppose_each_other_both_stay() -> None:
+    (one,) = honest(1)
+    assert factors(judged([one, -one])) == [1.0, 1.0]
+
+
+def test_noise_that_drowns_all_directions_leaves_nobody_out() -> None:
+    """Cosines of noise are chance alone, and of thousands some are beyond what another run takes for chance."""
+    rng, left_out = np.random.default_rng(0), {CHANCE: 0, CHANCE_OF_NOISE: 0}
+    for _ in range(3000):
+        directions = rng.standard_normal((20, 512), np.float32)
+        evidence = {
+            f"w{index}": Evidence(Measure(1.0, unit(each)), 1 / 20, 1.0) for index, each in enumerate(directions)
+        }
+        for chance in left_out:
+            left_out[chance] += factors(judge(evidence, chance=chance)).count(0.0)
+    assert left_out[CHANCE] > 0
+    assert left_out[CHANCE_OF_NOISE] == 0
+
+
+def test_a_majority_always_stays() -> None:
+    a, b, c, d, e = honest(5)
+    assert sum(each > 0 for each in factors(judged([a, -b, c, -d, e]))) == 3
+    assert sum(each > 0 for each in factors(judged([a, -b, -c, -d, e]))) == 3
+
+
+def test_what_another_one_has_sent_counts_once() -> None:
+    a, b, c = honest(3)
+    judgement = judged([a, b, a, c, a * np.float32(1.00001)])
+    assert [each > 0 for each in factors(judgement)] == [True, True, False, True, False]
+    assert judgement.verdicts["w2"].reason == "it is what w0 has sent: the work of one counts once"
+    assert judgement.reference == judged([a, b, c]).reference, "the others are judged as if it were not there"
+    assert all(each > 0 for each in factors(judged([a, a * np.float32(1.01), a + b * np.float32(0.05)])))
+
+
+def test_of_few_values_nobody_can_tell_who_has_copied() -> None:
+    one = np.zeros(N, np.float32)
+    one[7] = 1.0
+    assert factors(judged([one, one, one])) == [1.0, 1.0, 1.0]
+
+
+def test_only_where_directions_are_looked_at_are_copies() -> None:
+    (a,) = honest(1)
+    assert all(each > 0 for each in factors(judged([a, a, a], rule="clipped")))
+
+
+def test_nobody_judges_nobody() -> None:
+    assert judge({}) == Judgement(None, {})
+    zeros, (one,) = np.zeros(N, np.float32), honest(1)
+    assert judged([zeros, one]).verdicts["w0"] == Verdict(0.0, judged([zeros, one]).verdicts["w0"].reason, 0.0)

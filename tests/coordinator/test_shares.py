@@ -1,0 +1,112 @@
+"""What the holder of one token may take of a server: the rest is refused, told when to ask again, and others are served."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
+from benchmarks.harness.member import spec_toml
+from coordinator.store.assembling import BYTES_PER_OWNER, RETRY_S, Wholes
+from protocol.errors import Problem
+from protocol.messages import Scope
+from tests.coordinator.crew import crew, play_round, problem
+from tests.support.waiting import wait_until
+
+REQUESTS = 100  # that may come at once, of one token
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory, clock: SettableClock) -> Iterator[InThread]:
+    """A coordinator with small shares."""
+    data = tmp_path_factory.mktemp("strict") / "data"
+    with coordinator_thread(data, clock=clock, requests_per_s=REQUESTS / 5, streams_per_token=2) as running:
+        yield running
+
+
+@contextmanager
+def viewer(running: InThread) -> Iterator[httpx.Client]:
+    """Somebody with a token of his own."""
+    with running.client(running.token(Scope.VIEWER)) as client:
+        yield client
+
+
+def test_who_asks_too_often_is_told_when_to_ask_again(strict: InThread, clock: SettableClock) -> None:
+    with viewer(strict) as client, viewer(strict) as another, strict.client() as admin:
+        assert [client.get("/v1/runs?limit=1").status_code for _ in range(90)] == [200] * 90
+        refused = client.get("/v1/runs?limit=1")
+        assert "20 requests per second" in problem(refused, "too-many-requests")["detail"]
+        assert refused.headers["Retry-After"] == "1"
+        assert another.get("/v1/runs").status_code == 200
+        assert [admin.get("/v1/runs?limit=1000").status_code for _ in range(10)] == [200] * 10
+        clock.advance(int(refused.headers["Retry-After"]))
+        assert client.get("/v1/runs?limit=1").status_code == 200
+
+
+def test_a_long_listing_counts_as_many(strict: InThread, clock: SettableClock) -> None:
+    with viewer(strict) as client:
+        assert client.get("/v1/runs?limit=1000").status_code == 200
+        assert problem(client.get("/v1/runs?limit=1"), "too-many-requests")
+        clock.advance(5)
+        assert client.get("/v1/runs?limit=1").status_code == 200
+
+
+def test_members_train_while_a_viewer_is_refused(strict: InThread, run: str) -> None:
+    (member,) = crew(strict, run, ["a"], rounds=1)
+    with viewer(strict) as client:
+        while client.get(f"/v1/runs/{run}/rounds?limit=1000").status_code == 200:
+            pass
+        play_round([member], 0)
+    strict.await_state(run, 1)
+
+
+def test_streams_of_one_token_are_counted_while_they_last(strict: InThread, run: str, clock: SettableClock) -> None:
+    strict.create_run(spec_toml(run))
+    stream = f"/v1/runs/{run}/events", {"Accept": "text/event-stream"}
+    with viewer(strict) as client, viewer(strict) as another:
+        with ExitStack() as held:
+            answers = [
+                held.enter_context(each.stream("GET", stream[0], headers=stream[1]))
+                for each in (client, client, another)
+            ]
+            lines = [answer.iter_lines() for answer in answers]  # which close their streams when nobody has them
+            assert all(next(each).startswith("id: ") for each in lines)
+            refused = client.get(stream[0], headers=stream[1])
+            assert "2 streams" in problem(refused, "too-many-requests")["detail"]
+            assert client.get(f"/v1/runs/{run}/events").status_code == 200
+
+        def is_taken() -> bool:
+            clock.advance(1)
+            with client.stream("GET", stream[0], headers=stream[1]) as answer:
+                return answer.status_code == 200
+
+        wait_until(is_taken)
+
+
+def test_payloads_of_which_parts_are_missing_are_bounded_by_owner() -> None:
+    wholes = Wholes(SettableClock(), bytes_per_owner=100)
+
+    def get(owner: str, which: str, size: int) -> None:
+        wholes.get((owner, which), size, bytes(32), lambda: memoryview(bytearray(size)))
+
+    get("a", "first", 1000)  # one may always be there, however large
+    with pytest.raises(Problem, match="payloads of 1000 bytes are not all there yet") as caught:
+        get("a", "second", 1)
+    assert caught.value.retry_after_s == RETRY_S
+    get("a", "first", 1000)
+    get("b", "first", 60)
+    get("b", "second", 40)
+    with pytest.raises(Problem, match="too-many-requests"):
+        get("b", "third", 1)
+    assert wholes.waiting == 3
+    assert BYTES_PER_OWNER == 4 << 30
+
+
+def test_the_bound_on_parts_is_the_setting(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "data", parts_bytes_per_member=1) as running:
+        get = running.coordinator.wholes.get
+        get(("a", "1"), 1, bytes(32), lambda: memoryview(bytearray(1)))
+        with pytest.raises(Problem, match="too-many-requests"):
+            get(("a", "2"), 1, bytes(32), lambda: memoryview(bytearray(1)))

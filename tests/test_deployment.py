@@ -1,0 +1,142 @@
+"""The proxies of `deploy/`: that they agree with the coordinator, and, where they are installed, a round through each."""
+
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.harness.certificates import Certificate, make_certificate
+from benchmarks.harness.coordinator import InThread, coordinator_thread
+from benchmarks.harness.member import Member, spec_toml
+from coordinator.http.waiting import MAX_WAIT_S
+from coordinator.settings import Settings
+from tests.support.waiting import wait_until
+from worker.link.client import KEPT_OPEN_S
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+NGINX, CADDY = (DEPLOY / "nginx.conf").read_text(), (DEPLOY / "Caddyfile").read_text()
+DEFAULTS = Settings()
+
+
+def told(sample: str, name: str) -> float:
+    """The number of a directive."""
+    (number,) = re.findall(rf"^\s*{name} (\d+)", sample, re.MULTILINE)
+    return float(number)
+
+
+def test_the_samples_have_the_coordinator_s_own_limits() -> None:
+    assert told(NGINX, "limit_conn connections") == DEFAULTS.max_connections_per_address
+    assert told(NGINX, "client_header_timeout") == told(CADDY, "read_header") == DEFAULTS.head_s
+    assert told(NGINX, "client_body_timeout") == told(NGINX, "send_timeout") == DEFAULTS.upload_idle_s
+    assert told(NGINX, "large_client_header_buffers 4") * 4 * 1024 == DEFAULTS.max_head_bytes
+    assert told(CADDY, "max_header_size") * 1024 == DEFAULTS.max_head_bytes
+    assert f"127.0.0.1:{DEFAULTS.port}" in NGINX
+    assert f"127.0.0.1:{DEFAULTS.port}" in CADDY
+
+
+def test_the_samples_wait_for_long_polls_and_keep_connections_as_long_as_workers_do() -> None:
+    assert min(told(NGINX, "proxy_read_timeout"), told(CADDY, "response_header_timeout")) > MAX_WAIT_S
+    kept_s = [float(number) for number in re.findall(r"(?:keepalive_timeout|idle|keepalive) (\d+)s", NGINX + CADDY)]
+    assert len(kept_s) == 4
+    assert min(kept_s) > KEPT_OPEN_S
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def nginx(folder: Path, port: int, behind: int, certificate: Certificate) -> list[str]:
+    """The command that starts it, with the sample but for addresses and paths."""
+    paths = "".join(
+        f"{kind}_temp_path {folder}/{kind};\n" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    changed = {
+        "http {": f"http {{\naccess_log off;\n{paths}",
+        "listen 443 ssl;": f"listen 127.0.0.1:{port} ssl;",
+        "127.0.0.1:8470": f"127.0.0.1:{behind}",
+        "/etc/ssl/coordinator.pem": str(certificate.file),
+        "/etc/ssl/coordinator.key": str(certificate.key),
+        "worker_rlimit_nofile 65536;": "",
+        "worker_connections 16384;": "worker_connections 256;",
+    }
+    config = written(folder / "nginx.conf", NGINX, changed)
+    return ["nginx", "-p", str(folder), "-c", str(config), "-e", "stderr", "-g", f"daemon off; pid {folder}/pid;"]
+
+
+def caddy(folder: Path, port: int, behind: int, certificate: Certificate) -> list[str]:
+    changed = {
+        "{\n\tservers": "{\n\tadmin off\n\tauto_https disable_redirects\n\tservers",
+        "coordinator.example.org {": f"https://127.0.0.1:{port} {{\n\ttls {certificate.file} {certificate.key}",
+        "127.0.0.1:8470 {": f"127.0.0.1:{behind} {{",
+    }
+    config = written(folder / "Caddyfile", CADDY, changed)
+    return ["caddy", "run", "--adapter", "caddyfile", "--config", str(config)]
+
+
+def written(path: Path, sample: str, changed: dict[str, str]) -> Path:
+    for before, after in changed.items():
+        assert before in sample, before
+        sample = sample.replace(before, after)
+    path.write_text(sample)
+    return path
+
+
+PROXIES = {"nginx": nginx, "caddy": caddy}
+
+
+@contextmanager
+def through(name: str, running: InThread, folder: Path) -> Iterator[httpx.Client]:
+    """A client of the coordinator behind a proxy."""
+    certificate, port = make_certificate(folder / "tls"), free_port()
+    command = PROXIES[name](folder, port, running.port, certificate)
+    proxy = subprocess.Popen(command, env=os.environ | {"HOME": str(folder)})
+    try:
+        headers = {"Authorization": f"Bearer {running.admin_token}"}
+        trusted = ssl.create_default_context(cafile=str(certificate.file))
+        url = f"https://127.0.0.1:{port}"
+        with httpx.Client(base_url=url, headers=headers, verify=trusted, trust_env=False, timeout=60) as client:
+            wait_until(lambda: proxy.poll() is not None or answers(client))
+            assert proxy.poll() is None, f"{name} has ended"
+            yield client
+    finally:
+        proxy.terminate()
+        proxy.wait()
+
+
+def answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/healthz").is_success
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(shutil.which(name) is None, reason=f"{name} is not installed"))
+        for name in PROXIES
+    ],
+)
+def test_a_round_goes_through_the_proxy(name: str, tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "data") as running, through(name, running, tmp_path) as client:
+        running.create_run(spec_toml("r", rounds=1))
+        accept = {"Accept": "text/event-stream"}
+        with client.stream("GET", "/v1/runs/r/events", headers=accept) as events:
+            assert next(events.iter_lines()).startswith("id:"), "as it happens, and not when it is over"
+        member = Member(client, "r", "a")
+        member.join(running.admin_token)
+        member.assignment(None)
+        member.seed()
+        member.take_part(0)
+        member.step(0)
+        assert client.get("/v1/runs/r").json()["round"] == 1

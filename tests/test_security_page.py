@@ -1,0 +1,103 @@
+"""docs/security.md, and what it names: tests and files that exist, limits as they are, every kind of token."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.runs import guarding, pacing, weights
+from coordinator.screening import agreeing, judging, standing
+from coordinator.settings import Settings
+from protocol import messages
+from protocol.messages import Scope
+from protocol.spec.sections import GuardSpec, RetentionSpec, SyncSpec
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+LINKS_OF = ["docs/security.md", "SECURITY.md"]
+
+# Where a limit that the page names is a default of these, or a constant of those.
+MODELS = (Settings, SyncSpec, GuardSpec, RetentionSpec)
+MODULES = (judging, agreeing, standing, guarding, pacing, weights, messages)
+# Of an attack, and not of a limit.
+CLAIMED = {"inner_steps_per_second", "carried", "factory", "aggregation", "weights_only"}
+
+
+def rows(section: str) -> list[list[str]]:
+    """The cells of each row of the tables in a section, without the heads."""
+    text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return [row for row in found if not set(row[0]) <= set("- ") and row[0] not in ("who", "attack")]
+
+
+ATTACKS = rows("Attacks")
+
+
+def limits() -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    for module in MODULES:
+        known |= {name: value for name, value in vars(module).items() if name.isupper()}
+    for model in MODELS:
+        known |= {name: field.default for name, field in model.model_fields.items()}
+    return known
+
+
+def named_tests(text: str) -> list[tuple[str, str]]:
+    return re.findall(r"`([\w/]+\.py)::(\w+)`", text)
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    assert len(named_tests(PAGE)) > 60
+    for path, name in named_tests(PAGE):
+        assert f"def {name}(" in (ROOT / "tests" / path).read_text(encoding="utf-8"), f"{path} has no {name}"
+
+
+@pytest.mark.parametrize("row", ATTACKS, ids=lambda row: row[0][:60])
+def test_an_attack_names_its_test_or_says_what_is_not_defended(row: list[str]) -> None:
+    assert len(row) == 5
+    _, outcome, defence, undefended, tests = row
+    assert outcome
+    assert defence
+    assert named_tests(tests) or undefended, "neither a test nor a word of what is missing"
+    assert not re.sub(r"`[\w/]+\.py::\w+`(, )?", "", tests), "something that is no test"
+
+
+def test_every_file_that_the_page_names_exists() -> None:
+    named = set(re.findall(r"`([\w.-]+/[\w./-]*)`", PAGE)) | {"pyproject.toml", "constraints.txt"}
+    assert len(named) > 25
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_limit_is_as_the_page_says() -> None:
+    said = [each for each in re.findall(r"`(\w+) = ([^`]+)`", PAGE) if each[0] not in CLAIMED]
+    assert len(said) > 15
+    known = limits()
+    for name, value in said:
+        actual = known[name]
+        assert (float(value) == actual) if isinstance(actual, int | float) else (value == actual), (name, actual)
+
+
+def test_every_kind_of_token_is_trusted_with_something() -> None:
+    who = {row[0] for row in rows("Who is trusted with what")}
+    assert {*Scope, "member"} <= who
+
+
+@pytest.mark.parametrize("page", LINKS_OF)
+def test_every_link_leads_somewhere(page: str) -> None:
+    source = ROOT / page
+    for link in re.findall(r"\]\(([^)]+)\)", source.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = source.parent / path if path else source
+        assert target.exists(), link
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", head).strip().lower().replace(" ", "-") for head in heads}
+            assert anchor in slugs, link
+
+
+def test_who_comes_by_the_front_door_finds_it() -> None:
+    assert "(SECURITY.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "(docs/security.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "(docs/security.md)" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")

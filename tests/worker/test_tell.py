@@ -1,0 +1,61 @@
+"""What a worker tells of its machine is its owner's choice."""
+
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from benchmarks.harness.coordinator import coordinator_thread
+from protocol.exit_codes import Exit
+from protocol.host import Tell
+from protocol.messages import Metrics, WorkerInfo
+from tests.support.specs import tiny_spec
+from tests.support.text import write_chapters
+from tests.support.workers import worker_settings
+from worker.accounts.host import SOME, host_facts, told_facts, told_metrics
+from worker.agent import run_worker
+from worker.settings import BoxSettings
+
+ALL = {"host", "device", "threads", "kernels", "torch", "python", "precision"}
+
+
+def test_what_is_told() -> None:
+    facts = host_facts(torch.device("cpu")) | {"precision": "fp32"}
+    assert facts.keys() == ALL
+    assert told_facts(facts, "all") == facts
+    assert told_facts(facts, "some").keys() == {"kernels", "torch", "python", "precision"}
+    assert told_facts({"processes": 2}, "some") == {"processes": 2}
+    assert told_facts(facts, "nothing") == {}
+    assert not {"host", "device"} & SOME
+
+
+def test_measurements_that_give_the_device_away_are_told_with_all_alone() -> None:
+    metrics = Metrics(loss=1.0, mfu=0.4, peak_memory_bytes=7, inner_steps_per_second=2.0)
+    assert told_metrics(metrics, "all") == metrics
+    for tell in ("some", "nothing"):
+        told = told_metrics(metrics, tell)
+        assert told == Metrics(loss=1.0, inner_steps_per_second=2.0)
+
+
+def test_the_machines_name_is_not_told_by_the_workers() -> None:
+    assert BoxSettings().tell == "all"
+    with pytest.raises(ValidationError, match="tell = 'some' keeps this machine's name back, .*: give a name as well"):
+        BoxSettings(tell="some")
+    assert BoxSettings(tell="nothing", name="volunteer").name == "volunteer"
+
+
+@pytest.mark.parametrize("tell", ["all", "some", "nothing"])
+def test_what_a_coordinator_knows(tell: Tell, tmp_path: Path) -> None:
+    text = write_chapters(tmp_path / "text")
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(tiny_spec("r", text, seed=1, rounds=1, min_workers=1))
+        assert run_worker(worker_settings(running, "r", tmp_path / "state", tell=tell)) == Exit.DONE
+        with running.client() as http:
+            shown = WorkerInfo.model_validate(http.get("/v1/runs/r/workers/a").json())
+    assert shown.host.keys() == {"all": ALL, "some": ALL & SOME, "nothing": set()}[tell]
+    assert shown.metrics.loss is not None
+    assert (shown.metrics.peak_memory_bytes is None) is (tell != "all")
+    if tell != "all":
+        assert platform.node() not in shown.model_dump_json()
