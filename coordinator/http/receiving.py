@@ -203,7 +203,8 @@ def _of_whole(
     whole = service.wholes.get(key, part.total, part.digest, target)
     arrived = Received(upload, part, whole)
     try:
-        yield arrived
+        with whole.used():
+            yield arrived
     except Problem as problem:
         arrived.over = whole.spoilt or problem.remedy is not Remedy.RETRY
         raise

@@ -6,8 +6,8 @@ KEPT_S. No byte is written twice: what a whole was accepted with stays as it is,
 
 import os
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from coordinator.store.files import FileReader
@@ -31,7 +31,7 @@ class Whole:
         self.size, self.digest = size, digest
         self._target, self._lock = target, threading.Lock()
         self._missing: list[Range] = [(0, size)]
-        self._gone = False
+        self._gone, self._users = False, 0
         self.spoilt = False  # all of it is there, and it is not what was announced
         self.touched = now
 
@@ -63,12 +63,28 @@ class Whole:
             raise Problem("digest-mismatch", detail)
         return Body(self._target, self.size, found)
 
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Keep its bytes for the block, whoever lets go of it meanwhile: a part may come twice at once, and each of the
+        two then holds all of it."""
+        with self._lock:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                self._free()
+
     def discard(self) -> None:
         """Let go of it. Memory is free again as soon as nothing refers to it."""
         with self._lock:
             self._gone = True
-            if isinstance(self._target, Path):
-                self._target.unlink(missing_ok=True)
+            self._free()
+
+    def _free(self) -> None:
+        if self._gone and self._users == 0 and isinstance(self._target, Path):
+            self._target.unlink(missing_ok=True)
 
     def _write(self, start: int, part: Body, news: list[Range]) -> None:
         for first, last in news:

@@ -121,7 +121,7 @@ def test_the_run_goes_back_without_who_stands_out_and_goes_on(shared: InThread, 
     def rounds(first: int, losses: list[float]) -> None:
         for round_, loss in enumerate(losses, start=first):
             evaluate(members, round_, loss)
-            if info(shared, run)["state"] != "running":
+            if events(shared, run, "spoilt"):
                 return
             assignments = {member.name: member.assignment(round_) for member in members}
             for member in members:

@@ -4,6 +4,7 @@ whole would be, and nothing of them is left behind."""
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from benchmarks.harness.coordinator import InThread, SettableClock
 from benchmarks.harness.member import Member
 from coordinator.store import assembling
 from coordinator.store.assembling import KEPT_S
+from coordinator.store.payloads import Body
 from coordinator.tuning.room import Room
 from protocol.digest import content_digest, digest
 from protocol.messages import Assignment
@@ -235,3 +237,20 @@ def test_a_range_of_a_delta_that_is_still_in_memory(shared: InThread, run: str) 
     assert part.headers["Content-Range"] == f"bytes 10-29/{len(whole)}"
     behind = problem(a.http.get(path, headers={"Range": f"bytes={len(whole)}-"}), "range-not-satisfiable")
     assert "does not lie within" in behind["detail"]
+
+
+def test_who_has_all_of_it_keeps_it_though_another_one_was_first(tmp_path: Path) -> None:
+    """A part came twice at once: both requests held the whole, and the second found no file any more: a 500."""
+    whole = assembling.Whole(4, digest(b"1234"), tmp_path / "whole", now=0.0)
+    with whole.used():
+        with whole.used():
+            assert whole.add(0, Body(memoryview(b"1234"), 4, digest(b"1234"))) == []
+            first = whole.body()
+        second = whole.body()
+        whole.discard()
+        for body in (first, second):
+            memory = memoryview(bytearray(4))
+            body.read_into(memory, 0)
+            assert bytes(memory) == b"1234"
+        assert whole.add(0, first) == [(0, 4)], "whoever comes now begins anew"
+    assert not (tmp_path / "whole").exists()
