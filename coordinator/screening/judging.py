@@ -98,7 +98,7 @@ def judge(
     copies = _copies(evidence) if rule in DIRECTIONS else {}
     if copies:
         own = {worker: each for worker, each in evidence.items() if worker not in copies}
-        judgement = judge(own, usual, plausible, rule=rule, clipped=clipped)
+        judgement = judge(own, usual, plausible, rule=rule, clipped=clipped, chance=chance)
         verdicts = judgement.verdicts | copies
         return replace(judgement, verdicts={worker: verdicts[worker] for worker in evidence})
     reference = _reference([each.measure.norm for each in evidence.values()], usual, plausible)
@@ -154,9 +154,10 @@ def _by_norm(each: Evidence, reference: float, work: float, room: float) -> Verd
         return Verdict(0.0, f"{told}: more than {LEFT_OUT:g} times is no training", ratio)
     if ratio < LAZY * min(1.0, share):
         return Verdict(0.0, f"{told}: less than {LAZY:g} times brings next to nothing", ratio)
-    most = max(room, min(each.usual or 0.0, MOST_ALLOWED)) * max(1.0, share) + min(each.carried, MOST_CARRIED)
-    if ratio > most:
-        return Verdict(most / ratio, f"{told}: shortened to {most:.3g} times", ratio)
+    longer, late = max(room, min(each.usual or 0.0, MOST_ALLOWED)), min(each.carried, MOST_CARRIED)
+    if ratio > longer * max(1.0, share) + late:
+        length = max(1.0, share) + late
+        return Verdict(length / ratio, f"{told}: shortened to {length:.3g} times", ratio)
     return Verdict(1.0, "", ratio)
 
 
@@ -164,7 +165,7 @@ def _shortened(verdict: Verdict, each: Evidence, reference: float) -> Verdict:
     """Return a verdict that leaves out nobody."""
     if each.measure.norm <= CLIPPED * reference:
         return replace(verdict, factor=1.0, reason="")
-    return replace(verdict, factor=CLIPPED * reference / each.measure.norm, reason=f"{verdict.reason}; shortened")
+    return replace(verdict, factor=reference / each.measure.norm, reason=f"{verdict.reason}; shortened")
 
 
 def _by_direction(

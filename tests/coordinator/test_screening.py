@@ -10,7 +10,6 @@ import pytest
 from coordinator.screening.judging import (
     CHANCE,
     CHANCE_OF_NOISE,
-    CLIPPED,
     CLIPPED_WITH_FEEDBACK,
     LEFT_OUT,
     MOST_ALLOWED,
@@ -169,7 +168,7 @@ def test_what_is_too_long_is_shortened() -> None:
     vectors = honest(4)
     vectors[1] = vectors[1] * np.float32(5)
     judgement = judged(vectors)
-    assert judgement.verdicts["w1"].factor == pytest.approx(CLIPPED / 5, rel=0.05)
+    assert judgement.verdicts["w1"].factor == pytest.approx(1 / 5, rel=0.05)
     assert factors(judgement)[2:] == [1.0, 1.0]
 
 
@@ -213,6 +212,14 @@ def test_a_worker_whose_norms_are_always_longer_is_allowed_more_of_it_but_not_an
         assert judge(evidence).verdicts["w1"].factor == pytest.approx(min(1.0, most / 2.7), rel=0.05)
 
 
+def test_who_is_always_far_too_long_weighs_no_more_than_the_others() -> None:
+    """Shortened to its bound, one of eight that sent ten times as much had the weight of three, for ever: 0.06 nats."""
+    vectors = honest(4)
+    vectors[1] = vectors[1] * np.float32(9)
+    evidence = {f"w{i}": Evidence(sketched(each), 0.25, 1.0, usual=9.0) for i, each in enumerate(vectors)}
+    assert judge(evidence).verdicts["w1"].factor == pytest.approx(1 / 9, rel=0.05)
+
+
 def test_among_newcomers_whose_norms_are_short_the_others_may_be_as_long_as_ever() -> None:
     """As with error feedback: what a codec leaves out at first comes later."""
     vectors = [each * np.float32(0.4) for each in honest(3)] + honest(1, seed=1)
@@ -235,7 +242,7 @@ def test_in_the_first_round_of_two_the_plausible_one_stays() -> None:
 def test_a_worker_alone_is_shortened_to_what_is_usual_and_never_left_out() -> None:
     (alone,) = honest(1)
     judgement = judged([alone * np.float32(1e6)], usual=1.0)
-    assert judgement.verdicts["w0"].factor * 1e6 == pytest.approx(CLIPPED * judgement.reference, rel=0.05)  # type: ignore[operator]
+    assert judgement.verdicts["w0"].factor * 1e6 == pytest.approx(judgement.reference, rel=0.05)  # type: ignore[operator]
     assert factors(judged([alone], usual=1.0)) == [1.0]
     assert factors(judged([alone])) == [1.0]
 
@@ -300,6 +307,13 @@ def test_what_another_one_has_sent_counts_once() -> None:
     assert judgement.verdicts["w2"].reason == "it is what w0 has sent: the work of one counts once"
     assert judgement.reference == judged([a, b, c]).reference, "the others are judged as if it were not there"
     assert all(each > 0 for each in factors(judged([a, a * np.float32(1.01), a + b * np.float32(0.05)])))
+
+
+def test_where_one_is_a_copy_the_others_have_as_much_of_chance_as_ever() -> None:
+    a, b, c = honest(3)
+    evidence = {f"w{i}": Evidence(sketched(each), 0.25, 1.0) for i, each in enumerate([a, b, a, -c])}
+    assert factors(judge(evidence)) == [1.0, 1.0, 0.0, 0.0]
+    assert factors(judge(evidence, chance=1e6)) == [1.0, 1.0, 0.0, 1.0]
 
 
 def test_of_few_values_nobody_can_tell_who_has_copied() -> None:

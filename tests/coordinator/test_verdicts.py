@@ -89,7 +89,7 @@ def test_who_is_shortened_counts_in_part(shared: InThread, run: str) -> None:
     contribute(members, 0, {"c": times(5)})
     header, values = delta(members[0], 0, 0)
     factors = {each.worker: each.factor for each in header.contributors}
-    assert 0.3 < factors["c"] < 0.5
+    assert 0.15 < factors["c"] < 0.25, "as long as the others, and no longer"
     expected = sum(honest(each, 0)[0] * (5 * factors["c"] if each.name == "c" else 1.0) for each in members) / 4
     np.testing.assert_allclose(values, expected, atol=4e-3)
     assert "shortened" in info(shared, run, "/rounds/0")["fragments"][0]["verdicts"]["c"]["reason"]
