@@ -68,7 +68,7 @@ def make_server(
         raise
     protocol: Any = partial(Connection, gate=gate, settings=settings, tls=_tls(settings))
     config = uvicorn.Config(
-        create_app(coordinator),
+        create_app(coordinator, gate),
         http=protocol,
         ws="none",
         forwarded_allow_ips=settings.proxies,

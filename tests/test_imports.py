@@ -56,8 +56,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "reports": {"store", "runs", "sync", "round_reports"},
         "service": {"settings", "callers", "store", "tuning", "runs", "workers", "sync", "settling", "upkeep"},
         "http": {"settings", "store", "tuning", "runs", "service"},
-        "api": {"store", "runs", "workers", "sync", "round_reports", "reports", "service", "http"},
-        "app": {"service", "http", "api"},
+        "metrics": {"store", "runs", "round_reports", "reports", "service", "http"},
+        "api": {"store", "runs", "workers", "sync", "round_reports", "reports", "service", "http", "metrics"},
+        "app": {"service", "http", "metrics", "api"},
         "server": {"settings", "store", "tuning", "service", "http", "app"},
     },
     "worker": {

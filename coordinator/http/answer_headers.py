@@ -7,6 +7,7 @@ from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coordinator.http.authentication import needs_a_token
 from coordinator.http.problems import fault_response
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -41,7 +42,7 @@ class AnswerHeaders:
                 started = True
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id
-                if scope["path"].startswith("/v1/"):  # what needs a token is for nobody else
+                if needs_a_token(scope["path"]):  # what needs a token is for nobody else
                     headers.setdefault("Cache-Control", "private, no-store")
                 headers.update(scope.get("state", {}).get(_ADDED, {}))
             await send(message)
