@@ -16,6 +16,7 @@ from coordinator.http.describing import describe
 from coordinator.http.gate import Gate
 from coordinator.http.head import AnswerHead
 from coordinator.http.problems import answer_problems
+from coordinator.http.request_ids import Identify
 from coordinator.metrics.requests import Measure
 from coordinator.metrics.server import Meter
 from coordinator.service import Coordinator
@@ -51,6 +52,7 @@ def create_app(coordinator: Coordinator, gate: Gate | None = None) -> FastAPI:
     app.add_middleware(Authenticate)
     app.add_middleware(AnswerHeaders)
     app.add_middleware(Measure, meter=meter)
+    app.add_middleware(Identify)
     app.add_middleware(AnswerHead)
     return app
 

@@ -23,8 +23,8 @@ curl --header "Authorization: Bearer $(cat viewer.token)" https://coordinator.ex
 ```
 
 Any token will do; a viewer's is enough (`outerstep token create --scope viewer`). With a token for all runs there are
-all runs and the server; with one for one run, that run alone. Of one run a scrape counts as one request of the token,
-of all runs as one more for each.
+all runs and the server; with one for one run, that run alone. A scrape counts as one request of the token, and as one
+more for each run that it shows.
 
 Everything is read when it is scraped: from memory, and by about ten small queries for each run, on the threads that
 answer listings. A run's lock is held no longer than by a listing of runs. What is not known has no series, such as the

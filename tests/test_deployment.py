@@ -134,4 +134,8 @@ def test_a_round_goes_through_the_proxy(name: str, tmp_path: Path) -> None:
         member.seed()
         member.take_part(0)
         member.step(0)
-        assert client.get("/v1/runs/r").json()["round"] == 1
+        shown = client.get("/v1/runs/r", headers={"X-Request-Id": "the-client-s"})
+        assert shown.json()["round"] == 1
+        assert re.fullmatch("[0-9a-f-]{32,36}", shown.headers["X-Request-Id"]), (
+            "the proxy's, which its own log can have"
+        )

@@ -1,11 +1,15 @@
-"""Middleware that counts the requests."""
+"""Middleware that counts the requests, and logs each of them where everything is logged."""
 
+import logging
 import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.http.head import wants_head_only
 from coordinator.metrics.server import Meter
+from protocol.printable import printable
+
+logger = logging.getLogger(__name__)
 
 NO_ROUTE = "none"  # an address that there is not would be a label by anybody's choice
 GONE = 499  # nobody was there to be answered
@@ -34,4 +38,7 @@ class Measure:
         finally:
             route = getattr(scope.get("route"), "path", NO_ROUTE)
             method = "HEAD" if wants_head_only(scope) else scope["method"]
-            self._meter.note(method, route, status, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._meter.note(method, route, status, seconds)
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("%s %s answered %d in %.3f s", method, printable(scope["path"]), status, seconds)

@@ -46,7 +46,7 @@ class RunsCollector(Collector):
         for run in chosen:
             try:
                 yield from of_run(see(run))
-            except NoResultFound:
+            except (NoResultFound, FileNotFoundError):
                 continue  # it was removed meanwhile
 
 

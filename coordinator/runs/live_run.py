@@ -308,7 +308,8 @@ class Change:
     def record(self, kind: str, message: str, **data: Any) -> None:
         """Record an event, in the same transaction as the rows, and wake those who follow the events."""
         run = self.run
-        logger.info("%s: %s", run.name, message)
+        about = {"run": run.name, "worker": data.get("worker"), "round": data.get("round")}
+        logger.info("%s: %s", run.name, message, extra=about)
         self.session.add(EventRow(run_id=run.id, at=run.world.now(), kind=kind, message=message, data=data))
         self.then(partial(_count_event, run, kind))
         self.wake(EVENTS)
