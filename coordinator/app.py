@@ -9,19 +9,23 @@ from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from fastapi_offline import FastAPIOffline
 
-from coordinator.api import checkpoints, events, health, line_check, rounds, runs, tokens, workers
+from coordinator.api import checkpoints, events, health, line_check, metrics, rounds, runs, tokens, workers
 from coordinator.http.answer_headers import AnswerHeaders
 from coordinator.http.authentication import Authenticate
 from coordinator.http.describing import describe
+from coordinator.http.gate import Gate
 from coordinator.http.head import AnswerHead
 from coordinator.http.problems import answer_problems
+from coordinator.http.request_ids import Identify
+from coordinator.metrics.requests import Measure
+from coordinator.metrics.server import Meter
 from coordinator.service import Coordinator
 
 TICK_S = 0.2
 
 
-def create_app(coordinator: Coordinator) -> FastAPI:
-    """Return the application around a coordinator, which it closes when it shuts down."""
+def create_app(coordinator: Coordinator, gate: Gate | None = None) -> FastAPI:
+    """Return the application around a coordinator, which it closes when it shuts down. `gate`: its server's."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -40,12 +44,15 @@ def create_app(coordinator: Coordinator) -> FastAPI:
         lifespan=lifespan,
     )
     app.state.coordinator = coordinator
+    app.state.meter = meter = Meter(coordinator, gate)
     answer_problems(app)
     describe(app)
-    for group in (runs, workers, rounds, checkpoints, events, tokens, line_check, health):
+    for group in (runs, workers, rounds, checkpoints, events, tokens, line_check, health, metrics):
         app.include_router(group.router)
     app.add_middleware(Authenticate)
     app.add_middleware(AnswerHeaders)
+    app.add_middleware(Measure, meter=meter)
+    app.add_middleware(Identify)
     app.add_middleware(AnswerHead)
     return app
 

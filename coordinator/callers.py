@@ -56,6 +56,11 @@ class Callers:
         self._streams: Counter[bytes] = Counter()
         self._bytes: Counter[bytes] = Counter()
 
+    @property
+    def streams(self) -> int:
+        """How many streams of events there are."""
+        return self._streams.total()
+
     @contextmanager
     def stream(self, caller: bytes) -> Iterator[None]:
         """Count a stream of events while the block runs. Raises Problem `too-many-requests`."""

@@ -40,6 +40,11 @@ from protocol.messages import (
 CHECKPOINTS_NAMED = 5
 
 
+def state_of(run: LiveRun) -> RunState:
+    """Return the state that is shown: a run without state 0 is seeding until it is there."""
+    return RunState.SEEDING if run.state is RunState.RUNNING and not run.seeded else run.state
+
+
 def run_info(run: LiveRun) -> RunInfo:
     """Return what a list of runs shows of the run."""
     return RunInfo(**_run_fields(run))
@@ -47,7 +52,7 @@ def run_info(run: LiveRun) -> RunInfo:
 
 def run_detail(run: LiveRun) -> RunDetail:
     """Return the run with its parsed spec and the bytes of its files."""
-    return RunDetail(**_run_fields(run), spec=run.spec, disk_bytes=_disk_bytes(run))
+    return RunDetail(**_run_fields(run), spec=run.spec, disk_bytes=disk_bytes(run))
 
 
 def spec_toml(run: LiveRun) -> str:
@@ -56,7 +61,9 @@ def spec_toml(run: LiveRun) -> str:
         return session.get_one(RunRow, run.id).spec_toml
 
 
-def _disk_bytes(run: LiveRun) -> DiskBytes:
+def disk_bytes(run: LiveRun) -> DiskBytes:
+    """Return the bytes of the run's files."""
+
     def stored(prefix: str) -> int:
         return sum(size for _, size in run.blobs.list(prefix))
 
@@ -70,11 +77,10 @@ def _disk_bytes(run: LiveRun) -> DiskBytes:
 
 def _run_fields(run: LiveRun) -> dict[str, Any]:
     with run.lock:
-        seeding = run.state is RunState.RUNNING and not run.seeded
         final = run.final_digest
         remembered: dict[str, Any] = {
             "name": run.name,
-            "state": RunState.SEEDING if seeding else run.state,
+            "state": state_of(run),
             "reason": reason_of(run),
             "round": run.round,
             "rounds": expected_rounds(run),

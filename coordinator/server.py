@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -18,6 +17,7 @@ import uvicorn
 from coordinator.app import create_app
 from coordinator.http.connections import Connection
 from coordinator.http.gate import Gate, gate_of
+from coordinator.logs import FORMATS
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.blobs import Store
@@ -25,10 +25,8 @@ from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.tuning.heap import keep_freed_memory
 from protocol import congestion
 from protocol.compiled import COMPILED, KERNELS
-from protocol.printable import PrintableFormatter
 
 GRACE_S = 10
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +66,7 @@ def make_server(
         raise
     protocol: Any = partial(Connection, gate=gate, settings=settings, tls=_tls(settings))
     config = uvicorn.Config(
-        create_app(coordinator),
+        create_app(coordinator, gate),
         http=protocol,
         ws="none",
         forwarded_allow_ips=settings.proxies,
@@ -127,17 +125,19 @@ def shorten_pauses() -> None:
     gc.set_threshold(5_000, 20, 10)
 
 
-def _log_file(path: Path) -> logging.Handler:
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(PrintableFormatter(LOG_FORMAT))
-    return handler
+def _log(settings: Settings) -> None:
+    """Log to stderr, and to a file if there is to be one."""
+    handlers: list[logging.Handler] = [logging.StreamHandler()]
+    if settings.log_file is not None:
+        handlers.append(logging.FileHandler(settings.log_file, encoding="utf-8"))
+    for handler in handlers:
+        handler.setFormatter(FORMATS[settings.log_format]())
+    logging.basicConfig(level=settings.log_level.upper(), handlers=handlers, force=True)
 
 
 def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. When ready, prints one line with the address on stdout."""
-    logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT, force=True)
-    if settings.log_file is not None:
-        logging.getLogger().addHandler(_log_file(settings.log_file))
+    _log(settings)
     logger.log(logging.INFO if COMPILED else logging.WARNING, "kernels %s", KERNELS)
     allow_open_files()
     server, listening = make_server(settings)

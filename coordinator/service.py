@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 from anyio import CapacityLimiter
 from sqlalchemy import select
@@ -138,6 +139,11 @@ class Coordinator:
                 self.storage.note_full()
             else:
                 logger.exception("tokens: tick failed")
+
+    def places(self) -> dict[str, Path]:
+        """Return where on this machine it keeps what it keeps: folders whose disks must not fill up, by name."""
+        folder = self.database.folder
+        return {"data": self.data.root} | ({} if folder is None else {"database": folder})
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 

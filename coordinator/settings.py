@@ -31,6 +31,9 @@ class Settings(BaseSettings):
     log_file: Path | None = Field(None, description="file to which the log is appended too, beside stderr")
     tls_certificate: Path | None = Field(None, description="PEM certificate chain, to serve HTTPS without a proxy")
     tls_key: Path | None = Field(None, description="PEM private key of the certificate")
+    log_format: Literal["console", "json"] = Field(
+        "console", description="lines to read, or a JSON object a line, to stderr and to the log file"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged, to stderr")
 
     # What anybody may take, before a token was looked at.

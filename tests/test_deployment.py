@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from benchmarks.harness.coordinator import InThread, coordinator_thread
 from benchmarks.harness.member import Member, spec_toml
 from coordinator.http.waiting import MAX_WAIT_S
 from coordinator.settings import Settings
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 from worker.link.client import KEPT_OPEN_S
 
@@ -47,11 +47,6 @@ def test_the_samples_wait_for_long_polls_and_keep_connections_as_long_as_workers
     kept_s = [float(number) for number in re.findall(r"(?:keepalive_timeout|idle|keepalive) (\d+)s", NGINX + CADDY)]
     assert len(kept_s) == 4
     assert min(kept_s) > KEPT_OPEN_S
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def nginx(folder: Path, port: int, behind: int, certificate: Certificate) -> list[str]:
@@ -139,4 +134,8 @@ def test_a_round_goes_through_the_proxy(name: str, tmp_path: Path) -> None:
         member.seed()
         member.take_part(0)
         member.step(0)
-        assert client.get("/v1/runs/r").json()["round"] == 1
+        shown = client.get("/v1/runs/r", headers={"X-Request-Id": "the-client-s"})
+        assert shown.json()["round"] == 1
+        assert re.fullmatch("[0-9a-f-]{32,36}", shown.headers["X-Request-Id"]), (
+            "the proxy's, which its own log can have"
+        )

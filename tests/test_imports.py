@@ -43,6 +43,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "coordinator": {
         "settings": set(),
+        "logs": set(),
         "callers": {"settings"},
         "store": set(),
         "tuning": set(),
@@ -55,10 +56,11 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "round_reports": {"store", "runs", "sync", "workers"},
         "reports": {"store", "runs", "sync", "round_reports"},
         "service": {"settings", "callers", "store", "tuning", "runs", "workers", "sync", "settling", "upkeep"},
-        "http": {"settings", "store", "tuning", "runs", "service"},
-        "api": {"store", "runs", "workers", "sync", "round_reports", "reports", "service", "http"},
-        "app": {"service", "http", "api"},
-        "server": {"settings", "store", "tuning", "service", "http", "app"},
+        "http": {"settings", "logs", "store", "tuning", "runs", "service"},
+        "metrics": {"store", "runs", "round_reports", "reports", "service", "http"},
+        "api": {"store", "runs", "workers", "sync", "round_reports", "reports", "service", "http", "metrics"},
+        "app": {"service", "http", "metrics", "api"},
+        "server": {"settings", "logs", "store", "tuning", "service", "http", "app"},
     },
     "worker": {
         "errors": set(),

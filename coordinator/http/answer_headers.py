@@ -1,15 +1,13 @@
 """Headers of every kind of answer: X-Request-Id, Cache-Control, and those that a handler has added."""
 
-import re
-import uuid
-
 from fastapi import Request
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coordinator.http.authentication import needs_a_token
 from coordinator.http.problems import fault_response
+from coordinator.http.request_ids import request_id
 
-_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ADDED = "answer_headers"  # among the request's state
 
 
@@ -19,7 +17,7 @@ def add_answer_header(request: Request, name: str, value: str) -> None:
 
 
 class AnswerHeaders:
-    """Middleware that adds the headers. X-Request-Id is the client's, or a new one; an answer to a fault has it too.
+    """Middleware that adds the headers; an answer to a fault has them too.
 
     Faults are not left to starlette, whose own answer to them lacks the id and then drops the connection.
     """
@@ -31,8 +29,6 @@ class AnswerHeaders:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         started = False
 
         async def send_with_headers(message: Message) -> None:
@@ -40,8 +36,8 @@ class AnswerHeaders:
             if message["type"] == "http.response.start":
                 started = True
                 headers = MutableHeaders(scope=message)
-                headers["X-Request-Id"] = request_id
-                if scope["path"].startswith("/v1/"):  # what needs a token is for nobody else
+                headers["X-Request-Id"] = request_id(scope)
+                if needs_a_token(scope["path"]):  # what needs a token is for nobody else
                     headers.setdefault("Cache-Control", "private, no-store")
                 headers.update(scope.get("state", {}).get(_ADDED, {}))
             await send(message)
@@ -51,4 +47,4 @@ class AnswerHeaders:
         except Exception as error:  # whatever it is, the client is answered with a problem
             if started:
                 raise
-            await fault_response(scope, request_id, error)(scope, receive, send_with_headers)
+            await fault_response(scope, request_id(scope), error)(scope, receive, send_with_headers)

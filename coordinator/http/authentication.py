@@ -15,18 +15,23 @@ from protocol.messages import Scope
 REFUSED_IN_S = 1.0  # who is to ask again later is not told at once
 
 
+def needs_a_token(path: str) -> bool:
+    """Return True of all addresses but those of health and documentation."""
+    return path.startswith("/v1/") or path == "/metrics"
+
+
 class Authenticate:
     """Middleware that finds the holder of the bearer token and puts it into `request.state.identity`, or answers 401;
     429 if it sends too many requests.
 
-    Only addresses under /v1 need a token; health and documentation are for everybody.
+    Health and documentation are for everybody.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        if scope["type"] != "http" or not needs_a_token(scope["path"]):
             await self._app(scope, receive, send)
             return
         scheme, secret = get_authorization_scheme_param(Headers(scope=scope).get("authorization"))

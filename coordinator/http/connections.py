@@ -77,6 +77,7 @@ class Connection(HttpToolsProtocol):
             # What comes from now on is for TLS, before a task could begin.
             self._handshake = self.loop.create_task(self._shake_hands(_begun(shaking)))
         else:
+            self._gate.refused["not-ready"] += 1
             transport.abort()  # to tell why would take a handshake
 
     async def _shake_hands(self, shaking: Awaitable[asyncio.Transport | None]) -> None:
@@ -207,6 +208,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, problem: Problem) -> None:
         """Answer, unless another answer is on its way, and close the connection."""
+        self._gate.refused[problem.slug] += 1
         if self.cycle is None or self.cycle.response_complete:
             content = json.dumps(problem.document()).encode()
             lines = {

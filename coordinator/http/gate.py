@@ -31,6 +31,7 @@ class Gate:
     def __init__(self, most: int, per_address: int, proxies: str = "") -> None:
         self.most, self.per_address = most, min(per_address, max(1, most // 2))
         self._proxies = [ip_network(each.strip()) for each in proxies.split(",") if each.strip()]
+        self.refused: Counter[str] = Counter()  # connections, by the problem
         self._open: Counter[str] = Counter()
         self._addresses: dict[Resting, str] = {}  # of those inside
         self._resting: dict[Resting, None] = {}  # those that have rested longest come first

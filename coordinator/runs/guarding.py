@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from coordinator.runs import held_out
-from coordinator.runs.live_run import Change
+from coordinator.runs.live_run import Change, LiveRun
 from coordinator.screening.spoilt import BOUND, Part, risen, suspects
 from coordinator.store.tables import CheckpointRow, EvaluationRow, EventRow, FragmentRow
 from protocol.messages import Evaluation, RunState
@@ -58,6 +59,19 @@ def look_at_the_loss(change: Change) -> None:
             f"{rise.lowest:.4f}, and state {rise.good} was the last one near it"
         )
         _spoilt(change, message, rise.round, good=rise.good, pauses=guard.action != "tell")
+
+
+def has_paused(session: Session, run: LiveRun) -> bool:
+    """Return True while the run is paused by the guard, and nobody has said anything about it since."""
+    if run.state is not RunState.PAUSED:
+        return False
+    last = session.scalars(
+        select(EventRow.kind)
+        .where(EventRow.run_id == run.id, EventRow.kind.in_(("spoilt", "rolled-back", *RunState, "drained")))
+        .order_by(EventRow.id.desc())
+        .limit(1)
+    ).first()
+    return last == "spoilt"
 
 
 def _spoilt(change: Change, message: str, state: int, *, good: int, pauses: bool) -> None:

@@ -25,6 +25,7 @@ from coordinator.runs.members import Members
 from coordinator.runs.open_round import OpenRound
 from coordinator.runs.outer import OuterState
 from coordinator.runs.pacing import Paces
+from coordinator.runs.tally import Tally
 from coordinator.screening.measuring import Found
 from coordinator.store import audit
 from coordinator.store.blobs import Blobs, RunNames
@@ -124,6 +125,7 @@ class LiveRun:
         self.reports: deque[QueuedReport] = deque()  # not booked yet
         self.arrivals: deque[Arrival] = deque()  # contributions to be committed, by whoever gets the lock next
         self.events_recorded = 0  # since the last trimming
+        self.tally = Tally()
 
     # --- the one way to change it ---------------------------------------------------------------------------------
 
@@ -306,9 +308,10 @@ class Change:
     def record(self, kind: str, message: str, **data: Any) -> None:
         """Record an event, in the same transaction as the rows, and wake those who follow the events."""
         run = self.run
-        logger.info("%s: %s", run.name, message)
+        about = {"run": run.name, "worker": data.get("worker"), "round": data.get("round")}
+        logger.info("%s: %s", run.name, message, extra=about)
         self.session.add(EventRow(run_id=run.id, at=run.world.now(), kind=kind, message=message, data=data))
-        self.then(lambda: setattr(run, "events_recorded", run.events_recorded + 1))
+        self.then(partial(_count_event, run, kind))
         self.wake(EVENTS)
 
     def audit(self, by: Actor, act: str, message: str) -> None:
@@ -318,3 +321,8 @@ class Change:
     def wake(self, topic: str | None = None) -> None:
         """Once the run has settled, wake those who wait for `topic` (None: all) and those who follow the events."""
         self.topics += [topic, EVENTS]
+
+
+def _count_event(run: LiveRun, kind: str) -> None:
+    run.events_recorded += 1
+    run.tally.events[kind] += 1

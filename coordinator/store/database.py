@@ -38,6 +38,9 @@ class Backend(Protocol):
     def engines(self, url: URL) -> tuple[Engine, Engine]:
         """Return an engine for reading and one for writing, which share their connections."""
 
+    def folder(self, url: URL) -> Path | None:
+        """Return the folder on this machine that a database at `url` lies in; None if it lies elsewhere."""
+
     def disk_is_full(self, error: DBAPIError) -> bool:
         """Return True if `error` says that the database found the disk full."""
 
@@ -84,6 +87,7 @@ class Database:
 
     def __init__(self, url: URL) -> None:
         backend = BACKENDS[url.get_backend_name()]
+        self.folder = backend.folder(url)
         with ExitStack() as opened:
             opened.enter_context(backend.lock(url))
             self.reading, self.writing = backend.engines(url)

@@ -75,6 +75,11 @@ def engines(url: URL) -> tuple[Engine, Engine]:
     return engine, engine.execution_options(begin="BEGIN IMMEDIATE")
 
 
+def folder(url: URL) -> Path | None:
+    """Return the folder that the database at `url` lies in."""
+    return Path(str(url.database)).resolve().parent
+
+
 def disk_is_full(error: DBAPIError) -> bool:
     """Return True if `error` says that the database found the disk full."""
     return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL

@@ -186,6 +186,7 @@ def record_late(run: LiveRun, worker: str, round_: int, fragment: int) -> None:
     with run.change() as change:
         late = LateContributionRow(run_id=run.id, round=round_, fragment=fragment, worker=worker, late_s=late_s)
         change.session.add(late)
+        change.then(run.tally.late)
 
 
 def _share(run: LiveRun, round_: int, fragment: int) -> float:

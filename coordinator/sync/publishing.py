@@ -163,6 +163,7 @@ def _record_delta(
 
         def apply() -> None:
             fragment.state = published
+            run.tally.judged(verdict.factor for verdict in judgement.verdicts.values())
             run.outer.add_delta(round_, index, digest, last=last)
 
         change.then(apply)

@@ -20,6 +20,7 @@ FLAGS = {
     "port": "--port",
     "tls_certificate": "--tls-certificate",
     "tls_key": "--tls-key",
+    "log_format": "--log-format",
     "log_level": "--log-level",
     "log_file": "--log-file",
 }
@@ -55,6 +56,7 @@ def coordinator(
         Path | None, typer.Option(exists=True, dir_okay=False, help="PEM private key of the certificate.")
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error; logs go to stderr.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="console, lines to read, or json, an object a line.")] = None,
     log_file: LogFileOption = None,
 ) -> None:
     """Run a coordinator until SIGTERM or Ctrl-C.
@@ -62,7 +64,7 @@ def coordinator(
     It applies the database migrations, goes on where it stopped, and prints one line when it is ready. Its first start
     makes an admin token and writes it to admin.token in the data directory. Each option can also be set by an
     environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE_URL, _HOST, _PORT, _TLS_CERTIFICATE, _TLS_KEY,
-    _LOG_LEVEL, _LOG_FILE.
+    _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE.
 
     \b
     Example:
@@ -80,6 +82,7 @@ def coordinator(
             "tls_certificate": tls_certificate,
             "tls_key": tls_key,
             "log_level": log_level,
+            "log_format": log_format,
             "log_file": log_file,
         }
     )

@@ -12,6 +12,7 @@ from benchmarks.harness.coordinator import InThread, Running
 from benchmarks.harness.member import Member, spec_toml
 from benchmarks.harness.stores import Blocked
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
+from protocol.messages import Metrics
 from tests.support.openapi import check_declared
 
 GRACE_OF_A_SECOND = "lease_s = 100\ngrace_factor = 0\ngrace_min_s = 1\ngrace_max_s = 1"
@@ -48,6 +49,27 @@ def play_round(members: list[Member], round_: int) -> None:
         member.take_part(round_)
     for member in members:
         member.step(round_)
+
+
+def measure_everything(running: InThread, run: str) -> list[Member]:
+    """A run of two, in its second round, of which there is everything that is measured: what workers tell of themselves
+    and of what the first round has cost, its checkpoint, its held-out loss."""
+    sections = {"checkpoints": "every_rounds = 1", "members": "lease_s = 3600"}  # longer than any test takes
+    members = crew(running, run, ["a", "b"], rounds=3, min_workers=2, **sections)
+    for member in members:
+        metrics = Metrics(round=0, inner_step=4, tokens_per_second=1500.0, inner_steps_per_second=2.0)
+        member.http.put(member.path("/lease"), json=metrics.model_dump()).raise_for_status()
+    play_round(members, 0)
+    running.await_state(run, 1)
+    for member in members:
+        if member.assignment(1).evaluate:
+            told = {"loss": 2.5, "tokens": 1000, "bytes": 4000}
+            member.http.put(f"/v1/runs/{run}/rounds/1/evaluation", json=told).raise_for_status()
+    seconds = {"train": 8.0, "sync": 2.0}
+    report = {"round": 0, "epoch": 1, "upload_bytes": 700, "download_bytes": 900, "seconds": seconds}
+    asking = {"state_round": 1, "report": report}
+    members[0].http.put(members[0].path("/assignment"), json=asking).raise_for_status()
+    return members
 
 
 def problem(reply: httpx.Response, slug: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from protocol.messages import FrozenSummary
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.examples import SPEC
 from tests.support.signals import default_signals
+from tests.support.waiting import wait_until
 
 
 def create(served: Served, name: str) -> None:
@@ -302,6 +303,29 @@ def test_the_coordinators_log_goes_to_a_file_too(tmp_path: Path):
             assert "the run logged was created" in log.read_text()
     code, err = coordinator_command("--data", str(tmp_path / "data"), "--port", "0", "--log-file", str(tmp_path))
     assert (code, err) == (2, f"outerstep: --log-file: {tmp_path}: is a directory\n")
+
+
+def test_a_log_of_json_says_of_which_request_run_worker_and_round_a_line_is(tmp_path: Path):
+    log = tmp_path / "coordinator.log"
+    with serving(
+        tmp_path / "data", "0", "--log-format", "json", "--log-level", "debug", "--log-file", str(log)
+    ) as served:
+        create(served, "told")
+        headers = {"Authorization": f"Bearer {served.admin_token}", "X-Request-Id": "from-a-proxy"}
+        with httpx.Client(base_url=served.url, headers=headers) as http:
+            Member(http, "told", "w").ask_to_join().raise_for_status()
+            assert http.get("/v1/runs/told/rounds/7").headers["X-Request-Id"] == "from-a-proxy"
+            wait_until(lambda: "/rounds/7" in log.read_text())
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+    (created,) = (line for line in lines if "the run told was created" in line["message"])
+    assert created["run"] == "told"
+    assert (created["level"], "worker" in created) == ("info", False)
+    (joined,) = (line for line in lines if line["message"].startswith("told: w joined"))
+    about = {"request_id": "from-a-proxy", "run": "told", "worker": "w"}
+    assert {name: joined[name] for name in about} == about
+    (asked,) = (line for line in lines if "GET /v1/runs/told/rounds/7 answered 404" in line["message"])
+    assert (asked["request_id"], asked["run"], asked["round"]) == ("from-a-proxy", "told", 7)
 
 
 def test_a_data_directory_that_is_a_file_and_a_host_that_is_not_ours(tmp_path: Path):

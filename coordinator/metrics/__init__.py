@@ -1,0 +1,1 @@
+"""What Prometheus scrapes: of each run and its workers, and of the server."""

@@ -1,0 +1,251 @@
+"""`GET /metrics`: every family of the table, and no other, with its type and labels; and who sees what."""
+
+import runpy
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
+from benchmarks.harness.member import spec_toml
+from coordinator.metrics import runs, seeing
+from coordinator.metrics.families import FAMILIES, OF_RUNS, OF_THE_SERVER, PREFIX
+from coordinator.metrics.seeing import see
+from coordinator.metrics.values import of_run
+from protocol.messages import RunState, Scope
+from tests.coordinator.crew import crew, events, measure_everything, problem
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = ("process_", "python_")
+
+Found = dict[str, Metric]
+
+
+def scraped(running: InThread, token: str | None = None) -> Found:
+    with running.client(token) as client:
+        return parsed(client.get("/metrics").raise_for_status())
+
+
+def parsed(reply: httpx.Response) -> Found:
+    assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    return {family.name: family for family in text_string_to_metric_families(reply.text)}
+
+
+def values(found: Found, name: str, **labels: str) -> dict[tuple[str, ...], float]:
+    """The values of a family that have these labels, by what labels they have beside."""
+    family = found[PREFIX + name.removesuffix("_total")]
+    return {
+        tuple(value for label, value in sample.labels.items() if label not in labels): sample.value
+        for sample in family.samples
+        if sample.name == PREFIX + name and labels.items() <= sample.labels.items()
+    }
+
+
+def value(found: Found, name: str, **labels: str) -> float:
+    (only,) = values(found, name, **labels).values()
+    return only
+
+
+@pytest.fixture(scope="module")
+def played(shared: InThread, clock: SettableClock) -> InThread:
+    measure_everything(shared, "two")
+    clock.advance(7)
+    return shared
+
+
+def test_every_family_of_the_table_is_exported_and_no_other(played: InThread) -> None:
+    with httpx.Client(base_url=played.url, trust_env=False) as stranger:
+        problem(stranger.get("/metrics"), "unauthorized")
+    found = scraped(played)
+    ours = {name: family for name, family in found.items() if not name.startswith(LIBRARY)}
+    assert set(ours) == {family.name.removesuffix("_total") for family in FAMILIES}
+    for family in FAMILIES:
+        metric = ours[family.name.removesuffix("_total")]
+        assert metric.type == family.type, family
+        assert metric.documentation == f"{family.meaning} ({family.unit})"
+        labels = {label for sample in metric.samples for label in sample.labels if label != "le"}
+        assert metric.samples, f"{family.name} has no value"
+        assert labels == set(family.labels), family.name
+        assert all(family.type != "counter" or sample.name.endswith("_total") for sample in metric.samples)
+    assert not [name for name in found if name.endswith("_created")]
+    assert {"process_resident_memory_bytes", "process_open_fds", "python_gc_collections"} <= set(found)
+
+
+def test_the_page_is_current() -> None:
+    written = runpy.run_path(str(ROOT / "docs" / "write_metrics.py"))["page"]()
+    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == written, "run: python -m docs.write_metrics"
+
+
+def test_names_and_units_are_those_of_prometheus() -> None:
+    names = [family.name for family in FAMILIES]
+    assert len(names) == len(set(names))
+    for family in FAMILIES:
+        assert family.name.startswith(PREFIX)
+        assert (family.type == "counter") == family.name.endswith("_total")
+        assert (family.unit == "s") == ("_seconds" in family.name), family.name
+        assert (family.unit == "bytes") == ("_bytes" in family.name), family.name
+
+
+def test_what_is_told_of_a_run(played: InThread) -> None:
+    found = scraped(played)
+    states = values(found, "run_state", run="two")
+    assert states == {(state,): float(state is RunState.RUNNING) for state in RunState}
+    of = {"run": "two"}
+    assert value(found, "run_round", **of) == 1
+    assert value(found, "run_rounds_expected", **of) == 3
+    assert value(found, "run_step", **of) == 5
+    assert value(found, "run_tokens", **of) == 2 * 5 * 2 * 16
+    assert value(found, "run_last_round_tokens", **of) == 2 * 5 * 2 * 16
+    assert value(found, "run_live_workers", **of) == 2
+    assert value(found, "run_workers_not_shown", **of) == 0
+    assert value(found, "run_open_round_age_seconds", **of) == 7
+    assert value(found, "run_last_round_age_seconds", **of) >= 0
+    assert value(found, "run_loss", **of) == 1.5
+    assert value(found, "run_held_out_loss", **of) == 2.5
+    assert value(found, "run_upload_bytes_total", **of) == 700
+    assert value(found, "run_download_bytes_total", **of) == 900
+    assert values(found, "run_stage_seconds_total", **of) == {("train",): 8.0, ("sync",): 2.0}
+    outcomes = values(found, "run_contributions_total", **of)
+    assert outcomes == {("counted",): 4, ("shortened",): 0, ("left_out",): 0, ("late",): 0}
+    assert value(found, "run_events_total", kind="round-published", **of) == 1
+    assert value(found, "run_events_total", kind="joined", **of) == len(events(played, "two", "joined")) == 2
+    assert value(found, "run_disk_bytes", kind="checkpoints", **of) > 0
+    assert value(found, "worker_last_seen_seconds", worker="a", **of) == 7
+    assert value(found, "worker_rounds_behind", worker="a", **of) == 1
+    assert value(found, "worker_tokens_per_second", worker="b", **of) == 1500
+    assert value(found, "worker_inner_step", worker="b", **of) == 4
+    assert value(found, "worker_joins_total", worker="b", **of) == 1
+
+
+def test_a_late_contribution_is_counted(shared: InThread, clock: SettableClock, run: str) -> None:
+    grace = "lease_s = 100\ngrace_factor = 0\ngrace_min_s = 1\ngrace_max_s = 1"
+    a, b, c = members = crew(shared, run, ["a", "b", "c"], rounds=2, min_workers=2, members=grace)
+    assigned = {member.name: member.assignment(0) for member in members}
+    for member in (a, b):
+        member.take_part(0)
+    clock.advance(2)
+    a.step(0)
+    for fragment, content in enumerate(c.pseudo_gradients(0)):
+        problem(c.contribute(assigned["c"], fragment, content), "round-closed")
+    assert values(scraped(shared), "run_contributions_total", run=run)[("late",)] == len(a.theta)
+
+
+def test_the_guards_pause_is_told_until_the_operator_has_spoken(shared: InThread, run: str) -> None:
+    crew(shared, run, ["a"])
+    live = shared.live(run)
+    with shared.client() as admin:
+        for state, spoilt, told in (("paused", False, 0), ("paused", True, 1), ("running", False, 0)):
+            if spoilt:
+                with live.change() as change:
+                    change.record("spoilt", "the held-out loss has risen", state=1, good=0, to=None, without=[])
+            else:
+                admin.patch(f"/v1/runs/{run}", json={"state": state}).raise_for_status()
+            assert value(scraped(shared), "run_paused_by_guard", run=run) == told
+
+
+def test_requests_are_counted_by_route_and_not_by_address(shared: InThread) -> None:
+    def counted(**labels: str) -> float:
+        return sum(values(scraped(shared), "http_requests_total", **labels).values())
+
+    route = "/v1/runs/{run}/rounds"
+    before = {each: counted(**each_labels) for each, each_labels in LABELS.items()}
+    with shared.client() as client, httpx.Client(base_url=shared.url, trust_env=False) as stranger:
+        client.get("/v1/runs/here-is-none/rounds")
+        client.head("/healthz").raise_for_status()
+        client.get("/here/is/nothing")
+        client.request("TRACE", "/here/is/nothing")
+        problem(stranger.get("/v1/runs"), "unauthorized")
+    after = {each: counted(**each_labels) for each, each_labels in LABELS.items()}
+    assert {each: after[each] - before[each] for each in LABELS} == dict.fromkeys(LABELS, 1.0) | {"none": 3.0}
+    routes = set(values(scraped(shared), "http_requests_total", method="GET", status="4xx"))
+    assert (route,) in routes
+    assert not [key for key in routes if "nothing" in key[0]]
+    assert value(scraped(shared), "http_requests_refused_total", code="401") >= 1
+    seconds = scraped(shared)[PREFIX + "http_request_duration_seconds"]
+    assert {sample.labels["le"] for sample in seconds.samples if "le" in sample.labels} >= {"0.005", "60.0", "+Inf"}
+
+
+LABELS = {
+    "a run that there is not": {"route": "/v1/runs/{run}/rounds", "method": "GET", "status": "4xx"},
+    "head": {"route": "/healthz", "method": "HEAD", "status": "2xx"},
+    "a method that nobody knows": {"route": "none", "method": "other", "status": "4xx"},
+    "none": {"route": "none", "status": "4xx"},
+}
+
+
+def test_connections_that_are_refused_are_counted(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with coordinator_thread(data, max_connections_per_address=1, proxies="") as running, running.client() as held:
+        held.get("/healthz").raise_for_status()
+        with running.client() as other:
+            problem(other.get("/healthz"), "not-ready")
+        found = parsed(held.get("/metrics"))
+    assert value(found, "connections_refused_total", problem="not-ready") == 1
+    assert value(found, "connections_open") == 1
+
+
+def test_a_token_for_one_run_sees_that_run_alone(shared: InThread, run: str) -> None:
+    other = f"{run}-other"
+    (member,) = crew(shared, run, ["a"])
+    crew(shared, other, ["b"])
+    everywhere = scraped(shared, shared.token(Scope.VIEWER))
+    assert {run, other} <= {labels[0] for labels in values(everywhere, "run_round")}
+    for token in (shared.token(Scope.VIEWER, run=run), member.joined.member_token):
+        found = scraped(shared, token)
+        assert set(found) == {family.name.removesuffix("_total") for family in OF_RUNS}
+        assert {sample.labels.get("run", run) for family in found.values() for sample in family.samples} == {run}
+        assert sum(values(found, "runs").values()) == 1
+    with httpx.Client(base_url=shared.url, trust_env=False) as stranger:
+        problem(stranger.get("/metrics"), "unauthorized")
+
+
+def test_time_series_are_bounded(shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    crew(shared, run, ["a", "b", "c"])
+    monkeypatch.setattr(seeing, "WORKERS", 2)
+    found = scraped(shared, shared.token(Scope.VIEWER, run=run))
+    assert set(values(found, "worker_joins_total", run=run)) == {("a",), ("b",)}
+    assert value(found, "run_workers_not_shown", run=run) == 1
+    last = f"{run}-last"
+    shared.create_run(spec_toml(last))
+    with shared.client() as admin:
+        admin.patch(f"/v1/runs/{run}", json={"state": "stopped"}).raise_for_status()
+    monkeypatch.setattr(runs, "RUNS", 1)
+    found = scraped(shared)
+    assert set(values(found, "run_round")) == {(last,)}, "the newest of those that go on"
+    assert value(found, "runs_not_shown") == len(shared.coordinator.runs()) - 1
+
+
+def test_a_run_that_is_removed_meanwhile_is_left_out(
+    shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew(shared, run, ["a"])
+    live = shared.live(run)
+    with shared.client() as admin:
+        admin.patch(f"/v1/runs/{run}", json={"state": "stopped"}).raise_for_status()
+        admin.delete(f"/v1/runs/{run}/workers/a").raise_for_status()
+        admin.delete(f"/v1/runs/{run}").raise_for_status()
+    others = shared.coordinator.runs()
+    monkeypatch.setattr(shared.coordinator, "runs", lambda: [*others, live])
+    assert run not in {labels[0] for labels in values(scraped(shared), "run_round")}
+
+
+def test_what_is_not_known_has_no_value(shared: InThread, run: str) -> None:
+    crew(shared, run, ["a"])
+    seen = see(shared.live(run))
+    bare = replace(seen, last_round=None, last_round_age_s=None, checkpoint_age_s=None, open_round_age_s=None)
+    names = {name for name, _, _ in of_run(bare)}
+    for absent in ("loss", "held_out_loss", "last_round_age_seconds", "open_round_age_seconds"):
+        assert f"{PREFIX}run_{absent}" not in names
+    assert not {name for name in names if name.endswith(("rounds_behind", "tokens_per_second"))}
+
+
+def test_the_labels_of_every_value_are_those_of_its_family(played: InThread) -> None:
+    arity = {family.name: len(family.labels) for family in (*OF_RUNS, *OF_THE_SERVER)}
+    found: dict[str, set[int]] = defaultdict(set)
+    for name, labels, _ in of_run(see(played.live("two"))):
+        found[name].add(len(labels))
+    assert all(lengths == {arity[name]} for name, lengths in found.items())
