@@ -146,6 +146,6 @@ def in_sentences(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if disk_is_full(error):
-            detail = f"the disk of {root} is full: make room there, and do the same again, which goes on from here"
+            detail = f"the disk of {root} is full: make room there, and do the same again"
             raise OuterstepError(f"{detail}; what was there before is as it was") from error
-        raise OuterstepError(f"{root} cannot be written: {in_words(error)}") from error
+        raise OuterstepError(f"{in_words(error)}; what was in {root} before is as it was") from error

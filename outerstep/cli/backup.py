@@ -21,7 +21,9 @@ def backup(
     directory: DirectoryArgument,
     data: Annotated[Path | None, typer.Option("--data", help="The coordinator's data directory.")] = None,
     database_url: DatabaseOption = None,
-    keep: Annotated[int, typer.Option(min=1, help="So many backups, the newest, stay in DIR.")] = 7,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="So many backups, the newest, stay in DIR. Default: 7.")
+    ] = None,
 ) -> None:
     """Back up a coordinator, which may run meanwhile.
 
@@ -34,16 +36,16 @@ def backup(
     """
     making, places = _module("making", "backup"), _module("directory", "backup")
     os.umask(0o077)  # what it writes is for nobody else on this machine
-    settings = settings_of({"data_dir": data, "database_url": database_url})
+    settings = settings_of({"data_dir": data, "database_url": database_url, "backup_keep": keep})
     root = _path(directory)
     places.check_apart(root, settings.data_dir)
     source = making.Source(_database(settings), making.files_of(settings.data_dir))
-    made = making.make(source, places.BackupDirectory(root), keep)
+    made = making.make(source, places.BackupDirectory(root), settings.backup_keep)
     manifest = made.manifest
     new = f"{made.copied_blobs} new of {len(manifest.blobs)} blobs, {bytes_text(made.copied_bytes)}"
     say(f"made backup {manifest.number} in {root}: {new}")
     if made.removed:
-        say(f"removed {_numbered(made.removed)}; --keep {keep}")
+        say(f"removed {_numbered(made.removed)}; --keep {settings.backup_keep}")
     if manifest.lost:
         shown = ", ".join(manifest.lost[:3]) + (", …" if len(manifest.lost) > 3 else "")
         say(f"without {len(manifest.lost)} blobs that are lost or spoilt in {settings.data_dir}: {shown}", err=True)

@@ -339,7 +339,7 @@ def test_a_directory_of_other_files_is_left_alone(two: Path, tmp_path: Path) -> 
     with pytest.raises(OuterstepError, match="home has other files than backups"):
         back_up(tmp_path / "data", tmp_path / "home")
     assert os.listdir(tmp_path / "home") == ["letter"]
-    with pytest.raises(OuterstepError, match="cannot be written: .*deeper: no such file or directory"):
+    with pytest.raises(OuterstepError, match="not-mounted/deeper: no such file or directory"):
         back_up(tmp_path / "data", tmp_path / "not-mounted" / "deeper")
 
 
