@@ -12,9 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from anyio import CapacityLimiter
-from sqlalchemy import select
+from sqlalchemy import URL, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from coordinator.backup.directory import check_apart
+from coordinator.backup.making import Source
+from coordinator.backup.scheduled import Schedule, Scheduled
 from coordinator.callers import Callers
 from coordinator.runs.bell import READS_AT_ONCE, Bell
 from coordinator.runs.live_run import Change, LiveRun, World
@@ -60,6 +63,8 @@ class Coordinator:
         self.room = Room()
         self.wholes = Wholes(clock, settings.parts_bytes_per_member)
         self.callers = Callers(settings, clock)
+        if settings.backup_dir is not None:
+            check_apart(settings.backup_dir, settings.data_dir)
         self.reading, self.parsing = CapacityLimiter(READS_AT_ONCE), CapacityLimiter(1)  # threads
         url = url_of(settings.database_url, settings.data_dir)
         self.data = DataDirectory(settings.data_dir)
@@ -98,12 +103,29 @@ class Coordinator:
             run = LiveRun(row, self._world)
             self._runs[run.name] = run
             restoring.restore(run)
+        self.data.gone_on()
+        self.backups = self._scheduled(url)
+
+    def _scheduled(self, url: URL) -> Scheduled | None:
+        """Return the backups that the settings ask for."""
+        if (directory := self.settings.backup_dir) is None:
+            return None
+        schedule = Schedule(directory, self.settings.backup_every_s, self.settings.backup_keep)
+        world = self._world
+        return Scheduled(schedule, Source(url, world.blobs.open), self._closing, world.clock, world.now)
+
+    @property
+    def last_backup_at(self) -> float | None:
+        """When the last good backup of the schedule was made, in seconds since 1970."""
+        return None if self.backups is None else self.backups.last_at
 
     def close(self) -> None:
         """End the work on other threads and close database and directory. The next start resumes the work."""
         self._closing.set()
         for threads in (self._jobs, self._verifying):
             threads.shutdown(wait=True, cancel_futures=True)
+        if self.backups is not None:
+            self.backups.close()
         self.database.close()
         self.data.close()
 
@@ -112,6 +134,8 @@ class Coordinator:
         self.storage.check()
         self.wholes.sweep()
         self._tick_tokens()
+        if self.backups is not None:
+            self.backups.tick()
         for run in list(self._runs.values()):
             try:
                 ending.end_without_token(run, self.tokens.is_good)
@@ -123,6 +147,8 @@ class Coordinator:
                 verifying.start_when_due(run, self._verify_at, self._verifying.submit)
                 retention.trim_events(run)
                 self.storage.tick(run)
+                if self.backups is not None:
+                    self.backups.tell(run)
             except Exception as error:  # a fault of one run must not stop the others; the next tick tries again
                 if disk_is_full(error):
                     self.storage.note_full()

@@ -36,6 +36,14 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged, to stderr")
 
+    backup_dir: Path | None = Field(
+        None,
+        description="a directory, best on another disk, in which the coordinator backs itself up while it runs; "
+        "default: it does not",
+    )
+    backup_every_s: float = Field(3600.0, gt=0, description="seconds from one such backup to the next")
+    backup_keep: int = Field(7, ge=1, description="so many backups, the newest, stay in that directory")
+
     # What anybody may take, before a token was looked at.
     max_connections: int | None = Field(
         None,

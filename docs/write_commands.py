@@ -35,6 +35,8 @@ def commands() -> Iterator[tuple[str, ...]]:
     assert isinstance(top, TyperGroup)
     for name, command in top.commands.items():
         if isinstance(command, TyperGroup):
+            if command.invoke_without_command:
+                yield (name,)
             yield from ((name, inner) for inner in command.commands)
         elif isinstance(command, TyperCommand):
             yield (name,)

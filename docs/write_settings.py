@@ -43,8 +43,8 @@ rounds = 10
 
 DATABASE = """
 The database and the data directory belong together: rows name files. So give `--database-url` at every start, and to
-`outerstep migrate`, or never: a start that finds the files of runs and no database is refused. A backup is of both:
-first the database (by SQLite's `.backup` while the coordinator serves, or while it is stopped), then the files.
+`outerstep migrate`, or never: a start that finds the files of runs and no database is refused. A backup is of both
+([deployment.md](deployment.md#backup)).
 
 - `sqlite:////var/lib/outerstep/run.db` is absolute, with four slashes; `sqlite:///run.db`, with three, is relative to
   the directory that the coordinator is started in. The directory has to be there.

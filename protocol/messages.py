@@ -597,3 +597,9 @@ class AuditEntry(_Reply):
 class Health(_Reply):
     status: str
     version: str
+
+
+class Readiness(Health):
+    """`last_backup_at`: when the coordinator's last good backup by schedule was made; null where there is none."""
+
+    last_backup_at: float | None

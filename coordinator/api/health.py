@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from coordinator.http.access import Service
 from coordinator.http.describing import refusing
 from coordinator.http.limits import LimitedRoute
-from protocol.messages import Health
+from protocol.messages import Health, Readiness
 
 router = APIRouter(tags=["health"], route_class=LimitedRoute)
 
@@ -19,7 +19,7 @@ async def healthz() -> Health:
 
 
 @router.get("/readyz", responses=refusing("not-ready", token=False))
-def readyz(service: Service) -> Health:
+def readyz(service: Service) -> Readiness:
     """The database answers and the data directory takes writes."""
     service.check_ready()
-    return Health(status="ready", version=version("outerstep"))
+    return Readiness(status="ready", version=version("outerstep"), last_backup_at=service.last_backup_at)

@@ -1,6 +1,7 @@
 """The data directory: what lies there beside the blobs, locked while a coordinator uses it.
 
 outerstep.db  admin.token  lock
+restored                       of which backup this is a copy, until a coordinator has gone on from it
 incoming/                      scratch: being received or written; emptied at start
 runs/{run}/state/{p}.{0 or 1}  the current outer state; derived from checkpoints and deltas, so not fsynced
 """
@@ -13,6 +14,8 @@ from pathlib import Path
 
 from coordinator.store.files import fsync
 from coordinator.store.locking import hold
+
+RESTORED = "restored"
 
 
 class DataDirectory:
@@ -41,6 +44,20 @@ class DataDirectory:
     def forget(self, run: str) -> None:
         """Remove the local files of a run that is no more."""
         shutil.rmtree(self.root / "runs" / run / "state", ignore_errors=True)
+
+    @property
+    def restored(self) -> str | None:
+        """Which backup this directory was restored from, in words; None once a coordinator has gone on from it."""
+        try:
+            return (self.root / RESTORED).read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return None
+
+    def gone_on(self) -> None:
+        """Forget that it was restored: every run knows."""
+        if self.restored is not None:
+            (self.root / RESTORED).unlink()
+            fsync(self.root)
 
     def close(self) -> None:
         self._lock.close()

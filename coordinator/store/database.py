@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 
 import migrations
 from coordinator.store import sqlite
+from coordinator.store.data_directory import RESTORED
 from coordinator.store.tables import Base
 from protocol.errors import OuterstepError
 
@@ -41,6 +42,10 @@ class Backend(Protocol):
     def folder(self, url: URL) -> Path | None:
         """Return the folder on this machine that a database at `url` lies in; None if it lies elsewhere."""
 
+    def copy(self, url: URL, target: Path) -> None:
+        """Copy the database, as it is at one moment, into the new file `target`, which is SQLite's whatever the
+        database is. Raises OuterstepError where it cannot be read, and OSError."""
+
     def disk_is_full(self, error: DBAPIError) -> bool:
         """Return True if `error` says that the database found the disk full."""
 
@@ -51,7 +56,10 @@ BACKENDS: dict[str, Backend] = {"sqlite": sqlite}
 def url_of(text: str | None, data_dir: Path) -> URL:
     """Return the URL that `text` is; None: of the database in `data_dir`. Raises ValueError if it cannot be used."""
     url = sqlite.url_in(data_dir) if text is None else _elsewhere(text, data_dir)
-    if any((data_dir / "runs").glob("*")) and not BACKENDS[url.get_backend_name()].exists(url):
+    there = exists(url)
+    if not there and (data_dir / RESTORED).exists():
+        raise ValueError(f"{data_dir} was not restored to the end: run `outerstep coordinator restore` again")
+    if not there and any((data_dir / "runs").glob("*")):
         raise ValueError(
             f"{data_dir} has the files of runs, and there is no database at {url!r}: give the URL that the coordinator "
             "had before, restore the database from a backup, or begin with an empty data directory"
@@ -112,6 +120,16 @@ class Database:
 
     def close(self) -> None:
         self._opened.close()
+
+
+def copy(url: URL, target: Path) -> None:
+    """Copy the database at `url` into the new file `target`, as `Backend.copy` does."""
+    BACKENDS[url.get_backend_name()].copy(url, target)
+
+
+def exists(url: URL) -> bool:
+    """Return True if there is a database at `url`."""
+    return BACKENDS[url.get_backend_name()].exists(url)
 
 
 def disk_is_full(error: BaseException) -> bool:

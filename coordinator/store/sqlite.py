@@ -1,4 +1,5 @@
-"""What is SQLite's own: where its file may be, its pragmas, how transactions begin, how a full disk is told.
+"""What is SQLite's own: where its file may be, its pragmas, how transactions begin, how a full disk is told,
+how it is copied while it is in use.
 
 WAL mode, every commit fsynced. A write begins IMMEDIATE, so it waits for others before it has done anything.
 """
@@ -6,6 +7,7 @@ WAL mode, every commit fsynced. A write begins IMMEDIATE, so it waits for others
 import errno
 import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,6 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from coordinator.store.locking import hold
+from protocol.errors import OuterstepError
 
 FILE = "outerstep.db"  # in the data directory, unless a URL says otherwise
 BUSY_S = 60  # so long a transaction waits for one of another connection
@@ -78,6 +81,28 @@ def engines(url: URL) -> tuple[Engine, Engine]:
 def folder(url: URL) -> Path | None:
     """Return the folder that the database at `url` lies in."""
     return Path(str(url.database)).resolve().parent
+
+
+def copy(url: URL, target: Path) -> None:
+    """Copy the database as it is at one moment into the new file `target`, while others read and write it.
+
+    Raises OuterstepError for a database that cannot be read or is damaged, and OSError.
+    """
+    source = Path(str(url.database)).resolve()
+    try:
+        with (
+            closing(sqlite3.connect(f"{source.as_uri()}?mode=ro", uri=True, timeout=BUSY_S)) as reading,
+            closing(sqlite3.connect(target)) as writing,
+        ):
+            reading.backup(writing)
+            writing.execute("PRAGMA journal_mode = DELETE")  # one file, with nothing beside it
+            (found,) = writing.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.Error as error:
+        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(target)) from error
+        raise OuterstepError(f"the database {source} cannot be copied: {error}") from error
+    if found != "ok":
+        raise OuterstepError(f"the database {source} is damaged, so it was not copied: {found}")
 
 
 def disk_is_full(error: DBAPIError) -> bool:

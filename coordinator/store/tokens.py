@@ -193,12 +193,16 @@ class Tokens:
             if chosen is None or self.find(secret_hash(chosen)) is not None:
                 return ""
             return "the admin token of the settings is not heeded: there is another one since the first start"
-        request = TokenRequest(scope=Scope.ADMIN, note="made at the first start")
+        note = "made at the first start"
         if chosen is not None:
-            self.create(request, Actor(), chosen=chosen)
+            self.create(TokenRequest(scope=Scope.ADMIN, note=note), Actor(), chosen=chosen)
             return "took the admin token of the settings"
-        self.create(request, Actor(), lambda secret: _write_secret(path, secret))
+        self.write_admin(path, note)
         return f"made an admin token: {path}"
+
+    def write_admin(self, path: Path, note: str) -> None:
+        """Make an admin token and write it to `path`, readable by its owner alone."""
+        self.create(TokenRequest(scope=Scope.ADMIN, note=note), Actor(), lambda secret: _write_secret(path, secret))
 
     # --- what follows from something else -------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ def restore(run: LiveRun) -> None:
     """Rebuild the run in memory and let it settle."""
     with run.lock:
         setting_aside.set_aside_newer(run)
+        setting_aside.begin_again_if_restored(run)
         _restore_workers(run)
         opening = _open_round(run)
         sweeping.sweep(run)

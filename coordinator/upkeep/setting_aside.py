@@ -7,7 +7,7 @@ recover the run's state when they ask for an assignment.
 
 from sqlalchemy import select
 
-from coordinator.runs.live_run import LiveRun
+from coordinator.runs.live_run import Change, LiveRun
 from coordinator.runs.units import return_units
 from coordinator.store.blobs import KINDS, Kind, move, round_of
 from coordinator.store.tables import EventRow, RoundRow, WorkerRow
@@ -33,13 +33,31 @@ def set_aside_newer(run: LiveRun) -> None:
             f"{place}, and every worker joins again"
         )
         change.record("restored-from-backup", message, round=run.round, files_of_round=latest)
-        live = change.session.scalars(
-            select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.state == WorkerState.LIVE)
-        ).all()
-        for row in live:  # their tokens are of a history that is gone, and their names must not be taken
-            row.state, row.token_hash = WorkerState.LOST, None
-            return_units(change.session, run.id, row.name)
+        _end_leases(change)
     _move(run, newer, place)
+
+
+def begin_again_if_restored(run: LiveRun) -> None:
+    """Where the data directory was restored from a backup, have every worker join again, and record it as an event.
+
+    There are no newer blobs then to tell it by, and yet workers may be ahead.
+    """
+    if (backup := run.world.data.restored) is None:
+        return
+    with run.change() as change:
+        message = f"{backup} was restored. The run goes on from round {run.round}, and every worker joins again"
+        change.record("restored-from-backup", message, round=run.round, files_of_round=run.round)
+        _end_leases(change)
+
+
+def _end_leases(change: Change) -> None:
+    run = change.run
+    live = change.session.scalars(
+        select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.state == WorkerState.LIVE)
+    ).all()
+    for row in live:  # their tokens are of a history that is gone, and their names must not be taken
+        row.state, row.token_hash = WorkerState.LOST, None
+        return_units(change.session, run.id, row.name)
 
 
 def next_place(run: LiveRun) -> str:

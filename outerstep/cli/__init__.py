@@ -7,6 +7,7 @@ import typer
 
 from outerstep import __version__
 from outerstep.cli import (
+    backup,
     coordinator,
     data,
     demo,
@@ -70,7 +71,10 @@ def outerstep(
         logging.lastResort.setFormatter(PrintableFormatter())
 
 
-app.command()(coordinator.coordinator)
+app.add_typer(coordinator.app, name="coordinator")
+coordinator.app.command("backup")(backup.backup)
+coordinator.app.command("backups")(backup.backups)
+coordinator.app.command("restore")(backup.restore)
 app.command()(coordinator.migrate)
 app.command(epilog=IN_WORDS)(worker.worker)
 app.command(epilog=IN_WORDS)(doctor.doctor)

@@ -1,4 +1,4 @@
-"""The commands `outerstep coordinator` and `outerstep migrate`."""
+"""The commands `outerstep coordinator` and `outerstep migrate`; those below the former are in `backup.py`."""
 
 import errno
 import os
@@ -11,6 +11,7 @@ import typer
 from outerstep.cli.connection import LogFileOption
 from outerstep.cli.faults import UsageError, import_extra, validated
 from outerstep.cli.printing import say
+from protocol.quantities import parse_seconds
 from protocol.reaching import in_words, trusting
 
 FLAGS = {
@@ -23,7 +24,12 @@ FLAGS = {
     "log_format": "--log-format",
     "log_level": "--log-level",
     "log_file": "--log-file",
+    "backup_dir": "--backup",
+    "backup_every_s": "--backup-every",
+    "backup_keep": "--backup-keep",
 }
+
+app = typer.Typer()
 
 DataOption = Annotated[
     Path | None,
@@ -41,7 +47,9 @@ DatabaseOption = Annotated[
 ]
 
 
+@app.callback(invoke_without_command=True)
 def coordinator(
+    ctx: typer.Context,
     data: DataOption = None,
     database_url: DatabaseOption = None,
     host: Annotated[
@@ -58,38 +66,55 @@ def coordinator(
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error; logs go to stderr.")] = None,
     log_format: Annotated[str | None, typer.Option(help="console, lines to read, or json, an object a line.")] = None,
     log_file: LogFileOption = None,
+    backup: Annotated[
+        Path | None,
+        typer.Option("--backup", metavar="DIR", help="Back up into this directory, again and again. See also backup."),
+    ] = None,
+    backup_every: Annotated[
+        str | None, typer.Option(metavar="TIME", help="From one such backup to the next: 30min, 12h. Default: 1h.")
+    ] = None,
+    backup_keep: Annotated[int | None, typer.Option(help="So many such backups stay. Default: 7.")] = None,
 ) -> None:
-    """Run a coordinator until SIGTERM or Ctrl-C.
+    """Run a coordinator until SIGTERM or Ctrl-C, or, with a command, do that.
 
     It applies the database migrations, goes on where it stopped, and prints one line when it is ready. Its first start
     makes an admin token and writes it to admin.token in the data directory. Each option can also be set by an
     environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE_URL, _HOST, _PORT, _TLS_CERTIFICATE, _TLS_KEY,
-    _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE.
+    _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE, _BACKUP_DIR, _BACKUP_EVERY_S, _BACKUP_KEEP.
 
     \b
     Example:
       outerstep coordinator --data ./data
       outerstep run create run.toml --token-file ./data/admin.token
     """
+    given = {
+        "data_dir": data,
+        "database_url": database_url,
+        "host": host,
+        "port": port,
+        "tls_certificate": tls_certificate,
+        "tls_key": tls_key,
+        "log_level": log_level,
+        "log_format": log_format,
+        "log_file": log_file,
+        "backup_dir": backup,
+        "backup_every_s": _seconds(backup_every),
+        "backup_keep": backup_keep,
+    }
+    if ctx.invoked_subcommand is not None:
+        misplaced = [FLAGS[key] for key, value in given.items() if value is not None]
+        if misplaced:
+            raise UsageError(f"give {', '.join(misplaced)} after `coordinator {ctx.invoked_subcommand}`, not before it")
+        return
     server = import_extra("coordinator.server", extra="coordinator", command="outerstep coordinator")
     os.umask(0o077)  # what it writes is for nobody else on this machine
-    settings = _settings(
-        {
-            "data_dir": data,
-            "database_url": database_url,
-            "host": host,
-            "port": port,
-            "tls_certificate": tls_certificate,
-            "tls_key": tls_key,
-            "log_level": log_level,
-            "log_format": log_format,
-            "log_file": log_file,
-        }
-    )
+    settings = settings_of(given)
+    if settings.backup_dir is None and not (backup_every is None and backup_keep is None):
+        raise UsageError("--backup-every and --backup-keep need --backup DIR")
     if settings.tls_key is not None and settings.tls_certificate is None:
         raise UsageError("--tls-key needs --tls-certificate")
     _check_certificate(settings.tls_certificate, settings.tls_key)
-    _database_url(settings)
+    database_url_of(settings)
     if settings.log_file is not None:
         try:
             settings.log_file.open("a").close()
@@ -114,8 +139,8 @@ def migrate(data: DataOption = None, database_url: DatabaseOption = None) -> Non
     """
     database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep migrate")
     os.umask(0o077)
-    settings = _settings({"data_dir": data, "database_url": database_url})
-    url = _database_url(settings)
+    settings = settings_of({"data_dir": data, "database_url": database_url})
+    url = database_url_of(settings)
     try:
         if settings.database_url is None:
             settings.data_dir.mkdir(parents=True, exist_ok=True)
@@ -125,7 +150,14 @@ def migrate(data: DataOption = None, database_url: DatabaseOption = None) -> Non
     say(f"the database {url!r} is at the newest schema")
 
 
-def _settings(given: dict[str, Any]) -> Any:
+def _seconds(text: str | None) -> float | None:
+    try:
+        return None if text is None else parse_seconds(text)
+    except ValueError as error:
+        raise UsageError(f"--backup-every: {text!r} is not a time such as 30min or 12h") from error
+
+
+def settings_of(given: dict[str, Any]) -> Any:
     """Return the coordinator's Settings, from the options that were given, the environment, and the defaults."""
     settings = import_extra("coordinator.settings", extra="coordinator", command="outerstep coordinator")
     return validated(settings.Settings, given, FLAGS)
@@ -153,7 +185,7 @@ def _check_certificate(certificate: Path | None, key: Path | None) -> None:
         raise UsageError(f"--tls-key: {in_words(error)}") from error
 
 
-def _database_url(settings: Any) -> Any:
+def database_url_of(settings: Any) -> Any:
     """Return the URL of the coordinator's database. Raises UsageError if there can be none."""
     database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep coordinator")
     try:

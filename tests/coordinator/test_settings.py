@@ -1,6 +1,9 @@
 """The coordinator's settings, by argument and by environment."""
 
+import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,6 @@ from pydantic import SecretStr, ValidationError
 from benchmarks.harness.coordinator import CoordinatorProcess
 from coordinator.server import make_server
 from coordinator.settings import Settings
-from outerstep.cli.coordinator import coordinator as cli_coordinator
-from outerstep.cli.faults import UsageError
 from outerstep.rest import connect
 
 PREFIX = "OUTERSTEP_COORDINATOR_"
@@ -34,6 +35,9 @@ def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> Non
         "log_format": "json",
         "log_file": "/c.log",
         "admin_token": TOKEN,
+        "backup_dir": "/backups",
+        "backup_every_s": "600",
+        "backup_keep": "3",
         "max_connections": "99",
         "max_connections_per_address": "9",
         "proxies": "10.0.0.0/8, 127.0.0.1",
@@ -61,6 +65,9 @@ def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> Non
         "log_format": "json",
         "log_file": Path("/c.log"),
         "admin_token": SecretStr(TOKEN),
+        "backup_dir": Path("/backups"),
+        "backup_every_s": 600.0,
+        "backup_keep": 3,
         "max_connections": 99,
         "max_connections_per_address": 9,
         "proxies": "10.0.0.0/8, 127.0.0.1",
@@ -121,8 +128,11 @@ def test_an_ipv6_address_stands_in_brackets_in_the_url(tmp_path: Path) -> None:
         assert running.url == f"http://[::1]:{coordinator.port}"
         with connect(running.url, running.admin_token) as client:
             assert list(client.runs()) == []
-        with pytest.raises(UsageError, match=rf"cannot serve at \[::1\]:{coordinator.port} from .* in use"):
-            cli_coordinator(data=tmp_path / "other", host="::1", port=coordinator.port)
+        arguments = ["--data", str(tmp_path / "other"), "--host", "::1", "--port", str(coordinator.port)]
+        command = [sys.executable, "-m", "outerstep", "coordinator", *arguments]
+        refused = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert refused.returncode == 2
+        assert re.search(rf"cannot serve at \[::1\]:{coordinator.port} from .* in use", refused.stderr)
     finally:
         coordinator.stop()
 

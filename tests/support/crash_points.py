@@ -36,6 +36,7 @@ _THROUGH = (
 _RUN = re.compile(r"^runs/[^/]+/?")
 _WORKER = re.compile(r"\.[a-z]+\.[0-9a-f]{16}$")
 _DIGEST = re.compile(r"\.[0-9a-f]{16}$")
+_CONTENT = re.compile(r"\b[0-9a-f]{64}\b")
 _NUMBER = re.compile(r"\b[0-9]+\b")
 _CHANGE = re.compile(r"(?:INSERT INTO|UPDATE|DELETE FROM) (\w+)")
 
@@ -108,6 +109,7 @@ class CrashPoints:
 def kind(path: str, root: str) -> str:
     """What the file or folder below `root` is: its path without the names of runs and workers, and without numbers."""
     inside = _RUN.sub("", path[len(root) :].strip("/")) or "."
+    inside = _CONTENT.sub("D", inside)
     return _NUMBER.sub("N", _DIGEST.sub(".D", _WORKER.sub(".W", inside)))
 
 

@@ -1,4 +1,5 @@
-"""The processes under test of `crash_points.py`: a coordinator and a worker, started as their commands start them."""
+"""The processes under test of `crash_points.py`: a coordinator, a worker, a backup and a restore, started as their
+commands start them."""
 
 import os
 import sys
@@ -11,6 +12,7 @@ import transformers
 from sqlalchemy import URL, Engine
 from sqlalchemy.orm import Session
 
+import coordinator.backup.putting_back
 import coordinator.server
 import worker.agent
 from coordinator.store import database, sqlite
@@ -19,7 +21,12 @@ from tests.support.crash_points import Changes, CrashPoints, caller
 from worker.link.client import Client
 from worker.state.outer_state import OuterState
 
-IMPORTED = (coordinator.server, worker.agent, transformers.LlamaForCausalLM)  # once, before the fork
+IMPORTED = (
+    coordinator.backup.putting_back,
+    coordinator.server,
+    worker.agent,
+    transformers.LlamaForCausalLM,
+)  # once, before the fork
 
 
 def run_coordinator(folder: Path, data_dir: Path, port: int) -> None:
@@ -61,6 +68,18 @@ def run_worker(folder: Path, url: str, run: str, token: str) -> None:
     os.environ["OUTERSTEP_TOKEN"] = token
     arguments = ["worker", url, "--run", run, "--name", folder.name, "--state", str(folder / "state")]
     _become(folder, [*arguments, "--threads", "1", "--device", "cpu", "--data-root", "/"])
+
+
+def run_backup(folder: Path, data_dir: Path, root: Path) -> None:
+    """`outerstep coordinator backup`, of which one stays."""
+    CrashPoints(folder, root).wrap_files()
+    _become(folder, ["coordinator", "backup", str(root), "--data", str(data_dir), "--keep", "1"])
+
+
+def run_restore(folder: Path, root: Path, data_dir: Path) -> None:
+    """`outerstep coordinator restore`."""
+    CrashPoints(folder, data_dir).wrap_files()
+    _become(folder, ["coordinator", "restore", str(root), "--data", str(data_dir)])
 
 
 def _become(folder: Path, arguments: list[str]) -> None:

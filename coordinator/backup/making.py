@@ -1,0 +1,151 @@
+"""Making a backup, while the coordinator runs or not.
+
+First the database is copied, as it is at one moment, and then each blob that the rows of that copy need, unless an
+earlier backup has it already: a blob never changes. The coordinator goes on meanwhile, and deletes blobs when newer
+checkpoints cover them. Its rows go first. So where a blob is gone, the database is copied anew, and the newer copy does
+not need it; what was copied stays. If it does need it, the coordinator has lost that blob itself: the manifest says so.
+
+Nothing is held back in the coordinator for this, and a backup that is killed leaves nothing there to be let go of. It
+comes to an end where blobs are copied faster than the run makes those that are kept, for each time fewer are new.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from sqlalchemy import URL
+
+from coordinator.backup import pruning
+from coordinator.backup.copying import copy_whole, go_on
+from coordinator.backup.directory import BackupDirectory, content_of
+from coordinator.backup.manifest import Blob, Manifest, RunSummary
+from coordinator.backup.needed import needed
+from coordinator.store import database
+from coordinator.store.blobs import Reader
+from coordinator.store.database import disk_is_full
+from coordinator.store.files import FileReader
+from protocol.errors import OuterstepError
+from protocol.reaching import in_words
+
+ATTEMPTS = 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """What backups are made of: a database, and `open_blob`, which raises FileNotFoundError for a blob that is gone."""
+
+    database: URL
+    open_blob: Callable[[str], Reader]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A backup that was made, what was new in it, and the backups that were removed afterwards."""
+
+    manifest: Manifest
+    copied_blobs: int
+    copied_bytes: int
+    removed: list[int]
+
+
+def files_of(data_dir: Path) -> Callable[[str], Reader]:
+    """Return what opens the blobs of a data directory, whoever else uses it."""
+
+    def open_blob(name: str) -> Reader:
+        try:
+            return FileReader(data_dir / name)
+        except FileNotFoundError:
+            # Deltas and checkpoints of older versions have no digest in their names until a coordinator has started.
+            return FileReader(data_dir / name.rpartition(".")[0])
+
+    return open_blob
+
+
+def make(
+    source: Source,
+    backups: BackupDirectory,
+    keep: int,
+    now: Callable[[], float] = time.time,
+    interrupt: Callable[[], object] = go_on,
+) -> Made:
+    """Make a backup, durable when this returns, and then remove all but the newest `keep`.
+
+    `interrupt` is called now and then, and what it raises ends the work. Raises OuterstepError, with what to do.
+    """
+    with in_sentences(backups.root), backups.locked():
+        copying = _Copying(source, backups, interrupt)
+        copied = copying.until_nothing_is_gone(now)
+        manifest = Manifest(
+            number=max(backups.numbers(), default=0) + 1,
+            made_at=copied.made_at,
+            version=version("outerstep"),
+            runs=copied.runs,
+            database=content_of(copied.database),
+            blobs=[blob for blob in copied.blobs if blob.name not in copied.lost],
+            lost=sorted(copied.lost),
+        )
+        backups.add(manifest, copied.database)
+        return Made(manifest, copying.blobs, copying.bytes, pruning.prune(backups, keep))
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """The copy of a database that was made at some time, and the blobs that it needs: all are there but the `lost`."""
+
+    made_at: float
+    database: Path
+    runs: list[RunSummary]
+    blobs: list[Blob]
+    lost: set[str]
+
+
+class _Copying:
+    """The copying of one backup, and how much of it was new."""
+
+    def __init__(self, source: Source, backups: BackupDirectory, interrupt: Callable[[], object]) -> None:
+        self._source, self._backups, self._interrupt = source, backups, interrupt
+        self.blobs = self.bytes = 0
+
+    def until_nothing_is_gone(self, now: Callable[[], float]) -> _Copied:
+        gone: set[str] = set()
+        for _ in range(ATTEMPTS):
+            made_at, copied = now(), self._backups.scratch()
+            database.copy(self._source.database, copied)
+            runs, blobs = needed(copied)
+            missing = {blob.name for blob in blobs if not self._have(blob)}
+            if missing <= gone:
+                return _Copied(made_at, copied, runs, blobs, missing)
+            gone |= missing
+            copied.unlink()
+        raise OuterstepError(
+            f"after {ATTEMPTS} copies of the database there are still blobs that are deleted before they are copied: "
+            "back up to a faster disk, or keep more checkpoints in the run's spec"
+        )
+
+    def _have(self, blob: Blob) -> bool:
+        """Copy a blob unless it is there; return False if it is gone or spoilt."""
+        self._interrupt()
+        if self._backups.holds(blob):
+            return True
+        with suppress(FileNotFoundError), self._source.open_blob(blob.name) as reader:
+            file = self._backups.scratch()
+            if copy_whole(reader, file, blob.digest, self._interrupt):
+                self._backups.take_blob(file, blob.digest)
+                self.blobs, self.bytes = self.blobs + 1, self.bytes + blob.size
+                return True
+        return False
+
+
+@contextmanager
+def in_sentences(root: Path) -> Iterator[None]:
+    """Raise OuterstepError, with what to do, for an OSError of the block, which writes below `root`."""
+    try:
+        yield
+    except OSError as error:
+        if disk_is_full(error):
+            detail = f"the disk of {root} is full: make room there, and do the same again"
+            raise OuterstepError(f"{detail}; what was there before is as it was") from error
+        raise OuterstepError(f"{in_words(error)}; what was in {root} before is as it was") from error

@@ -1,0 +1,149 @@
+"""The commands `outerstep coordinator backup|backups|restore`."""
+
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from outerstep.cli.coordinator import DatabaseOption, database_url_of, settings_of
+from outerstep.cli.faults import UsageError, import_extra
+from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
+from outerstep.display import table
+from outerstep.units import bytes_text
+from protocol.errors import OuterstepError
+
+DirectoryArgument = Annotated[str, typer.Argument(metavar="DIR", help="The directory of backups.", show_default=False)]
+
+
+def backup(
+    directory: DirectoryArgument,
+    data: Annotated[Path | None, typer.Option("--data", help="The coordinator's data directory.")] = None,
+    database_url: DatabaseOption = None,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="So many backups, the newest, stay in DIR. Default: 7.")
+    ] = None,
+) -> None:
+    """Back up a coordinator, which may run meanwhile.
+
+    Copies the database and the blobs that it needs, as of one moment. What an earlier backup in DIR has already is not
+    copied again. Older backups than the newest --keep go once the new one is durable. admin.token is not copied.
+
+    \b
+    Example:
+      outerstep coordinator backup /mnt/backups --data ./data
+    """
+    making, places = _module("making", "backup"), _module("directory", "backup")
+    os.umask(0o077)  # what it writes is for nobody else on this machine
+    settings = settings_of({"data_dir": data, "database_url": database_url, "backup_keep": keep})
+    root = _path(directory)
+    places.check_apart(root, settings.data_dir)
+    source = making.Source(_database(settings), making.files_of(settings.data_dir))
+    made = making.make(source, places.BackupDirectory(root), settings.backup_keep)
+    manifest = made.manifest
+    new = f"{made.copied_blobs} new of {len(manifest.blobs)} blobs, {bytes_text(made.copied_bytes)}"
+    say(f"made backup {manifest.number} in {root}: {new}")
+    if made.removed:
+        say(f"removed {_numbered(made.removed)}; --keep {settings.backup_keep}")
+    if manifest.lost:
+        shown = ", ".join(manifest.lost[:3]) + (", …" if len(manifest.lost) > 3 else "")
+        say(f"without {len(manifest.lost)} blobs that are lost or spoilt in {settings.data_dir}: {shown}", err=True)
+
+
+def backups(directory: DirectoryArgument, output: FormatOption = Format.TABLE) -> None:
+    """List the backups in DIR, newest first, and whether they are whole: every byte is read.
+
+    Ends with exit code 3 if one is damaged.
+
+    \b
+    Example:
+      outerstep coordinator backups /mnt/backups
+    """
+    checking, places = _module("checking", "backups"), _module("directory", "backups")
+    infos = checking.Checker(places.existing(_path(directory))).infos()
+    if output is Format.JSON:
+        print_json(infos)
+    else:
+        console().print(table(["backup", "made at", "runs", "bytes", "blobs", "state"], [_row(info) for info in infos]))
+    damaged = [info for info in infos if info.damage]
+    if damaged:
+        told = "; ".join(f"backup {info.number}: {info.damage}" for info in damaged)
+        remedy = "restore another one; once you delete a damaged blob, the next backup copies it anew"
+        raise OuterstepError(f"{told}. Do not rely on it: {remedy}")
+
+
+def restore(
+    directory: DirectoryArgument,
+    data: Annotated[
+        Path, typer.Option("--data", metavar="NEW", help="The new data directory: empty, or made.", show_default=False)
+    ],
+    number: Annotated[
+        int | None, typer.Option("--backup", metavar="N", help="Which backup. Default: the newest whole one.")
+    ] = None,
+    new_admin_token: Annotated[
+        bool, typer.Option("--new-admin-token", help="Make another admin token too, in NEW/admin.token.")
+    ] = False,
+) -> None:
+    """Restore a backup into a new data directory.
+
+    Every byte is compared with its digest before it is called restored. Then start the coordinator there, best at the
+    address of before, where workers wait for it: they join again by themselves, and those that are ahead fetch the
+    run's state. Tokens of then are good again; admin.token is not in a backup, so whoever has lost that file with the
+    disk asks for a new one.
+
+    \b
+    Example:
+      outerstep coordinator restore /mnt/backups --data ./data-2 --new-admin-token
+      outerstep coordinator --data ./data-2
+    """
+    putting_back, places = _module("putting_back", "restore"), _module("directory", "restore")
+    os.umask(0o077)
+    root = _path(directory)
+    found = places.existing(root)
+    places.check_apart(root, data)
+    manifest = putting_back.restore(found, number, data, lambda text: say(text, err=True))
+    runs = ", ".join(f"{run.name} at state {run.round}" for run in manifest.runs) or "no runs"
+    say(f"restored backup {manifest.number} of {time_text(manifest.made_at)} into {data}: {runs}")
+    if new_admin_token:
+        say(f"made an admin token: {putting_back.new_admin_token(data)}")
+    if manifest.lost:
+        say(f"without {len(manifest.lost)} blobs that were lost before the backup was made", err=True)
+
+
+def _row(info: Any) -> list[str]:
+    runs = ", ".join(f"{run.name} {run.round}" for run in info.runs)
+    made_at = "?" if info.made_at is None else time_text(info.made_at)
+    size = "?" if info.bytes is None else bytes_text(info.bytes)
+    return [str(info.number), made_at, runs, size, str(info.blobs), "damaged" if info.damage else "whole"]
+
+
+def _numbered(numbers: list[int]) -> str:
+    return f"backup{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
+
+
+def _module(name: str, command: str) -> ModuleType:
+    return import_extra(f"coordinator.backup.{name}", extra="coordinator", command=f"outerstep coordinator {command}")
+
+
+def _path(directory: str) -> Path:
+    """Return the directory that was named. Raises UsageError for an address."""
+    if "://" in directory:
+        raise UsageError(
+            f"{directory}: backups go to a directory; copy that one on to a store of objects with a tool for it "
+            "(docs/deployment.md)"
+        )
+    return Path(directory)
+
+
+def _database(settings: Any) -> Any:
+    """Return the URL of the database. Raises UsageError if there is none."""
+    url = database_url_of(settings)
+    if not _module("making", "backup").database.exists(url):
+        if not settings.data_dir.is_dir():
+            raise UsageError(f"there is no directory {settings.data_dir}: give --data")
+        raise UsageError(
+            f"{settings.data_dir} has no database, so it is no coordinator's data directory: give another --data, or "
+            "--database-url where the database is elsewhere"
+        )
+    return url

@@ -1,0 +1,98 @@
+"""`outerstep coordinator backup|backups|restore`, beside a coordinator that runs."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from outerstep.cli import app
+from tests.outerstep.conftest import Served, serving
+from tests.outerstep.examples import SPEC
+
+
+@pytest.fixture(autouse=True)
+def _umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def outerstep(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(map(str, arguments)), prog_name="outerstep")
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_backing_up_listing_and_restoring(tmp_path: Path):
+    root, new = tmp_path / "backups", tmp_path / "new"
+    with serving(tmp_path / "data") as served:
+        assert served.outerstep("run", "create", "-", stdin=SPEC.replace("demo", "kept"))[0] == 0
+        assert outerstep("coordinator", "backup", root, "--data", served.data) == (
+            0,
+            f"made backup 1 in {root}: 0 new of 0 blobs, 0 B\n",
+            "",
+        )
+        assert served.outerstep("run", "create", "-", stdin=SPEC.replace("demo", "later"))[0] == 0
+        code, out, err = outerstep("coordinator", "backup", root, "--data", served.data, "--keep", 1)
+        assert (code, out.splitlines()[1:], err) == (0, ["removed backup 1; --keep 1"], "")
+        assert outerstep("coordinator", "backup", root, "--data", served.data)[0] == 0
+        token = served.admin_token
+    code, out, _ = outerstep("coordinator", "backups", root)
+    assert (code, out.split()[:7]) == (0, ["backup", "made", "at", "runs", "bytes", "blobs", "state"])
+    assert re.search(r"^3 +20\S+ \S+ +kept 0, later 0 +.* whole$", out, re.MULTILINE)
+    listed = json.loads(outerstep("coordinator", "backups", root, "--format", "json")[1])
+    assert [(each["number"], each["damage"], len(each["runs"])) for each in listed] == [(3, "", 2), (2, "", 2)]
+
+    code, out, err = outerstep("coordinator", "restore", root, "--data", new, "--backup", 2, "--new-admin-token")
+    assert (code, err) == (0, "")
+    assert re.search(rf"restored backup 2 of 20.* into {new}: kept at state 0, later at state 0", out)
+    assert f"made an admin token: {new}/admin.token" in out
+    with serving(new) as again:
+        for secret in (token, again.admin_token):
+            assert "later" in again.outerstep("run", "ls", token=secret)[1]
+    found = [path for folder in (root, new) for path in folder.rglob("*") if path.is_file()]
+    assert [path for path in found if path.stat().st_mode & 0o077] == []
+
+
+def test_a_damaged_backup_is_shown_and_ends_with_3(tmp_path: Path, served: Served):
+    root = tmp_path / "backups"
+    for _ in range(2):
+        outerstep("coordinator", "backup", root, "--data", served.data)
+    database = root / "backups" / "2.db"
+    database.write_bytes(database.read_bytes()[:-1] + b"?")
+    code, out, err = outerstep("coordinator", "backups", root)
+    assert code == 3
+    assert [line.split()[-1] for line in out.strip().splitlines()[1:]] == ["damaged", "whole"]
+    assert err.startswith(f"outerstep: backup 2: {database} is missing or damaged. Do not rely on it: restore another")
+    code, out, err = outerstep("coordinator", "restore", root, "--data", tmp_path / "new")
+    assert (code, out.startswith("restored backup 1")) == (0, True)
+    assert err.startswith("backup 2 is not whole, so an older one is looked for: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["backup", "{tmp}/b", "--data", "{tmp}/none"], 2, "there is no directory {tmp}/none: give --data"),
+        (["backup", "{tmp}/b", "--data", "{tmp}"], 3, "are within each other: name a directory for backups that is"),
+        (["backup", "{tmp}/b", "--data", "{tmp}/empty"], 2, "{tmp}/empty has no database, so it is no coordinator's"),
+        (["backup", "s3://bucket/b", "--data", "{tmp}/empty"], 2, "s3://bucket/b: backups go to a directory"),
+        (["backup", "{tmp}/b", "--keep", "0"], 2, "--keep"),
+        (["backups", "{tmp}/none"], 3, "there is no directory {tmp}/none"),
+        (["backups", "{tmp}/empty"], 3, "there is no backup in {tmp}/empty: `outerstep coordinator backup"),
+        (["restore", "{tmp}/empty", "--data", "{tmp}/new"], 3, "there is no backup in {tmp}/empty"),
+        (["--data", "{tmp}/empty", "backup", "{tmp}/b"], 2, "give --data after `coordinator backup`, not before it"),
+        (["--backup-every", "1h"], 2, "--backup-every and --backup-keep need --backup DIR"),
+        (["--backup", "{tmp}/b", "--backup-every", "soon"], 2, "--backup-every: 'soon' is not a time such as 30min"),
+        (["--backup", "{tmp}/b", "--backup-every", "0"], 2, "--backup-every = 0.0: input should be greater than 0"),
+        (["--backup", "{tmp}/b", "--backup-keep", "0"], 2, "--backup-keep"),
+    ],
+)
+def test_what_is_refused_with_a_sentence(tmp_path: Path, arguments: list[str], code: int, told: str):
+    (tmp_path / "empty").mkdir()
+    found = outerstep("coordinator", *(each.format(tmp=tmp_path) for each in arguments))
+    assert found[0] == code
+    assert told.format(tmp=tmp_path) in " ".join(found[2].split())

@@ -1,0 +1,58 @@
+"""Backups for tests, made and restored as the commands do it."""
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+from coordinator.backup.checking import Checker
+from coordinator.backup.directory import BackupDirectory, is_whole
+from coordinator.backup.making import Made, Source, files_of, make
+from coordinator.backup.manifest import Manifest
+from coordinator.backup.putting_back import new_admin_token, restore
+from coordinator.store import sqlite
+from coordinator.store.blobs import Reader
+
+
+def back_up(
+    data_dir: Path, root: Path, keep: int = 7, before_opening: Callable[[str], object] = lambda _: None
+) -> Made:
+    """Back up a data directory, whoever uses it; `before_opening` is called with the name of each blob."""
+    open_blob = files_of(data_dir)
+
+    def opening(name: str) -> Reader:
+        before_opening(name)
+        return open_blob(name)
+
+    return make(Source(sqlite.url_in(data_dir), opening), BackupDirectory(root), keep)
+
+
+def restored(root: Path, data_dir: Path, number: int | None = None) -> Manifest:
+    """Restore a backup, with a new admin token."""
+    manifest = restore(BackupDirectory(root), number, data_dir)
+    new_admin_token(data_dir)
+    return manifest
+
+
+def damages(root: Path) -> dict[int, str]:
+    """What is wrong with each backup, by number."""
+    return {info.number: info.damage for info in Checker(BackupDirectory(root)).infos()}
+
+
+def blobs_in(root: Path) -> set[str]:
+    """The names of the files of blobs."""
+    return {path.name for path in (root / "blobs").iterdir()}
+
+
+def check_restored(data_dir: Path, manifest: Manifest) -> None:
+    """The data directory, in which no coordinator has been yet, has the database and the blobs of the backup, and no
+    others."""
+    assert is_whole(data_dir / sqlite.FILE, manifest.database)
+    found = {path.relative_to(data_dir).as_posix() for path in (data_dir / "runs").rglob("*") if path.is_file()}
+    assert found == {blob.name for blob in manifest.blobs}
+    assert all(is_whole(data_dir / blob.name, blob) for blob in manifest.blobs)
+
+
+def round_in(database: Path, run: str) -> int:
+    """The round that a database knows."""
+    with sqlite3.connect(database) as connection:
+        return int(connection.execute("SELECT round FROM runs WHERE name = ?", [run]).fetchone()[0])

@@ -1,0 +1,80 @@
+"""The machine of the coordinator is lost while real workers train: restored from a backup at its address, the run goes
+on, and all of them follow."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.harness.coordinator import CoordinatorProcess
+from protocol.messages import Scope
+from tests.support.backing_up import back_up, restored
+from tests.support.specs import tiny_spec
+from tests.support.text import write_text
+from tests.support.workers import ForkedWorker
+from tests.test_kill import get, hold_back
+
+pytestmark = pytest.mark.system
+
+NAMES = ["w0", "w1", "w2"]
+ROUNDS = 8
+UNIT_TOKENS = 4 * 32
+
+
+def go_on(worker: ForkedWorker) -> None:
+    """Let a worker go on that was held back."""
+    assert worker.process is not None
+    os.kill(worker.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("overlap", [0, 2], ids=["classic", "streaming"])
+def test_every_replica_ends_with_the_state_of_the_restored_coordinator(tmp_path: Path, overlap: int) -> None:
+    torch.set_num_threads(1)
+    text = write_text(tmp_path / "text", seed=2)
+    spec = tiny_spec(
+        "killed",
+        text,
+        seed=3,
+        rounds=ROUNDS,
+        min_workers=3,
+        sync=f"overlap = {overlap}",
+        members="lease_s = 3600\n[checkpoints]\nevery_rounds = 1\nkeep = 2",
+    )
+    lost, new = CoordinatorProcess(tmp_path / "data"), CoordinatorProcess(tmp_path / "new")
+    running = lost.start()
+    new.port = lost.port
+    workers: list[ForkedWorker] = []
+    try:
+        running.create_run(spec)
+        token = running.token(Scope.WORKER)
+        workers = [ForkedWorker(running.url, "killed", name, token, tmp_path / name) for name in NAMES]
+        for worker in workers:
+            worker.start()
+        held = hold_back(running, workers[1], from_round=1)  # so that it is known of which round the backup is
+        made = back_up(tmp_path / "data", tmp_path / "backups")
+        assert (made.manifest.runs[0].round, made.manifest.lost) == (held, [])
+        go_on(workers[1])
+        assert hold_back(running, workers[1], from_round=held + 2) >= held + 2
+        lost.kill()
+        shutil.rmtree(tmp_path / "data")
+        restored(tmp_path / "backups", tmp_path / "new")
+        running = new.start()
+        go_on(workers[1])
+        for worker in workers:
+            assert worker.wait() == 0, worker.log.read_text()
+        final = get(running, f"/v1/runs/killed/checkpoints/{ROUNDS}")
+        epochs = get(running, "/v1/runs/killed/units")["items"]
+        detail, told = get(running, "/v1/runs/killed"), get(running, "/v1/runs/killed/workers")["items"]
+        recorded = [event["kind"] for event in get(running, "/v1/runs/killed/events?limit=1000")["items"]]
+    finally:
+        for worker in workers:
+            if worker.process is not None and worker.process.poll() is None:
+                worker.kill()
+        lost.stop()
+        new.stop()
+    assert recorded.count("restored-from-backup") == 1
+    assert [worker["state_digest"] for worker in told] == [final["state_digest"]] * len(NAMES)
+    assert detail["tokens"] == sum(epoch["consumed"] for epoch in epochs) * UNIT_TOKENS
