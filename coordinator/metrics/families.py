@@ -108,6 +108,10 @@ OF_THE_SERVER = (
     _of_the_server("event_streams_open", "streams", "of server-sent events"),
     _of_the_server("disk_free_bytes", "bytes", "free for the coordinator where its `data` or `database` lies", "place"),
     _of_the_server("disk_size_bytes", "bytes", "the size of that file system", "place"),
+    _of_the_server("backup_interval_seconds", "s", "from one backup of the schedule to the next; absent without one"),
+    _of_the_server(
+        "last_backup_timestamp_seconds", "s", "when its last good one was made, since 1970; absent before the first"
+    ),
 )
 
 FAMILIES = (*OF_RUNS, *OF_THE_SERVER)

@@ -18,6 +18,7 @@ from coordinator.metrics.seeing import see
 from coordinator.metrics.values import of_run
 from protocol.messages import RunState, Scope
 from tests.coordinator.crew import crew, events, measure_everything, problem
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ("process_", "python_")
@@ -68,8 +69,8 @@ def test_every_family_of_the_table_is_exported_and_no_other(played: InThread) ->
         assert metric.type == family.type, family
         assert metric.documentation == f"{family.meaning} ({family.unit})"
         labels = {label for sample in metric.samples for label in sample.labels if label != "le"}
-        assert metric.samples, f"{family.name} has no value"
-        assert labels == set(family.labels), family.name
+        assert metric.samples or "backup" in family.name, f"{family.name} has no value"
+        assert labels == set(family.labels), family.name  # those of backups have none
         assert all(family.type != "counter" or sample.name.endswith("_total") for sample in metric.samples)
     assert not [name for name in found if name.endswith("_created")]
     assert {"process_resident_memory_bytes", "process_open_fds", "python_gc_collections"} <= set(found)
@@ -186,6 +187,16 @@ def test_connections_that_are_refused_are_counted(tmp_path: Path) -> None:
         found = parsed(held.get("/metrics"))
     assert value(found, "connections_refused_total", problem="not-ready") == 1
     assert value(found, "connections_open") == 1
+
+
+def test_when_the_last_backup_was_made_is_told_where_there_is_a_schedule(played: InThread, tmp_path: Path) -> None:
+    for name in ("backup_interval_seconds", "last_backup_timestamp_seconds"):
+        assert not scraped(played)[PREFIX + name].samples
+    with coordinator_thread(tmp_path / "data", backup_dir=tmp_path / "backups", backup_every_s=900.0) as running:
+        wait_until(lambda: running.coordinator.last_backup_at is not None)
+        found = scraped(running)
+        assert value(found, "backup_interval_seconds") == 900
+        assert value(found, "last_backup_timestamp_seconds") == running.coordinator.last_backup_at
 
 
 def test_a_token_for_one_run_sees_that_run_alone(shared: InThread, run: str) -> None:
