@@ -242,7 +242,7 @@ def test_in_the_first_round_of_two_the_plausible_one_stays() -> None:
 def test_a_worker_alone_is_shortened_to_what_is_usual_and_never_left_out() -> None:
     (alone,) = honest(1)
     judgement = judged([alone * np.float32(1e6)], usual=1.0)
-    assert judgement.verdicts["w0"].factor * 1e6 == pytest.approx(judgement.reference, rel=0.05)  # type: ignore[operator]
+    assert judgement.verdicts["w0"].factor * 1e6 == pytest.approx(judgement.reference, rel=0.05)
     assert factors(judged([alone], usual=1.0)) == [1.0]
     assert factors(judged([alone])) == [1.0]
 
