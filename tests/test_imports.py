@@ -57,7 +57,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "service": {"settings", "callers", "store", "tuning", "runs", "workers", "sync", "settling", "upkeep"},
         "http": {"settings", "store", "tuning", "runs", "service"},
         "api": {"store", "runs", "workers", "sync", "round_reports", "reports", "service", "http"},
-        "app": {"service", "http", "api"},
+        "dashboard": set(),
+        "app": {"service", "http", "api", "dashboard"},
         "server": {"settings", "store", "tuning", "service", "http", "app"},
     },
     "worker": {
