@@ -243,7 +243,7 @@ def test_making_and_revoking_a_join_token(browser: Browser, played: Played) -> N
         click(found, "Make it")
         secret = page.locator(".fresh code").first.inner_text()
         assert secret.startswith("ostj_")
-        expect(page.locator(".fresh")).to_contain_text(f"outerstep worker {running.url}/ --run {played.run}")
+        expect(page.locator(".fresh")).to_contain_text(f"outerstep worker {running.url} --run {played.run}")
         with running.client(secret) as box:
             own = box.get("/v1/tokens/self").raise_for_status().json()
         assert (own["scope"], own["run"]) == ("join", played.run)

@@ -18,6 +18,11 @@ function load() {
   return loading;
 }
 
+/** Wait until the page has nothing else to do, which is soon. */
+function quiet() {
+  return new Promise((done) => (window.requestIdleCallback ? requestIdleCallback(done, { timeout: 1000 }) : setTimeout(done, 200)));
+}
+
 /** Let style sheets that are made from now on be none, until the function that is returned is called: the library has
  * one for maps, which are never drawn here, and the page's policy forbids sheets that come from no file. */
 function withoutStyles() {
@@ -44,7 +49,7 @@ function layout({ x, y, log }) {
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 12 } },
     dragmode: false,
     xaxis: { ...axis, title: title(x), showgrid: false },
-    yaxis: { ...axis, title: title(y), type: log ? "log" : "linear", ...(log ? { dtick: 1, exponentformat: "SI" } : {}) },
+    yaxis: { ...axis, title: title(y), type: log ? "log" : "linear", ...(log ? { dtick: 1, exponentformat: "SI", ticksuffix: "B" } : {}) },
   };
 }
 
@@ -52,16 +57,18 @@ function layout({ x, y, log }) {
 export function chart() {
   const element = document.createElement("div");
   element.className = "chart";
+  element.hidden = true;
   let wanted = null;
   let drawn = null;
   let seen = false;
 
   async function redraw() {
-    if (!seen || !wanted) return;
+    if (!seen || element.hidden) return; // what can be read comes first
     const asked = JSON.stringify(wanted);
     if (asked === drawn) return;
     drawn = asked;
     try {
+      if (!loading) await quiet();
       const Plotly = await load();
       const { lines, axes } = wanted;
       const traces = lines.map((line) => ({
@@ -95,6 +102,7 @@ export function chart() {
     element,
     draw(lines, axes) {
       wanted = { lines, axes };
+      element.hidden = !lines.some((line) => line.x.length);
       redraw();
     },
   };

@@ -6,6 +6,9 @@ import { median } from "./units.js";
 const SUCCESSIVE = ["join", "seed", "recover", "wait", "evaluate", "train", "gather", "sync", "leave"];
 const LAST = 20; // rounds by which it is said what comes
 
+// What a worker's time is shown as.
+export const KINDS = { train: "training", send: "sending", wait: "waiting", other: "joining, evaluating" };
+
 /** The share of the workers' time that went into inner steps; null before the first report. */
 export function goodput(account) {
   const all = SUCCESSIVE.reduce((sum, stage) => sum + (account.seconds[stage] ?? 0), 0);

@@ -1,7 +1,7 @@
 // The work units of the epoch, as a map of squares: trained on, assigned to whom, free.
 
 import { h, panel, write } from "./dom.js";
-import { amount, count, share } from "./units.js";
+import { amount, count, plural, share } from "./units.js";
 
 const SQUARES = 400;
 const SHADES = 6; // of those that are assigned: neighbours differ
@@ -23,10 +23,10 @@ export function makeEpochs() {
     const whole = epoch.units ?? epoch.consumed + taken;
     const whose = epoch.worker === null ? "" : ` of ${epoch.worker}'s own data`;
     const free = epoch.free === null ? "" : `, ${count(epoch.free)} free`;
-    write(said, `Epoch ${epoch.epoch}${whose}: ${count(epoch.consumed)} of ${amount(whole, "units")} trained on (${share(whole ? epoch.consumed / whole : null)}), ${count(taken)} assigned to ${amount(assigned.length, "workers")}${free}.`);
+    write(said, `Epoch ${epoch.epoch}${whose}: ${count(epoch.consumed)} of ${amount(whole, "units")} trained on (${share(whole ? epoch.consumed / whole : null)}), ${count(taken)} assigned to ${plural(assigned.length, "worker")}${free}.`);
     const each = Math.max(1, Math.ceil(whole / SQUARES));
     const others = model.epochs.length - 1;
-    write(rest, `A square is ${amount(each, each === 1 ? "unit" : "units")}; they are ordered by what became of them.${others ? ` ${others} more epochs are known.` : ""}`);
+    write(rest, `A square is ${plural(each, "unit")}; they are ordered by what became of them.${others ? ` The coordinator also knows ${plural(others, "other epoch")}.` : ""}`);
     draw(epoch, assigned, whole, each);
   }
 

@@ -19,7 +19,7 @@ export function makeEvents() {
     while (list.children.length > 100) list.lastChild.remove();
   }
 
-  return { element: panel("Events", "third", list), update };
+  return { element: panel("Events", "two-thirds tall", list), update };
 }
 
 function line(event) {

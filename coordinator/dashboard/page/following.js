@@ -22,6 +22,7 @@ export class Following {
     this.rounds = new Map(); // by number
     this.details = new Map(); // the last ones, with their fragments and accounts
     this.workers = null;
+    this.workers_at = this.epochs_at = -Infinity; // when they were asked for last
     this.epochs = null;
     this.events = null; // the last ones, oldest first
     this.trouble = null;
@@ -62,8 +63,8 @@ export class Following {
   /** Ask again at once: this page itself has changed something. */
   refresh() {
     this.dirty = true;
-    this.workers_at = 0;
-    this.wake();
+    this.workers_at = -Infinity;
+    this.wake(true);
   }
 
   /** The rounds that are published, oldest first. */
@@ -99,8 +100,8 @@ export class Following {
   #rest(seconds, canBeWoken) {
     return new Promise((done) => {
       const timer = setTimeout(done, 1000 * seconds);
-      this.wake = () => {
-        if (!canBeWoken) return;
+      this.wake = (atOnce = false) => {
+        if (!canBeWoken && !atOnce) return;
         clearTimeout(timer);
         done();
       };
@@ -120,7 +121,7 @@ export class Following {
     this.changed();
     await this.#workers(path("workers"), signal);
     await this.#rounds(path("rounds"), signal);
-    if (!(performance.now() - this.epochs_at < 1000 * EPOCHS_EVERY_S)) {
+    if (performance.now() - this.epochs_at >= 1000 * EPOCHS_EVERY_S) {
       this.epochs_at = performance.now();
       this.epochs = (await this.api.get(`${path("units")}?limit=100`, signal)).items;
       this.changed();

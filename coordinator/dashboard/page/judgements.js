@@ -3,7 +3,7 @@
 import { SHOWN_ROUNDS } from "./following.js";
 import { judged } from "./course.js";
 import { h, panel, write } from "./dom.js";
-import { share } from "./units.js";
+import { plural, share } from "./units.js";
 
 const SHOWN = 12;
 
@@ -17,10 +17,10 @@ export function makeJudgements() {
     const diverged = (model.workers ?? []).filter((each) => each.divergences);
     const rounds = Math.min(SHOWN_ROUNDS, model.details.size);
     const times = model.run.divergences;
-    write(said, `${rounds === 0 ? "No round has been judged yet" : found.length ? `${found.length} contributions of the last ${rounds} rounds did not count in full` : `All contributions of the last ${rounds} rounds counted in full`}. ${
-      times ? `A worker held another state than the run ${times} times, and took the run's again.` : "Every replica that was compared held the run's own bits."}`);
+    write(said, `${rounds === 0 ? "No round has been judged yet" : found.length ? `${plural(found.length, "contribution")} of the last ${plural(rounds, "round")} did not count in full` : `All contributions of the last ${plural(rounds, "round")} counted in full`}. ${
+      times ? `A worker held another state than the run ${plural(times, "time")}, and took the run's again.` : "Every replica that was compared held the run's own bits."}`);
     const lines = [
-      ...diverged.map((each) => [each.name, `diverged ${each.divergences} times`]),
+      ...diverged.map((each) => [each.name, `diverged ${plural(each.divergences, "time")}`]),
       ...found.slice(0, SHOWN).map((each) => [each.worker, `round ${each.round}: counted ${share(each.factor)}. ${each.reason}`]),
     ];
     const state = JSON.stringify(lines);

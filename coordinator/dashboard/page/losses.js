@@ -2,7 +2,7 @@
 
 import { chart } from "./charts.js";
 import { button, h, panel, write } from "./dom.js";
-import { loss } from "./units.js";
+import { loss, plural } from "./units.js";
 
 const BY = {
   round: { label: "Round", x: "round", of: ({ round }) => round.round },
@@ -47,7 +47,7 @@ export function makeLosses() {
     draw([training, heldOut], { x, y: "nats per token" });
     const went = [["Held-out", heldOut.y], ["Training", training.y]].filter(([, y]) => y.length > 1);
     const ways = went.map(([name, y]) => `${name} loss ${loss(y[0])} → ${loss(y.at(-1))}`);
-    write(said, ways.length ? `${ways.join(", ").replace(", Training", ", training")} nats per token over ${rounds.length} rounds.` : "");
+    write(said, ways.length ? `${ways.join(", ").replace(", Training", ", training")} nats per token over ${plural(rounds.length, "round")}.` : "No two rounds have closed yet.");
   }
 
   return { element: panel("Loss", "two-thirds", choices, element, said), update };

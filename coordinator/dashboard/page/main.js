@@ -30,7 +30,7 @@ async function show() {
   }
   const asked = new URLSearchParams(location.hash.slice(1));
   const run = asked.get("run");
-  frame(run);
+  frame(run, asked.has("tokens"));
   const view = run !== null ? showRun : asked.has("tokens") ? showTokens : showRuns;
   main.replaceChildren();
   leave = view(main, session, ended, run);
@@ -46,11 +46,10 @@ function ended(error) {
   );
 }
 
-function frame(run) {
+function frame(run, onTokens) {
   document.title = run === null ? "Outerstep" : `${run} · Outerstep`;
   const link = (href, label, current) => h("a", { href, "aria-current": current ? "page" : null }, label);
   const tokens = session.own.allows.includes("admin");
-  const onTokens = location.hash === "#tokens";
   top_.replaceChildren(
     h("a", { class: "brand", href: "#" }, h("span", { class: "mark", "aria-hidden": "true" }), "Outerstep"),
     h("nav", { "aria-label": "Pages" }, link("#", "Runs", run === null && !onTokens),

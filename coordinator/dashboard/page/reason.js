@@ -18,13 +18,14 @@ export function stateBadge(state) {
 }
 
 export function makeReason() {
-  const sentence = h("p", { class: "sentence", "aria-live": "polite" });
+  const sentence = h("p", { class: "sentence" });
+  const aloud = h("p", { class: "unseen", "aria-live": "polite" }); // the same, without what counts down
   const clock = h("p", { class: "clock", role: "timer" });
   const clockSays = h("p", { class: "quiet" });
   const done = h("progress", { "aria-label": "rounds" });
   const progress = h("p", { class: "quiet" });
   const element = h("section", { class: "panel wide now", "aria-label": "Now" },
-    h("div", {}, sentence, progress), h("div", { class: "deadline" }, clock, clockSays), done);
+    h("div", {}, sentence, aloud, progress), h("div", { class: "deadline" }, clock, clockSays), done);
   let closes_at = null;
 
   const tick = () => {
@@ -37,6 +38,7 @@ export function makeReason() {
     const open = openRound(model.current);
     element.classList.toggle("troubled", model.trouble !== null);
     write(sentence, model.trouble ?? run.reason);
+    write(aloud, sentence.textContent.replace(/; closes in [\d.]+ s/, ""));
     done.max = run.rounds;
     done.value = run.round;
     const left = toGo(run, model.published);

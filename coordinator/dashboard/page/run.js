@@ -26,8 +26,8 @@ export function showRun(root, session, ended, name) {
     makeTimeline(),
     makeWorkers(session, name, refresh),
     makeEpochs(),
-    makeJudgements(),
     makeEvents(),
+    makeJudgements(),
   ];
   const badge = h("span", {});
   const grid = h("div", { class: "grid", hidden: true }, parts.map((part) => part.element));

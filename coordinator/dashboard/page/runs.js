@@ -3,7 +3,7 @@
 import { Unreachable, runPath } from "./api.js";
 import { createRun } from "./create.js";
 import { button, h, sparkline } from "./dom.js";
-import { UNKNOWN, amount, loss, share } from "./units.js";
+import { UNKNOWN, amount, bytes, loss, share } from "./units.js";
 import { goodput } from "./course.js";
 import { stateBadge } from "./reason.js";
 
@@ -66,7 +66,8 @@ function card(run, line) {
       figure("Held-out loss", run.held_out_loss === null ? UNKNOWN : `${loss(run.held_out_loss)} nats/token`),
       figure("Workers", `${run.live_workers} live`),
       figure("Trained on", amount(run.tokens, "tokens")),
-      figure("Goodput", share(goodput(run.account)))),
+      figure("Goodput", share(goodput(run.account))),
+      figure("Sent by all", bytes(run.upload_bytes))),
   );
 }
 

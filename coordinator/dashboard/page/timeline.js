@@ -1,11 +1,10 @@
 // What each worker did in each of the last rounds, as bars: who trains longest has the longest bar.
 
 import { SHOWN_ROUNDS } from "./following.js";
-import { openRound, timeline } from "./course.js";
+import { KINDS, openRound, timeline } from "./course.js";
 import { button, h, panel, write } from "./dom.js";
-import { duration, share } from "./units.js";
+import { duration, plural, share } from "./units.js";
 
-const KINDS = { train: "training", send: "sending", wait: "waiting", other: "joining, evaluating" };
 const [ROW, BAR, NAME, PHONE_NAME, AXIS] = [22, 12, 132, 84, 20]; // pixels
 const FEW = 16; // rows before the others are asked for
 const SLOW = 1.25; // times the median: worth a word
@@ -137,8 +136,8 @@ export function makeTimeline() {
     body.replaceChildren(...shown.map(({ worker, cells, slow }) => h("tr", {}, h("th", { scope: "row" }, worker),
       ["train", "send", "wait"].map((kind) => h("td", {}, mean(cells, kind))),
       h("td", {}, slow === null ? "–" : share(slow)),
-      h("td", {}, `${cells.filter((cell) => cell.late_s !== null).length} rounds`),
-      h("td", {}, `${cells.filter((cell) => cell.gone).length} rounds`))));
+      h("td", {}, plural(cells.filter((cell) => cell.late_s !== null).length, "round")),
+      h("td", {}, plural(cells.filter((cell) => cell.gone).length, "round")))));
   }
 
   const watched = new ResizeObserver(() => model && update(model));

@@ -82,8 +82,8 @@ export function showTokens(root, session, ended) {
   /** Return what is shown once: the secret, and what is done with it. */
   function secret(made) {
     const run = made.run ?? "RUN";
-    const here = new URL(".", document.baseURI).href;
-    const link = `${here}#${new URLSearchParams({ token: made.token, ...(made.run ? { run: made.run } : {}) })}`;
+    const here = new URL(".", document.baseURI).href.replace(/\/$/, "");
+    const link = `${here}/#${new URLSearchParams({ token: made.token, ...(made.run ? { run: made.run } : {}) })}`;
     const how = {
       join: ["On each box:", `OUTERSTEP_TOKEN=${made.token} outerstep worker ${here} --run ${run}`],
       worker: ["On the box:", `OUTERSTEP_TOKEN=${made.token} outerstep worker ${here} --run ${run}`],

@@ -28,6 +28,11 @@ export function amount(value, unit) {
   return isKnown(value) ? `${count(value)}${SPACE}${unit}` : UNKNOWN;
 }
 
+/** 1, "worker" -> "1 worker"; 2 -> "2 workers" */
+export function plural(value, word) {
+  return `${value < 1e5 ? value : count(value)} ${word}${value === 1 ? "" : "s"}`;
+}
+
 /** Seconds: 75.2 -> "1 min 15 s" */
 export function duration(seconds) {
   if (!isKnown(seconds)) return UNKNOWN;

@@ -1,7 +1,7 @@
 // The workers as a table that can be sorted; on a phone each is a block of its own.
 
 import { runPath } from "./api.js";
-import { goodput } from "./course.js";
+import { KINDS, goodput, stages } from "./course.js";
 import { ask, attempt, tell } from "./dialogs.js";
 import { button, h, panel, write } from "./dom.js";
 import { UNKNOWN, amount, bytes, count, duration, loss, share } from "./units.js";
@@ -22,7 +22,7 @@ const COLUMNS = [
   ["Tokens", (w) => count(w.tokens), (w) => w.tokens, "number"],
   ["Up", (w) => bytes(w.metrics.upload_bytes || w.upload_bytes), (w) => w.metrics.upload_bytes, "number"],
   ["Down", (w) => bytes(w.metrics.download_bytes), (w) => w.metrics.download_bytes, "number"],
-  ["Goodput", (w) => share(goodput(w.account)), (w) => goodput(w.account) ?? -1, "number"],
+  ["Goodput", shares, (w) => goodput(w.account) ?? -1, "number"],
   ["Score", (w) => w.score.toFixed(2), (w) => w.score, "number"],
   ["Seen", (w) => (w.last_seen_s === null ? UNKNOWN : `${duration(w.last_seen_s)} ago`), (w) => w.last_seen_s ?? 1e12, "number"],
   ["Machine", machine, (w) => String(fact(w, "device") ?? "")],
@@ -31,6 +31,16 @@ const COLUMNS = [
 function doing(worker) {
   if (worker.quarantined_until !== null) return `out until round ${worker.quarantined_until}`;
   return worker.state === "live" ? (worker.metrics.phase ?? UNKNOWN) : UNKNOWN;
+}
+
+/** The share of its time in inner steps, and a bar of what became of the rest. */
+function shares(worker) {
+  const found = stages(worker.account);
+  if (!found) return UNKNOWN;
+  const parts = Object.entries(KINDS).map(([kind, name]) => [kind, found[kind] / found.all, `${name} ${share(found[kind] / found.all)}`]);
+  const bar = h("span", { class: "shares", role: "img", title: parts.map(([, , said]) => said).join("\n"), "aria-label": parts.map(([, , said]) => said).join(", ") },
+    parts.map(([kind, part]) => h("i", { class: `key ${kind}`, style: `width: ${100 * part}%` })));
+  return [share(goodput(worker.account)), bar];
 }
 
 /** What a worker tells of its machine: on one line what tells boxes apart, all of it when it is pointed at. */
