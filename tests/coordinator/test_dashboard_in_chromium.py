@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ import pytest
 from playwright.sync_api import Browser, Locator, expect
 
 from benchmarks.harness.browser import Tab, chromium, tab
-from benchmarks.harness.coordinator import InThread, coordinator_thread
+from benchmarks.harness.coordinator import CoordinatorProcess, InThread, coordinator_thread
 from benchmarks.harness.member import Member, spec_toml
 from coordinator.dashboard import assets
 from coordinator.store.tables import FragmentRow, RoundRow, WorkerRow
+from coordinator.store.tokens import secret_hash
 from outerstep import units
 from outerstep.plan import allreduce_bytes
 from protocol.messages import Scope
@@ -371,6 +372,80 @@ def test_everything_is_reached_by_the_keyboard(browser: Browser, played: Played)
             assert focused[1] != "none" or page.evaluate("document.activeElement === document.body"), focused
         for name in ("Skip to the content", "Runs", "Pause", "Drain", "Stop", "Wall time", "Score", "Evict cas"):
             assert name in reached, (name, reached)
+
+
+def test_an_outage_is_told_and_outlived(browser: Browser, tmp_path: Path) -> None:
+    coordinator = CoordinatorProcess(tmp_path / "data")
+    try:
+        running = coordinator.start()
+        running.create_run(spec_toml("r"))
+        with tab(browser, **WIDE) as found:
+            page = found.page
+            page.goto(f"{running.url}/#token={running.admin_token}&run=r")
+            reason = sentence(found)
+            expect(reason).to_have_text(info(running, "r")["reason"])
+            coordinator.kill()
+            expect(reason).to_contain_text("The coordinator does not answer; asking again.")
+            coordinator.start()
+            expect(reason).to_have_text(info(running, "r")["reason"])
+            with running.client() as admin:
+                admin.patch("/v1/runs/r", json={"state": "paused"}).raise_for_status()
+            expect(page.locator("h1 + span .badge")).to_have_text("paused")
+            expect(page.get_by_role("log")).to_contain_text("paused")
+    finally:
+        coordinator.stop()
+
+
+def test_where_all_streams_of_a_token_are_taken_events_come_all_the_same(browser: Browser, played: Played) -> None:
+    """A viewer's link may be open on many screens."""
+    running = played.running
+    viewer, callers = running.token(Scope.VIEWER), running.coordinator.callers
+    with ExitStack() as taken, tab(browser, **WIDE) as found:
+        for _ in range(running.coordinator.settings.streams_per_token):
+            taken.enter_context(callers.stream(secret_hash(viewer)))
+        found.page.goto(f"{running.url}/#token={viewer}&run={played.run}")
+        log = found.page.get_by_role("log")
+        expect(log).to_contain_text("round 4 opened")
+        played.play()
+        expect(log).to_contain_text("round 5 opened")
+        assert [each for each in found.complaints if "429" not in each] == []
+
+
+def test_what_is_not_there_is_told_with_a_way_back(browser: Browser, running: InThread) -> None:
+    with tab(browser, **WIDE) as found:
+        found.page.goto(f"{running.url}/#token={running.admin_token}&run=nowhere")
+        expect(found.page.locator("main")).to_contain_text("nowhere")
+        found.page.get_by_role("link", name="All runs").click()
+        expect(found.page.get_by_role("heading", name="Runs")).to_be_visible()
+
+
+def test_the_timeline_tells_who_is_slow_late_and_gone(browser: Browser, running: InThread) -> None:
+    account = {"seconds": {"train": 2.0, "sync": 1.0, "upload": 0.7, "wait": 0.5}}
+    slow = {"seconds": {"train": 6.0, "sync": 1.0, "upload": 0.7}}
+    details = [
+        {
+            "round": n,
+            "opened_at": 100 + n,
+            "accounts": {"a": account, "b": account, "c": slow} if n == 0 else {"a": account, "c": slow},
+            "late": [{"worker": "c", "fragment": 0, "late_s": 3.5}] if n == 1 else [],
+            "fragments": [{"contributors": ["a", "b", "c"] if n == 0 else ["a"]}],
+        }
+        for n in range(2)
+    ]
+    workers = [{"name": name, "state": "live", "epoch": 1, "joined_at": 1.0} for name in "abc"]
+    workers += [{"name": "new", "state": "live", "epoch": 1, "joined_at": 101.5}]  # in the middle of the second round
+    with opened(browser, running, "") as found:
+        found.page.get_by_role("heading", name="Runs").wait_for()
+        module = f"{running.url}/dashboard/{assets.version()}/course.js"
+        rows = found.page.evaluate(
+            f"async ([details, workers]) => (await import('{module}')).timeline(details, workers)", [details, workers]
+        )
+    cells = {row["worker"]: row["cells"] for row in rows}
+    assert {row["worker"]: row["slow"] for row in rows} == {"a": 0.75, "b": 1.0, "c": 2.25, "new": None}
+    assert cells["a"][0]["stages"] == {"train": 2.0, "send": 0.7, "wait": 0.8, "other": 0, "all": 3.5}
+    assert [cell["gone"] for cell in cells["b"]] == [False, True]
+    assert [cell["late_s"] for cell in cells["c"]] == [None, 3.5]
+    assert [cell["gone"] for cell in cells["new"]] == [False, False]
 
 
 def test_where_nobody_looks_nothing_is_asked(browser: Browser, played: Played) -> None:

@@ -21,7 +21,6 @@ export const pause = (seconds) => new Promise((done) => setTimeout(done, 1000 * 
 export class Api {
   constructor(token) {
     this.token = token;
-    this.ahead_s = 0; // by how much the coordinator's clock is ahead of this machine's
   }
 
   /** Return the answer to a request as an object, or null where it has no body. Throws Refused, Unreachable. */
@@ -79,9 +78,8 @@ export class Api {
   }
 
   async send(method, path, headers, body, signal) {
-    let answer;
     try {
-      answer = await fetch(new URL(`v1/${path}`, document.baseURI), {
+      return await fetch(new URL(`v1/${path}`, document.baseURI), {
         method,
         headers: { ...headers, Authorization: `Bearer ${this.token}` },
         body,
@@ -93,14 +91,6 @@ export class Api {
       if (signal?.aborted) throw error;
       throw new Unreachable("The coordinator does not answer; asking again. Is it running, and is this machine online?");
     }
-    const told = Date.parse(answer.headers.get("Date") || "");
-    if (Number.isFinite(told)) this.ahead_s = (told - Date.now()) / 1000;
-    return answer;
-  }
-
-  /** Seconds since 1970 by the coordinator's clock, to a second. */
-  now() {
-    return Date.now() / 1000 + this.ahead_s;
   }
 }
 

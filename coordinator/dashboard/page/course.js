@@ -73,7 +73,7 @@ export function timeline(details, workers) {
     const late = new Map();
     for (const { worker, late_s } of each.late) late.set(worker, Math.max(late_s, late.get(worker) ?? 0));
     const usual = median(Object.values(each.accounts).map((account) => account.seconds.train ?? 0).filter((s) => s > 0));
-    return { round: each.round, closed_at: each.closed_at, accounts: each.accounts, sent, late, usual };
+    return { round: each.round, opened_at: each.opened_at, accounts: each.accounts, sent, late, usual };
   });
   return workers.map((worker) => {
     const times = [];
@@ -82,7 +82,7 @@ export function timeline(details, workers) {
       if (found?.train > 0 && column.usual > 0) times.push(found.train / column.usual);
       const sent = column.sent.has(worker.name);
       const late_s = column.late.get(worker.name) ?? null;
-      const before = worker.epoch === 1 && worker.joined_at > column.closed_at;
+      const before = worker.epoch === 1 && worker.joined_at > column.opened_at;
       return { round: column.round, stages: found, sent, late_s, gone: !before && !found && !sent && late_s === null };
     });
     const slow = times.length ? times.reduce((sum, each) => sum + each, 0) / times.length : null;
