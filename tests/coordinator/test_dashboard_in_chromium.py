@@ -419,6 +419,15 @@ def test_what_is_not_there_is_told_with_a_way_back(browser: Browser, running: In
         expect(found.page.get_by_role("heading", name="Runs")).to_be_visible()
 
 
+def test_where_nobody_answers_at_first_it_asks_again_and_keeps_the_token(browser: Browser, running: InThread) -> None:
+    with tab(browser, **WIDE) as found:
+        found.page.route("**/tokens/self", lambda route: route.abort())
+        found.page.goto(f"{running.url}/#token={running.admin_token}")
+        expect(found.page.get_by_role("alert")).to_contain_text("does not answer; asking again")
+        found.page.unroute("**/tokens/self")
+        expect(found.page.get_by_role("heading", name="Runs")).to_be_visible()
+
+
 def test_the_timeline_tells_who_is_slow_late_and_gone(browser: Browser, running: InThread) -> None:
     account = {"seconds": {"train": 2.0, "sync": 1.0, "upload": 0.7, "wait": 0.5}}
     slow = {"seconds": {"train": 6.0, "sync": 1.0, "upload": 0.7}}

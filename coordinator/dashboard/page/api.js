@@ -89,7 +89,9 @@ export class Api {
       });
     } catch (error) {
       if (signal?.aborted) throw error;
-      throw new Unreachable("The coordinator does not answer; asking again. Is it running, and is this machine online?");
+      throw new Unreachable(
+        "The coordinator does not answer; asking again. Is it running, and is this machine online?",
+      );
     }
   }
 }

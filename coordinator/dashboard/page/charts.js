@@ -20,7 +20,9 @@ function load() {
 
 /** Wait until the page has nothing else to do, which is soon. */
 function quiet() {
-  return new Promise((done) => (window.requestIdleCallback ? requestIdleCallback(done, { timeout: 1000 }) : setTimeout(done, 200)));
+  return new Promise((done) =>
+    window.requestIdleCallback ? requestIdleCallback(done, { timeout: 1000 }) : setTimeout(done, 200),
+  );
 }
 
 /** Let style sheets that are made from now on be none, until the function that is returned is called: the library has
@@ -36,7 +38,13 @@ function withoutStyles() {
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 function layout({ x, y, log }) {
-  const axis = { color: colour("quiet"), gridcolor: colour("line"), zeroline: false, linecolor: colour("line"), automargin: true };
+  const axis = {
+    color: colour("quiet"),
+    gridcolor: colour("line"),
+    zeroline: false,
+    linecolor: colour("line"),
+    automargin: true,
+  };
   const title = (text) => ({ text, font: { size: 12 }, standoff: 8 });
   return {
     autosize: true,
@@ -49,7 +57,12 @@ function layout({ x, y, log }) {
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 12 } },
     dragmode: false,
     xaxis: { ...axis, title: title(x), showgrid: false },
-    yaxis: { ...axis, title: title(y), type: log ? "log" : "linear", ...(log ? { dtick: 1, exponentformat: "SI", ticksuffix: "B" } : {}) },
+    yaxis: {
+      ...axis,
+      title: title(y),
+      type: log ? "log" : "linear",
+      ...(log ? { dtick: 1, exponentformat: "SI", ticksuffix: "B" } : {}),
+    },
   };
 }
 
@@ -89,10 +102,13 @@ export function chart() {
     }
   }
 
-  new IntersectionObserver((entries) => {
-    seen ||= entries.some((each) => each.isIntersecting);
-    redraw();
-  }, { rootMargin: "200px" }).observe(element);
+  new IntersectionObserver(
+    (entries) => {
+      seen ||= entries.some((each) => each.isIntersecting);
+      redraw();
+    },
+    { rootMargin: "200px" },
+  ).observe(element);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     drawn = null;
     redraw();

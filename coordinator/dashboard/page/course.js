@@ -72,7 +72,11 @@ export function timeline(details, workers) {
     const sent = new Set(each.fragments.flatMap((fragment) => fragment.contributors));
     const late = new Map();
     for (const { worker, late_s } of each.late) late.set(worker, Math.max(late_s, late.get(worker) ?? 0));
-    const usual = median(Object.values(each.accounts).map((account) => account.seconds.train ?? 0).filter((s) => s > 0));
+    const usual = median(
+      Object.values(each.accounts)
+        .map((account) => account.seconds.train ?? 0)
+        .filter((s) => s > 0),
+    );
     return { round: each.round, opened_at: each.opened_at, accounts: each.accounts, sent, late, usual };
   });
   return workers.map((worker) => {
@@ -97,7 +101,8 @@ export function judged(details) {
     for (const fragment of each.fragments) {
       for (const [worker, { factor, reason }] of Object.entries(fragment.verdicts)) {
         const key = `${each.round} ${worker}`;
-        if (factor !== 1 && !(found.get(key)?.factor <= factor)) found.set(key, { round: each.round, worker, factor, reason });
+        if (factor !== 1 && !(found.get(key)?.factor <= factor))
+          found.set(key, { round: each.round, worker, factor, reason });
       }
     }
   }

@@ -11,8 +11,19 @@ export function ask({ title, content = [], does, act, kind = "primary" }) {
   return new Promise((done) => {
     const said = h("p", { class: "trouble", role: "alert" });
     const go = h("button", { type: "submit", class: kind }, does);
-    const form = h("form", { onsubmit: (event) => submit(event) },
-      h("h2", {}, title), ...content, said, h("div", { class: "buttons" }, button("Cancel", () => dialog.close()), go));
+    const form = h(
+      "form",
+      { onsubmit: (event) => submit(event) },
+      h("h2", {}, title),
+      ...content,
+      said,
+      h(
+        "div",
+        { class: "buttons" },
+        button("Cancel", () => dialog.close()),
+        go,
+      ),
+    );
     const dialog = h("dialog", { "aria-label": title, onclose: () => close() }, form);
     let result;
     const close = () => {

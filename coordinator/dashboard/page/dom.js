@@ -10,7 +10,9 @@ export function h(tag, attributes = {}, ...children) {
     else if (value === true) element.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
+  );
   return element;
 }
 
@@ -30,8 +32,13 @@ let fields = 0;
 export function field(label, control, hint = null) {
   control.id = `field-${(fields += 1)}`;
   if (hint) control.setAttribute("aria-describedby", `${control.id}-hint`);
-  return h("div", { class: "field" }, h("label", { for: control.id }, label), control,
-    hint && h("small", { id: `${control.id}-hint` }, hint));
+  return h(
+    "div",
+    { class: "field" },
+    h("label", { for: control.id }, label),
+    control,
+    hint && h("small", { id: `${control.id}-hint` }, hint),
+  );
 }
 
 /** Return a part of the page with a heading. */

@@ -9,8 +9,18 @@ const SHADES = 6; // of those that are assigned: neighbours differ
 export function makeEpochs() {
   const map = h("div", { class: "units", role: "img" });
   const said = h("p", {});
-  const legend = h("ul", { class: "legend" }, ["consumed", "assigned", "free"].map((name) =>
-    h("li", {}, h("i", { class: `key ${name}`, "aria-hidden": "true" }), { consumed: "trained on", assigned: "assigned", free: "free" }[name])));
+  const legend = h(
+    "ul",
+    { class: "legend" },
+    ["consumed", "assigned", "free"].map((name) =>
+      h(
+        "li",
+        {},
+        h("i", { class: `key ${name}`, "aria-hidden": "true" }),
+        { consumed: "trained on", assigned: "assigned", free: "free" }[name],
+      ),
+    ),
+  );
   const rest = h("p", { class: "quiet" });
   let drawn = null;
 
@@ -23,10 +33,13 @@ export function makeEpochs() {
     const whole = epoch.units ?? epoch.consumed + taken;
     const whose = epoch.worker === null ? "" : ` of ${epoch.worker}'s own data`;
     const free = epoch.free === null ? "" : `, ${count(epoch.free)} free`;
-    write(said, `Epoch ${epoch.epoch}${whose}: ${count(epoch.consumed)} of ${amount(whole, "units")} trained on (${share(whole ? epoch.consumed / whole : null)}), ${count(taken)} assigned to ${plural(assigned.length, "worker")}${free}.`);
+    const done = `${count(epoch.consumed)} of ${amount(whole, "units")} trained on (${share(whole ? epoch.consumed / whole : null)})`;
+    const underWay = `${count(taken)} assigned to ${plural(assigned.length, "worker")}`;
+    write(said, `Epoch ${epoch.epoch}${whose}: ${done}, ${underWay}${free}.`);
     const each = Math.max(1, Math.ceil(whole / SQUARES));
     const others = model.epochs.length - 1;
-    write(rest, `A square is ${plural(each, "unit")}; they are ordered by what became of them.${others ? ` The coordinator also knows ${plural(others, "other epoch")}.` : ""}`);
+    const known = others ? ` The coordinator also knows ${plural(others, "other epoch")}.` : "";
+    write(rest, `A square is ${plural(each, "unit")}; they are ordered by what became of them.${known}`);
     draw(epoch, assigned, whole, each);
   }
 
@@ -35,7 +48,12 @@ export function makeEpochs() {
     if (state === drawn) return;
     drawn = state;
     // Each square is of whoever has the unit at its beginning.
-    const parts = [["consumed", epoch.consumed, "trained on"], ...assigned.map(([worker, units], i) => [`assigned shade-${i % SHADES}`, units, `assigned to ${worker}`])];
+    const ofWorkers = assigned.map(([worker, units], i) => [
+      `assigned shade-${i % SHADES}`,
+      units,
+      `assigned to ${worker}`,
+    ]);
+    const parts = [["consumed", epoch.consumed, "trained on"], ...ofWorkers];
     const squares = [];
     let [part, until] = [0, parts[0][1]];
     for (let unit = 0; unit < whole; unit += each) {

@@ -3,11 +3,34 @@
 import { h, panel } from "./dom.js";
 import { moment } from "./units.js";
 
-const BAD = new Set(["lost", "late", "banned", "evicted", "quarantined", "diverged", "screened", "equal", "contribution-lost",
-  "evaluations-differ", "evaluation-refuted", "epoch-broken", "fault", "storage-full", "corrupt", "spoilt", "rolled-back"]);
+const BAD = new Set([
+  "lost",
+  "late",
+  "banned",
+  "evicted",
+  "quarantined",
+  "diverged",
+  "screened",
+  "equal",
+  "contribution-lost",
+  "evaluations-differ",
+  "evaluation-refuted",
+  "epoch-broken",
+  "fault",
+  "storage-full",
+  "corrupt",
+  "spoilt",
+  "rolled-back",
+]);
 
 export function makeEvents() {
-  const list = h("ol", { class: "lines events", role: "log", "aria-live": "off", tabindex: "0", "aria-label": "Events, newest first" });
+  const list = h("ol", {
+    class: "lines events",
+    role: "log",
+    "aria-live": "off",
+    tabindex: "0",
+    "aria-label": "Events, newest first",
+  });
   let last = null;
 
   function update(model) {
@@ -24,6 +47,13 @@ export function makeEvents() {
 
 function line(event) {
   const at = new Date(1000 * event.at).toISOString();
-  return h("li", { class: BAD.has(event.kind) ? "bad" : null },
-    h("time", { datetime: at, title: at }, moment(event.at)), " ", h("span", { class: "kind" }, event.kind), " ", event.message);
+  return h(
+    "li",
+    { class: BAD.has(event.kind) ? "bad" : null },
+    h("time", { datetime: at, title: at }, moment(event.at)),
+    " ",
+    h("span", { class: "kind" }, event.kind),
+    " ",
+    event.message,
+  );
 }

@@ -25,12 +25,20 @@ export function makeFigures() {
     const moved = traffic(run, published, workers).at(-1);
     const bits = run.held_out_bits_per_byte;
     const diverged = run.divergences;
-    tile("Held-out loss", loss(run.held_out_loss), bits === null ? "nats per token" : `nats per token, ${loss(bits)} bits per byte`);
+    tile(
+      "Held-out loss",
+      loss(run.held_out_loss),
+      bits === null ? "nats per token" : `nats per token, ${loss(bits)} bits per byte`,
+    );
     tile("Training loss", loss(last?.loss), last ? `nats per token, round ${last.round}` : "nats per token");
     tile("Trained on", amount(run.tokens, "tokens"), `${count(run.step)} inner steps`);
     tile("Speed", amount(speed(published), "tokens/s"), "all workers, sync included");
     tile("Goodput", share(goodput(run.account)), "of the time in inner steps");
-    tile("Sent per worker", bytes(moved?.up), moved?.allreduce && moved.up ? `${count(moved.allreduce / moved.up)} × less than all-reduce` : "pseudo-gradients");
+    tile(
+      "Sent per worker",
+      bytes(moved?.up),
+      moved?.allreduce && moved.up ? `${count(moved.allreduce / moved.up)} × less than all-reduce` : "pseudo-gradients",
+    );
     tile("Workers", `${run.live_workers} live`, model.workers ? `of ${workers.length} that ever joined` : UNKNOWN);
     tile("Divergences", String(diverged), diverged ? "times a worker had to resync" : "all replicas agree");
   }

@@ -17,11 +17,19 @@ export function makeJudgements() {
     const diverged = (model.workers ?? []).filter((each) => each.divergences);
     const rounds = Math.min(SHOWN_ROUNDS, model.details.size);
     const times = model.run.divergences;
-    write(said, `${rounds === 0 ? "No round has been judged yet" : found.length ? `${plural(found.length, "contribution")} of the last ${plural(rounds, "round")} did not count in full` : `All contributions of the last ${plural(rounds, "round")} counted in full`}. ${
-      times ? `A worker held another state than the run ${plural(times, "time")}, and took the run's again.` : "Every replica that was compared held the run's own bits."}`);
+    const last = `of the last ${plural(rounds, "round")}`;
+    const counted = found.length
+      ? `${plural(found.length, "contribution")} ${last} did not count in full.`
+      : `All contributions ${last} counted in full.`;
+    const agreed = times
+      ? `A worker held another state than the run ${plural(times, "time")}, and took the run's again.`
+      : "Every replica that was compared held the run's own bits.";
+    write(said, `${rounds ? counted : "No round has been judged yet."} ${agreed}`);
     const lines = [
       ...diverged.map((each) => [each.name, `diverged ${plural(each.divergences, "time")}`]),
-      ...found.slice(0, SHOWN).map((each) => [each.worker, `round ${each.round}: counted ${share(each.factor)}. ${each.reason}`]),
+      ...found
+        .slice(0, SHOWN)
+        .map((each) => [each.worker, `round ${each.round}: counted ${share(each.factor)}. ${each.reason}`]),
     ];
     const state = JSON.stringify(lines);
     if (state !== drawn) list.replaceChildren(...lines.map(([who, what]) => h("li", {}, h("b", {}, who), " ", what)));

@@ -45,9 +45,10 @@ export function makeLosses() {
       training.y.push(round.loss);
     }
     draw([training, heldOut], { x, y: "nats per token" });
-    const went = [["Held-out", heldOut.y], ["Training", training.y]].filter(([, y]) => y.length > 1);
-    const ways = went.map(([name, y]) => `${name} loss ${loss(y[0])} → ${loss(y.at(-1))}`);
-    write(said, ways.length ? `${ways.join(", ").replace(", Training", ", training")} nats per token over ${plural(rounds.length, "round")}.` : "No two rounds have closed yet.");
+    const went = [heldOut, training].filter((line) => line.y.length > 1);
+    const ways = went.map((line) => `${line.name} ${loss(line.y[0])} → ${loss(line.y.at(-1))}`).join(", ");
+    const text = `In nats per token, over ${plural(rounds.length, "round")}: ${ways}.`;
+    write(said, ways ? text : "No two rounds have closed yet.");
   }
 
   return { element: panel("Loss", "two-thirds", choices, element, said), update };

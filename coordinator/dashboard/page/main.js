@@ -1,6 +1,6 @@
 // The page: who looks, what is looked at (the part of the address behind #), and the frame around it.
 
-import { Api, Refused } from "./api.js";
+import { Api, Refused, Unreachable } from "./api.js";
 import { button, field, h } from "./dom.js";
 import { showRun } from "./run.js";
 import { showRuns } from "./runs.js";
@@ -9,6 +9,8 @@ import { showTokens } from "./tokens.js";
 
 const top_ = document.getElementById("top");
 const main = document.getElementById("main");
+
+const ASK_AGAIN_S = 3;
 
 let session = null;
 let leave = () => {};
@@ -25,7 +27,7 @@ async function show() {
       const api = new Api(token);
       session = new Session(api, await api.get("tokens/self"));
     } catch (error) {
-      return signIn(error);
+      return error instanceof Unreachable ? wait(error) : signIn(error);
     }
   }
   const asked = new URLSearchParams(location.hash.slice(1));
@@ -36,13 +38,27 @@ async function show() {
   leave = view(main, session, ended, run);
 }
 
+/** Nobody answers, so nobody knows what the token is good for: ask again. */
+function wait(error) {
+  main.replaceChildren(
+    h("section", { class: "panel alone" }, h("p", { class: "trouble", role: "alert" }, error.message)),
+  );
+  const timer = setTimeout(show, 1000 * ASK_AGAIN_S);
+  leave = () => clearTimeout(timer);
+}
+
 /** What was asked for is not to be had any more. */
 function ended(error) {
   leave();
   if (error instanceof Refused && error.status === 401) return signIn(error);
   main.replaceChildren(
-    h("section", { class: "panel alone" }, h("h1", {}, error.title || "That went wrong"), h("p", {}, error.message),
-      h("p", {}, h("a", { href: "#" }, "All runs"))),
+    h(
+      "section",
+      { class: "panel alone" },
+      h("h1", {}, error.title || "That went wrong"),
+      h("p", {}, error.message),
+      h("p", {}, h("a", { href: "#" }, "All runs")),
+    ),
   );
 }
 
@@ -52,8 +68,12 @@ function frame(run, onTokens) {
   const tokens = session.own.allows.includes("admin");
   top_.replaceChildren(
     h("a", { class: "brand", href: "#" }, h("span", { class: "mark", "aria-hidden": "true" }), "Outerstep"),
-    h("nav", { "aria-label": "Pages" }, link("#", "Runs", run === null && !onTokens),
-      tokens && link("#tokens", "Tokens", onTokens)),
+    h(
+      "nav",
+      { "aria-label": "Pages" },
+      link("#", "Runs", run === null && !onTokens),
+      tokens && link("#tokens", "Tokens", onTokens),
+    ),
     h("span", { class: "who" }, session.said),
     button("Sign out", () => signOut(), "plain"),
   );
@@ -74,7 +94,13 @@ function signIn(error = null) {
   if (error?.status === 401) forgetToken();
   document.title = "Outerstep";
   top_.replaceChildren();
-  const input = h("input", { type: "password", name: "token", autocomplete: "current-password", required: true, spellcheck: "false" });
+  const input = h("input", {
+    type: "password",
+    name: "token",
+    autocomplete: "current-password",
+    required: true,
+    spellcheck: "false",
+  });
   const said = h("p", { class: "trouble", role: "alert" }, error?.message ?? "");
   const submit = async (event) => {
     event.preventDefault();
@@ -82,7 +108,9 @@ function signIn(error = null) {
     await show();
   };
   main.replaceChildren(
-    h("form", { class: "panel alone", onsubmit: submit },
+    h(
+      "form",
+      { class: "panel alone", onsubmit: submit },
       h("h1", {}, h("span", { class: "mark", "aria-hidden": "true" }), "Outerstep"),
       h("p", { class: "quiet" }, "This coordinator shows its runs to whoever holds a token."),
       field("Token", input, "It stays in this tab, until the tab is closed."),

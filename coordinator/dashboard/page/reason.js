@@ -24,8 +24,13 @@ export function makeReason() {
   const clockSays = h("p", { class: "quiet" });
   const done = h("progress", { "aria-label": "rounds" });
   const progress = h("p", { class: "quiet" });
-  const element = h("section", { class: "panel wide now", "aria-label": "Now" },
-    h("div", {}, sentence, aloud, progress), h("div", { class: "deadline" }, clock, clockSays), done);
+  const element = h(
+    "section",
+    { class: "panel wide now", "aria-label": "Now" },
+    h("div", {}, sentence, aloud, progress),
+    h("div", { class: "deadline" }, clock, clockSays),
+    done,
+  );
   let closes_at = null;
 
   const tick = () => {
@@ -43,7 +48,8 @@ export function makeReason() {
     done.value = run.round;
     const left = toGo(run, model.published);
     const parts = [`${run.round} of ${run.rounds} rounds done`];
-    if (open && run.live_workers) parts.push(`${open.sent.size} of ${run.live_workers} workers have sent all of round ${open.round}`);
+    if (open && run.live_workers)
+      parts.push(`${open.sent.size} of ${run.live_workers} workers have sent all of round ${open.round}`);
     if (left !== null) parts.push(`${duration(left)} to go`);
     write(progress, parts.join(" · "));
     closes_at = open?.closes_in_s == null || run.state === "stopped" ? null : model.asked_at + 1000 * open.closes_in_s;

@@ -30,7 +30,11 @@ export function showRun(root, session, ended, name) {
     makeJudgements(),
   ];
   const badge = h("span", {});
-  const grid = h("div", { class: "grid", hidden: true }, parts.map((part) => part.element));
+  const grid = h(
+    "div",
+    { class: "grid", hidden: true },
+    parts.map((part) => part.element),
+  );
   const asking = h("p", { class: "quiet", role: "status" }, "Asking for the run …");
   root.append(h("div", { class: "title" }, h("h1", {}, name), badge, steering.element), asking, grid);
 

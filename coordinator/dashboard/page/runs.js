@@ -32,12 +32,13 @@ export function showRuns(root, session, ended) {
       }),
     );
     const state = JSON.stringify(runs);
-    if (state !== shown) cards.replaceChildren(...(runs.length ? runs.map((run) => card(run, losses.get(run.name))) : [empty(session)]));
+    if (state !== shown)
+      cards.replaceChildren(...(runs.length ? runs.map((run) => card(run, losses.get(run.name))) : [empty(session)]));
     shown = state;
   }
 
   async function follow() {
-    for (; !asking.signal.aborted; ) {
+    for (; !asking.signal.aborted;) {
       try {
         if (!document.hidden) await refresh();
         trouble.textContent = "";
@@ -56,22 +57,36 @@ export function showRuns(root, session, ended) {
 
 function card(run, line) {
   const figure = (label, value) => h("div", {}, h("dt", {}, label), h("dd", {}, value));
-  return h("a", { class: "card", href: `#${new URLSearchParams({ run: run.name })}` },
+  return h(
+    "a",
+    { class: "card", href: `#${new URLSearchParams({ run: run.name })}` },
     h("div", { class: "title" }, h("h2", {}, run.name), stateBadge(run.state)),
     h("p", { class: "reason" }, run.reason),
     h("progress", { max: run.rounds, value: run.round, "aria-label": `round ${run.round} of ${run.rounds}` }),
     line ? sparkline(line.values, "training loss of the last rounds") : null,
-    h("dl", { class: "figures" },
+    h(
+      "dl",
+      { class: "figures" },
       figure("Round", `${run.round} of ${run.rounds}`),
       figure("Held-out loss", run.held_out_loss === null ? UNKNOWN : `${loss(run.held_out_loss)} nats/token`),
       figure("Workers", `${run.live_workers} live`),
       figure("Trained on", amount(run.tokens, "tokens")),
       figure("Goodput", share(goodput(run.account))),
-      figure("Sent by all", bytes(run.upload_bytes))),
+      figure("Sent by all", bytes(run.upload_bytes)),
+    ),
   );
 }
 
 function empty(session) {
-  const how = session.allows("admin") ? "Create one here, or with the command " : "An admin creates one with the command ";
-  return h("p", { class: "panel quiet" }, "There is no run yet. ", how, h("code", {}, "outerstep run create run.toml"), ".");
+  const how = session.allows("admin")
+    ? "Create one here, or with the command "
+    : "An admin creates one with the command ";
+  return h(
+    "p",
+    { class: "panel quiet" },
+    "There is no run yet. ",
+    how,
+    h("code", {}, "outerstep run create run.toml"),
+    ".",
+  );
 }

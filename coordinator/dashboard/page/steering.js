@@ -40,7 +40,13 @@ export function makeSteering(session, name, refresh) {
   function stop() {
     return ask({
       title: `Stop ${name}?`,
-      content: [h("p", {}, "The run is over then and cannot go on: the open round is given up. A checkpoint of its last state is kept. To have it rest, pause it.")],
+      content: [
+        h(
+          "p",
+          {},
+          "The run is over then and cannot go on: the open round is given up. A checkpoint of its last state is kept. To have it rest, pause it.",
+        ),
+      ],
       does: "Stop the run",
       kind: "danger",
       act: () => change("stopped"),

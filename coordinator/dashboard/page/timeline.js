@@ -13,15 +13,48 @@ export function makeTimeline() {
   const canvas = h("canvas", { role: "img" });
   const tip = h("p", { class: "tip", hidden: true });
   const said = h("p", { class: "verdict" });
-  const more = button("", () => {
-    all = !all;
-    update(model);
-  }, "plain");
+  const more = button(
+    "",
+    () => {
+      all = !all;
+      update(model);
+    },
+    "plain",
+  );
   const key = (name, label) => h("li", {}, h("i", { class: `key ${name}`, "aria-hidden": "true" }), label);
-  const legend = h("ul", { class: "legend" }, Object.entries(KINDS).map(([name, label]) => key(name, label)), key("late", "late"), key("gone", "gone"));
+  const legend = h(
+    "ul",
+    { class: "legend" },
+    Object.entries(KINDS).map(([name, label]) => key(name, label)),
+    key("late", "late"),
+    key("gone", "gone"),
+  );
   const body = h("tbody");
-  const table = h("details", {}, h("summary", {}, "The same as a table"), h("div", { class: "scrolls" }, h("table", {},
-    h("thead", {}, h("tr", {}, ["worker", "training", "sending", "waiting", "against the median", "late", "gone"].map((name) => h("th", { scope: "col" }, name)))), body)));
+  const table = h(
+    "details",
+    {},
+    h("summary", {}, "The same as a table"),
+    h(
+      "div",
+      { class: "scrolls" },
+      h(
+        "table",
+        {},
+        h(
+          "thead",
+          {},
+          h(
+            "tr",
+            {},
+            ["worker", "training", "sending", "waiting", "against the median", "late", "gone"].map((name) =>
+              h("th", { scope: "col" }, name),
+            ),
+          ),
+        ),
+        body,
+      ),
+    ),
+  );
   let [all, model, rows, columns, places] = [false, null, [], [], null];
 
   function update(now) {
@@ -29,7 +62,9 @@ export function makeTimeline() {
     if (!model.workers) return;
     const fit = Math.max(4, Math.floor((canvas.parentElement.clientWidth - NAME) / 34));
     const details = model.lastDetails.slice(-Math.min(SHOWN_ROUNDS, fit));
-    rows = timeline(details, model.workers).filter((row) => row.live || row.cells.some((cell) => cell.stages || cell.sent));
+    rows = timeline(details, model.workers).filter(
+      (row) => row.live || row.cells.some((cell) => cell.stages || cell.sent),
+    );
     if (rows.length > FEW) rows.sort((a, b) => (b.slow ?? 0) - (a.slow ?? 0));
     columns = details;
     more.hidden = rows.length <= FEW;
@@ -75,8 +110,11 @@ export function makeTimeline() {
     pen.fillStyle = colour("quiet");
     pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
     const every = Math.ceil(30 / across);
-    columns.forEach((each, i) => i % every === 0 && pen.fillText(String(each.round), left + i * across, height - AXIS / 2 + 2));
-    if (open && columns.length % every === 0) pen.fillText("now", left + columns.length * across, height - AXIS / 2 + 2);
+    columns.forEach(
+      (each, i) => i % every === 0 && pen.fillText(String(each.round), left + i * across, height - AXIS / 2 + 2),
+    );
+    if (open && columns.length % every === 0)
+      pen.fillText("now", left + columns.length * across, height - AXIS / 2 + 2);
   }
 
   function bar(pen, colour, cell, x, middle, width, longest) {
@@ -133,38 +171,54 @@ export function makeTimeline() {
       const known = cells.filter((cell) => cell.stages);
       return duration(known.length ? known.reduce((sum, cell) => sum + cell.stages[kind], 0) / known.length : null);
     };
-    body.replaceChildren(...shown.map(({ worker, cells, slow }) => h("tr", {}, h("th", { scope: "row" }, worker),
-      ["train", "send", "wait"].map((kind) => h("td", {}, mean(cells, kind))),
-      h("td", {}, slow === null ? "–" : share(slow)),
-      h("td", {}, plural(cells.filter((cell) => cell.late_s !== null).length, "round")),
-      h("td", {}, plural(cells.filter((cell) => cell.gone).length, "round")))));
+    body.replaceChildren(
+      ...shown.map(({ worker, cells, slow }) =>
+        h(
+          "tr",
+          {},
+          h("th", { scope: "row" }, worker),
+          ["train", "send", "wait"].map((kind) => h("td", {}, mean(cells, kind))),
+          h("td", {}, slow === null ? "–" : share(slow)),
+          h("td", {}, plural(cells.filter((cell) => cell.late_s !== null).length, "round")),
+          h("td", {}, plural(cells.filter((cell) => cell.gone).length, "round")),
+        ),
+      ),
+    );
   }
 
   const watched = new ResizeObserver(() => model && update(model));
   const holder = h("div", { class: "canvas" }, canvas, tip);
   watched.observe(holder);
-  return { element: panel("Rounds by worker", "wide", said, legend, holder, more, table), update, stop: () => watched.disconnect() };
+  return {
+    element: panel("Rounds by worker", "wide", said, legend, holder, more, table),
+    update,
+    stop: () => watched.disconnect(),
+  };
 }
 
 /** Return what the picture shows, in a sentence: who is slow, late or gone. */
 function sentence(rows) {
   const parts = [];
   const slowest = rows.filter((row) => row.slow !== null).sort((a, b) => b.slow - a.slow)[0];
-  if (slowest?.slow > SLOW) parts.push(`${slowest.worker} is the slow one: its inner steps take ${slowest.slow.toFixed(2)} times the median`);
+  if (slowest?.slow > SLOW)
+    parts.push(`${slowest.worker} is the slow one: its inner steps take ${slowest.slow.toFixed(2)} times the median`);
   else if (slowest) parts.push("all train at about the same pace");
   const counted = (which, word) => {
     const found = rows.filter(which);
-    if (found.length) parts.push(`${found.length > 2 ? `${found.length} workers were` : `${found.map((row) => row.worker).join(" and ")} ${found.length > 1 ? "were" : "was"}`} ${word}`);
+    const who = found.length > 2 ? `${found.length} workers` : found.map((row) => row.worker).join(" and ");
+    if (found.length) parts.push(`${who} ${found.length > 1 ? "were" : "was"} ${word}`);
   };
   counted((row) => row.cells.some((cell) => cell.late_s !== null), "late");
   counted((row) => row.cells.some((cell) => cell.gone), "gone for a while");
-  if (!parts.length) return rows.length ? "Workers report on a round when they ask for the next one." : "No worker has taken part yet.";
+  if (!parts.length)
+    return rows.length ? "Workers report on a round when they ask for the next one." : "No worker has taken part yet.";
   const text = parts.join("; ");
   return `${slowest && text.startsWith(slowest.worker) ? text : text[0].toUpperCase() + text.slice(1)}.`;
 }
 
 function inWords(worker, cell) {
-  const parts = cell.stages ? Object.entries(KINDS).filter(([kind]) => cell.stages[kind] > 0).map(([kind, name]) => `${name} ${duration(cell.stages[kind])}`) : [];
+  const spent = Object.entries(KINDS).filter(([kind]) => cell.stages?.[kind] > 0);
+  const parts = spent.map(([kind, name]) => `${name} ${duration(cell.stages[kind])}`);
   if (cell.gone) parts.push("gone");
   else if (!cell.stages) parts.push(cell.sent ? "it has sent its work" : "not there yet");
   if (cell.late_s !== null) parts.push(`late by ${duration(cell.late_s)}`);

@@ -3,7 +3,7 @@
 import { chart } from "./charts.js";
 import { traffic } from "./course.js";
 import { h, panel, write } from "./dom.js";
-import { UNKNOWN, bytes, count } from "./units.js";
+import { bytes, count } from "./units.js";
 
 export function makeTraffic() {
   const { element, draw } = chart();
@@ -25,10 +25,15 @@ export function makeTraffic() {
     const last = moved.at(-1);
     if (last?.allreduce) lines.push(line("all-reduce", "allreduce", "quiet", "dot"));
     draw(lines, { x: "round", y: "bytes per worker", log: true });
-    const times = last?.allreduce && last.up ? `${count(last.allreduce / last.up)} and ${count(last.allreduce / last.down)} times as much` : UNKNOWN;
-    write(said, !last ? "No round has closed yet." : !last.allreduce ? `${bytes(last.up)} up, ${bytes(last.down)} down per worker.`
-      : `${bytes(last.up)} up and ${bytes(last.down)} down per worker. fp32 all-reduce after each step, a ring of ${last.size}: ${bytes(last.allreduce)} each way, ${times}.`);
+    write(said, last ? compared(last) : "No round has closed yet.");
   }
 
   return { element: panel("Bytes", "third", element, said), update };
+}
+
+function compared({ up, down, allreduce, size }) {
+  const moved = `${bytes(up)} up and ${bytes(down)} down per worker.`;
+  if (!allreduce || !up || !down) return moved;
+  const times = `${count(allreduce / up)} and ${count(allreduce / down)} times as much`;
+  return `${moved} fp32 all-reduce after each step, a ring of ${size}: ${bytes(allreduce)} each way, ${times}.`;
 }

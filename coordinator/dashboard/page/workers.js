@@ -9,7 +9,8 @@ import { UNKNOWN, amount, bytes, count, duration, loss, share } from "./units.js
 const FEW = 25; // before the others are asked for: 200 rows are a long way to the events
 
 const fact = (worker, name) => worker.host[name] ?? null;
-const inRound = ({ metrics }) => (metrics.round === null ? UNKNOWN : `round ${metrics.round}, step ${metrics.inner_step ?? UNKNOWN}`);
+const inRound = ({ metrics }) =>
+  metrics.round === null ? UNKNOWN : `round ${metrics.round}, step ${metrics.inner_step ?? UNKNOWN}`;
 
 // By column: what it is called, what is shown of a worker, and by what it is sorted.
 const COLUMNS = [
@@ -24,7 +25,12 @@ const COLUMNS = [
   ["Down", (w) => bytes(w.metrics.download_bytes), (w) => w.metrics.download_bytes, "number"],
   ["Goodput", shares, (w) => goodput(w.account) ?? -1, "number"],
   ["Score", (w) => w.score.toFixed(2), (w) => w.score, "number"],
-  ["Seen", (w) => (w.last_seen_s === null ? UNKNOWN : `${duration(w.last_seen_s)} ago`), (w) => w.last_seen_s ?? 1e12, "number"],
+  [
+    "Seen",
+    (w) => (w.last_seen_s === null ? UNKNOWN : `${duration(w.last_seen_s)} ago`),
+    (w) => w.last_seen_s ?? 1e12,
+    "number",
+  ],
   ["Machine", machine, (w) => String(fact(w, "device") ?? "")],
 ];
 
@@ -37,9 +43,17 @@ function doing(worker) {
 function shares(worker) {
   const found = stages(worker.account);
   if (!found) return UNKNOWN;
-  const parts = Object.entries(KINDS).map(([kind, name]) => [kind, found[kind] / found.all, `${name} ${share(found[kind] / found.all)}`]);
-  const bar = h("span", { class: "shares", role: "img", title: parts.map(([, , said]) => said).join("\n"), "aria-label": parts.map(([, , said]) => said).join(", ") },
-    parts.map(([kind, part]) => h("i", { class: `key ${kind}`, style: `width: ${100 * part}%` })));
+  const parts = Object.entries(KINDS).map(([kind, name]) => [
+    kind,
+    found[kind] / found.all,
+    `${name} ${share(found[kind] / found.all)}`,
+  ]);
+  const said = parts.map(([, , text]) => text).join(", ");
+  const bar = h(
+    "span",
+    { class: "shares", role: "img", title: said, "aria-label": said },
+    parts.map(([kind, part]) => h("i", { class: `key ${kind}`, style: `width: ${100 * part}%` })),
+  );
   return [share(goodput(worker.account)), bar];
 }
 
@@ -56,12 +70,26 @@ export function makeWorkers(session, name, refresh) {
   const may = session.allows("operator", name);
   const body = h("tbody");
   const heads = COLUMNS.map(([label, , , kind], i) =>
-    h("th", { scope: "col", class: kind, "aria-sort": "none" }, button(label, () => sort(i), "sort")));
-  const table = h("table", { class: "workers" }, h("thead", {}, h("tr", {}, heads, may && h("th", { scope: "col" }, h("span", { class: "unseen" }, "Acts")))), body);
-  const more = button("", () => {
-    all = !all;
-    update(model);
-  }, "plain");
+    h(
+      "th",
+      { scope: "col", class: kind, "aria-sort": "none" },
+      button(label, () => sort(i), "sort"),
+    ),
+  );
+  const table = h(
+    "table",
+    { class: "workers" },
+    h("thead", {}, h("tr", {}, heads, may && h("th", { scope: "col" }, h("span", { class: "unseen" }, "Acts")))),
+    body,
+  );
+  const more = button(
+    "",
+    () => {
+      all = !all;
+      update(model);
+    },
+    "plain",
+  );
   const none = h("p", { class: "quiet" });
   const rows = new Map(); // by name: { text, row }
   let [by, down, all, model] = [0, false, false, null];
@@ -74,7 +102,8 @@ export function makeWorkers(session, name, refresh) {
   function update(now) {
     model = now;
     const workers = model.workers ?? [];
-    write(none, model.workers === null ? "Asking for them …" : workers.length ? "" : "No worker has joined yet. On each box: outerstep worker URL --run " + name);
+    const nobody = `No worker has joined yet. On each box: outerstep worker URL --run ${name}`;
+    write(none, model.workers === null ? "Asking for them …" : workers.length ? "" : nobody);
     heads.forEach((head, i) => head.setAttribute("aria-sort", i !== by ? "none" : down ? "descending" : "ascending"));
     const key = COLUMNS[by][2];
     const sorted = [...workers].sort((a, b) => compare(key(a), key(b)) * (down ? -1 : 1) || compare(a.name, b.name));
@@ -83,15 +112,19 @@ export function makeWorkers(session, name, refresh) {
     write(more, all ? `Show ${FEW} workers` : `Show all ${sorted.length} workers`);
     const elements = shown.map((worker) => {
       const text = JSON.stringify(worker);
-      if (rows.get(worker.name)?.text !== text) rows.set(worker.name, { text, row: row(worker, rows.get(worker.name)?.row) });
+      if (rows.get(worker.name)?.text !== text)
+        rows.set(worker.name, { text, row: row(worker, rows.get(worker.name)?.row) });
       return rows.get(worker.name).row;
     });
-    if (elements.length !== body.children.length || elements.some((each, i) => each !== body.children[i])) body.replaceChildren(...elements);
+    if (elements.length !== body.children.length || elements.some((each, i) => each !== body.children[i]))
+      body.replaceChildren(...elements);
   }
 
   /** Return the row of a worker. The one that is there keeps its buttons, so that none goes away below a finger. */
   function row(worker, old) {
-    const cells = COLUMNS.map(([label, shown, , kind], i) => h(i ? "td" : "th", { "data-label": label, class: kind, scope: i ? null : "row" }, shown(worker)));
+    const cells = COLUMNS.map(([label, shown, , kind], i) =>
+      h(i ? "td" : "th", { "data-label": label, class: kind, scope: i ? null : "row" }, shown(worker)),
+    );
     const state = `${worker.state} ${worker.quarantined_until !== null}`;
     if (old?.dataset.state === state) {
       const acts = old.querySelector(".acts");
@@ -104,7 +137,8 @@ export function makeWorkers(session, name, refresh) {
   function acts(worker) {
     const quarantined = worker.quarantined_until !== null;
     return [
-      worker.state === "live" && button("Evict", () => evict(worker.name), "plain", { "aria-label": `Evict ${worker.name}` }),
+      worker.state === "live" &&
+        button("Evict", () => evict(worker.name), "plain", { "aria-label": `Evict ${worker.name}` }),
       (worker.state === "banned" || quarantined) &&
         button("Readmit", () => readmit(worker.name), "plain", { "aria-label": `Readmit ${worker.name}` }),
     ];
@@ -117,7 +151,11 @@ export function makeWorkers(session, name, refresh) {
     const done = await ask({
       title: `Evict ${worker}?`,
       content: [
-        h("p", {}, "Its lease ends at once, and its work units return to the pool. What it has contributed stays. It may join again by itself, unless it is banned."),
+        h(
+          "p",
+          {},
+          "Its lease ends at once, and its work units return to the pool. What it has contributed stays. It may join again by itself, unless it is banned.",
+        ),
         h("label", { class: "check" }, ban, "Ban it, until it is readmitted"),
       ],
       does: "Evict",
