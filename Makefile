@@ -9,6 +9,7 @@
 # make soak    a coordinator and 6 workers under kills, slow lines and flipped bits, for MINUTES=15; as root, or without slow lines
 # make gpu     what needs a GPU, in parts that are not run again once they have passed; it fetches nothing. GPU_WHEELS=DIR has
 #              wheels of packages that the Python lacks; that is the one of $(VENV) if it is there, else PYTHON
+# make screenshots    docs/pictures, of the dashboard while the demo runs; needs Chromium and takes a few minutes
 # make clean   remove what these made
 #
 # PYTHON=python3.12 chooses the interpreter; it must be 3.11 or newer.
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 # compiles what it imports.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: demo test check systems simulated lint types simulate soak gpu clean
+.PHONY: demo test check systems simulated lint types simulate soak gpu screenshots clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -55,6 +56,9 @@ soak: $(VENV)/installed-dev
 
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu $(if $(GPU_WHEELS),--wheels "$(GPU_WHEELS)")
+
+screenshots: $(VENV)/installed-dev
+	$(BIN)/python -m docs.write_pictures
 
 clean:
 	rm -rf $(VENV) build *.egg-info protocol/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,6 +11,7 @@
     upkeep/     after a start (restoring.py), corrupt files, a full disk, a database from a backup
     http/       what HTTP asks of every route: problems, limits, authentication, long polls
     api/        the routes
+    dashboard/  the page for people, a client of those
 
 settling.py does what follows from a change, reports.py has what is shown of a run; service.py is all of it as one
 object. Who may import whom is said in

@@ -10,6 +10,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi_offline import FastAPIOffline
 
 from coordinator.api import checkpoints, events, health, line_check, metrics, rounds, runs, tokens, workers
+from coordinator.dashboard import serving as dashboard
 from coordinator.http.answer_headers import AnswerHeaders
 from coordinator.http.authentication import Authenticate
 from coordinator.http.describing import describe
@@ -49,6 +50,7 @@ def create_app(coordinator: Coordinator, gate: Gate | None = None) -> FastAPI:
     describe(app)
     for group in (runs, workers, rounds, checkpoints, events, tokens, line_check, health, metrics):
         app.include_router(group.router)
+    app.router.routes += dashboard.routes()
     app.add_middleware(Authenticate)
     app.add_middleware(AnswerHeaders)
     app.add_middleware(Measure, meter=meter)

@@ -581,6 +581,23 @@ class NewToken(TokenInfo):
     token: str  # shown this once
 
 
+class TokenSelf(_Reply):
+    """The token that a request is sent with, as far as its holder has to know it: what it allows, of which run.
+
+    id      the token's; of a member token that of the token which the worker joined with
+    scope   null for a member token
+    allows  the scopes whose requests it may send, its own among them; none for a member token, which acts as `worker`
+    run     the only run that it is for; null: all
+    worker  the only worker that it is for
+    """
+
+    id: str | None
+    scope: Scope | None
+    allows: list[Scope]
+    run: str | None
+    worker: str | None
+
+
 class AuditEntry(_Reply):
     """One act: who did it, by the id of the token and the address that the request came from, and to what. Null is the
     coordinator itself."""

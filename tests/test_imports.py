@@ -71,7 +71,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "http": {"settings", "logs", "store", "tuning", "runs", "service"},
         "metrics": {"store", "runs", "round_reports", "reports", "service", "http"},
         "api": {"store", "runs", "workers", "sync", "round_reports", "reports", "service", "http", "metrics"},
-        "app": {"service", "http", "metrics", "api"},
+        "dashboard": set(),
+        "app": {"service", "http", "metrics", "api", "dashboard"},
         "server": {"settings", "logs", "store", "tuning", "service", "http", "app"},
     },
     "worker": {

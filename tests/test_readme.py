@@ -68,6 +68,14 @@ def test_every_relative_link_leads_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_every_picture_is_there_and_small() -> None:
+    shown = re.findall(r'<img src="([^"]+)" alt="[^"]+"', README)
+    assert len(shown) == README.count("<img ") >= 2
+    for name in shown:
+        assert (ROOT / name).is_file(), f"{name}: make screenshots"
+    assert max(path.stat().st_size for path in (ROOT / "docs" / "pictures").iterdir()) < 200_000
+
+
 def test_the_tree_in_the_readme_is_the_tree() -> None:
     (tree,) = (block for block in blocks("text") if block.startswith("protocol/"))
     for name in re.findall(r"^(\w+)/", tree, re.MULTILINE):

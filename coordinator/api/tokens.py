@@ -1,14 +1,17 @@
-"""Tokens: make, list, rotate, revoke; and the audit. An admin of one run has the tokens for that run alone."""
+"""Tokens: make, list, rotate, revoke, and what one's own allows; and the audit.
+
+An admin of one run has the tokens for that run alone.
+"""
 
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from coordinator.http.access import AdminOfSome, By, Limit, Service
+from coordinator.http.access import AdminOfSome, By, Caller, Limit, Service
 from coordinator.http.describing import OF_A_CHANGE, refusing
 from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
 from protocol.errors import Problem
-from protocol.messages import AuditEntry, NewToken, Page, TokenInfo, TokenRequest
+from protocol.messages import AuditEntry, NewToken, Page, Scope, TokenInfo, TokenRequest, TokenSelf
 
 router = APIRouter(prefix="/v1", tags=["tokens"], route_class=LimitedRoute)
 
@@ -29,6 +32,13 @@ def list_tokens(
     """The tokens, without secrets."""
     items = service.tokens.listed(limit + 1, after, admin.run)
     return Page(items=items[:limit], next=items[limit - 1].id if len(items) > limit else None)
+
+
+@router.get("/tokens/self", responses=refusing())
+async def get_own_token(caller: Caller) -> TokenSelf:
+    """What the token of this very request allows."""
+    allows = [scope for scope in Scope if caller.allows(scope, caller.run)]
+    return TokenSelf(id=caller.token, scope=caller.scope, allows=allows, run=caller.run, worker=caller.worker)
 
 
 @router.post("/tokens/{token_id}/secret", responses=refusing("forbidden", "not-found", *OF_A_CHANGE))

@@ -173,6 +173,28 @@ def test_a_token_for_one_run_sees_that_run_alone_in_the_list(scene: Scene) -> No
         assert [run["name"] for run in listed] == names
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.of not in ("none", "unknown")], ids=str)
+def test_every_token_learns_what_it_allows(scene: Scene, kind: Kind) -> None:
+    """What it says is what the routes do: whoever is told of a scope is refused nothing that asks for it."""
+    own = ask(scene, "GET", "/v1/tokens/self", kind).raise_for_status().json()
+    assert own["run"] == kind.run
+    if "member" in kind.of:
+        assert (own["scope"], own["allows"]) == (None, [])
+        assert own["worker"] == ("b" if kind.of == "another member" else "a")
+        return
+    assert (own["scope"], own["worker"]) == (kind.of, None)
+    assert kind.of in own["allows"]
+    for scope, method, path in [
+        ("admin", "GET", "/v1/tokens"),
+        ("operator", "PATCH", "/v1/runs/{run}"),
+        ("worker", "PUT", "/v1/runs/{run}/workers/{worker}"),
+        ("viewer", "GET", "/v1/runs"),
+        ("join", "POST", "/v1/runs/{run}/workers/{worker}/token"),
+    ]:
+        of_this_run = kind.run in (None, HERE) or "{run}" not in path
+        assert (scope in own["allows"] and of_this_run) == may(kind, method, path), (scope, kind)
+
+
 def test_an_admin_of_one_run_has_the_tokens_for_that_run_alone(scene: Scene, shared: InThread) -> None:
     with shared.client(scene.tokens[Kind("admin", HERE)]) as admin:
         listed = admin.get("/v1/tokens?limit=1000").json()["items"]

@@ -1,0 +1,54 @@
+"""A real browser, Chromium without a window, and what a page says to its console."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    # Root has no sandbox, and /dev/shm is small in a container. Nothing but our own page is opened.
+    arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@dataclass
+class Tab:
+    """A page in a browser of its own, without anything of another's; what it asked for, and what it complained of."""
+
+    page: Page
+    asked: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+
+    def text(self, selector: str) -> str:
+        return self.page.locator(selector).first.inner_text()
+
+
+@contextmanager
+def tab(browser: Browser, **options: Any) -> Iterator[Tab]:
+    """`options` are Playwright's: viewport, color_scheme and the like."""
+    context = browser.new_context(**options)
+    opened = Tab(context.new_page())
+    opened.page.on("request", lambda request: opened.asked.append(request.url))
+    opened.page.on("pageerror", lambda error: opened.complaints.append(str(error)))
+    opened.page.on(
+        "console",
+        lambda said: opened.complaints.append(said.text) if said.type in ("error", "warning") else None,
+    )
+    try:
+        yield opened
+    finally:
+        context.close()

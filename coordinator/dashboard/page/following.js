@@ -1,0 +1,230 @@
+// A run as it goes: what was asked of the coordinator, kept, and asked again as gently as it stays true.
+//
+// The stream of events says that something has happened; then the run and its open round are asked for, and of the
+// listings what is new. What heartbeats bring makes no event, so workers are asked for every few seconds, the more
+// seldom the more there are. While nobody looks, as the tab is hidden, nothing is asked at all.
+
+import { Unreachable, pause, runPath } from "./api.js";
+
+export const SHOWN_ROUNDS = 24; // in the timeline: each is a request of its own
+const SHOWN_EVENTS = 100;
+const NOT_SOONER_S = 1.5;
+const IDLE_S = 5;
+const EPOCHS_EVERY_S = 15;
+
+export class Following {
+  /** `changed` is called when there is something new, `ended` with an error after which nothing is asked any more. */
+  constructor(api, name, changed, ended) {
+    Object.assign(this, { api, name, changed, ended });
+    this.run = null;
+    this.current = null; // the open round with its fragments, and when it was asked for
+    this.asked_at = 0;
+    this.rounds = new Map(); // by number
+    this.details = new Map(); // the last ones, with their fragments and accounts
+    this.workers = null;
+    this.workers_at = this.epochs_at = -Infinity; // when they were asked for last
+    this.epochs = null;
+    this.events = null; // the last ones, oldest first
+    this.trouble = null;
+    this.dirty = true;
+    this.wake = () => {};
+    this.look = () => (document.hidden ? this.rest() : this.resume());
+  }
+
+  start() {
+    document.addEventListener("visibilitychange", this.look);
+    this.look();
+  }
+
+  stop() {
+    document.removeEventListener("visibilitychange", this.look);
+    this.rest();
+  }
+
+  rest() {
+    this.asking?.abort();
+    this.asking = null;
+  }
+
+  resume() {
+    if (this.asking) return;
+    this.asking = new AbortController();
+    this.dirty = true;
+    const { signal } = this.asking;
+    for (const part of [this.#ask(signal), this.#listen(signal)]) {
+      part.catch((error) => {
+        if (signal.aborted) return;
+        this.stop();
+        this.ended(error);
+      });
+    }
+  }
+
+  /** Ask again at once: this page itself has changed something. */
+  refresh() {
+    this.dirty = true;
+    this.workers_at = -Infinity;
+    this.wake(true);
+  }
+
+  /** The rounds that are published, oldest first. */
+  get published() {
+    return [...this.rounds.values()].filter((each) => each.state === "published").sort((a, b) => a.round - b.round);
+  }
+
+  /** The details of the last published rounds, oldest first. */
+  get lastDetails() {
+    return [...this.details.values()].sort((a, b) => a.round - b.round);
+  }
+
+  async #ask(signal) {
+    let growing_s = 1;
+    while (!signal.aborted) {
+      try {
+        this.dirty = false;
+        await this.#refresh(signal);
+        this.trouble = null;
+        growing_s = 1;
+        await this.#rest(NOT_SOONER_S, false);
+        if (!this.dirty) await this.#rest(IDLE_S - NOT_SOONER_S, true);
+      } catch (error) {
+        if (signal.aborted || !(error instanceof Unreachable || error.status >= 429)) throw error;
+        this.trouble = error.message;
+        this.changed();
+        await this.#rest(growing_s, false);
+        growing_s = Math.min(30, 2 * growing_s);
+      }
+    }
+  }
+
+  #rest(seconds, canBeWoken) {
+    return new Promise((done) => {
+      const timer = setTimeout(done, 1000 * seconds);
+      this.wake = (atOnce = false) => {
+        if (!canBeWoken && !atOnce) return;
+        clearTimeout(timer);
+        done();
+      };
+    });
+  }
+
+  async #refresh(signal) {
+    const path = (...rest) => runPath(this.name, ...rest);
+    const [run, { items }] = await Promise.all([
+      this.api.get(path(), signal),
+      this.api.get(`${path("rounds")}?limit=1`, signal),
+    ]);
+    const open = items.length > 0 && items[0].state !== "published";
+    this.current = open ? await this.api.get(path("rounds", items[0].round), signal) : null;
+    this.run = run;
+    this.asked_at = performance.now();
+    this.changed();
+    await this.#workers(path("workers"), signal);
+    await this.#rounds(path("rounds"), signal);
+    if (performance.now() - this.epochs_at >= 1000 * EPOCHS_EVERY_S) {
+      this.epochs_at = performance.now();
+      this.epochs = (await this.api.get(`${path("units")}?limit=100`, signal)).items;
+      this.changed();
+    }
+  }
+
+  async #workers(path, signal) {
+    const every_s = IDLE_S * (1 + (this.workers?.length ?? 0) / 100);
+    if (performance.now() - this.workers_at < 1000 * every_s - 100) return;
+    this.workers = await this.api.all(path, signal);
+    this.workers_at = performance.now();
+    this.changed();
+  }
+
+  async #rounds(path, signal) {
+    const newest = Math.max(-1, ...this.rounds.keys());
+    if (newest < 0) {
+      for await (const page of this.api.pages(path, 1000, signal)) this.#keep(page);
+    } else {
+      const limit = Math.min(1000, Math.max(3, this.run.round - newest + 2));
+      const { items } = await this.api.get(`${path}?limit=${limit}`, signal);
+      const now = items.length ? items[0].round : -1;
+      for (const number of this.rounds.keys()) if (number > now) this.#forget(number); // the run went back
+      this.#keep(items);
+    }
+    this.changed();
+    await this.#details(path, signal);
+  }
+
+  #keep(items) {
+    for (const item of items) this.rounds.set(item.round, item);
+  }
+
+  #forget(number) {
+    this.rounds.delete(number);
+    this.details.delete(number);
+  }
+
+  /** Ask for the last rounds one by one, where they are not known to the end: workers report on each a round later. */
+  async #details(path, signal) {
+    const shown = this.published.slice(-SHOWN_ROUNDS).map((each) => each.round);
+    for (const number of this.details.keys()) if (!shown.includes(number)) this.details.delete(number);
+    const state = (number) => `${this.rounds.get(number).closed_at} ${JSON.stringify(this.rounds.get(number).account)}`;
+    const wanted = shown.filter((number) => this.details.get(number)?.as !== state(number)).reverse();
+    for (let i = 0; i < wanted.length; i += 6) {
+      const some = wanted.slice(i, i + 6);
+      const found = await Promise.all(some.map((number) => this.api.get(`${path}/${number}`, signal)));
+      found.forEach((each) => this.details.set(each.round, { ...each, as: state(each.round) }));
+      this.changed();
+    }
+  }
+
+  /** Follow the stream of events; where there may be no more of them, for many share a token, ask now and then. */
+  async #listen(signal) {
+    const path = runPath(this.name, "events");
+    while (!signal.aborted) {
+      try {
+        this.events ??= await lastEvents(this.api, path, SHOWN_EVENTS, signal);
+        this.changed();
+        for await (const event of this.api.stream(path, this.#lastEvent(), signal)) this.#heard([event]);
+        await pause(1);
+      } catch (error) {
+        if (signal.aborted || error.status === 401 || error.status === 404) throw error;
+        await pause(IDLE_S);
+        if (error.status === 429 && !signal.aborted) {
+          const after = this.#lastEvent();
+          this.#heard((await this.api.get(`${path}?limit=100&after=${after}`, signal)).items);
+        }
+      }
+    }
+  }
+
+  #lastEvent() {
+    return this.events?.at(-1)?.id ?? 0;
+  }
+
+  #heard(events) {
+    if (!events.length) return;
+    this.events = [...this.events, ...events].slice(-SHOWN_EVENTS);
+    this.dirty = true;
+    this.wake();
+    this.changed();
+  }
+}
+
+/**
+ * Return the last events: `most` at most, and a quarter of that at least where there are as many. The listing begins with
+ * the oldest and may be long, so its end is searched for: each question halves where it may be.
+ */
+export async function lastEvents(api, path, most, signal) {
+  const after = (number) => api.get(`${path}?limit=${most}&after=${number}`, signal);
+  let page = await after(0);
+  if (page.next === null) return page.items;
+  let last = page.items;
+  let low = last.at(-1).id; // above it there are events,
+  let high = null; // and above this one too few, or none
+  for (let step = 1024; high === null || low + 1 < high; step *= 2) {
+    const middle = high === null ? low + step : Math.floor((low + high) / 2);
+    page = await after(middle);
+    if (page.items.length) last = page.items;
+    if (page.next !== null) low = page.items.at(-1).id;
+    else if (page.items.length >= most / 4) return page.items;
+    else high = middle;
+  }
+  return last;
+}

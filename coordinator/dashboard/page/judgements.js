@@ -1,0 +1,40 @@
+// What did not count in full, and who held another state than the run: whether the run can be believed.
+
+import { SHOWN_ROUNDS } from "./following.js";
+import { judged } from "./course.js";
+import { h, panel, write } from "./dom.js";
+import { plural, share } from "./units.js";
+
+const SHOWN = 12;
+
+export function makeJudgements() {
+  const said = h("p", {});
+  const list = h("ul", { class: "lines" });
+  let drawn = null;
+
+  function update(model) {
+    const found = judged(model.lastDetails);
+    const diverged = (model.workers ?? []).filter((each) => each.divergences);
+    const rounds = Math.min(SHOWN_ROUNDS, model.details.size);
+    const times = model.run.divergences;
+    const last = `of the last ${plural(rounds, "round")}`;
+    const counted = found.length
+      ? `${plural(found.length, "contribution")} ${last} did not count in full.`
+      : `All contributions ${last} counted in full.`;
+    const agreed = times
+      ? `A worker held another state than the run ${plural(times, "time")}, and took the run's again.`
+      : "Every replica that was compared held the run's own bits.";
+    write(said, `${rounds ? counted : "No round has been judged yet."} ${agreed}`);
+    const lines = [
+      ...diverged.map((each) => [each.name, `diverged ${plural(each.divergences, "time")}`]),
+      ...found
+        .slice(0, SHOWN)
+        .map((each) => [each.worker, `round ${each.round}: counted ${share(each.factor)}. ${each.reason}`]),
+    ];
+    const state = JSON.stringify(lines);
+    if (state !== drawn) list.replaceChildren(...lines.map(([who, what]) => h("li", {}, h("b", {}, who), " ", what)));
+    drawn = state;
+  }
+
+  return { element: panel("Verdicts", "third", said, list), update };
+}

@@ -1,0 +1,62 @@
+// What the run is doing or waiting for, large, and until when.
+
+import { openRound, toGo } from "./course.js";
+import { h, write } from "./dom.js";
+import { countdown, duration } from "./units.js";
+
+const STATES = {
+  seeding: "waits for its first state",
+  running: "training",
+  paused: "paused",
+  draining: "draining: its workers leave",
+  finished: "finished",
+  stopped: "stopped",
+};
+
+export function stateBadge(state) {
+  return h("span", { class: `badge ${state}`, title: STATES[state] ?? state }, state);
+}
+
+export function makeReason() {
+  const sentence = h("p", { class: "sentence" });
+  const aloud = h("p", { class: "unseen", "aria-live": "polite" }); // the same, without what counts down
+  const clock = h("p", { class: "clock", role: "timer" });
+  const clockSays = h("p", { class: "quiet" });
+  const done = h("progress", { "aria-label": "rounds" });
+  const progress = h("p", { class: "quiet" });
+  const element = h(
+    "section",
+    { class: "panel wide now", "aria-label": "Now" },
+    h("div", {}, sentence, aloud, progress),
+    h("div", { class: "deadline" }, clock, clockSays),
+    done,
+  );
+  let closes_at = null;
+
+  const tick = () => {
+    element.classList.toggle("timed", closes_at !== null);
+    if (closes_at !== null) write(clock, countdown((closes_at - performance.now()) / 1000));
+  };
+
+  function update(model) {
+    const { run } = model;
+    const open = openRound(model.current);
+    element.classList.toggle("troubled", model.trouble !== null);
+    write(sentence, model.trouble ?? run.reason);
+    write(aloud, sentence.textContent.replace(/; closes in [\d.]+ s/, ""));
+    done.max = run.rounds;
+    done.value = run.round;
+    const left = toGo(run, model.published);
+    const parts = [`${run.round} of ${run.rounds} rounds done`];
+    if (open && run.live_workers)
+      parts.push(`${open.sent.size} of ${run.live_workers} workers have sent all of round ${open.round}`);
+    if (left !== null) parts.push(`${duration(left)} to go`);
+    write(progress, parts.join(" · "));
+    closes_at = open?.closes_in_s == null || run.state === "stopped" ? null : model.asked_at + 1000 * open.closes_in_s;
+    write(clockSays, closes_at === null ? "" : `until round ${open.round} closes`);
+    tick();
+  }
+
+  const timer = setInterval(tick, 500);
+  return { element, update, stop: () => clearInterval(timer) };
+}

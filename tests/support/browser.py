@@ -1,0 +1,7 @@
+"""For tests that need a browser (`benchmarks/harness/browser.py`)."""
+
+import pytest
+
+from benchmarks.harness.browser import CHROMIUM
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt install chromium")
