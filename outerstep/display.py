@@ -16,7 +16,7 @@ from outerstep.follow import Look
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text, share_text
 from protocol.messages import Event, FragmentState, RoundInfo, RunInfo, WorkerInfo
 from protocol.printable import printable
-from protocol.telling import SHOWN_LOSSES, rate_text, sparkline, to_go_s
+from protocol.telling import SHOWN_LOSSES, rate_text, sparkline
 
 SHOWN_ROUNDS = 8
 _GAP = 2  # columns of the terminal between those of a table
@@ -59,11 +59,13 @@ class LineDisplay:
     def show(self, look: Look) -> None:
         for event in beside_rounds(look.events):
             self._line(event_line(event))
-        for item in look.rounds:
-            if item.state is FragmentState.PUBLISHED and item.round >= self.next_round:
+        published = [each for each in look.rounds if each.state is FragmentState.PUBLISHED]
+        for item in published:
+            if item.round >= self.next_round:
                 self.course.add(item)
+                to_go = duration_text(look.run.eta_s if item is published[-1] else None)
                 rate = next((each.metrics.learning_rate for each in look.workers if each.metrics.learning_rate), None)
-                self._line(f"{round_line(item)}  rate {rate_text(rate)}  {self.course.text(look.run)}")
+                self._line(f"{round_line(item)}  rate {rate_text(rate)}  {self.course.text(look.run, to_go)}")
                 self.next_round = item.round + 1
         if look.trouble and not self.in_trouble:
             self._line(f"{look.trouble}; asking again")
@@ -119,7 +121,7 @@ class LiveDisplay:
         gap, width = Text(""), self.live.console.width
         return Group(
             title,
-            Text(self.course.text(run)),
+            Text(self.course.text(run, duration_text(run.eta_s))),
             reason,
             gap,
             worker_table(look.workers, width),
@@ -142,16 +144,24 @@ class Course:
             self._rounds[item.round] = item
             self._rounds.pop(item.round - SHOWN_LOSSES, None)
 
-    def text(self, run: RunInfo) -> str:
-        """Return the time since the run was created and, by its last rounds, what is to go, and their losses."""
-        if not self._rounds:
-            return f"elapsed {UNKNOWN}  to go {UNKNOWN}  losses {UNKNOWN}"
-        items = [self._rounds[number] for number in sorted(self._rounds)]
-        first, last = items[0], items[-1]
-        closed_at = last.closed_at or last.opened_at
-        left = to_go_s(last.round - first.round + 1, closed_at - first.opened_at, run.rounds - last.round - 1)
-        elapsed, to_go = duration_text(closed_at - run.created_at), duration_text(left)
-        return f"elapsed {elapsed}  to go {to_go}  losses {sparkline([item.loss for item in items])}"
+    def text(self, run: RunInfo, to_go: str) -> str:
+        """Return the time from the run's creation to the end of its last round, what is to go, and the losses."""
+        return f"elapsed {duration_text(self.elapsed_s(run))}  to go {to_go}  losses {sparkline(self.losses)}"
+
+    def elapsed_s(self, run: RunInfo) -> float | None:
+        """Return the seconds from the run's creation to the end of its last round; None before there is one."""
+        last = self._rounds.get(max(self._rounds, default=-1))
+        return None if last is None or last.closed_at is None else last.closed_at - run.created_at
+
+    @property
+    def losses(self) -> list[float | None]:
+        """The training losses of the last rounds."""
+        return [self._rounds[number].loss for number in sorted(self._rounds)]
+
+    @property
+    def held_out_losses(self) -> list[float | None]:
+        """The held-out losses of the states that these started from."""
+        return [self._rounds[number].held_out_loss for number in sorted(self._rounds)]
 
 
 def round_line(item: RoundInfo) -> str:

@@ -36,12 +36,17 @@ def test_each_round_is_one_line_once_when_it_is_published():
     zeroth, first, second = (
         round_document(number, opened_at=began + 2 * number, closed_at=began + 2 * number + 2) for number in range(3)
     )
-    printed = lines_of(look(zeroth, still_open), look(first), look(first, second))
+    printed = lines_of(look(zeroth, still_open, eta_s=6.0), look(first, eta_s=4.0), look(first, second, eta_s=2.0))
     assert printed == [
         f"round {number}    loss 3.2500  held-out at start 3.5000  5 k tokens/s  up 2 MB  delta 1 MB  2.0 s  "
         f"rate –  elapsed {2 * (number + 1)}.0 s  to go {2 * (3 - number)}.0 s  losses {'▁' * (number + 1)}"
         for number in range(3)
     ]
+
+
+def test_of_several_rounds_at_once_the_newest_alone_says_what_is_to_go():
+    first, second = lines_of(look(round_document(0), round_document(1), eta_s=75.0))
+    assert ("to go –  " in first, "to go 1 min 15 s  " in second) == (True, True)
 
 
 def test_events_are_printed_as_they_were_written():
