@@ -19,6 +19,7 @@ from outerstep.cli import (
     run,
     token,
     track,
+    watch,
     worker,
 )
 from outerstep.cli.faults import CommandGroup
@@ -74,6 +75,8 @@ app.command()(coordinator.coordinator)
 app.command()(coordinator.migrate)
 app.command(epilog=IN_WORDS)(worker.worker)
 app.command(epilog=IN_WORDS)(doctor.doctor)
+run.app.command()(watch.watch)
+run.app.command()(watch.events)
 run.app.command()(evaluate.evaluate)
 run.app.command()(track.track)
 run.app.command()(rollback.rollback)

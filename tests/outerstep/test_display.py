@@ -5,17 +5,25 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from outerstep.display import LineDisplay, LiveDisplay, display_for, round_table, table, worker_table
+from outerstep.display import LineDisplay, round_table, table, worker_table
 from outerstep.follow import Look
 from protocol.messages import Event, RoundInfo, RunInfo, WorkerInfo
 from tests.outerstep.examples import event_document, round_document, run_document, worker_document
 
+ONE = (worker_document("worker-0"),)
 
-def look(*rounds: dict, events: tuple[dict, ...] = (), trouble: str | None = None, **run: object) -> Look:
+
+def look(
+    *rounds: dict,
+    events: tuple[dict, ...] = (),
+    workers: tuple[dict, ...] = ONE,
+    trouble: str | None = None,
+    **run: object,
+) -> Look:
     return Look(
         run=RunInfo.model_validate(run_document(**run)),
         rounds=tuple(RoundInfo.model_validate(item) for item in rounds),
-        workers=(WorkerInfo.model_validate(worker_document("worker-0")),),
+        workers=tuple(WorkerInfo.model_validate(each) for each in workers),
         events=tuple(Event.model_validate(item) for item in events),
         last_event=0,
         trouble=trouble,
@@ -70,31 +78,6 @@ def test_an_outage_is_told_once_and_so_is_its_end():
 def test_the_end_is_told():
     [line] = lines_of(look(state="finished", reason="all 4 rounds are done", held_out_loss=1.5))
     assert line == "run demo: all 4 rounds are done; last held-out loss 1.5000"
-
-
-def test_a_terminal_gets_a_picture_and_anything_else_lines():
-    assert isinstance(display_for(Console(file=io.StringIO())), LineDisplay)
-    assert isinstance(display_for(Console(file=io.StringIO(), force_terminal=True)), LiveDisplay)
-
-
-def test_the_picture_holds_progress_workers_the_last_rounds_and_events():
-    out = io.StringIO()
-    with LiveDisplay(Console(file=out, width=120, height=40, force_terminal=True, color_system=None)) as display:
-        display.show(look(*(round_document(number, loss=number / 10) for number in range(9))))
-        display.show(look(round_document(9, loss=9.9, held_out_loss=None), events=(event_document(1),), round=3))
-    picture = out.getvalue().rpartition("run demo")[2]
-    for expected in (
-        "3 of 4 rounds",
-        "held-out loss 5.5000",
-        "worker-0",
-        "4 kB",
-        "9.9000",
-        "0.3000",
-        "worker-0 joined",
-        "elapsed 2.0 s  to go –  losses ▁▁▁▁▁▁▁▁▂█",
-    ):
-        assert expected in picture, picture
-    assert "0.1000" not in picture, "only the last 8 rounds are shown"
 
 
 def test_the_use_of_a_gpu_is_shown_where_one_is_known():

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from outerstep.cli import app
 from outerstep.cli.printing import PrintableConsole
-from outerstep.display import LiveDisplay
 from outerstep.follow import Look
+from outerstep.picture import LiveDisplay
 from protocol.errors import Problem
 from protocol.messages import Event, RunInfo, WorkerInfo
 from tests.outerstep.examples import event_document, page, round_document, run_document, worker_document
@@ -69,6 +69,9 @@ class Hostile(Handler):
         (["run", "show", "demo"], 0),
         (["run", "show", "demo", "--format", "json"], 0),
         (["run", "watch", "demo"], 0),
+        (["run", "watch", "demo", "--format", "json"], 0),
+        (["run", "events", "demo"], 0),
+        (["run", "events", "demo", "--follow"], 0),
         (["run", "ls"], 0),
         (["run", "units", "demo"], 0),
         (["run", "pause", "demo"], 0),
