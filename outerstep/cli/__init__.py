@@ -21,6 +21,7 @@ from outerstep.cli import (
     track,
     watch,
     worker,
+    workers,
 )
 from outerstep.cli.faults import CommandGroup
 from outerstep.cli.printing import say
@@ -75,6 +76,8 @@ app.command()(coordinator.coordinator)
 app.command()(coordinator.migrate)
 app.command(epilog=IN_WORDS)(worker.worker)
 app.command(epilog=IN_WORDS)(doctor.doctor)
+run.app.command()(workers.workers)
+run.app.command()(workers.worker)
 run.app.command()(watch.watch)
 run.app.command()(watch.events)
 run.app.command()(evaluate.evaluate)

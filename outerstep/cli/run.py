@@ -464,7 +464,7 @@ def _facts(run: RunDetail) -> object:
         ("tokens", count_text(run.tokens)),
         ("uploaded", bytes_text(run.upload_bytes)),
         ("moved", f"{bytes_text(run.account.upload_bytes)} up, {bytes_text(run.account.download_bytes)} down"),
-        ("workers' time", _shares(run.account)),
+        ("workers' time", shares_text(run.account)),
         ("on disk", bytes_text(sum(run.disk_bytes.model_dump().values()))),
         ("divergences", str(run.divergences)),
         ("held-out loss", held_out_text(run.held_out_loss, run.held_out_bits_per_byte)),
@@ -487,7 +487,7 @@ def _model(run: RunDetail) -> str:
     return f"{name}{adapters}{start}, {trained}{frozen}"
 
 
-def _shares(account: Account) -> str:
+def shares_text(account: Account) -> str:
     """Return the shares of the stages in the workers' time, the largest first."""
     shares = {stage: seconds / account.total_s for stage, seconds in account.seconds.items() if stage in SUCCESSIVE}
     largest = sorted(shares.items(), key=lambda share: -share[1])
