@@ -25,7 +25,7 @@ from rich.table import Table
 
 from outerstep.demo import Plan, run_demo
 from outerstep.demo.spec import ROUNDS, demo_spec
-from outerstep.display import display_for
+from outerstep.picture import display_for
 
 WORKERS = 4
 QUICK = ("int8", "eager")

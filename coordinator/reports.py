@@ -7,6 +7,7 @@ from sqlalchemy.orm import Session
 
 from coordinator.round_reports import held_out_fields, reason_of
 from coordinator.runs import held_out
+from coordinator.runs.eta import eta_s
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.quarantine import standing_of
 from coordinator.runs.steps import expected_rounds
@@ -77,7 +78,7 @@ def disk_bytes(run: LiveRun) -> DiskBytes:
 
 def _run_fields(run: LiveRun) -> dict[str, Any]:
     with run.lock:
-        final = run.final_digest
+        state, final = run.state, run.final_digest
         remembered: dict[str, Any] = {
             "name": run.name,
             "state": state_of(run),
@@ -100,6 +101,7 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
             **remembered,
             "spec_digest": row.spec_digest.hex(),
             "created_at": row.created_at,
+            "eta_s": eta_s(session, run.id, state, remembered["rounds"] - remembered["round"], run.world.now()),
             "tokens": row.tokens,
             "upload_bytes": row.upload_bytes,
             "divergences": row.divergences,

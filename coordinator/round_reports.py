@@ -45,19 +45,25 @@ def reason_of(run: LiveRun) -> str:
     opening = run.open
     if opening is None:
         return status(run)
-    return f"round {opening.number}: {_least_advanced(run, opening)[1]}"
+    return f"round {opening.number}: {_fragment_reason(run, _least_advanced(opening))}"
 
 
-def _least_advanced(run: LiveRun, opening: OpenRound) -> tuple[FragmentState, str]:
-    """Return state and reason of the open round: those of its least advanced fragment."""
-    fragment = min(opening.fragments, key=lambda each: ADVANCEMENT.index(each.state))
-    return fragment.state, _fragment_reason(run, fragment)
+def _least_advanced(opening: OpenRound) -> OpenFragment:
+    """Return the fragment whose state and reason are those of the open round."""
+    return min(opening.fragments, key=lambda each: ADVANCEMENT.index(each.state))
 
 
 def _fragment_reason(run: LiveRun, fragment: OpenFragment) -> str:
     """Return what a fragment of the open round waits for; after a stop, that it was given up."""
     given_up = run.state is RunState.STOPPED and fragment.state is not FragmentState.PUBLISHED
     return "given up: the run was stopped" if given_up else fragment.reason
+
+
+def _closes_in_s(run: LiveRun, fragment: OpenFragment) -> float | None:
+    """Return in how many seconds a fragment of the open round closes; None if no deadline is running."""
+    if fragment.closes_at is None or run.state is RunState.STOPPED:
+        return None
+    return max(0.0, fragment.closes_at - run.world.clock())
 
 
 def rounds(run: LiveRun, limit: int, before: int | None) -> Page[RoundInfo]:
@@ -125,16 +131,22 @@ def _round_fields(
         quorum_at, collected_at, aggregated_at = latest.get(
             row.round, (row.quorum_at, row.collected_at, row.aggregated_at)
         )
-        state, reason = FragmentState.PUBLISHED, "published"
+        state, reason, closes_in_s = FragmentState.PUBLISHED, "published", None
         if row.closed_at is None:
             state, reason = FragmentState.COLLECTING, "just opened"
             if opening is not None and opening.number == row.round:
-                state, reason = _least_advanced(run, opening)
+                fragment = _least_advanced(opening)
+                state, reason, closes_in_s = (
+                    fragment.state,
+                    _fragment_reason(run, fragment),
+                    _closes_in_s(run, fragment),
+                )
         yield {
             "round": row.round,
             "state": state,
             "reason": reason,
             "opened_at": row.opened_at,
+            "closes_in_s": closes_in_s,
             "quorum_at": quorum_at,
             "collected_at": collected_at,
             "aggregated_at": aggregated_at,
@@ -166,8 +178,7 @@ def _fragment(run: LiveRun, row: FragmentRow, opening: OpenRound | None) -> Frag
     if opening is not None and opening.number == row.round:
         fragment = opening.fragments[row.fragment]
         contributors, reason = fragment.contributed, _fragment_reason(run, fragment)
-        if fragment.closes_at is not None and run.state is not RunState.STOPPED:
-            closes_in_s = max(0.0, fragment.closes_at - run.world.clock())
+        closes_in_s = _closes_in_s(run, fragment)
     return FragmentInfo(
         fragment=row.fragment,
         state=FragmentState(row.state),

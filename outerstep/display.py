@@ -1,4 +1,5 @@
-"""Displays of a run that is followed: a live picture on a terminal, plain lines anywhere else."""
+"""What people see of a run: its rounds and events as lines, its workers and rounds as tables. `picture.py` has the
+picture that a terminal gets."""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -7,8 +8,6 @@ from typing import Literal, Protocol
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -16,11 +15,9 @@ from outerstep.follow import Look
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text, share_text
 from protocol.messages import Event, FragmentState, RoundInfo, RunInfo, WorkerInfo
 from protocol.printable import printable
-from protocol.telling import SHOWN_LOSSES, rate_text, sparkline, to_go_s
+from protocol.telling import SHOWN_LOSSES, rate_text, sparkline
 
-SHOWN_ROUNDS = 8
-_GAP = 2  # columns of the terminal between those of a table
-SHOWN_EVENTS = 4
+GAP = 2  # columns of the terminal between those of a table
 SHOWN_BY_ROUNDS = frozenset({"round-opened", "round-published", "evaluated"})
 
 
@@ -34,11 +31,6 @@ class Display(Protocol):
     ) -> None: ...
 
     def show(self, look: Look) -> None: ...
-
-
-def display_for(console: Console) -> Display:
-    """Return the display that suits `console`."""
-    return LiveDisplay(console) if console.is_terminal else LineDisplay(console)
 
 
 class LineDisplay:
@@ -59,11 +51,13 @@ class LineDisplay:
     def show(self, look: Look) -> None:
         for event in beside_rounds(look.events):
             self._line(event_line(event))
-        for item in look.rounds:
-            if item.state is FragmentState.PUBLISHED and item.round >= self.next_round:
+        published = [each for each in look.rounds if each.state is FragmentState.PUBLISHED]
+        for item in published:
+            if item.round >= self.next_round:
                 self.course.add(item)
+                to_go = duration_text(look.run.eta_s if item is published[-1] else None)
                 rate = next((each.metrics.learning_rate for each in look.workers if each.metrics.learning_rate), None)
-                self._line(f"{round_line(item)}  rate {rate_text(rate)}  {self.course.text(look.run)}")
+                self._line(f"{round_line(item)}  rate {rate_text(rate)}  {self.course.text(look.run, to_go)}")
                 self.next_round = item.round + 1
         if look.trouble and not self.in_trouble:
             self._line(f"{look.trouble}; asking again")
@@ -77,59 +71,6 @@ class LineDisplay:
         self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
-class LiveDisplay:
-    """A display that redraws a picture in place: progress, workers, the last rounds, the last events."""
-
-    def __init__(self, console: Console) -> None:
-        self.live = Live(console=console, refresh_per_second=4)
-        self.rounds: dict[int, RoundInfo] = {}
-        self.events: list[Event] = []
-        self.course = Course()
-
-    def __enter__(self) -> "LiveDisplay":
-        self.live.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.live.__exit__(kind, error, trace)
-
-    def show(self, look: Look) -> None:
-        self.rounds |= {item.round: item for item in look.rounds}
-        for item in look.rounds:
-            self.course.add(item)
-        for old in sorted(self.rounds)[:-SHOWN_ROUNDS]:
-            del self.rounds[old]
-        self.events = [*self.events, *beside_rounds(look.events)][-SHOWN_EVENTS:]
-        self.live.update(self._picture(look))
-
-    def _picture(self, look: Look) -> RenderableType:
-        run = look.run
-        title = Table.grid(padding=(0, 2))
-        title.add_row(
-            Text(f"run {run.name}", style="bold"),
-            ProgressBar(total=run.rounds, completed=run.round, width=30),
-            Text(f"{run.round} of {run.rounds} rounds"),
-            Text(f"held-out loss {held_out_text(run.held_out_loss, run.held_out_bits_per_byte)}", style="bold"),
-        )
-        said = look.trouble or f"{run.state}: {run.reason}"
-        reason = Text(printable(said), style="red" if look.trouble else "dim")
-        events = [Text(printable(event_line(event)), style="dim") for event in self.events]
-        gap, width = Text(""), self.live.console.width
-        return Group(
-            title,
-            Text(self.course.text(run)),
-            reason,
-            gap,
-            worker_table(look.workers, width),
-            gap,
-            round_table(self.rounds.values(), width),
-            gap,
-            *events,
-        )
-
-
 class Course:
     """How a run goes, by its published rounds, and by the coordinator's clock alone."""
 
@@ -139,19 +80,29 @@ class Course:
     def add(self, item: RoundInfo) -> None:
         """Take a round into account once it is published."""
         if item.state is FragmentState.PUBLISHED:
+            for given_up in [number for number in self._rounds if number > item.round]:  # the run was rolled back
+                del self._rounds[given_up]
             self._rounds[item.round] = item
             self._rounds.pop(item.round - SHOWN_LOSSES, None)
 
-    def text(self, run: RunInfo) -> str:
-        """Return the time since the run was created and, by its last rounds, what is to go, and their losses."""
-        if not self._rounds:
-            return f"elapsed {UNKNOWN}  to go {UNKNOWN}  losses {UNKNOWN}"
-        items = [self._rounds[number] for number in sorted(self._rounds)]
-        first, last = items[0], items[-1]
-        closed_at = last.closed_at or last.opened_at
-        left = to_go_s(last.round - first.round + 1, closed_at - first.opened_at, run.rounds - last.round - 1)
-        elapsed, to_go = duration_text(closed_at - run.created_at), duration_text(left)
-        return f"elapsed {elapsed}  to go {to_go}  losses {sparkline([item.loss for item in items])}"
+    def text(self, run: RunInfo, to_go: str) -> str:
+        """Return the time from the run's creation to the end of its last round, what is to go, and the losses."""
+        return f"elapsed {duration_text(self.elapsed_s(run))}  to go {to_go}  losses {sparkline(self.losses)}"
+
+    def elapsed_s(self, run: RunInfo) -> float | None:
+        """Return the seconds from the run's creation to the end of its last round; None before there is one."""
+        last = self._rounds.get(max(self._rounds, default=-1))
+        return None if last is None or last.closed_at is None else last.closed_at - run.created_at
+
+    @property
+    def losses(self) -> list[float | None]:
+        """The training losses of the last rounds."""
+        return [self._rounds[number].loss for number in sorted(self._rounds)]
+
+    @property
+    def held_out_losses(self) -> list[float | None]:
+        """The held-out losses of the states that these started from."""
+        return [self._rounds[number].held_out_loss for number in sorted(self._rounds)]
 
 
 def round_line(item: RoundInfo) -> str:
@@ -204,20 +155,30 @@ def worker_table(workers: Sequence[WorkerInfo], width: int) -> RenderableType:
         ]
         for item in workers
     ]
-    # Where nobody tells them, these would only take room.
+    return tables(*with_what_is_told(columns, rows, workers), width)
+
+
+def with_what_is_told(
+    columns: list[str], rows: list[list[str]], workers: Sequence[WorkerInfo]
+) -> tuple[list[str], list[list[str]]]:
+    """Return columns and rows with those that would only take room where no worker tells them."""
     if any(item.metrics.learning_rate is not None for item in workers):
-        columns.append(">rate")
+        columns = [*columns, ">rate"]
         rows = [[*row, rate_text(item.metrics.learning_rate)] for row, item in zip(rows, workers, strict=True)]
     if any(item.metrics.mfu is not None for item in workers):
-        columns.append(">MFU")
+        columns = [*columns, ">MFU"]
         rows = [[*row, share_text(item.metrics.mfu)] for row, item in zip(rows, workers, strict=True)]
     if any(item.metrics.peak_memory_bytes is not None for item in workers):
-        columns.append(">memory")
+        columns = [*columns, ">memory"]
         rows = [[*row, bytes_text(item.metrics.peak_memory_bytes)] for row, item in zip(rows, workers, strict=True)]
-    return tables(columns, rows, width)
+    return columns, rows
 
 
 def round_table(rounds: Iterable[RoundInfo], width: int) -> RenderableType:
+    return tables(*round_columns(rounds), width)
+
+
+def round_columns(rounds: Iterable[RoundInfo]) -> tuple[list[str], list[list[str]]]:
     columns = [">round", "state", ">loss", ">held-out at start", ">tokens/s", ">time", ">up", ">delta"]
     rows = [
         [
@@ -232,14 +193,14 @@ def round_table(rounds: Iterable[RoundInfo], width: int) -> RenderableType:
         ]
         for item in rounds
     ]
-    return tables(columns, rows, width)
+    return columns, rows
 
 
 def tables(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> RenderableType:
     """Return a table that is at most `width` wide: where its columns do not fit, the rest of them are a second one
     below it, and so on, each of which begins with the first column."""
     taken = [
-        _GAP + max(cell_len(cell) for cell in (column.removeprefix(">"), *cells))
+        GAP + max(cell_len(cell) for cell in (column.removeprefix(">"), *cells))
         for column, *cells in zip(columns, *rows, strict=True)
     ]
     parts, room = [[0]], width - taken[0]

@@ -87,6 +87,9 @@ class Client:
         """Yield the run's workers, by name."""
         return self._pages(_path(run, "workers"), WorkerInfo)
 
+    def worker(self, run: str, worker: str) -> WorkerInfo:
+        return self._ask("GET", _path(run, "workers", quote(worker, safe="")), WorkerInfo)
+
     def change_worker(self, run: str, worker: str, change: WorkerChange) -> WorkerInfo:
         path = _path(run, "workers", quote(worker, safe=""))
         return self._ask("PATCH", path, WorkerInfo, json=change.model_dump())

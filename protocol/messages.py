@@ -160,6 +160,7 @@ class RunInfo(_Reply):
     step: int = 0  # inner steps of the schedule before the open round
     spec_digest: HexDigest
     created_at: float
+    eta_s: float | None = None  # until its end, by its last rounds; null where nobody knows
     live_workers: int
     fragments: int | None  # null until the first worker has sent the model's shape
     elements: int | None  # that are trained
@@ -415,6 +416,7 @@ class RoundInfo(_Reply):
     state: FragmentState  # the least advanced of its fragments
     reason: str
     opened_at: float
+    closes_in_s: float | None = None  # of the fragment whose reason this is; null if no deadline is running
     quorum_at: float | None = None  # this and the next two: when the last of its fragments had reached this
     collected_at: float | None = None
     aggregated_at: float | None = None

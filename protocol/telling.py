@@ -1,11 +1,13 @@
 """How a training goes, for people, as workers log it and operators watch it: time, what is to go, the losses."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import TypeGuard
 
 UNKNOWN = "–"
 SHOWN_LOSSES = 20
+PACE_ROUNDS = 20  # the last rounds, by which it is guessed what is to go
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -25,10 +27,16 @@ def rate_text(rate: float | None) -> str:
     return UNKNOWN if rate is None else f"{rate:.2e}"
 
 
-def to_go_s(rounds: int, seconds: float, left: int) -> float | None:
-    """Return what `left` rounds will take if they are as fast as those `rounds` which took `seconds`; None before the
-    first."""
-    return left * seconds / rounds if rounds > 0 and left >= 0 else None
+def to_go_s(lengths: Sequence[float], left: int, spent_s: float = 0.0) -> float | None:
+    """Return what the `left` next rounds will take, in seconds, by the `lengths` of the last ones; None before there
+    is one. `spent_s`: since the last one was over.
+
+    By their median, which a pause of an hour leaves alone. The next round is over at once, at the earliest.
+    """
+    if not lengths or left < 0:
+        return None
+    length = statistics.median(lengths)
+    return max(left * length - spent_s, max(left - 1, 0) * length)
 
 
 def sparkline(losses: Sequence[float | None]) -> str:

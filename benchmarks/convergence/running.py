@@ -13,7 +13,7 @@ from benchmarks.convergence.rows import Row
 from outerstep.demo import Plan, trained
 from outerstep.demo.spec import RUN
 from outerstep.demo.summary import replicas_identical
-from outerstep.display import display_for
+from outerstep.picture import display_for
 from worker.export import load_checkpoint
 from worker.link.client import Client
 

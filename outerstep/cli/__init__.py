@@ -20,7 +20,9 @@ from outerstep.cli import (
     run,
     token,
     track,
+    watch,
     worker,
+    workers,
 )
 from outerstep.cli.faults import CommandGroup
 from outerstep.cli.printing import say
@@ -78,6 +80,10 @@ coordinator.app.command("restore")(backup.restore)
 app.command()(coordinator.migrate)
 app.command(epilog=IN_WORDS)(worker.worker)
 app.command(epilog=IN_WORDS)(doctor.doctor)
+run.app.command()(workers.workers)
+run.app.command()(workers.worker)
+run.app.command()(watch.watch)
+run.app.command()(watch.events)
 run.app.command()(evaluate.evaluate)
 run.app.command()(track.track)
 run.app.command()(rollback.rollback)

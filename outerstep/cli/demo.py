@@ -16,7 +16,7 @@ from outerstep.cli.printing import console, say_lines
 from outerstep.demo import Plan, run_demo
 from outerstep.demo.processes import ChildError
 from outerstep.demo.spec import ROUNDS, demo_spec
-from outerstep.display import display_for
+from outerstep.picture import display_for
 from protocol.codecs import DownloadCodecName
 
 FAILED = 1

@@ -27,6 +27,7 @@ class Format(StrEnum):
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="A table to read, or JSON for programs.")]
+LinesFormatOption = Annotated[Format, typer.Option("--format", help="To read, or a line of JSON each time.")]
 
 
 class PrintableConsole(Console):
@@ -58,6 +59,11 @@ def say_lines(text: str, *, err: bool = False) -> None:
 def print_json(value: BaseModel | Iterable[BaseModel] | dict[str, Any]) -> None:
     """Print a message as a JSON object, or messages as a JSON array."""
     typer.echo(printable_json(json.dumps(plain(value), indent=2, ensure_ascii=False)))
+
+
+def print_json_line(value: BaseModel | dict[str, Any]) -> None:
+    """Print a message as a JSON object in one line, as one of several that come one after the other."""
+    typer.echo(printable_json(json.dumps(plain(value), ensure_ascii=False)))
 
 
 def plain(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,15 +21,13 @@ from outerstep.cli.connection import (
 )
 from outerstep.cli.faults import UsageError, import_extra
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
-from outerstep.display import display_for, round_table, table, worker_table
-from outerstep.follow import FIRST_ROUNDS, follow
+from outerstep.display import round_table, table, worker_table
+from outerstep.follow import FIRST_ROUNDS
 from outerstep.units import UNKNOWN, bytes_text, count_text, held_out_text
 from protocol.errors import SpecError
 from protocol.exit_codes import Exit
 from protocol.messages import SUCCESSIVE, Account, RunChange, RunDetail, RunInfo, WorkerChange
 from protocol.spec.run import RunSpec, parse_spec
-
-WATCH_PATIENCE_S = 5.0  # the workers' own figures change without an event
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's name.")]
@@ -198,28 +195,6 @@ def checkpoints(
         return
     rows = [(str(each.round), time_text(each.created_at), bytes_text(each.bytes), each.state_digest) for each in kept]
     console().print(table([">round", "at", ">size", "~digest"], rows))
-
-
-@app.command()
-def watch(
-    run: RunArgument,
-    url: UrlOption = DEFAULT_URL,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    ca: CaOption = None,
-) -> None:
-    """Follow a run's rounds and events until it ends; a restart of the coordinator is waited for.
-
-    On a terminal it is a picture that changes; otherwise a line for each round and event. Ctrl-C ends the watching,
-    not the run.
-
-    \b
-    Example:
-      outerstep run watch my-run
-    """
-    with operator_client(url, token, token_file, ca) as client, display_for(console()) as display:
-        for look in follow(client, run, patience_s=WATCH_PATIENCE_S, sleep=time.sleep):
-            display.show(look)
 
 
 @app.command()
@@ -489,7 +464,7 @@ def _facts(run: RunDetail) -> object:
         ("tokens", count_text(run.tokens)),
         ("uploaded", bytes_text(run.upload_bytes)),
         ("moved", f"{bytes_text(run.account.upload_bytes)} up, {bytes_text(run.account.download_bytes)} down"),
-        ("workers' time", _shares(run.account)),
+        ("workers' time", shares_text(run.account)),
         ("on disk", bytes_text(sum(run.disk_bytes.model_dump().values()))),
         ("divergences", str(run.divergences)),
         ("held-out loss", held_out_text(run.held_out_loss, run.held_out_bits_per_byte)),
@@ -512,7 +487,7 @@ def _model(run: RunDetail) -> str:
     return f"{name}{adapters}{start}, {trained}{frozen}"
 
 
-def _shares(account: Account) -> str:
+def shares_text(account: Account) -> str:
     """Return the shares of the stages in the workers' time, the largest first."""
     shares = {stage: seconds / account.total_s for stage, seconds in account.seconds.items() if stage in SUCCESSIVE}
     largest = sorted(shares.items(), key=lambda share: -share[1])

@@ -5,17 +5,25 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from outerstep.display import LineDisplay, LiveDisplay, display_for, round_table, table, worker_table
+from outerstep.display import LineDisplay, round_table, table, worker_table
 from outerstep.follow import Look
 from protocol.messages import Event, RoundInfo, RunInfo, WorkerInfo
 from tests.outerstep.examples import event_document, round_document, run_document, worker_document
 
+ONE = (worker_document("worker-0"),)
 
-def look(*rounds: dict, events: tuple[dict, ...] = (), trouble: str | None = None, **run: object) -> Look:
+
+def look(
+    *rounds: dict,
+    events: tuple[dict, ...] = (),
+    workers: tuple[dict, ...] = ONE,
+    trouble: str | None = None,
+    **run: object,
+) -> Look:
     return Look(
         run=RunInfo.model_validate(run_document(**run)),
         rounds=tuple(RoundInfo.model_validate(item) for item in rounds),
-        workers=(WorkerInfo.model_validate(worker_document("worker-0")),),
+        workers=tuple(WorkerInfo.model_validate(each) for each in workers),
         events=tuple(Event.model_validate(item) for item in events),
         last_event=0,
         trouble=trouble,
@@ -36,12 +44,17 @@ def test_each_round_is_one_line_once_when_it_is_published():
     zeroth, first, second = (
         round_document(number, opened_at=began + 2 * number, closed_at=began + 2 * number + 2) for number in range(3)
     )
-    printed = lines_of(look(zeroth, still_open), look(first), look(first, second))
+    printed = lines_of(look(zeroth, still_open, eta_s=6.0), look(first, eta_s=4.0), look(first, second, eta_s=2.0))
     assert printed == [
         f"round {number}    loss 3.2500  held-out at start 3.5000  5 k tokens/s  up 2 MB  delta 1 MB  2.0 s  "
         f"rate –  elapsed {2 * (number + 1)}.0 s  to go {2 * (3 - number)}.0 s  losses {'▁' * (number + 1)}"
         for number in range(3)
     ]
+
+
+def test_of_several_rounds_at_once_the_newest_alone_says_what_is_to_go():
+    first, second = lines_of(look(round_document(0), round_document(1), eta_s=75.0))
+    assert ("to go –  " in first, "to go 1 min 15 s  " in second) == (True, True)
 
 
 def test_events_are_printed_as_they_were_written():
@@ -65,31 +78,6 @@ def test_an_outage_is_told_once_and_so_is_its_end():
 def test_the_end_is_told():
     [line] = lines_of(look(state="finished", reason="all 4 rounds are done", held_out_loss=1.5))
     assert line == "run demo: all 4 rounds are done; last held-out loss 1.5000"
-
-
-def test_a_terminal_gets_a_picture_and_anything_else_lines():
-    assert isinstance(display_for(Console(file=io.StringIO())), LineDisplay)
-    assert isinstance(display_for(Console(file=io.StringIO(), force_terminal=True)), LiveDisplay)
-
-
-def test_the_picture_holds_progress_workers_the_last_rounds_and_events():
-    out = io.StringIO()
-    with LiveDisplay(Console(file=out, width=120, height=40, force_terminal=True, color_system=None)) as display:
-        display.show(look(*(round_document(number, loss=number / 10) for number in range(9))))
-        display.show(look(round_document(9, loss=9.9, held_out_loss=None), events=(event_document(1),), round=3))
-    picture = out.getvalue().rpartition("run demo")[2]
-    for expected in (
-        "3 of 4 rounds",
-        "held-out loss 5.5000",
-        "worker-0",
-        "4 kB",
-        "9.9000",
-        "0.3000",
-        "worker-0 joined",
-        "elapsed 2.0 s  to go –  losses ▁▁▁▁▁▁▁▁▂█",
-    ):
-        assert expected in picture, picture
-    assert "0.1000" not in picture, "only the last 8 rounds are shown"
 
 
 def test_the_use_of_a_gpu_is_shown_where_one_is_known():

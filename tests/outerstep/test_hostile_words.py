@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from outerstep.cli import app
 from outerstep.cli.printing import PrintableConsole
-from outerstep.display import LiveDisplay
 from outerstep.follow import Look
+from outerstep.picture import LiveDisplay
 from protocol.errors import Problem
 from protocol.messages import Event, RunInfo, WorkerInfo
 from tests.outerstep.examples import event_document, page, round_document, run_document, worker_document
@@ -23,6 +23,18 @@ EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\nround 7 is published\u202e"
 RUN = run_document(state="finished", reason=f"all done {EVIL}", rounds=1, round=1)
 WORKER = worker_document("box-7", host={"host": EVIL, "share": float("nan")}, metrics={"phase": EVIL[:20]})
 EVENTS = [event_document(1, f"box-7 joined {EVIL}")]
+FRAGMENT = {
+    "fragment": 0,
+    "state": "published",
+    "reason": EVIL,
+    "contributors": ["box-7"],
+    "closes_in_s": None,
+    "verdicts": {"box-7": {"factor": 0.25, "reason": f"too long {EVIL}"}},
+    "delta_bytes": 1,
+    "delta_digest": None,
+}
+LATE = {"worker": "box-7", "fragment": 1, "late_s": 75.0}
+TAKEN_PART = {"fragments": [FRAGMENT, {**FRAGMENT, "fragment": 1, "contributors": []}], "late": [LATE]}
 TOKEN = {"id": "t1", "scope": "worker", "note": EVIL, "created_at": 1_700_000_000.0}
 
 
@@ -35,6 +47,8 @@ class Hostile(Handler):
             "/v1/runs": page([RUN], None),
             "/v1/runs/demo": RUN,
             "/v1/runs/demo/workers": page([WORKER], None),
+            "/v1/runs/demo/workers/box-7": WORKER,
+            "/v1/runs/demo/rounds/0": round_document(0, **TAKEN_PART),
             "/v1/runs/demo/rounds": page([round_document(0, reason=EVIL)], None),
             "/v1/runs/demo/events": page(EVENTS, None),
             "/v1/tokens": page([TOKEN], None),
@@ -68,7 +82,13 @@ class Hostile(Handler):
     [
         (["run", "show", "demo"], 0),
         (["run", "show", "demo", "--format", "json"], 0),
+        (["run", "workers", "demo", "--format", "json"], 0),
+        (["run", "worker", "demo", "box-7"], 0),
+        (["run", "worker", "demo", "box-7", "--format", "json"], 0),
         (["run", "watch", "demo"], 0),
+        (["run", "watch", "demo", "--format", "json"], 0),
+        (["run", "events", "demo"], 0),
+        (["run", "events", "demo", "--follow"], 0),
         (["run", "ls"], 0),
         (["run", "units", "demo"], 0),
         (["run", "pause", "demo"], 0),
@@ -91,6 +111,19 @@ def test_what_a_coordinator_says_is_shown_and_not_obeyed(command: list[str], cod
     assert not [line for line in lines if line.startswith("round 7 is published")], "a forged line"
     if command != ["run", "evict", "demo", "box-7"]:  # which says what was asked for
         assert re.search(r"\\(x|u00)1b", result.output)
+
+
+def test_a_workers_rounds_tell_what_counted_and_what_was_late() -> None:
+    with serving(Hostile) as url:
+        shown = CliRunner().invoke(
+            app,
+            ["run", "worker", "demo", "box-7"],
+            prog_name="outerstep",
+            env={"OUTERSTEP_URL": url, "OUTERSTEP_TOKEN": "t"},
+        )
+    *_, names, row = shown.stdout.splitlines()
+    assert names.split()[:4] == ["round", "fragments", "counts", "late"]
+    assert re.match(r" +0 +1 of 2 +0\.25 +1 min 15 s +– +– +too long ", row), row
 
 
 def test_json_says_just_what_was_said() -> None:

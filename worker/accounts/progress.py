@@ -7,13 +7,14 @@ by `Stages` where it happens.
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from protocol.messages import Metrics, RoundReport, Stage
-from protocol.telling import UNKNOWN, duration_text, rate_text, sparkline, to_go_s
+from protocol.telling import PACE_ROUNDS, UNKNOWN, duration_text, rate_text, sparkline, to_go_s
 from worker.accounts.device_use import DeviceUse
 from worker.accounts.stages import Stages
 from worker.accounts.traffic import Traffic
@@ -38,6 +39,8 @@ class Progress:
         self._rounds = rounds  # of the run; 0 where nobody says
         self._rate: float | Tensor | None = None
         self._began: float | None = None  # this worker's first round
+        self._ended = 0.0  # its last round; before there is one, where that began
+        self._lengths: deque[float] = deque(maxlen=PACE_ROUNDS)
         self._told: list[float | None] = []  # the losses of its rounds, of which the last are shown
         self._ranks = ranks
         self._others = (0, 0)  # bytes up and down that this worker's other processes had moved by a round's end
@@ -67,7 +70,8 @@ class Progress:
         self._losses, self._reports = None, 0
         self._round, self._started = round_number, self._clock()
         self._inner_step = 0
-        self._began = self._started if self._began is None else self._began
+        if self._began is None:
+            self._began = self._ended = self._started
         self.phase("train", round=round_number)
 
     def step(self, inner_step: int, rate: float | Tensor | None = None) -> None:
@@ -124,7 +128,9 @@ class Progress:
         self._round += 1
         metrics = self.metrics()
         self._told.append(metrics.loss)
-        elapsed_s = self._clock() - (self._began or 0.0)
+        now = self._clock()
+        self._lengths.append(now - self._ended)
+        self._ended = now
         log.info(
             "round %d: loss %s %s, rate %s, %s, %.2f MB up, %.2f MB down; elapsed %s, to go %s; seconds: %s",
             round_number,
@@ -134,8 +140,8 @@ class Progress:
             speed_text(metrics),
             report.upload_bytes / 1e6,
             report.download_bytes / 1e6,
-            duration_text(elapsed_s),
-            duration_text(to_go_s(len(self._told), elapsed_s, self._rounds - round_number - 1)),
+            duration_text(now - (self._began or 0.0)),
+            duration_text(to_go_s(self._lengths, self._rounds - round_number - 1)),
             ", ".join(f"{stage} {report.seconds[stage]:.2f}" for stage in Stage if stage in report.seconds),
         )
 

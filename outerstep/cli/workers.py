@@ -1,0 +1,190 @@
+"""The commands `outerstep run workers` and `outerstep run worker`."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from outerstep.cli.connection import DEFAULT_URL, CaOption, TokenFileOption, TokenOption, UrlOption, operator_client
+from outerstep.cli.printing import Format, FormatOption, console, print_json, time_text
+from outerstep.cli.run import RunArgument, WorkerArgument, shares_text
+from outerstep.display import table, tables
+from outerstep.follow import FIRST_ROUNDS
+from outerstep.rest import Client
+from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text
+from protocol.messages import Account, Evaluation, RoundDetail, Verdict, WorkerInfo
+
+
+def workers(
+    run: RunArgument,
+    output: FormatOption = Format.TABLE,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    ca: CaOption = None,
+) -> None:
+    """List the workers that ever joined a run, and when those that are there were last heard of.
+
+    The score says how much of a worker's contributions has counted: 1 is all of it. Bytes are those that it moved since
+    it started, repeated attempts included.
+
+    \b
+    Example:
+      outerstep run workers my-run
+    """
+    with operator_client(url, token, token_file, ca) as client:
+        found = list(client.workers(run))
+    if output is Format.JSON:
+        print_json(found)
+        return
+    columns = ["worker", "state", "device", ">tokens", ">tokens/s", ">up", ">down", ">score", "quarantine", ">seen"]
+    rows = [
+        [
+            each.name,
+            each.state.value,
+            str(each.host.get("device") or UNKNOWN),
+            count_text(each.tokens),
+            count_text(each.metrics.tokens_per_second),
+            bytes_text(each.metrics.upload_bytes),
+            bytes_text(each.metrics.download_bytes),
+            f"{each.score:.2f}",
+            _quarantine(each),
+            _seen(each),
+        ]
+        for each in found
+    ]
+    out = console()
+    out.print(tables(columns, rows, out.width))
+
+
+def worker(
+    run: RunArgument,
+    worker: WorkerArgument,
+    output: FormatOption = Format.TABLE,
+    url: UrlOption = DEFAULT_URL,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    ca: CaOption = None,
+) -> None:
+    """Show a worker: what it is doing, its machine, its bytes and time, and how it took part in the last 20 rounds.
+
+    Of each round: how many fragments it contributed to, what the least of these counted and why, by how much it was
+    late, the held-out loss that it measured, and its time. Of rounds older than retention.rounds only sums are kept.
+
+    As JSON: an object with the keys worker and rounds (newest first), these with verdicts and late by fragment.
+
+    \b
+    Example:
+      outerstep run worker my-run box-7
+    """
+    with operator_client(url, token, token_file, ca) as client:
+        found = client.worker(run, worker)
+        parts = [_part(each, worker) for each in _last_rounds(client, run)]
+    taken = [each for each in parts if each.has_any]
+    if output is Format.JSON:
+        print_json({"worker": found, "rounds": [each.document() for each in taken]})
+        return
+    out = console()
+    facts = table(["", "~"], _facts(found))
+    facts.show_header = False
+    out.print(facts)
+    if taken:
+        columns = [">round", ">fragments", ">counts", ">late", ">held-out loss", ">time", "why"]
+        out.print()
+        out.print(tables(columns, [each.row() for each in reversed(taken)], out.width))
+
+
+def _last_rounds(client: Client, run: str) -> Iterator[RoundDetail]:
+    """Yield the last rounds, newest first."""
+    for each in islice(client.rounds(run), FIRST_ROUNDS):
+        yield client.round(run, each.round)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a worker has had to do with a round; by fragment, what its contribution counts (None: not decided yet), and
+    by how much it was late."""
+
+    round: int
+    fragments: int
+    verdicts: dict[int, Verdict | None]
+    late: dict[int, float]
+    evaluation: Evaluation | None
+    account: Account | None
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.verdicts or self.late or self.evaluation or self.account)
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "round": self.round,
+            "verdicts": {str(fragment): verdict for fragment, verdict in self.verdicts.items()},
+            "late": {str(fragment): late_s for fragment, late_s in self.late.items()},
+            "evaluation": self.evaluation,
+            "account": self.account,
+        }
+
+    def row(self) -> list[str]:
+        decided = [verdict for verdict in self.verdicts.values() if verdict is not None]
+        least = min(decided, key=lambda verdict: verdict.factor, default=None)
+        measured = self.evaluation
+        return [
+            str(self.round),
+            f"{len(self.verdicts)} of {self.fragments}",
+            UNKNOWN if least is None else f"{least.factor:.2f}",
+            duration_text(max(self.late.values(), default=None)),
+            UNKNOWN if measured is None else held_out_text(measured.loss, measured.bits_per_byte),
+            duration_text(None if self.account is None else self.account.total_s),
+            "" if least is None else least.reason,
+        ]
+
+
+def _part(detail: RoundDetail, worker: str) -> _Part:
+    return _Part(
+        detail.round,
+        len(detail.fragments),
+        {each.fragment: each.verdicts.get(worker) for each in detail.fragments if worker in each.contributors},
+        {each.fragment: each.late_s for each in detail.late if each.worker == worker},
+        detail.evaluations.get(worker),
+        detail.accounts.get(worker),
+    )
+
+
+def _facts(worker: WorkerInfo) -> Sequence[tuple[str, str]]:
+    metrics, account = worker.metrics, worker.account
+    left = worker.state_round is not None
+    return [
+        ("worker", worker.name),
+        ("state", worker.state.value),
+        *([("quarantine", _quarantine(worker))] if worker.quarantined_until is not None else []),
+        ("doing", metrics.phase or UNKNOWN),
+        ("round", UNKNOWN if metrics.round is None else f"{metrics.round}, inner step {metrics.inner_step or 0}"),
+        ("seen", _seen(worker)),
+        ("joined", f"{time_text(worker.joined_at)}, its join number {worker.epoch}"),
+        ("loss", loss_text(metrics.loss)),
+        ("tokens/s", count_text(metrics.tokens_per_second)),
+        ("tokens", f"{count_text(worker.tokens)}, in {count_text(worker.contributions)} contributions"),
+        ("uploaded", bytes_text(worker.upload_bytes)),
+        ("moved", f"{bytes_text(account.upload_bytes)} up, {bytes_text(account.download_bytes)} down"),
+        ("time", f"{duration_text(account.total_s)}: {shares_text(account)}"),
+        ("score", f"{worker.score:.2f}"),
+        ("divergences", str(worker.divergences)),
+        *([("left at", f"state {worker.state_round}, {worker.state_digest or UNKNOWN}")] if left else []),
+        ("token", worker.token or UNKNOWN),
+        *_host_facts(worker.host.items()),
+    ]
+
+
+def _host_facts(host: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield what the worker tells of its machine."""
+    for name, value in host:
+        yield f"its {name}", str(value)
+
+
+def _quarantine(worker: WorkerInfo) -> str:
+    return UNKNOWN if worker.quarantined_until is None else f"out until {worker.quarantined_until}"
+
+
+def _seen(worker: WorkerInfo) -> str:
+    return UNKNOWN if worker.last_seen_s is None else f"{duration_text(worker.last_seen_s)} ago"
