@@ -11,7 +11,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from outerstep.cli.faults import UsageError, import_extra
-from outerstep.cli.printing import console, print_json, say
+from outerstep.cli.printing import Format, FormatOption, console, print_json, say
 from outerstep.display import table
 from outerstep.units import UNKNOWN, bytes_text, count_text
 from protocol.quantities import parse_count
@@ -50,6 +50,7 @@ def prepare(
     shard_tokens: Annotated[
         str, typer.Option("--shard-tokens", metavar="COUNT", help="Tokens per shard; 64M are 128 MB as uint16.")
     ] = "67108864",
+    output: FormatOption = Format.TABLE,
 ) -> None:
     """Tokenise text on all cores, into a directory that data.source can name.
 
@@ -72,6 +73,9 @@ def prepare(
     recipe = preparing.Recipe(given, tokenizers.load_tokenizer(tokenizer), _shard_tokens(shard_tokens))
     with _bar() as tell:
         index = preparing.prepare(recipe, out, tell=tell)
+    if output is Format.JSON:
+        print_json(_document(index, verified=False))
+        return
     for line in _summary(index, out):
         say(line)
 
@@ -80,7 +84,7 @@ def prepare(
 def show(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A token set.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read every shard and check its digest.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON for programs, instead of a table.")] = False,
+    output: FormatOption = Format.TABLE,
 ) -> None:
     """Show a token set, and check that its files are there and as long as they have to be.
 
@@ -95,15 +99,19 @@ def show(
         files = _load("worker.data.tokens.token_files", command="outerstep data show")
         for shard in index.shards:
             files.verify_file(shard, directory / shard.file, index.item.itemsize)
-    if as_json:
-        facts = {"digest": index.digest(), "bytes_per_token": index.bytes_per_token, "verified": verify}
-        print_json({**facts, **index.model_dump()})
+    if output is Format.JSON:
+        print_json(_document(index, verify))
         return
     out = console()
     for name, value in _facts(index, verify):
         out.print(f"{name:<16}{value}", markup=False)
     out.print()
     out.print(_parts(index))
+
+
+def _document(index: Any, verified: bool) -> dict[str, Any]:
+    facts = {"digest": index.digest(), "bytes_per_token": index.bytes_per_token, "verified": verified}
+    return {**facts, **index.model_dump()}
 
 
 def _shard_tokens(text: str) -> int:

@@ -5,6 +5,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -12,7 +13,7 @@ from typing import Annotated
 import typer
 
 from outerstep.cli.faults import UsageError, check_not_hidden
-from outerstep.cli.printing import console, say_lines
+from outerstep.cli.printing import Format, FormatOption, console, print_json, say_lines
 from outerstep.demo import Plan, run_demo
 from outerstep.demo.processes import ChildError
 from outerstep.demo.spec import ROUNDS, demo_spec
@@ -33,47 +34,42 @@ def demo(
         Path | None,
         typer.Option(help="An empty or new directory to keep data, logs and the trained model in.", show_default=False),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the summary there, as JSON.")
-    ] = None,
+    output: FormatOption = Format.TABLE,
 ) -> None:
     """See it work: a coordinator and several workers on this machine train a small model on real text.
 
     They are separate processes that talk over HTTP, as they would from far apart. The text is Python's own standard
-    library. The end is a summary: losses, whether all replicas are bit-identical, bytes, and what the model writes.
-    Ctrl-C ends everything.
+    library. The end is a summary: losses, whether all replicas are bit-identical, bytes, and what the model writes; as
+    JSON it is all that goes to stdout. Ctrl-C ends everything.
 
     \b
     Exit codes: 0 the run finished and the replicas are identical, 1 not so, 2 usage.
 
     \b
     Example:
-      outerstep demo --workers 2 --rounds 10 --keep ./demo-data --json summary.json
+      outerstep demo --workers 2 --rounds 10 --keep ./demo-data
     """
     _check_installed()
     check_not_hidden("worker")  # which writes the sample in the end
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise UsageError(f"--json {json_file}: there is no directory {json_file.absolute().parent}")
-    out = console()
+    for_programs = output is Format.JSON  # who have stdout for themselves
     _turn_signals_into_exits()
     with _directory(keep) as directory:
         try:
             spec = demo_spec(workers=workers, rounds=rounds, codec=codec)
-            summary, text = run_demo(Plan(workers, spec, directory), display_for(out))
+            summary, text = run_demo(Plan(workers, spec, directory), display_for(console(stderr=for_programs)))
         except ChildError as error:
             say_lines(f"outerstep: {error}", err=True)
             raise typer.Exit(FAILED) from error
-    say_lines(f"\n{text}")
-    if json_file is not None:
-        try:
-            json_file.write_text(summary.json(), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--json {json_file}: {error.strerror}") from error
+    if for_programs:
+        print_json(asdict(summary))
+    else:
+        say_lines(f"\n{text}")
     if keep is not None:
         say_lines(
             f"\nKept in {keep}: the model (model/), the logs (logs/) and the coordinator's data. Look at the run with\n"
             f"  outerstep coordinator --data {keep / 'coordinator'}\n"
-            f"  outerstep run show demo --token-file {keep / 'coordinator' / 'admin.token'}"
+            f"  outerstep run show demo --token-file {keep / 'coordinator' / 'admin.token'}",
+            err=for_programs,
         )
     if not summary.replicas_identical:
         raise typer.Exit(FAILED)

@@ -5,21 +5,19 @@ import os
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from outerstep.cli.connection import TOKEN_VARIABLE, checked_url, find_token
 from outerstep.cli.faults import UsageError, import_extra, validated
-from outerstep.cli.printing import print_json, say, say_lines
+from outerstep.cli.printing import Format, FormatOption, print_json, say, say_lines
 from outerstep.cli.worker import FLAGS, worker
 from protocol.printable import printable
 
 # Settings of the worker's that its options call something else.
 _OPTIONS = {"state_dir": "state", "compile": "compile_model"}
 _OF_NO_SYNC = {"no_sync", "spec"}  # which needs no coordinator, and so no doctor
-
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document at the end, for programs.")]
 
 
 def with_options_of_worker(command: Callable[..., None]) -> Callable[..., None]:
@@ -33,7 +31,7 @@ def with_options_of_worker(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @with_options_of_worker
-def doctor(*, as_json: JsonOption = False, **options: Any) -> None:
+def doctor(*, output: FormatOption = Format.TABLE, **options: Any) -> None:
     """Say whether this machine can train a run as a worker, and what to mend where it cannot.
 
     Takes the same options as `outerstep worker`, and looks at everything that this would need: the address, the token,
@@ -59,11 +57,11 @@ def doctor(*, as_json: JsonOption = False, **options: Any) -> None:
     settings = validated(
         settings_of.WorkerSettings, given | {"url": checked_url(url), "run": run, "token": token}, FLAGS
     )
-    teller = _Silent() if as_json else _Lines()
+    teller = _Silent() if output is Format.JSON else _Lines()
     found = examining.examine(settings, options["gpus"] or 1, teller)
     command = worker_command(options)
     verdict = finding.verdict(found, command)
-    if as_json:
+    if output is Format.JSON:
         document = {
             "exit_code": verdict.code,
             "verdict": verdict.lines[0],

@@ -17,7 +17,7 @@ from outerstep.cli.connection import (
     operator_client,
 )
 from outerstep.cli.faults import UsageError, import_extra, validated
-from outerstep.cli.printing import print_json, say
+from outerstep.cli.printing import Format, FormatOption, print_json, say
 from outerstep.cli.run import RunArgument
 from outerstep.cli.worker import FLAGS, DataCacheGbOption, DataCacheOption
 from outerstep.units import count_text, held_out_text
@@ -55,7 +55,7 @@ def evaluate(
     ] = None,
     allow_factory: AllowFactoryOption = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps …")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="JSON for programs.")] = False,
+    output: FormatOption = Format.TABLE,
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
@@ -88,7 +88,7 @@ def evaluate(
         except ValueError as error:
             raise UsageError(f"--device: {error}") from error
     measured = {} if tasks is None or export is None else _measured(export, tasks, device, box.allow_factory)
-    if as_json:
+    if output is Format.JSON:
         print_json({"held_out": found, "tasks": measured})
         return
     say(f"held-out loss {held_out_text(found.loss, found.bits_per_byte)}, over {count_text(found.tokens)} tokens")

@@ -9,7 +9,7 @@ import typer
 
 from outerstep import plan as planning
 from outerstep.cli.faults import UsageError
-from outerstep.cli.printing import UNBOUNDED_WIDTH, console, print_json, say_lines
+from outerstep.cli.printing import UNBOUNDED_WIDTH, Format, FormatOption, console, print_json, say_lines
 from outerstep.display import table
 from outerstep.plan import Setting, Workload
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text
@@ -35,7 +35,7 @@ def plan(
     utilisation: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Wanted share of the time in inner steps.")
     ] = 0.9,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON for programs, instead of tables.")] = False,
+    output: FormatOption = Format.TABLE,
 ) -> None:
     """Say what a run would cost on given lines, and recommend codecs and H for it. Nothing is started.
 
@@ -59,7 +59,7 @@ def plan(
     )
     found = planning.settings(workload)
     best, reason = planning.recommend(found, utilisation)
-    if as_json:
+    if output is Format.JSON:
         print_json(_document(workload, found, best, reason))
         return
     console(width=UNBOUNDED_WIDTH).print(_table(found))  # a narrow terminal wraps, it loses nothing

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from outerstep.cli.connection import DEFAULT_URL, CaOption, TokenFileOption, TokenOption, UrlOption, operator_client
-from outerstep.cli.printing import say
+from outerstep.cli.printing import Format, FormatOption, print_json, say
 from outerstep.cli.run import RunArgument, confirm
 from protocol.messages import RollBack, RunState
 
@@ -18,6 +18,7 @@ def rollback(
         typer.Option("--without", metavar="WORKER", help="It takes no part any more. May be given again."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    output: FormatOption = Format.TABLE,
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
@@ -40,5 +41,8 @@ def rollback(
             confirm(f"Go back from state {detail.round} of the run {run} to state {to}, and train again from there?")
         order = RollBack(to=to, from_round=detail.round, without=without or [])
         after = client.roll_back(run, order)
+    if output is Format.JSON:
+        print_json(after)
+        return
     hint = f"; go on with: outerstep run resume {run}" if after.state is RunState.PAUSED else ""
     say(f"run {run} is at state {after.round}, and {after.state}{hint}")

@@ -200,6 +200,7 @@ def checkpoints(
 @app.command()
 def pause(
     run: RunArgument,
+    output: FormatOption = Format.TABLE,
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
@@ -211,12 +212,13 @@ def pause(
     Example:
       outerstep run pause my-run
     """
-    _change(run, "paused", url, token, token_file, ca)
+    _change(run, "paused", output, url, token, token_file, ca)
 
 
 @app.command()
 def resume(
     run: RunArgument,
+    output: FormatOption = Format.TABLE,
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
@@ -228,12 +230,13 @@ def resume(
     Example:
       outerstep run resume my-run
     """
-    _change(run, "running", url, token, token_file, ca)
+    _change(run, "running", output, url, token, token_file, ca)
 
 
 @app.command()
 def drain(
     run: RunArgument,
+    output: FormatOption = Format.TABLE,
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
@@ -247,12 +250,13 @@ def drain(
     Example:
       outerstep run drain my-run
     """
-    _change(run, "draining", url, token, token_file, ca)
+    _change(run, "draining", output, url, token, token_file, ca)
 
 
 @app.command()
 def stop(
     run: RunArgument,
+    output: FormatOption = Format.TABLE,
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
@@ -264,7 +268,7 @@ def stop(
     Example:
       outerstep run stop my-run
     """
-    _change(run, "stopped", url, token, token_file, ca)
+    _change(run, "stopped", output, url, token, token_file, ca)
 
 
 @app.command("rm")
@@ -307,6 +311,7 @@ def evict(
     run: RunArgument,
     worker: WorkerArgument,
     ban: Annotated[bool, typer.Option("--ban", help="It may not join again until it is readmitted.")] = False,
+    output: FormatOption = Format.TABLE,
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
@@ -321,13 +326,14 @@ def evict(
     Example:
       outerstep run evict my-run box-7 --ban
     """
-    _change_worker(run, worker, "banned" if ban else "evicted", url, token, token_file, ca)
+    _change_worker(run, worker, "banned" if ban else "evicted", output, url, token, token_file, ca)
 
 
 @app.command()
 def readmit(
     run: RunArgument,
     worker: WorkerArgument,
+    output: FormatOption = Format.TABLE,
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
@@ -339,13 +345,14 @@ def readmit(
     Example:
       outerstep run readmit my-run box-7
     """
-    _change_worker(run, worker, "readmitted", url, token, token_file, ca)
+    _change_worker(run, worker, "readmitted", output, url, token, token_file, ca)
 
 
 @app.command()
 def release(
     run: RunArgument,
     worker: WorkerArgument,
+    output: FormatOption = Format.TABLE,
     url: UrlOption = DEFAULT_URL,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
@@ -360,7 +367,7 @@ def release(
     Example:
       outerstep run release my-run box-7
     """
-    _change_worker(run, worker, "released", url, token, token_file, ca)
+    _change_worker(run, worker, "released", output, url, token, token_file, ca)
 
 
 @app.command()
@@ -409,6 +416,7 @@ def export(
 def _change(
     run: str,
     state: Literal["running", "paused", "draining", "stopped"],
+    output: Format,
     url: str,
     token: str | None,
     token_file: Path | None,
@@ -416,21 +424,28 @@ def _change(
 ) -> None:
     with operator_client(url, token, token_file, ca) as client:
         info: RunInfo = client.change_run(run, RunChange(state=state))
-    say(f"run {info.name} is {info.state}: {info.reason}")
+    if output is Format.JSON:
+        print_json(info)
+    else:
+        say(f"run {info.name} is {info.state}: {info.reason}")
 
 
 def _change_worker(
     run: str,
     worker: str,
     state: Literal["evicted", "banned", "readmitted", "released"],
+    output: Format,
     url: str,
     token: str | None,
     token_file: Path | None,
     ca: Path | None,
 ) -> None:
     with operator_client(url, token, token_file, ca) as client:
-        client.change_worker(run, worker, WorkerChange(state=state))
-    say(f"worker {worker} of the run {run} is {state}")
+        changed = client.change_worker(run, worker, WorkerChange(state=state))
+    if output is Format.JSON:
+        print_json(changed)
+    else:
+        say(f"worker {worker} of the run {run} is {state}")
 
 
 def read_spec(path: Path) -> tuple[str, RunSpec]:

@@ -1,8 +1,7 @@
 """The summary of a demo run: figures that coordinator and workers reported, and their text."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import mean
 
 from outerstep.plan import FP32_BYTES, allreduce_bytes
@@ -34,9 +33,6 @@ class Summary:
     stage_seconds: dict[str, float]
     codec: str
     sample: str
-
-    def json(self) -> str:
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
 
 def summarise(

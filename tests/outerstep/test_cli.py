@@ -34,6 +34,23 @@ def test_help_says_what_a_command_does_and_shows_an_example(command: tuple[str, 
     assert f"outerstep {' '.join(command)}" in out
 
 
+# What shows nothing that a program could want: the exit code says it.
+SHOW_NOTHING = {
+    *{("coordinator",), ("worker",)},  # processes, which log
+    *{("migrate",), ("run", "export"), ("run", "rm"), ("token", "revoke")},  # "it is done"
+    ("run", "track"),  # writes what it shows; `--to jsonl` is JSON
+    ("run", "pin"),  # TOML for programs
+}
+
+
+@pytest.mark.parametrize("command", list(commands()), ids=" ".join)
+def test_every_command_that_shows_something_shows_it_as_json_too(command: tuple[str, ...]):
+    """By the one option for it: some had --json instead."""
+    _, help_text, _ = invoke(*command, "--help")
+    assert ("--format <table|json>" in help_text) == (command not in SHOW_NOTHING)
+    assert "--json" not in help_text
+
+
 def test_a_shell_completes_commands():
     words = {"_OUTERSTEP_COMPLETE": "complete_bash", "COMP_WORDS": "outerstep run ch", "COMP_CWORD": "2"}
     command = [sys.executable, "-m", "outerstep"]
@@ -123,7 +140,6 @@ def test_the_exit_codes_are_told_as_they_are():
         (["worker", "--no-sync", "--spec", "no/such.toml"], "no/such.toml: No such file or directory"),
         (["demo", "--workers", "0"], "'--workers'"),
         (["demo", "--codec", "int3"], "'int3' is not one of 'fp32', 'bf16', 'int8'"),
-        (["demo", "--json", "no/such/dir/summary.json"], "there is no directory"),
     ],
 )
 def test_bad_usage_is_one_clear_message_and_exit_code_2(arguments: list[str], said: str):

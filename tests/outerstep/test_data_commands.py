@@ -39,7 +39,7 @@ def test_a_set_is_prepared_and_shown(command: Command, text: Path, tmp_path: Pat
     assert "282 ids, uint16" in shown.stdout
     assert "0 after each document" in shown.stdout
     assert "sizes checked; --verify checks digests" in shown.stdout
-    facts = json.loads(command("show", out, "--json", "--verify").stdout)
+    facts = json.loads(command("show", out, "--format", "json", "--verify").stdout)
     assert facts["verified"] is True
     assert sum(shard["documents"] for shard in facts["training"] + facts["held_out"]) == 20
     assert facts["tokenizer"] == str(tokenizer)

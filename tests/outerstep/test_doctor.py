@@ -198,8 +198,8 @@ def test_the_command_and_its_processes(running: InThread, run: str, tmp_path: Pa
 
 @pytest.mark.system
 def test_json_is_one_document(running: InThread, run: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "outerstep", "doctor", running.url, "--run", run, "--json", "--device", "cpu"]
-    command += ["--data-root", "/"]
+    command = [sys.executable, "-m", "outerstep", "doctor", running.url, "--run", run, "--device", "cpu"]
+    command += ["--format", "json", "--data-root", "/"]
     done = subprocess.run(
         [*command, "--state", str(tmp_path / "state"), "--micro-batch", "64"],
         env=os.environ | {"OUTERSTEP_TOKEN": running.token(Scope.VIEWER)},
@@ -731,7 +731,9 @@ def test_how_much_of_a_round_is_communication(running: InThread, run: str, text:
     assert found.said.startswith("1 Mbit/s up, 1 Mbit/s down, 50 ms for a round trip. A round's upload (int8)")
     command = "outerstep plan --params 139584 --up 1mbit --down 1mbit --step-time 1 --latency 50ms"
     assert found.remedy.endswith(command)
-    planned = CliRunner().invoke(app, [*command.split()[1:], "--json"])  # of this line, and not of the default's
+    planned = CliRunner().invoke(
+        app, [*command.split()[1:], "--format", "json"]
+    )  # of this line, and not of the default's
     assert json.loads(planned.stdout)["given"]["latency_s"] == 0.05
     (found,) = line.judge(slow, of_the_run, 139_584, 10.0)
     assert found.state is State.FINE

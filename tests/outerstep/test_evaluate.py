@@ -48,7 +48,7 @@ class Trained:
             self.rounds = http.get(f"/v1/runs/{RUN}/rounds").json()["items"]
 
     def evaluate(self, *arguments: str) -> dict[str, Any]:
-        code, out, err = self.served.outerstep("run", "evaluate", RUN, "--json", *arguments)
+        code, out, err = self.served.outerstep("run", "evaluate", RUN, "--format", "json", *arguments)
         assert code == 0, err
         found: dict[str, Any] = json.loads(out)
         return found
@@ -290,7 +290,7 @@ def test_adapters_are_evaluated_with_the_model_that_they_belong_to(trained: Trai
     assert trained.served.outerstep("run", "export", "adapted", "--out", str(directory))[0] == 0
 
     def loss(*arguments: str) -> float:
-        code, out, err = trained.served.outerstep("run", "evaluate", "adapted", "--json", *arguments)
+        code, out, err = trained.served.outerstep("run", "evaluate", "adapted", "--format", "json", *arguments)
         assert code == 0, err
         found: float = json.loads(out)["held_out"]["loss"]
         return found

@@ -119,6 +119,8 @@ def test_pause_resume_and_stop(served: Served):
         code, out, _ = served.outerstep("run", command, "steered")
         assert (code, out.startswith(f"run steered is {state}: ")) == (0, True)
         assert read_run(served, "steered")["state"] == state
+    again = json.loads(served.outerstep("run", "stop", "steered", "--format", "json")[1])
+    assert (again["name"], again["state"]) == ("steered", "stopped")
     code, _, err = served.outerstep("run", "resume", "steered")
     assert (code, err.startswith("outerstep: run-ended: ")) == (3, True)
 
@@ -133,6 +135,8 @@ def test_workers_are_evicted_banned_and_readmitted_and_the_units_are_shown(serve
             other = Member(http, "crewed", "v")
             assert other.ask_to_join().status_code == 200
             http.delete(other.path()).raise_for_status()
+        released = json.loads(served.outerstep("run", "release", "crewed", "w", "--format", "json")[1])
+        assert (released["name"], released["token"]) == ("w", None)
     assert served.outerstep("run", "evict", "crewed", "ghost")[0] == 3
     code, table, _ = served.outerstep("run", "units", "crewed")
     assert (code, table.split()[:3]) == (0, ["epoch", "units", "trained"])

@@ -172,7 +172,7 @@ def test_the_command_prints_a_row_per_pair_and_one_recommendation():
 
 
 def test_json_has_every_setting():
-    document = json.loads(run("--json", "--workers", "8", "--latency", "0").stdout)
+    document = json.loads(run("--format", "json", "--workers", "8", "--latency", "0").stdout)
     assert document["given"] == {
         "parameters": 1_200_000_000,
         "up": 10e6,
