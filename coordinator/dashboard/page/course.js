@@ -15,14 +15,6 @@ export function goodput(account) {
   return all ? (account.seconds.train ?? 0) / all : null;
 }
 
-/** Seconds until the run's last round, if those to come take as long as the last ones; null where nobody knows. */
-export function toGo(run, published) {
-  const last = published.slice(-LAST);
-  if (!last.length || !["running", "seeding"].includes(run.state)) return null;
-  const took = last.at(-1).closed_at - last[0].opened_at;
-  return ((run.rounds - last.at(-1).round - 1) * took) / last.length;
-}
-
 /** Tokens per second of all workers together over the last rounds, sync and waiting included; null before the first. */
 export function speed(published) {
   const last = published.slice(-LAST);

@@ -1,6 +1,6 @@
 // What the run is doing or waiting for, large, and until when.
 
-import { openRound, toGo } from "./course.js";
+import { openRound } from "./course.js";
 import { h, write } from "./dom.js";
 import { countdown, duration } from "./units.js";
 
@@ -46,11 +46,10 @@ export function makeReason() {
     write(aloud, sentence.textContent.replace(/; closes in [\d.]+ s/, ""));
     done.max = run.rounds;
     done.value = run.round;
-    const left = toGo(run, model.published);
     const parts = [`${run.round} of ${run.rounds} rounds done`];
     if (open && run.live_workers)
       parts.push(`${open.sent.size} of ${run.live_workers} workers have sent all of round ${open.round}`);
-    if (left !== null) parts.push(`${duration(left)} to go`);
+    if (run.eta_s && run.state === "running") parts.push(`${duration(run.eta_s)} to go`);
     write(progress, parts.join(" · "));
     closes_at = open?.closes_in_s == null || run.state === "stopped" ? null : model.asked_at + 1000 * open.closes_in_s;
     write(clockSays, closes_at === null ? "" : `until round ${open.round} closes`);
