@@ -24,6 +24,7 @@ def backup(
     keep: Annotated[
         int | None, typer.Option(min=1, help="So many backups, the newest, stay in DIR. Default: 7.")
     ] = None,
+    output: FormatOption = Format.TABLE,
 ) -> None:
     """Back up a coordinator, which may run meanwhile.
 
@@ -42,10 +43,20 @@ def backup(
     source = making.Source(_database(settings), making.files_of(settings.data_dir))
     made = making.make(source, places.BackupDirectory(root), settings.backup_keep)
     manifest = made.manifest
-    new = f"{made.copied_blobs} new of {len(manifest.blobs)} blobs, {bytes_text(made.copied_bytes)}"
-    say(f"made backup {manifest.number} in {root}: {new}")
-    if made.removed:
-        say(f"removed {_numbered(made.removed)}; --keep {settings.backup_keep}")
+    if output is Format.JSON:
+        print_json(
+            {
+                **_summary(manifest),
+                "copied_blobs": made.copied_blobs,
+                "copied_bytes": made.copied_bytes,
+                "removed": sorted(made.removed),
+            }
+        )
+    else:
+        new = f"{made.copied_blobs} new of {len(manifest.blobs)} blobs, {bytes_text(made.copied_bytes)}"
+        say(f"made backup {manifest.number} in {root}: {new}")
+        if made.removed:
+            say(f"removed {_numbered(made.removed)}; --keep {settings.backup_keep}")
     if manifest.lost:
         shown = ", ".join(manifest.lost[:3]) + (", …" if len(manifest.lost) > 3 else "")
         say(f"without {len(manifest.lost)} blobs that are lost or spoilt in {settings.data_dir}: {shown}", err=True)
@@ -84,6 +95,7 @@ def restore(
     new_admin_token: Annotated[
         bool, typer.Option("--new-admin-token", help="Make another admin token too, in NEW/admin.token.")
     ] = False,
+    output: FormatOption = Format.TABLE,
 ) -> None:
     """Restore a backup into a new data directory.
 
@@ -103,12 +115,22 @@ def restore(
     found = places.existing(root)
     places.check_apart(root, data)
     manifest = putting_back.restore(found, number, data, lambda text: say(text, err=True))
-    runs = ", ".join(f"{run.name} at state {run.round}" for run in manifest.runs) or "no runs"
-    say(f"restored backup {manifest.number} of {time_text(manifest.made_at)} into {data}: {runs}")
-    if new_admin_token:
-        say(f"made an admin token: {putting_back.new_admin_token(data)}")
+    token_file = putting_back.new_admin_token(data) if new_admin_token else None
+    if output is Format.JSON:
+        print_json({**_summary(manifest), "admin_token_file": None if token_file is None else str(token_file)})
+    else:
+        runs = ", ".join(f"{run.name} at state {run.round}" for run in manifest.runs) or "no runs"
+        say(f"restored backup {manifest.number} of {time_text(manifest.made_at)} into {data}: {runs}")
+        if token_file is not None:
+            say(f"made an admin token: {token_file}")
     if manifest.lost:
         say(f"without {len(manifest.lost)} blobs that were lost before the backup was made", err=True)
+
+
+def _summary(manifest: Any) -> dict[str, Any]:
+    runs = [{"name": run.name, "round": run.round} for run in manifest.runs]
+    counts = {"blobs": len(manifest.blobs), "lost": manifest.lost}
+    return {"number": manifest.number, "made_at": manifest.made_at, "runs": runs, **counts}
 
 
 def _row(info: Any) -> list[str]:

@@ -58,6 +58,18 @@ def test_backing_up_listing_and_restoring(tmp_path: Path):
     assert [path for path in found if path.stat().st_mode & 0o077] == []
 
 
+def test_what_was_made_and_restored_as_json(tmp_path: Path, served: Served):
+    root, new = tmp_path / "backups", tmp_path / "new"
+    code, out, _ = outerstep("coordinator", "backup", root, "--data", served.data, "--format", "json")
+    made = json.loads(out)
+    assert (code, made["number"], made["copied_blobs"], made["removed"], made["lost"]) == (0, 1, 0, [], [])
+    options = ("--data", new, "--new-admin-token", "--format", "json")
+    code, out, _ = outerstep("coordinator", "restore", root, *options)
+    restored = json.loads(out)
+    assert (code, restored["made_at"], restored["runs"]) == (0, made["made_at"], made["runs"])
+    assert restored["admin_token_file"] == f"{new}/admin.token"
+
+
 def test_a_damaged_backup_is_shown_and_ends_with_3(tmp_path: Path, served: Served):
     root = tmp_path / "backups"
     for _ in range(2):
