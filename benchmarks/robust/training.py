@@ -172,7 +172,8 @@ class Training:
         evidence = {}
         for worker, (payload, tokens) in sent.items():
             found, usual = find(payload, key), history.usual_of(p, worker)
-            evidence[str(worker)] = Evidence(found.measure, tokens / total, found.units, found.carried, usual)
+            share = tokens / total
+            evidence[str(worker)] = Evidence(found.measure, share, found.units, found.carried, usual, found.worked)
         judgement = judge(evidence, history.usual(p), rule=sync.aggregation)
         history.add(p, judgement)
         factors = {worker: judgement.verdicts[str(worker)].factor for worker in sent}

@@ -46,6 +46,7 @@ class Evidence:
     weight  its share of the round, before it is judged
     work    the work units that are in it, with those that it carries over
     carried  from how many earlier rounds
+    worked  where work is carried, its norm without the deltas that it comes less; infinite where nobody knows
     usual   the median of its worker's norms in earlier rounds, as multiples of their references; None without any
     """
 
@@ -54,6 +55,7 @@ class Evidence:
     work: float
     carried: int = 0
     usual: float | None = None
+    worked: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def _copies(evidence: Mapping[str, Evidence]) -> dict[str, Verdict]:
         norm = evidence[worker].measure.norm
         for i in np.flatnonzero(products[k, :k] > COPIED):
             first = workers[i]
-            if first not in found and abs(norm / evidence[first].measure.norm - 1) < 1 - COPIED:
+            if first not in found and math.isclose(norm, evidence[first].measure.norm, rel_tol=1 - COPIED):
                 found[worker] = Verdict(0.0, f"it is what {first} has sent: the work of one counts once")
                 break
     return found
@@ -152,7 +154,8 @@ def _by_norm(each: Evidence, reference: float, work: float, room: float) -> Verd
     told = f"its norm is {norm:.3g}, {ratio:.3g} times the round's {reference:.3g}"
     if ratio > LEFT_OUT * max(1.0, share):
         return Verdict(0.0, f"{told}: more than {LEFT_OUT:g} times is no training", ratio)
-    if ratio < LAZY * min(1.0, share):
+    # Late work comes less what the others have done meanwhile, of which there may be nothing left to do.
+    if (each.worked if each.carried else norm) < LAZY * min(1.0, share) * reference:
         return Verdict(0.0, f"{told}: less than {LAZY:g} times brings next to nothing", ratio)
     longer, late = max(room, min(each.usual or 0.0, MOST_ALLOWED)), min(each.carried, MOST_CARRIED)
     if ratio > longer * max(1.0, share) + late:

@@ -38,11 +38,12 @@ class Measure:
 @dataclass(frozen=True)
 class Found:
     """What the coordinator has found in a contribution, how many work units are in it, and from how many earlier rounds
-    work is in it."""
+    work is in it. `worked`: the norm of the work alone, as far as the sketch tells; infinite where nobody knows."""
 
     measure: Measure
     units: int
     carried: int
+    worked: float
 
 
 def find(payload: Payload, key: bytes, missed: Sequence[Payload] = ()) -> Found:
@@ -59,7 +60,8 @@ def find(payload: Payload, key: bytes, missed: Sequence[Payload] = ()) -> Found:
     for delta in missed:
         sketch = sketch + np.float32(header.carried_share) * sketched(delta, key).values
     units = sum(stop - start for start, stop in header.units)
-    return Found(Measure(own.norm, unit(sketch)), units, len(header.carried))
+    worked = math.sqrt(_squares(sketch)) if len(missed) == len(header.carried) else math.inf
+    return Found(Measure(own.norm, unit(sketch)), units, len(header.carried), worked)
 
 
 def sketched(payload: Payload, key: bytes) -> "Sketcher":

@@ -95,6 +95,7 @@ def judged(run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, A
             found[worker].units,
             found[worker].carried,
             by_worker.get(worker),
+            found[worker].worked,
         )
         for worker, each in sorted(contributed.items())
     }

@@ -316,6 +316,27 @@ def test_where_one_is_a_copy_the_others_have_as_much_of_chance_as_ever() -> None
     assert factors(judge(evidence, chance=1e6)) == [1.0, 1.0, 0.0, 1.0]
 
 
+def test_late_work_of_which_nothing_is_left_counts() -> None:
+    """It comes less the delta of its round: who had done just what the others did sent zeros, and was left out as lazy."""
+    a, b, late = honest(3)
+    evidence = {f"w{i}": Evidence(sketched(each), 1 / 3, 1.0) for i, each in enumerate([a, b])}
+    nothing = Measure(0.0, sketched(late).direction)
+    for worked, expected in ((1.0, 1.0), (math.inf, 1.0), (0.01, 0.0)):
+        evidence["w2"] = Evidence(nothing, 1 / 3, 1.0, carried=1, worked=worked)
+        assert factors(judge(evidence)) == [1.0, 1.0, expected]
+    evidence["w2"] = Evidence(nothing, 1 / 3, 1.0)
+    assert factors(judge(evidence))[2] == 0.0
+
+
+def test_two_of_whose_late_work_nothing_is_left_are_compared() -> None:
+    """Their norms are both 0, and the one was divided by the other: the fragment could never be aggregated."""
+    a, b, late = honest(3)
+    evidence = {f"w{i}": Evidence(sketched(each), 0.25, 1.0) for i, each in enumerate([a, b])}
+    for worker in ("w2", "w3"):
+        evidence[worker] = Evidence(Measure(0.0, sketched(late).direction), 0.25, 1.0, carried=1, worked=1.0)
+    assert factors(judge(evidence)) == [1.0, 1.0, 1.0, 0.0]
+
+
 def test_of_few_values_nobody_can_tell_who_has_copied() -> None:
     one = np.zeros(N, np.float32)
     one[7] = 1.0
