@@ -4,6 +4,7 @@ import fcntl
 import logging
 import os
 import pty
+import select
 import shlex
 import subprocess
 import sys
@@ -282,7 +283,7 @@ def test_a_worker_runs_no_code_and_reads_nothing_unless_its_owner_says_so(
 def test_at_a_terminal_the_owner_is_asked(
     coordinator: InThread, text: Path, tmp_path: Path, answer: str, code: Exit
 ) -> None:
-    """Ctrl-C is a no."""
+    """Ctrl-C is a no. Once more where it came just before the terminal was waited for, when Python does not wake."""
     coordinator.create_run(tiny_spec("r", text, seed=1, rounds=1, min_workers=1))
     command = [sys.executable, "-m", "outerstep", "worker", coordinator.url, "--run", "r", "--name", "a"]
     command += ["--device", "cpu", "--threads", "1", "--state", str(tmp_path / "state")]
@@ -297,7 +298,11 @@ def test_at_a_terminal_the_owner_is_asked(
         while b"[y/N]" not in said:
             said += os.read(ours, 4096)
         os.write(ours, answer.encode() + (b"" if answer == "\x03" else b"\n"))
-        while piece := _read(ours):
+        while True:
+            while answer == "\x03" and not select.select([ours], [], [], 2.0)[0]:
+                os.write(ours, answer.encode())
+            if not (piece := _read(ours)):
+                break
             said += piece
         assert process.wait() == code, said.decode()
     finally:
