@@ -136,14 +136,15 @@ class Training:
             attack = None
         codec, carries = self.spec.sync.upload_codec, {worker: dict[int, Tensor]() for worker in works}
         for p in range(len(self.state)):
-            deltas = torch.stack([work[p].delta for work in works.values()])
+            own = torch.stack([work[p].delta for work in works.values()])
+            deltas = own.clone()
             if attack is not None:
-                deltas[: self.hostile] = attack(deltas, self.hostile, self.draw)
+                deltas[: self.hostile] = attack(own, self.hostile, self.draw)
             sent = {}
-            for (worker, work), delta in zip(works.items(), deltas, strict=True):
+            for (worker, work), delta, honest in zip(works.items(), deltas, own, strict=True):
                 sent[worker] = contribution(worker, replace(work[p], delta=delta), self.state, self.spec)
-                if CODECS[codec].error_feedback:
-                    carries[worker][p] = delta - round_trip(delta, codec)
+                if CODECS[codec].error_feedback:  # of its own work, or what is a million times too long would add up
+                    carries[worker][p] = honest - round_trip(honest, codec)
             for worker, factor in self._step(sent, p).items():
                 hostile = attack is not None and worker < self.hostile
                 self.attacking += hostile
