@@ -90,9 +90,18 @@ def events(
     def wanted(events: Iterable[Event], newest: int | None) -> list[Event]:
         return list(deque((each for each in events if not kinds or each.kind in kinds), maxlen=newest))
 
+    def say_if_never(events: Iterable[Event]) -> None:
+        """A kind that was mistyped would look like nothing having happened."""
+        there = sorted({each.kind for each in events})
+        for kind in kinds or []:
+            if kind not in there:
+                say(f"outerstep: no event of the kind {kind} so far; there are: {', '.join(there)}", err=True)
+
     with operator_client(url, token, token_file, ca) as client:
         if not following:
-            past = wanted(client.events(run), limit)
+            all_events = list(client.events(run))
+            past = wanted(all_events, limit)
+            say_if_never(all_events)
             if output is Format.JSON:
                 print_json(past)
             else:
@@ -105,6 +114,8 @@ def events(
                     print_json_line(event)
             else:
                 _say_events(wanted(look.events, newest))
+            if newest is not None:
+                say_if_never(look.events)
             newest = None
             if look.trouble:
                 say(f"outerstep: {look.trouble}; asking again", err=True)

@@ -105,6 +105,14 @@ def test_events_are_told_with_time_kind_and_message(served: Served):
     assert served.outerstep("run", "events", "nothing")[0] == 3
 
 
+def test_a_kind_of_event_that_there_is_not_is_told_of(served: Served):
+    """A mistyped one looked as if nothing had happened."""
+    create(served, "typed")
+    code, out, err = served.outerstep("run", "events", "typed", "--kind", "created", "--kind", "creatd")
+    assert (code, len(out.splitlines())) == (0, 1)
+    assert err == "outerstep: no event of the kind creatd so far; there are: created\n"
+
+
 @pytest.mark.parametrize("form", ["table", "json"])
 def test_events_are_followed_to_the_end_of_the_run(served: Served, form: str):
     create(served, f"followed-{form}")
