@@ -166,11 +166,12 @@ def test_what_the_coordinator_has_lost_itself_is_told_and_ends_no_backup(tmp_pat
         play_round([a], 0)
         settled(running, 1)
         gone, spoilt = names(running.live("r"), "deltas", 0)
-        (running.data_dir / gone).unlink()
-        content = bytearray((running.data_dir / spoilt).read_bytes())
-        content[-1] ^= 1
-        (running.data_dir / spoilt).write_bytes(content)
-        manifest = back_up(running.data_dir, tmp_path / "backups").manifest
+    # Not before: while it runs it may verify its blobs at any time, and make these again.
+    (tmp_path / "data" / gone).unlink()
+    content = bytearray((tmp_path / "data" / spoilt).read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "data" / spoilt).write_bytes(content)
+    manifest = back_up(tmp_path / "data", tmp_path / "backups").manifest
     assert manifest.lost == sorted([gone, spoilt])
     assert damages(tmp_path / "backups") == {1: ""}, "as whole as it can be"
 
