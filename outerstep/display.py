@@ -51,6 +51,9 @@ class LineDisplay:
     def show(self, look: Look) -> None:
         for event in beside_rounds(look.events):
             self._line(event_line(event))
+        if look.rolled_back_to is not None:
+            self.next_round = min(self.next_round, look.rolled_back_to)
+            self.course.go_back(look.rolled_back_to)
         published = [each for each in look.rounds if each.state is FragmentState.PUBLISHED]
         for item in published:
             if item.round >= self.next_round:
@@ -80,10 +83,12 @@ class Course:
     def add(self, item: RoundInfo) -> None:
         """Take a round into account once it is published."""
         if item.state is FragmentState.PUBLISHED:
-            for given_up in [number for number in self._rounds if number > item.round]:  # the run was rolled back
-                del self._rounds[given_up]
             self._rounds[item.round] = item
             self._rounds.pop(item.round - SHOWN_LOSSES, None)
+
+    def go_back(self, state: int) -> None:
+        """Forget the rounds that were given up as the run was rolled back."""
+        self._rounds = {number: item for number, item in self._rounds.items() if number < state}
 
     def text(self, run: RunInfo, to_go: str) -> str:
         """Return the time from the run's creation to the end of its last round, what is to go, and the losses."""

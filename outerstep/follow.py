@@ -1,6 +1,6 @@
 """Follow a run until it ends: look at it each time that something has happened, through coordinator restarts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
@@ -17,9 +17,9 @@ RETRY_MAX_S = 10.0
 class Look:
     """A run at one moment.
 
-    `rounds`, oldest first, are those that were open or still to come at the previous look, and `events`, oldest first,
-    those since then; `last_event` is the number of the last one. `trouble` says why the coordinator could not be asked:
-    then the rest is that of the previous look.
+    `rounds`, oldest first, are those that were open or still to come at the previous look, and those that are trained
+    anew since the run was rolled back; `events`, oldest first, those since then, and `last_event` is the number of the
+    last one. `trouble` says why the coordinator could not be asked: then the rest is that of the previous look.
     """
 
     run: RunInfo
@@ -32,6 +32,11 @@ class Look:
     @property
     def ended(self) -> bool:
         return self.run.state in ENDED
+
+    @property
+    def rolled_back_to(self) -> int | None:
+        """The state that the run went back to since the previous look: rounds from this number on are others now."""
+        return rolled_back_to(self.events)
 
 
 def follow(client: Client, run: str, *, patience_s: float, sleep: Callable[[float], None]) -> Iterator[Look]:
@@ -63,14 +68,14 @@ def take_look(client: Client, run: str, before: Look | None = None) -> Look:
     """Return a look at the run. The first one has all events and the last 20 rounds."""
     # The state comes first: the end that it may tell of is then among the rounds and events that are read after it.
     info = client.run(run)
+    last_event = before.last_event if before else 0
+    events = tuple(client.events(run, after=last_event))
     if before is None:
         newest = list(islice(client.rounds(run), FIRST_ROUNDS))
-        last_event = 0
     else:
-        first = before.run.round
+        back = rolled_back_to(events)
+        first = before.run.round if back is None else min(before.run.round, back)
         newest = list(takewhile(lambda item: item.round >= first, client.rounds(run)))
-        last_event = before.last_event
-    events = tuple(client.events(run, after=last_event))
     return Look(
         run=info,
         rounds=tuple(reversed(newest)),
@@ -78,3 +83,8 @@ def take_look(client: Client, run: str, before: Look | None = None) -> Look:
         events=events,
         last_event=events[-1].id if events else last_event,
     )
+
+
+def rolled_back_to(events: Iterable[Event]) -> int | None:
+    """Return the earliest state that the run went back to in these events; None if it did not."""
+    return min((event.data["round"] for event in events if event.kind == "rolled-back"), default=None)

@@ -82,7 +82,9 @@ class LiveDisplay:
     def _next(self, look: Look) -> Scene:
         before = self._scene
         rounds = {item.round: item for item in before.rounds} if before else {}
-        rounds = {number: item for number, item in rounds.items() if number <= look.run.round}  # it may be rolled back
+        if look.rolled_back_to is not None:
+            rounds = {number: item for number, item in rounds.items() if number < look.rolled_back_to}
+            self._course.go_back(look.rolled_back_to)
         rounds |= {item.round: item for item in look.rounds}
         events = (*(before.events if before else ()), *beside_rounds(look.events))
         for item in look.rounds:

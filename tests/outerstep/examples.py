@@ -76,3 +76,7 @@ def worker_document(name: str, **changes: Any) -> dict[str, Any]:
 
 def event_document(number: int, message: str = "worker-0 joined") -> dict[str, Any]:
     return {"id": number, "at": 1_700_000_000.0, "kind": "worker-joined", "message": message, "data": {}}
+
+
+def rollback_document(number: int, to: int) -> dict[str, Any]:
+    return {**event_document(number, f"went back to state {to}"), "kind": "rolled-back", "data": {"round": to}}

@@ -8,7 +8,7 @@ from rich.console import Console
 from outerstep.display import LineDisplay, round_table, table, worker_table
 from outerstep.follow import Look
 from protocol.messages import Event, RoundInfo, RunInfo, WorkerInfo
-from tests.outerstep.examples import event_document, round_document, run_document, worker_document
+from tests.outerstep.examples import event_document, rollback_document, round_document, run_document, worker_document
 
 ONE = (worker_document("worker-0"),)
 
@@ -50,6 +50,15 @@ def test_each_round_is_one_line_once_when_it_is_published():
         f"rate –  elapsed {2 * (number + 1)}.0 s  to go {2 * (3 - number)}.0 s  losses {'▁' * (number + 1)}"
         for number in range(3)
     ]
+
+
+def test_rounds_that_are_trained_anew_after_a_rollback_are_lines_again():
+    ahead = look(*(round_document(number, loss=float(number)) for number in range(4)), round=4)
+    back = look(round_document(1, loss=7.25), events=(rollback_document(9, 1),), round=2)
+    told, again = lines_of(ahead, back)[4:]
+    assert told.endswith("went back to state 1")
+    assert again.startswith("round 1    loss 7.2500")
+    assert again.endswith("losses ▁█")
 
 
 def test_of_several_rounds_at_once_the_newest_alone_says_what_is_to_go():

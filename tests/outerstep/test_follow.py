@@ -1,12 +1,14 @@
 """Following a run, against a coordinator whose history is written out here."""
 
+from typing import Any
+
 import httpx
 import pytest
 
 from outerstep.follow import follow
 from outerstep.rest import Client
 from protocol.errors import Problem, Transient
-from tests.outerstep.examples import event_document, page, round_document, run_document
+from tests.outerstep.examples import event_document, page, rollback_document, round_document, run_document
 
 
 class History:
@@ -54,21 +56,33 @@ def no_sleep(_: float) -> None:
     raise AssertionError("there was nothing to sleep for")
 
 
+WAITING: Any = {"patience_s": 1, "sleep": no_sleep}
+
+
 def test_looks_tell_what_is_new_until_the_end():
     history = History(moment(1, 2), moment(2, 2), moment(4, 5, "finished"))
-    looks = list(follow(history.client(), "demo", patience_s=1, sleep=no_sleep))
+    looks = list(follow(history.client(), "demo", **WAITING))
     assert [[item.round for item in look.rounds] for look in looks] == [[0, 1], [1, 2], [2, 3]]
     assert [[event.id for event in look.events] for look in looks] == [[1, 2], [], [3, 4, 5]]
     assert [look.ended for look in looks] == [False, False, True]
     assert history.waited_after == ["2", "2"]
 
 
+@pytest.mark.parametrize("gone_on_to", [2, 4, 6])
+def test_a_run_that_was_rolled_back_is_told_from_there_however_far_it_has_gone_since(gone_on_to: int):
+    back = moment(gone_on_to, 2)
+    back["events"].append(rollback_document(3, 2))
+    looks = list(follow(History(moment(4, 2), back, moment(7, 3, "finished")).client(), "demo", **WAITING))
+    assert [item.round for item in looks[1].rounds] == list(range(2, gone_on_to + 1))
+    assert [look.rolled_back_to for look in looks] == [None, 2, None]
+
+
 def test_a_run_that_has_ended_is_looked_at_once():
-    assert len(list(follow(History(moment(4, 5, "stopped")).client(), "demo", patience_s=1, sleep=no_sleep))) == 1
+    assert len(list(follow(History(moment(4, 5, "stopped")).client(), "demo", **WAITING))) == 1
 
 
 def test_only_the_last_rounds_of_a_long_history_are_read():
-    [look] = follow(History(moment(30, 0, "finished")).client(), "demo", patience_s=1, sleep=no_sleep)
+    [look] = follow(History(moment(30, 0, "finished")).client(), "demo", **WAITING)
     assert [item.round for item in look.rounds] == list(range(10, 30))
 
 
@@ -86,7 +100,7 @@ def test_an_outage_is_waited_for_ever_longer_and_nothing_is_missed():
 
 def test_the_first_look_must_succeed():
     with pytest.raises(Transient):
-        next(follow(History(httpx.ConnectError("refused")).client(), "demo", patience_s=1, sleep=no_sleep))
+        next(follow(History(httpx.ConnectError("refused")).client(), "demo", **WAITING))
 
 
 def test_a_fault_of_the_coordinator_is_waited_for():
@@ -99,7 +113,7 @@ def test_a_fault_of_the_coordinator_is_waited_for():
 
 def test_a_refusal_ends_it():
     history = History(moment(1, 0), Problem("unauthorized", "this token was revoked"))
-    looks = follow(history.client(), "demo", patience_s=1, sleep=no_sleep)
+    looks = follow(history.client(), "demo", **WAITING)
     assert next(looks).trouble is None
     with pytest.raises(Problem, match="this token was revoked"):
         next(looks)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from outerstep.display import LineDisplay
 from outerstep.picture import LiveDisplay, display_for, fitted
-from tests.outerstep.examples import event_document, round_document, worker_document
+from tests.outerstep.examples import event_document, rollback_document, round_document, worker_document
 from tests.outerstep.test_display import look
 from tests.support.terminal import Screen
 
@@ -100,7 +100,7 @@ def test_the_deadline_is_told_until_the_round_has_closed_and_while_nobody_answer
 
 def test_what_was_given_up_as_the_run_went_back_is_no_longer_shown():
     ahead = look(*(round_document(number, loss=number) for number in range(5)), round=5, rounds=9)
-    back = look(round_document(1, loss=7.25), round=2, rounds=9)
+    back = look(round_document(1, loss=7.25), events=(rollback_document(9, 1),), round=2, rounds=9)
     picture = "\n".join(Drawn().show(ahead, back))
     assert "loss ▁█ 7.2500" in picture, picture
     assert "4.0000" not in picture
