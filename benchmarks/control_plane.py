@@ -1,6 +1,6 @@
 """A thousand workers on one coordinator with one core: the latency of heartbeats, and leases that are missed.
 
-    python -m benchmarks.control_plane [--quick] [--json] [--workers 1000] [--round-s 30]
+    python -m benchmarks.control_plane [--quick] [--json] [--workers 1000] [--round-s 30] [--viewers 200]
 
 The coordinator is a process as anybody would start it, pinned to one core; the workers are coroutines of this process,
 on the others, with two connections each, as `outerstep worker` has. One renews the lease every 5 s. The other goes
@@ -16,6 +16,10 @@ opening of the first. Reported are, in milliseconds,
 
 Targets: p99 of heartbeats ≤ 100 ms (they come at all times alike), no lease missed, peak RSS ≤ 300 MB. `own lag` is how
 late this process woke from short sleeps: what it adds to all the others.
+
+With `--viewers`, the same is measured once more while so many people look at the dashboard of the run: each has a
+stream of events, which must bring every one of them, and asks for what the page asks for. `look` is from the first of
+its requests to the last answer. Target: the p99 of heartbeats is not moved.
 """
 
 import argparse
@@ -23,19 +27,21 @@ import asyncio
 import json
 import os
 import platform
-import re
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.connection import Connection
 from benchmarks.harness.coordinator import Running, coordinator_process
 from benchmarks.harness.member import Member
+from benchmarks.harness.viewer import Viewer
 from protocol.digest import content_digest, digest
 from protocol.fragments import TensorSpec
 from protocol.messages import (
@@ -52,7 +58,9 @@ from protocol.messages import (
 HEARTBEAT_S = 5.0
 WAIT_S = 5
 JOINS_AT_ONCE = 16
-KINDS = ("heartbeat", "nothing yet", "contribute", "woken", "asked", "own lag")
+VIEWERS_PER_S = 40
+LAST_EVENT_IN_S = 2.0
+KINDS = ("heartbeat", "nothing yet", "contribute", "woken", "asked", "look", "own lag")
 ZEROS = np.zeros(256, np.float32)  # everybody's pseudo-gradient: so the state stays what it is, and nobody need step
 TENSORS = [TensorSpec(name="w", shape=[len(ZEROS)])]
 
@@ -69,34 +77,6 @@ inner_steps = 1
 min_workers = {workers}
 lease_s = {lease_s}
 """
-
-
-class Connection:
-    """One keep-alive connection, HTTP/1.1 by hand: an HTTP library would cost more than the coordinator."""
-
-    def __init__(self, port: int, token: str) -> None:
-        self._port, self._token = port, token
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-
-    async def ask(self, method: str, path: str, body: bytes, *headers: str) -> tuple[int, bytes, float]:
-        """Send a request. Return status, body, and the seconds that it took."""
-        if self._streams is None:
-            self._streams = await asyncio.open_connection("127.0.0.1", self._port)
-        reader, writer = self._streams
-        lines = [
-            f"{method} {path} HTTP/1.1",
-            "Host: coordinator",
-            f"Authorization: Bearer {self._token}",
-            "Content-Type: application/json",
-            f"Content-Length: {len(body)}",
-            *headers,
-        ]
-        asked = time.perf_counter()
-        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
-        content = await reader.readexactly(int(length[1])) if length else b""
-        return int(head[9:12]), content, time.perf_counter() - asked
 
 
 @dataclass
@@ -190,8 +170,11 @@ def _report(round_: int) -> RoundReport:
     return RoundReport(round=round_, epoch=1, upload_bytes=1000, download_bytes=1000, seconds=seconds)
 
 
-async def measure(running: Running, workers: int, round_s: float) -> dict[str, Any]:
-    """Let all workers join and two rounds pass. Return the crowd's figures."""
+async def measure(running: Running, workers: int, round_s: float, viewers: int = 0) -> dict[str, Any]:
+    """Let all workers join and two rounds pass, looked at by `viewers`. Return the crowd's figures.
+
+    Raises RuntimeError if a viewer has not heard of all that happened.
+    """
     token, port = running.token(Scope.WORKER), running.port
     running.create_run(SPEC.format(workers=workers, lease_s=3 * HEARTBEAT_S))
     with running.client() as http:
@@ -223,12 +206,24 @@ async def measure(running: Running, workers: int, round_s: float) -> dict[str, A
             begin(0, member.join(token).member_token)
             await asyncio.gather(*(join_some() for _ in range(JOINS_AT_ONCE)))
             joined_s = time.perf_counter() - started
+            first = _events(http)[-1]["id"]
+            audience = [Viewer(port, running.token(Scope.VIEWER), "crowd", first) for _ in range(viewers)]
+            for seat, viewer in enumerate(audience):
+                beating.append(group.create_task(viewer.listen()))
+                beating.append(group.create_task(viewer.look(seat / VIEWERS_PER_S)))
+            await asyncio.sleep(viewers / VIEWERS_PER_S)
             member.assignment(None)
             member.seed(0.0)
             await asyncio.gather(*(worker.rounds(rank / workers) for rank, worker in enumerate(crowded)))
+            happened = [event["id"] for event in _events(http) if event["id"] > first]
+            await asyncio.sleep(LAST_EVENT_IN_S if viewers else 0)
             for task in beating:
                 task.cancel()
-        lost = [item for item in http.get("/v1/runs/crowd/events?limit=1000").json()["items"] if item["kind"] == "lost"]
+        for viewer in audience:
+            if viewer.events[: len(happened)] != happened:
+                raise RuntimeError(f"a viewer heard of {viewer.events}, and what happened was {happened}")
+            crowd.seconds["look"] += viewer.seconds
+        lost = [event for event in _events(http) if event["kind"] == "lost"]
     figures = {
         kind: {
             "count": len(crowd.seconds[kind]),
@@ -245,8 +240,20 @@ async def measure(running: Running, workers: int, round_s: float) -> dict[str, A
         "join_s": round(joined_s, 1),
         "seconds": round(crowd.heard["assignment", 2] - crowd.heard["assignment", 0], 1),
         "missed_leases": crowd.missed_leases + len(lost),
+        "viewers": viewers,
+        "viewers_requests": sum(viewer.requests for viewer in audience),
         "kinds": figures,
     }
+
+
+def _events(http: httpx.Client) -> list[dict[str, Any]]:
+    """Return all that has happened."""
+    events: list[dict[str, Any]] = []
+    while page := http.get(f"/v1/runs/crowd/events?limit=1000&after={events[-1]['id'] if events else 0}").json():
+        events += page["items"]
+        if page["next"] is None:
+            break
+    return events
 
 
 async def _note_own_lag(crowd: Crowd) -> None:
@@ -272,26 +279,39 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON line after the table")
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--round-s", type=float, help="inner steps of the slowest worker; default 30")
+    parser.add_argument("--viewers", type=int, default=0, help="people who look at the dashboard")
     arguments = parser.parse_args()
     round_s = arguments.round_s or (6.0 if arguments.quick else 30.0)
 
+    reports = [_measured(arguments.workers, round_s, viewers) for viewers in sorted({0, arguments.viewers})]
+    for report in reports:
+        _print(report)
+    plain, viewed = reports[0], reports[-1]
+    if viewed is not plain:
+        p99 = [report["kinds"]["heartbeat"]["p99_ms"] for report in (viewed, plain)]
+        viewed["heartbeat_p99_ratio"] = round(p99[0] / p99[1], 2)
+        print(f"p99 of heartbeats with viewers: {viewed['heartbeat_p99_ratio']} times as long")
+    if arguments.json:
+        machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
+        told = plain if viewed is plain else plain | {"viewed": viewed}
+        print(json.dumps({"benchmark": "control_plane", **machine, **told}))
+
+
+def _measured(workers: int, round_s: float, viewers: int) -> dict[str, Any]:
     first, *others = sorted(os.sched_getaffinity(0))
     with coordinator_process() as running:
         pin(running.pid, {first})
         pin(os.getpid(), set(others) or {first})
-        report = asyncio.run(measure(running, arguments.workers, round_s))
+        report = asyncio.run(measure(running, workers, round_s, viewers))
         report["peak_rss_mb"] = round(running.memory("VmHWM") / 1e6, 1)
         report["cpu_s"] = round(running.cpu_seconds(), 1)
-    _print(report)
-    if arguments.json:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
-        print(json.dumps({"benchmark": "control_plane", **machine, **report}))
+    return report
 
 
 def _print(report: dict[str, Any]) -> None:
     table = Table(
         *("milliseconds", "count", "p50", "p99", "most"),
-        title=f"{report['workers']} workers, {report['seconds']} s, coordinator on one core",
+        title=f"{report['workers']} workers, {report['viewers']} viewers, {report['seconds']} s, one core",
     )
     for kind, r in report["kinds"].items():
         table.add_row(kind, f"{r['count']:,}", f"{r['p50_ms']:.1f}", f"{r['p99_ms']:.1f}", f"{r['max_ms']:.1f}")
@@ -299,7 +319,7 @@ def _print(report: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"{report['missed_leases']} leases missed; peak RSS {report['peak_rss_mb']} MB; all joined in "
-        f"{report['join_s']} s; {report['cpu_s']} s of CPU",
+        f"{report['join_s']} s; {report['cpu_s']} s of CPU; {report['viewers_requests']} requests of viewers",
         highlight=False,
     )
 

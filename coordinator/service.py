@@ -23,6 +23,7 @@ from coordinator.runs.bell import READS_AT_ONCE, Bell
 from coordinator.runs.live_run import Change, LiveRun, World
 from coordinator.settings import Settings
 from coordinator.settling import settle
+from coordinator.sharing import Shared
 from coordinator.store import audit
 from coordinator.store.assembling import Wholes
 from coordinator.store.blobs import Store
@@ -39,11 +40,14 @@ from coordinator.upkeep.full_disk import Storage
 from coordinator.workers import ending, membership, names
 from protocol.digest import digest
 from protocol.errors import Problem, SpecError
-from protocol.messages import AuditEntry, NewToken, Page, RollBack, RunState, TokenInfo, TokenRequest
+from protocol.messages import AuditEntry, Event, NewToken, Page, RollBack, RunState, TokenInfo, TokenRequest
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.suggesting import those_here
 
 logger = logging.getLogger(__name__)
+
+ANSWERS_BYTES = 8 << 20  # of answers that are told again
+EVENT_BYTES = 1024  # that an event is taken for
 
 
 class Coordinator:
@@ -63,6 +67,8 @@ class Coordinator:
         self.room = Room()
         self.wholes = Wholes(clock, settings.parts_bytes_per_member)
         self.callers = Callers(settings, clock)
+        self.answers = Shared[bytes](len, ANSWERS_BYTES, clock)
+        self.event_pages = Shared[Page[Event]](lambda page: EVENT_BYTES * len(page.items), ANSWERS_BYTES, clock)
         if settings.backup_dir is not None:
             check_apart(settings.backup_dir, settings.data_dir)
         self.reading, self.parsing = CapacityLimiter(READS_AT_ONCE), CapacityLimiter(1)  # threads

@@ -167,11 +167,12 @@ def test_turns_leave_out_the_sync_and_compare_with_the_bare_segments_around(monk
 @pytest.mark.system
 def test_a_small_crowd_goes_through_its_rounds() -> None:
     with coordinator_process() as running:
-        report = asyncio.run(measure(running, workers=8, round_s=0.5))
+        report = asyncio.run(measure(running, workers=8, round_s=0.5, viewers=3))
     kinds = report["kinds"]
     assert report["missed_leases"] == 0
     assert kinds["contribute"]["count"] == 2 * 8
     answered = sum(kinds[kind]["count"] for kind in ("woken", "asked") if kind in kinds)
     assert answered == (3 + 2) * 8, "assignments of three rounds, deltas of two"
     assert kinds["heartbeat"]["count"] > 0
+    assert kinds["look"]["count"] >= 3
     assert 0 < kinds["heartbeat"]["p50_ms"] <= kinds["heartbeat"]["p99_ms"]

@@ -68,18 +68,18 @@ def _accept(
 
 @router.get("", response_model=Page[CheckpointInfo], responses=refusing(*OF_A_RUN))
 async def list_checkpoints(
-    run: ReadableRun, service: Service, limit: Items, after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None
+    http: Request, run: ReadableRun, limit: Items, after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None
 ) -> Response:
     """The checkpoints, newest first."""
-    return await told(service, reports.checkpoints, run, limit, after)
+    return await told(http, reports.checkpoints, run, limit, after)
 
 
 @router.get("/{number}", response_model=CheckpointDetail, responses=refusing(*OF_A_RUN, "gone"))
 async def get_checkpoint(
-    run: ReadableRun, service: Service, _: Detail, number: Annotated[str, Path(pattern=r"^(latest|\d{1,18})$")]
+    http: Request, run: ReadableRun, _: Detail, number: Annotated[str, Path(pattern=r"^(latest|\d{1,18})$")]
 ) -> Response:
     """One checkpoint: layout, fragments, digests."""
-    return await told(service, reports.checkpoint_detail, run, None if number == "latest" else int(number))
+    return await told(http, reports.checkpoint_detail, run, None if number == "latest" else int(number))
 
 
 @router.get(

@@ -1,6 +1,7 @@
 """Events: JSON pages, or a live stream of server-sent events."""
 
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Annotated, Any
@@ -45,7 +46,7 @@ async def get_events(
         check_still = partial(service.check_still, caller)
         headers = {"Cache-Control": "private, no-store"}  # else the library's own
         return _Counted(_stream(run, service, max(after, last_event_id), check_still), headers=headers)
-    return await told(service, reports.events, run, limit, after)
+    return await told(http, reports.events, run, limit, after)
 
 
 class _Counted(EventSourceResponse):
@@ -55,6 +56,11 @@ class _Counted(EventSourceResponse):
         service: Coordinator = scope["app"].state.coordinator
         with service.callers.stream(scope["state"]["caller"]):
             await super().__call__(scope, receive, send)
+
+
+async def _read(service: Coordinator, run: LiveRun, after: int) -> Page[Event]:
+    read = partial(reports.events, run, STREAM_PAGE, after)
+    return await anyio.to_thread.run_sync(read, limiter=service.reading)
 
 
 async def _stream(
@@ -69,8 +75,9 @@ async def _stream(
             except Problem as problem:
                 logger.info("%s: a stream of events ended: %s", run.name, problem.detail)
                 return
-            read = partial(reports.events, run, STREAM_PAGE, after)
-            page = await anyio.to_thread.run_sync(read, limiter=service.reading)
+            # Those who were woken together read together.
+            key = (run, after, bell.rung(run.name))
+            page, _ = await service.event_pages.read(key, math.inf, partial(_read, service, run, after))
             for event in page.items:
                 yield ServerSentEvent(id=str(event.id), event=event.kind, data=event.model_dump_json())
                 after = event.id

@@ -61,24 +61,24 @@ _SAME_AGAIN: Answers = {"200": {"model": ContributionReply, "description": "It w
 
 @router.get("", response_model=Page[RoundInfo], responses=refusing(*OF_A_RUN))
 async def list_rounds(
+    http: Request,
     run: ReadableRun,
-    service: Service,
     limit: Items,
     after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None,
 ) -> Response:
     """The rounds, newest first."""
-    return await told(service, round_reports.rounds, run, limit, after)
+    return await told(http, round_reports.rounds, run, limit, after)
 
 
 @router.get("/{number}", response_model=RoundDetail, responses=refusing(*OF_A_RUN))
 async def get_round(
+    http: Request,
     run: ReadableRun,
-    service: Service,
     _: Detail,
     number: Annotated[str, Path(pattern=r"^(current|\d{1,18})$")],
 ) -> Response:
     """One round and its fragments; `current` is the open one, or the next where none is open."""
-    return await told(service, round_reports.round_detail, run, None if number == "current" else int(number))
+    return await told(http, round_reports.round_detail, run, None if number == "current" else int(number))
 
 
 @router.put(

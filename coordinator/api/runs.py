@@ -22,7 +22,6 @@ from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
 from coordinator.http.telling import told
 from coordinator.runs import epochs, steering
 from coordinator.service import Coordinator
-from coordinator.store.identity import Identity
 from protocol.errors import Problem
 from protocol.messages import EpochInfo, Page, RollBack, RunChange, RunDetail, RunInfo, RunState
 from protocol.spec.run import MAX_SPEC_BYTES
@@ -56,22 +55,22 @@ async def create_run(request: Request, response: Response, service: Service, _: 
 
 @router.get("", response_model=Page[RunInfo], responses=refusing())
 async def list_runs(
-    service: Service, caller: Caller, limit: Items, after: Annotated[str | None, Query()] = None
+    http: Request, service: Service, caller: Caller, limit: Items, after: Annotated[str | None, Query()] = None
 ) -> Response:
     """The runs, by name."""
-    return await told(service, _runs, service, caller, limit, after)
+    return await told(http, _runs, service, caller.run, limit, after)
 
 
-def _runs(service: Coordinator, caller: Identity, limit: int, after: str | None) -> Page[RunInfo]:
-    runs = [run for run in service.runs() if caller.run in (None, run.name) and (after is None or run.name > after)]
+def _runs(service: Coordinator, only: str | None, limit: int, after: str | None) -> Page[RunInfo]:
+    runs = [run for run in service.runs() if only in (None, run.name) and (after is None or run.name > after)]
     items = [reports.run_info(run) for run in runs[:limit]]
     return Page(items=items, next=items[-1].name if len(runs) > limit else None)
 
 
 @router.get("/{run}", response_model=RunDetail, responses=refusing(*OF_A_RUN))
-async def get_run(run: ReadableRun, service: Service, _: Detail) -> Response:
+async def get_run(http: Request, run: ReadableRun, _: Detail) -> Response:
     """State, reason, round, counts, and the parsed spec."""
-    return await told(service, reports.run_detail, run)
+    return await told(http, reports.run_detail, run)
 
 
 @router.get("/{run}/spec", response_class=Response, responses=_SPEC | refusing(*OF_A_RUN))
@@ -82,10 +81,10 @@ def get_spec(run: ReadableRun) -> Response:
 
 @router.get("/{run}/units", response_model=Page[EpochInfo], responses=refusing(*OF_A_RUN))
 async def list_epochs(
-    run: ReadableRun, service: Service, limit: Items, after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None
+    http: Request, run: ReadableRun, limit: Items, after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None
 ) -> Response:
     """The work units of each epoch that was begun, newest first."""
-    return await told(service, epochs.epochs, run, limit, after)
+    return await told(http, epochs.epochs, run, limit, after)
 
 
 @router.patch("/{run}", responses=refusing(*OF_A_RUN, "run-ended", *OF_A_CHANGE))

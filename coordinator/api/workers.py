@@ -156,13 +156,13 @@ async def get_assignment(
 
 @router.get("", response_model=Page[WorkerInfo], responses=refusing(*OF_A_RUN))
 async def list_workers(
-    run: ReadableRun, service: Service, limit: Items, after: Annotated[str | None, Query()] = None
+    http: Request, run: ReadableRun, limit: Items, after: Annotated[str | None, Query()] = None
 ) -> Response:
     """The workers, by name: those that live and those that were lost or left."""
-    return await told(service, reports.workers, run, limit, after)
+    return await told(http, reports.workers, run, limit, after)
 
 
 @router.get("/{worker}", response_model=WorkerInfo, responses=refusing(*OF_A_RUN))
-async def get_worker(run: ReadableRun, service: Service, worker: PathName) -> Response:
+async def get_worker(http: Request, run: ReadableRun, worker: PathName) -> Response:
     """One worker."""
-    return await told(service, reports.worker, run, worker)
+    return await told(http, reports.worker, run, worker)

@@ -1,23 +1,43 @@
 """Answers that are read from the database: made, JSON included, on a few threads that only read.
 
-So whoever reads, however much and however often, takes neither the event loop nor the threads that uploads need.
+So whoever reads, however much and however often, takes neither the event loop nor the threads that uploads need. And
+whoever says that an answer of some age will do (`Cache-Control: max-age=5`, RFC 9111 section 5.2.1.1) may get one that
+was made for somebody else, with its `Age`.
 """
 
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import anyio.to_thread
-from fastapi import Response
+from fastapi import Request, Response
 from pydantic import BaseModel
 
 from coordinator.service import Coordinator
 
+MAX_AGE_S = 60
+_MAX_AGE = re.compile(r"(?i)(?:^|[\s,])max-age=(\d{1,9})(?:$|[\s,])")
 
-async def told(service: Coordinator, report: Callable[..., BaseModel], *arguments: Any, status: int = 200) -> Response:
-    """Return `report(*arguments)` as an answer."""
 
-    def tell() -> str:
-        return report(*arguments).model_dump_json()
+async def told(http: Request, report: Callable[..., BaseModel], *arguments: Any, status: int = 200) -> Response:
+    """Return `report(*arguments)` as an answer. Nothing else may be in it than what these say: it may be told again."""
+    service: Coordinator = http.app.state.coordinator
 
-    content = await anyio.to_thread.run_sync(tell, limiter=service.reading)
-    return Response(content, status, media_type="application/json")
+    def tell() -> bytes:
+        return report(*arguments).model_dump_json().encode()
+
+    async def read() -> bytes:
+        return await anyio.to_thread.run_sync(tell, limiter=service.reading)
+
+    max_age_s = _max_age_s(http)
+    if not max_age_s:
+        return Response(await read(), status, media_type="application/json")
+    content, age_s = await service.answers.read((report, *arguments), max_age_s, read)
+    return Response(content, status, {"Age": str(math.ceil(age_s))}, media_type="application/json")
+
+
+def _max_age_s(http: Request) -> int:
+    """Return how old an answer may be, in seconds; 0: it is to be made anew."""
+    found = _MAX_AGE.search(http.headers.get("cache-control", ""))
+    return min(int(found[1]), MAX_AGE_S) if found else 0

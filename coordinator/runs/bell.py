@@ -2,12 +2,13 @@
 
 Every ring has a topic and wakes only those who wait for it: a thousand workers wait, and every contribution to a round
 is an event. The woken requests are released a few at a time, and other requests are answered in between: to answer a
-thousand takes a second, and heartbeats must not wait that long.
+thousand takes a second, and heartbeats must not wait that long. Streams of events are released one after another with a
+pause between them: most are pages of a browser, which then ask for all that has changed.
 """
 
 import asyncio
 import itertools
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,7 @@ EVENTS, ASSIGNMENTS = "events", "assignments"
 # interpreter lock, and heartbeats would have to wait for them all.
 READS_AT_ONCE = 2
 RELEASED_AT_ONCE = 2  # of the woken requests, in one pass of the event loop
+PAUSE_S = 0.01  # between two streams of events
 
 
 def delta_of(fragment: int) -> str:
@@ -37,10 +39,13 @@ class Bell:
             lambda: defaultdict(dict)
         )
         self._woken: deque[asyncio.Event] = deque()
+        self._woken_streams: deque[asyncio.Event] = deque()
+        self._pausing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self.reading = asyncio.Semaphore(READS_AT_ONCE)
         self.threads: CapacityLimiter | None = None  # for long polls alone: uploads may take all the others
         self._asked = itertools.count()
+        self._rung: Counter[str] = Counter()  # by run
         self.closed = False
 
     def spread(self) -> float:
@@ -56,11 +61,15 @@ class Bell:
             self._loop.call_soon_threadsafe(self._ring, run, topic)
 
     def _ring(self, run: str, topic: str | None) -> None:
+        self._rung[run] += 1
         idle = not self._woken
         for each in [topic] if topic is not None else list(self._listening[run]):
-            self._woken.extend(self._listening[run].pop(each, {}))
+            woken = self._woken_streams if each == EVENTS else self._woken
+            woken.extend(self._listening[run].pop(each, {}))
         if idle:
             self._release()
+        if not self._pausing:
+            self._release_stream()
 
     def _release(self) -> None:
         for _ in range(min(RELEASED_AT_ONCE, len(self._woken))):
@@ -68,6 +77,13 @@ class Bell:
         if self._woken:
             assert self._loop is not None
             self._loop.call_soon(self._release)
+
+    def _release_stream(self) -> None:
+        self._pausing = bool(self._woken_streams) and not self.closed
+        if self._pausing:
+            self._woken_streams.popleft().set()
+            assert self._loop is not None
+            self._loop.call_later(PAUSE_S, self._release_stream)
 
     @contextmanager
     def listening(self, run: str, topic: str) -> Iterator[asyncio.Event]:
@@ -80,6 +96,10 @@ class Bell:
         finally:
             listening.pop(ring, None)
 
+    def rung(self, run: str) -> int:
+        """Return how often somebody of this run was woken: what is read from now on is at least as new as that."""
+        return self._rung[run]
+
     def is_listened_to(self, run: str, topic: str) -> bool:
         """Return True if somebody waits for `topic`, or reads the run in order to."""
         return run in self._listening and bool(self._listening[run].get(topic))
@@ -89,3 +109,5 @@ class Bell:
         self.closed = True
         for run in list(self._listening):
             self._ring(run, None)
+        while self._woken_streams:
+            self._woken_streams.popleft().set()

@@ -24,8 +24,8 @@ export class Api {
   }
 
   /** Return the answer to a request as an object, or null where it has no body. Throws Refused, Unreachable. */
-  async ask(method, path, { json, text, signal } = {}) {
-    const headers = {};
+  async ask(method, path, { json, text, headers = {}, signal } = {}) {
+    headers = { ...headers };
     if (json !== undefined) headers["Content-Type"] = "application/json";
     if (text !== undefined) headers["Content-Type"] = "application/toml";
     const body = json === undefined ? text : JSON.stringify(json);
@@ -39,15 +39,17 @@ export class Api {
     }
   }
 
-  get(path, signal) {
-    return this.ask("GET", path, { signal });
+  /** Ask for what is at most `age_s` old, whole seconds; 0: for what is true now. */
+  get(path, signal, age_s = 0) {
+    const headers = age_s ? { "Cache-Control": `max-age=${age_s}` } : {};
+    return this.ask("GET", path, { headers, signal });
   }
 
   /** Yield the pages of a listing, each of `limit` items at most. */
-  async *pages(path, limit, signal) {
+  async *pages(path, limit, signal, age_s = 0) {
     const more = path.includes("?") ? "&" : "?";
     for (let after = ""; ;) {
-      const page = await this.get(`${path}${more}limit=${limit}${after}`, signal);
+      const page = await this.get(`${path}${more}limit=${limit}${after}`, signal, age_s);
       yield page.items;
       if (page.next === null) return;
       after = `&after=${encodeURIComponent(page.next)}`;
@@ -55,9 +57,9 @@ export class Api {
   }
 
   /** Return all items of a listing. */
-  async all(path, signal) {
+  async all(path, signal, age_s = 0) {
     const items = [];
-    for await (const page of this.pages(path, 1000, signal)) items.push(...page);
+    for await (const page of this.pages(path, 1000, signal, age_s)) items.push(...page);
     return items;
   }
 

@@ -3,13 +3,19 @@
 // The stream of events says that something has happened; then the run and its open round are asked for, and of the
 // listings what is new. What heartbeats bring makes no event, so workers are asked for every few seconds, the more
 // seldom the more there are. While nobody looks, as the tab is hidden, nothing is asked at all.
+//
+// Others look too. So answers that were made for them will do: of a second after an event, of a few otherwise; and what
+// these do not show for sure, as they may be older than the event, is asked for once more.
 
 import { Unreachable, pause, runPath } from "./api.js";
 
 export const SHOWN_ROUNDS = 24; // in the timeline: each is a request of its own
 const SHOWN_EVENTS = 100;
+const NEW_ROUNDS = 3; // in a look: the open one, and those before it that workers still report on
 const NOT_SOONER_S = 1.5;
 const IDLE_S = 5;
+const WOKEN_AGE_S = 1; // of answers after an event
+const IDLE_AGE_S = 4; // less than the time between two looks, so that no answer is older than the one before
 const EPOCHS_EVERY_S = 15;
 
 export class Following {
@@ -26,7 +32,9 @@ export class Following {
     this.epochs = null;
     this.events = null; // the last ones, oldest first
     this.trouble = null;
-    this.dirty = true;
+    this.heard_at = 0; // when an event came, or this page has changed something, last
+    this.shown_until = -Infinity; // what has happened until then is shown
+    this.now = false; // the next look is for what is true at that moment
     this.wake = () => {};
     this.look = () => (document.hidden ? this.rest() : this.resume());
   }
@@ -49,7 +57,7 @@ export class Following {
   resume() {
     if (this.asking) return;
     this.asking = new AbortController();
-    this.dirty = true;
+    this.heard_at = performance.now(); // perhaps, meanwhile
     const { signal } = this.asking;
     for (const part of [this.#ask(signal), this.#listen(signal)]) {
       part.catch((error) => {
@@ -62,7 +70,8 @@ export class Following {
 
   /** Ask again at once: this page itself has changed something. */
   refresh() {
-    this.dirty = true;
+    this.heard_at = performance.now();
+    this.now = true;
     this.workers_at = -Infinity;
     this.wake(true);
   }
@@ -81,12 +90,15 @@ export class Following {
     let growing_s = 1;
     while (!signal.aborted) {
       try {
-        this.dirty = false;
-        await this.#refresh(signal);
+        const began = performance.now();
+        const age_s = this.now ? 0 : this.#isAllShown() ? IDLE_AGE_S : WOKEN_AGE_S;
+        this.now = false;
+        await this.#refresh(signal, age_s);
+        this.shown_until = Math.max(this.shown_until, began - 1000 * age_s);
         this.trouble = null;
         growing_s = 1;
         await this.#rest(NOT_SOONER_S, false);
-        if (!this.dirty) await this.#rest(IDLE_S - NOT_SOONER_S, true);
+        if (this.#isAllShown()) await this.#rest(IDLE_S - NOT_SOONER_S, true);
       } catch (error) {
         if (signal.aborted || !(error instanceof Unreachable || error.status >= 429)) throw error;
         this.trouble = error.message;
@@ -95,6 +107,10 @@ export class Following {
         growing_s = Math.min(30, 2 * growing_s);
       }
     }
+  }
+
+  #isAllShown() {
+    return this.heard_at <= this.shown_until;
   }
 
   #rest(seconds, canBeWoken) {
@@ -108,47 +124,49 @@ export class Following {
     });
   }
 
-  async #refresh(signal) {
+  /** Ask for what is at most `age_s` old. */
+  async #refresh(signal, age_s) {
     const path = (...rest) => runPath(this.name, ...rest);
     const [run, { items }] = await Promise.all([
-      this.api.get(path(), signal),
-      this.api.get(`${path("rounds")}?limit=1`, signal),
+      this.api.get(path(), signal, age_s),
+      this.api.get(`${path("rounds")}?limit=${NEW_ROUNDS}`, signal, age_s),
     ]);
     const open = items.length > 0 && items[0].state !== "published";
-    this.current = open ? await this.api.get(path("rounds", items[0].round), signal) : null;
+    this.current = open ? await this.api.get(path("rounds", items[0].round), signal, age_s) : null;
     this.run = run;
     this.asked_at = performance.now();
     this.changed();
-    await this.#workers(path("workers"), signal);
-    await this.#rounds(path("rounds"), signal);
+    await this.#workers(path("workers"), signal, age_s);
+    await this.#rounds(path("rounds"), items, signal, age_s);
     if (performance.now() - this.epochs_at >= 1000 * EPOCHS_EVERY_S) {
       this.epochs_at = performance.now();
-      this.epochs = (await this.api.get(`${path("units")}?limit=100`, signal)).items;
+      this.epochs = (await this.api.get(`${path("units")}?limit=100`, signal, age_s)).items;
       this.changed();
     }
   }
 
-  async #workers(path, signal) {
+  async #workers(path, signal, age_s) {
     const every_s = IDLE_S * (1 + (this.workers?.length ?? 0) / 100);
     if (performance.now() - this.workers_at < 1000 * every_s - 100) return;
-    this.workers = await this.api.all(path, signal);
+    this.workers = await this.api.all(path, signal, age_s && Math.ceil(every_s / 5));
     this.workers_at = performance.now();
     this.changed();
   }
 
-  async #rounds(path, signal) {
-    const newest = Math.max(-1, ...this.rounds.keys());
-    if (newest < 0) {
-      for await (const page of this.api.pages(path, 1000, signal)) this.#keep(page);
-    } else {
-      const limit = Math.min(1000, Math.max(3, this.run.round - newest + 2));
-      const { items } = await this.api.get(`${path}?limit=${limit}`, signal);
-      const now = items.length ? items[0].round : -1;
-      for (const number of this.rounds.keys()) if (number > now) this.#forget(number); // the run went back
-      this.#keep(items);
+  /** Keep the `newest` rounds, and ask for what is missing between them and those that are known. */
+  async #rounds(path, newest, signal, age_s) {
+    const known = Math.max(-1, ...this.rounds.keys());
+    const now = newest.length ? newest[0].round : -1;
+    for (const number of this.rounds.keys()) if (number > now) this.#forget(number); // the run went back
+    if (newest.length === NEW_ROUNDS && newest.at(-1).round > known + 1) {
+      for await (const page of this.api.pages(path, 1000, signal, age_s)) {
+        this.#keep(page);
+        if (page.at(-1).round <= known + 1) break;
+      }
     }
+    this.#keep(newest);
     this.changed();
-    await this.#details(path, signal);
+    await this.#details(path, signal, age_s);
   }
 
   #keep(items) {
@@ -161,15 +179,16 @@ export class Following {
   }
 
   /** Ask for the last rounds one by one, where they are not known to the end: workers report on each a round later. */
-  async #details(path, signal) {
+  async #details(path, signal, age_s) {
     const shown = this.published.slice(-SHOWN_ROUNDS).map((each) => each.round);
     for (const number of this.details.keys()) if (!shown.includes(number)) this.details.delete(number);
-    const state = (number) => `${this.rounds.get(number).closed_at} ${JSON.stringify(this.rounds.get(number).account)}`;
-    const wanted = shown.filter((number) => this.details.get(number)?.as !== state(number)).reverse();
+    const state = (round) => round && `${round.closed_at} ${JSON.stringify(round.account)}`;
+    const isKnown = (number) => state(this.details.get(number)) === state(this.rounds.get(number));
+    const wanted = shown.filter((number) => !isKnown(number)).reverse();
     for (let i = 0; i < wanted.length; i += 6) {
       const some = wanted.slice(i, i + 6);
-      const found = await Promise.all(some.map((number) => this.api.get(`${path}/${number}`, signal)));
-      found.forEach((each) => this.details.set(each.round, { ...each, as: state(each.round) }));
+      const found = await Promise.all(some.map((number) => this.api.get(`${path}/${number}`, signal, age_s)));
+      found.forEach((each) => this.details.set(each.round, each));
       this.changed();
     }
   }
@@ -201,7 +220,7 @@ export class Following {
   #heard(events) {
     if (!events.length) return;
     this.events = [...this.events, ...events].slice(-SHOWN_EVENTS);
-    this.dirty = true;
+    this.heard_at = performance.now();
     this.wake();
     this.changed();
   }

@@ -8,6 +8,7 @@ import { goodput } from "./course.js";
 import { stateBadge } from "./reason.js";
 
 const EVERY_S = 5;
+const AGE_S = 4; // of answers, but for the first: somebody may just have created a run
 const LINES = 12; // cards with a line of losses: each is a request of its own
 const POINTS = 60;
 
@@ -23,11 +24,12 @@ export function showRuns(root, session, ended) {
   let shown = null;
 
   async function refresh() {
-    const runs = await session.api.all("runs", asking.signal);
+    const age_s = shown === null ? 0 : AGE_S;
+    const runs = await session.api.all("runs", asking.signal, age_s);
     await Promise.all(
       runs.slice(0, LINES).map(async (run) => {
         if (losses.get(run.name)?.round === run.round) return;
-        const page = await session.api.get(`${runPath(run.name, "rounds")}?limit=${POINTS}`, asking.signal);
+        const page = await session.api.get(`${runPath(run.name, "rounds")}?limit=${POINTS}`, asking.signal, age_s);
         losses.set(run.name, { round: run.round, values: page.items.map((each) => each.loss).reverse() });
       }),
     );
