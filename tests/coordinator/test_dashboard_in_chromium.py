@@ -307,6 +307,7 @@ def test_creating_a_run(browser: Browser, running: InThread, run: str, tmp_path:
         page = found.page
         page.goto(f"{running.url}/#token={running.admin_token}")
         click(found, "Create a run")
+        click(found, "As TOML", "dialog")
         page.get_by_label("The run's spec, TOML").fill('name = "x"\n[sync]\nroundz = 3\n')
         click(found, "Create", "dialog")
         expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text(
@@ -319,6 +320,49 @@ def test_creating_a_run(browser: Browser, running: InThread, run: str, tmp_path:
         expect(page.get_by_text("No worker has joined yet.")).to_be_visible()
         assert info(running, run)["rounds"] == 6
         assert [each for each in found.complaints if "422" not in each] == []  # Chromium's word for the refusal
+
+
+def test_creating_a_run_by_fields(browser: Browser, running: InThread, run: str) -> None:
+    filled = {
+        "name": run,
+        "seed": "7",
+        "model.factory": "mine:model",
+        "data.source": 'C:\\my "texts"',
+        "inner.learning_rate": "4e-4",
+        "inner.clip_norm": "none",
+        "sync.inner_steps": "auto",
+        "sync.round_s": "600",
+        "checkpoints.keep": "3",
+    }
+    with tab(browser, **WIDE) as found:
+        page = found.page
+        page.goto(f"{running.url}/#token={running.admin_token}")
+        click(found, "Create a run")
+        for section in ("inner", "checkpoints"):
+            page.locator("summary", has_text=f"[{section}]").click()
+        for key, value in filled.items():
+            page.get_by_label(key, exact=True).fill(value)
+        page.get_by_label("sync.zstd", exact=True).select_option("false")
+        page.get_by_label("sync.upload_codec", exact=True).select_option("int4")
+        click(found, "Create", "dialog")
+        assert page.get_by_label("sync.rounds", exact=True).evaluate("each => !each.validity.valid"), "it is needed"
+        page.get_by_label("sync.rounds", exact=True).fill("6 rounds")
+        click(found, "Create", "dialog")
+        expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("rounds")
+        page.get_by_label("sync.rounds", exact=True).fill("6")
+        click(found, "As TOML", "dialog")
+        expect(page.get_by_label("The run's spec, TOML")).to_have_value(re.compile(r"\[sync\]\nrounds = 6\n"))
+        click(found, "By fields", "dialog")
+        assert page.get_by_role("dialog").evaluate("each => each.scrollWidth <= each.clientWidth")
+        click(found, "Create", "dialog")
+        expect(page.get_by_role("heading", name=run)).to_be_visible()
+        assert [each for each in found.complaints if "422" not in each] == []
+    spec = info(running, run)["spec"]
+    assert (spec["seed"], spec["model"]["factory"], spec["data"]["source"]) == (7, "mine:model", 'C:\\my "texts"')
+    assert (spec["inner"]["learning_rate"], spec["inner"]["clip_norm"]) == (4e-4, "none")
+    sync = {key: spec["sync"][key] for key in ("rounds", "inner_steps", "round_s", "zstd", "upload_codec")}
+    assert sync == {"rounds": 6, "inner_steps": "auto", "round_s": 600, "zstd": False, "upload_codec": "int4"}
+    assert spec["checkpoints"] == {"every_rounds": 10, "keep": 3}
 
 
 def test_what_strangers_write_is_text(browser: Browser, running: InThread, run: str) -> None:

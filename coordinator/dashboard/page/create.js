@@ -1,46 +1,47 @@
-// Create a run, from the TOML of its spec: a file, or what is typed.
+// Create a run: by a form with a field for each key of its spec, or from TOML, a file or what is typed.
 
-import { ask } from "./dialogs.js";
-import { field, h } from "./dom.js";
-
-const EXAMPLE = `name = "my-run"
-
-[model]
-preset = "llama-150m"
-
-[data]
-source = "/data/text"
-
-[sync]
-rounds = 200
-inner_steps = 500
-`;
+import { ask, attempt } from "./dialogs.js";
+import { button, field, h } from "./dom.js";
+import { specForm, specSchema } from "./spec_form.js";
 
 export async function createRun(session) {
-  const spec = h("textarea", {
-    name: "spec",
-    rows: 16,
-    spellcheck: "false",
-    required: true,
-    class: "code",
-    value: EXAMPLE,
-  });
+  const schemas = await attempt(specSchema);
+  if (schemas === undefined) return;
+  const form = specForm(schemas, () => (fromForm = true));
+  const spec = h("textarea", { rows: 16, spellcheck: "false", required: true, class: "code" });
   const file = h("input", { type: "file", accept: ".toml,application/toml,text/plain" });
+  let fromForm = true; // the fields were changed since the TOML was
   file.addEventListener("change", async () => {
     if (file.files.length) spec.value = await file.files[0].text();
   });
+  const typed = h(
+    "fieldset",
+    { class: "spec" },
+    field("From a file", file),
+    field("The run's spec, TOML", spec, "docs/settings.md has every key with its default."),
+  );
+  const tabs = [button("By fields", () => show(form.element)), button("As TOML", () => show(typed))];
+  const show = (shown) => {
+    if (shown === typed && fromForm) {
+      spec.value = form.toml();
+      fromForm = false;
+    }
+    [form.element, typed].forEach((each, i) => {
+      each.hidden = each.disabled = each !== shown; // what is disabled need not be filled in
+      tabs[i].setAttribute("aria-pressed", each === shown);
+    });
+  };
+  show(form.element);
   const made = await ask({
     title: "Create a run",
     content: [
-      field("From a file", file),
-      field(
-        "The run's spec, TOML",
-        spec,
-        "A spec never changes afterwards. docs/settings.md has every key with its default.",
-      ),
+      h("p", { class: "quiet" }, "A spec never changes afterwards."),
+      h("div", { class: "buttons" }, tabs),
+      form.element,
+      typed,
     ],
     does: "Create",
-    act: () => session.api.ask("POST", "runs", { text: spec.value }),
+    act: () => session.api.ask("POST", "runs", { text: typed.hidden ? form.toml() : spec.value }),
   });
   if (made) location.hash = new URLSearchParams({ run: made.name });
 }
