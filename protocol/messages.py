@@ -369,10 +369,22 @@ class EpochInfo(_Reply):
 
     worker: str | None = None  # with private data: of whose training set
     epoch: int
+    first: int = 0  # the number of its first unit: units are numbered through all epochs
     units: int | None  # null if the training set's length is unknown: then there is one epoch, without an end
     consumed: int  # trained on, in exactly one accepted contribution each
     assigned: dict[str, int]  # by worker
     free: int | None  # not assigned yet, or back in the pool; null like `units`
+
+
+class UnitRangeInfo(_Reply):
+    """Work units start, start + 1, …, stop - 1. What is in no range was not assigned yet."""
+
+    start: int
+    stop: int
+    state: Literal["free", "assigned", "consumed"]  # free: back in the pool
+    worker: str | None  # null if free, and once consumed ranges were joined after their round
+    round: int | None  # that they were assigned for
+    consumed_round: int | None
 
 
 # --- rounds -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from coordinator.http.telling import told
 from coordinator.runs import epochs, steering
 from coordinator.service import Coordinator
 from protocol.errors import Problem
-from protocol.messages import EpochInfo, Page, RollBack, RunChange, RunDetail, RunInfo, RunState
+from protocol.messages import EpochInfo, Page, RollBack, RunChange, RunDetail, RunInfo, RunState, UnitRangeInfo
 from protocol.spec.run import MAX_SPEC_BYTES
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=LimitedRoute)
@@ -85,6 +85,14 @@ async def list_epochs(
 ) -> Response:
     """The work units of each epoch that was begun, newest first."""
     return await told(http, epochs.epochs, run, limit, after)
+
+
+@router.get("/{run}/units/ranges", response_model=Page[UnitRangeInfo], responses=refusing(*OF_A_RUN))
+async def list_unit_ranges(
+    http: Request, run: ReadableRun, limit: Items, after: Annotated[int, Query(ge=0, lt=1 << 63)] = 0
+) -> Response:
+    """What became of the work units from number `after` on, in their order."""
+    return await told(http, epochs.unit_ranges, run, limit, after)
 
 
 @router.patch("/{run}", responses=refusing(*OF_A_RUN, "run-ended", *OF_A_CHANGE))

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from coordinator.runs.live_run import Change, LiveRun
 from coordinator.runs.pools import Pool, all_pools
 from coordinator.store.tables import UnitRangeRow
-from protocol.messages import EpochInfo, Page
+from protocol.messages import EpochInfo, Page, UnitRangeInfo
 
 
 def epochs(run: LiveRun, limit: int, before: int | None) -> Page[EpochInfo]:
@@ -28,6 +28,31 @@ def epochs(run: LiveRun, limit: int, before: int | None) -> Page[EpochInfo]:
         found = list(islice(_begun(all_pools(session, run), before), limit + 1))
         items = [_epoch(session, pool, epoch) for pool, epoch in found[:limit]]
     return Page(items=items, next=str(_place(*found[limit - 1])) if len(found) > limit else None)
+
+
+def unit_ranges(run: LiveRun, limit: int, after: int) -> Page[UnitRangeInfo]:
+    """Return the ranges of units that have one from `after` on, by their first unit."""
+    with run.lock:
+        pass
+    with run.world.database.read() as session:
+        rows = session.scalars(
+            select(UnitRangeRow)
+            .where(UnitRangeRow.run_id == run.id, UnitRangeRow.stop > after)
+            .order_by(UnitRangeRow.start)
+            .limit(limit + 1)
+        ).all()
+    items = [
+        UnitRangeInfo(
+            start=row.start,
+            stop=row.stop,
+            state=row.state,
+            worker=row.worker,
+            round=row.round,
+            consumed_round=row.consumed_round,
+        )
+        for row in rows[:limit]
+    ]
+    return Page(items=items, next=str(items[-1].stop) if len(rows) > limit else None)
 
 
 def _begun(pools: Sequence[Pool], before: int | None) -> Iterator[tuple[Pool, int]]:
@@ -53,6 +78,7 @@ def _epoch(session: Session, pool: Pool, epoch: int) -> EpochInfo:
     return EpochInfo(
         worker=pool.worker,
         epoch=epoch,
+        first=start,
         units=pool.units,
         consumed=consumed,
         assigned=dict(sorted(assigned.items())),

@@ -28,12 +28,21 @@ def test_the_pool_is_shown_by_epoch_and_checked_when_an_epoch_is_over(
     for member in members:
         member.assignment(0)
     assert info(shared, run, "/units")["items"] == [
-        {"worker": None, "epoch": 0, "units": 12, "consumed": 0, "assigned": {"a": 5, "b": 5}, "free": 2}
+        {"worker": None, "epoch": 0, "first": 0, "units": 12, "consumed": 0, "assigned": {"a": 5, "b": 5}, "free": 2}
     ]
     a.take_part(0)
     assert info(shared, run, "/units")["items"] == [
-        {"worker": None, "epoch": 0, "units": 12, "consumed": 5, "assigned": {"b": 5}, "free": 2}
+        {"worker": None, "epoch": 0, "first": 0, "units": 12, "consumed": 5, "assigned": {"b": 5}, "free": 2}
     ]
+    ranges = info(shared, run, "/units/ranges?limit=1")
+    assert ranges["items"] == [
+        {"start": 0, "stop": 5, "state": "consumed", "worker": "a", "round": 0, "consumed_round": 0}
+    ]
+    assert info(shared, run, f"/units/ranges?after={ranges['next']}") == {
+        "items": [{"start": 5, "stop": 10, "state": "assigned", "worker": "b", "round": 0, "consumed_round": None}],
+        "next": None,
+    }
+    assert [each["start"] for each in info(shared, run, "/units/ranges?after=4")["items"]] == [0, 5]
     b.take_part(0)
     for member in members:
         member.step(0)
@@ -41,6 +50,7 @@ def test_the_pool_is_shown_by_epoch_and_checked_when_an_epoch_is_over(
         play_round(members, round_)
     first = info(shared, run, "/units?limit=2")
     assert [(each["epoch"], each["consumed"], each["free"]) for each in first["items"]] == [(4, 2, 10), (3, 12, 0)]
+    assert [each["first"] for each in first["items"]] == [48, 36]
     rest = info(shared, run, f"/units?after={first['next']}")
     assert [(each["epoch"], each["consumed"]) for each in rest["items"]] == [(2, 12), (1, 12), (0, 12)]
     assert [event["data"]["epoch"] for event in events(shared, run, "epoch-complete")] == [0, 1, 2, 3]

@@ -45,10 +45,10 @@ export class Api {
     return this.ask("GET", path, { headers, signal });
   }
 
-  /** Yield the pages of a listing, each of `limit` items at most. */
-  async *pages(path, limit, signal, age_s = 0) {
+  /** Yield the pages of a listing, each of `limit` items at most, from after `first` on (null: all). */
+  async *pages(path, limit, signal, age_s = 0, first = null) {
     const more = path.includes("?") ? "&" : "?";
-    for (let after = ""; ;) {
+    for (let after = first === null ? "" : `&after=${first}`; ;) {
       const page = await this.get(`${path}${more}limit=${limit}${after}`, signal, age_s);
       yield page.items;
       if (page.next === null) return;

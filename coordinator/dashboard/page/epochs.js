@@ -39,34 +39,36 @@ export function makeEpochs() {
     const each = Math.max(1, Math.ceil(whole / SQUARES));
     const others = model.epochs.length - 1;
     const known = others ? ` The coordinator also knows ${plural(others, "other epoch")}.` : "";
-    write(rest, `A square is ${plural(each, "unit")}; they are ordered by what became of them.${known}`);
-    draw(epoch, assigned, whole, each);
+    write(rest, `A square is ${plural(each, "unit")}, in their order.${known}`);
+    draw(epoch, model.ranges, whole, each);
   }
 
-  function draw(epoch, assigned, whole, each) {
-    const state = JSON.stringify([epoch, each]);
+  /** Draw the squares: each is of whoever has the unit at its beginning. */
+  function draw(epoch, ranges, whole, each) {
+    const state = JSON.stringify([epoch, ranges, each]);
     if (state === drawn) return;
     drawn = state;
-    // Each square is of whoever has the unit at its beginning.
-    const ofWorkers = assigned.map(([worker, units], i) => [
-      `assigned shade-${i % SHADES}`,
-      units,
-      `assigned to ${worker}`,
-    ]);
-    const parts = [["consumed", epoch.consumed, "trained on"], ...ofWorkers];
+    const shades = new Map(Object.keys(epoch.assigned).sort().map((worker, i) => [worker, i % SHADES]));
     const squares = [];
-    let [part, until] = [0, parts[0][1]];
-    for (let unit = 0; unit < whole; unit += each) {
-      while (part < parts.length && unit >= until) {
-        part += 1;
-        until += parts[part]?.[1] ?? 0;
-      }
-      const [kind, , title] = parts[part] ?? ["free", 0, "free"];
-      squares.push(h("i", { class: kind, title }));
+    let next = 0; // of the ranges
+    for (let unit = epoch.first; unit < epoch.first + whole; unit += each) {
+      while (next < ranges.length && ranges[next].stop <= unit) next += 1;
+      const range = ranges[next]?.start <= unit ? ranges[next] : null;
+      squares.push(h("i", square(range, shades)));
     }
     map.setAttribute("aria-label", said.textContent);
     map.replaceChildren(...squares);
   }
 
   return { element: panel("Work units", "third", said, map, legend, rest), update };
+}
+
+function square(range, shades) {
+  if (range === null || range.state === "free") return { class: "free", title: "free" };
+  const { worker, round, consumed_round } = range;
+  if (range.state === "consumed") {
+    const how = worker === null ? `by the end of round ${consumed_round}` : `by ${worker} in round ${consumed_round}`;
+    return { class: "consumed", title: `trained on ${how}` };
+  }
+  return { class: `assigned shade-${shades.get(worker) ?? 0}`, title: `assigned to ${worker} for round ${round}` };
 }

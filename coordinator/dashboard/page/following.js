@@ -29,7 +29,8 @@ export class Following {
     this.details = new Map(); // the last ones, with their fragments and accounts
     this.workers = null;
     this.workers_at = this.epochs_at = -Infinity; // when they were asked for last
-    this.epochs = null;
+    this.epochs = null; // and of the newest of them the ranges of its units
+    this.ranges = [];
     this.events = null; // the last ones, oldest first
     this.trouble = null;
     this.heard_at = 0; // when an event came, or this page has changed something, last
@@ -141,8 +142,20 @@ export class Following {
     if (performance.now() - this.epochs_at >= 1000 * EPOCHS_EVERY_S) {
       this.epochs_at = performance.now();
       this.epochs = (await this.api.get(`${path("units")}?limit=100`, signal, age_s)).items;
+      this.ranges = this.epochs.length ? await this.#ranges(path("units", "ranges"), this.epochs[0], signal, age_s) : [];
       this.changed();
     }
+  }
+
+  /** Return the ranges of an epoch's units that were assigned, in their order. */
+  async #ranges(path, epoch, signal, age_s) {
+    const ranges = [];
+    const stop = epoch.units === null ? Infinity : epoch.first + epoch.units;
+    for await (const page of this.api.pages(path, 1000, signal, age_s, epoch.first)) {
+      ranges.push(...page.filter((each) => each.start < stop));
+      if (!page.length || page.at(-1).stop >= stop) break;
+    }
+    return ranges;
   }
 
   async #workers(path, signal, age_s) {
