@@ -25,6 +25,7 @@ from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.tuning.heap import keep_freed_memory
 from protocol import congestion
 from protocol.compiled import COMPILED, KERNELS
+from protocol.versions import OF_ANSWERS
 
 GRACE_S = 10
 
@@ -72,6 +73,7 @@ def make_server(
         forwarded_allow_ips=settings.proxies,
         log_config=None,
         access_log=False,
+        headers=list(OF_ANSWERS.items()),
         timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=75,
     )

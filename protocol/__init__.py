@@ -5,4 +5,8 @@ I/O), which both sides use. A third party could write its own worker from this p
 and `docs/rest.md` without it.
 """
 
+__version__ = "0.1.0"  # of the software, on either side
+
+# Who speaks the same one understands each other; all others refuse each other (versions.py). docs/releasing.md says
+# what makes it another one.
 PROTOCOL_VERSION = 1
