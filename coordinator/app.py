@@ -17,11 +17,12 @@ from coordinator.http.gate import Gate
 from coordinator.http.head import AnswerHead
 from coordinator.http.problems import answer_problems
 from coordinator.http.request_ids import Identify
+from coordinator.http.tracing import TELEMETRY, TellTrace
 from coordinator.http.versions import CheckProtocol
 from coordinator.metrics.requests import Measure
 from coordinator.metrics.server import Meter
 from coordinator.service import Coordinator
-from protocol import __version__
+from protocol import __version__, tracing
 
 TICK_S = 0.2
 
@@ -44,6 +45,7 @@ def create_app(coordinator: Coordinator, gate: Gate | None = None) -> FastAPI:
         description="One DiLoCo run over ordinary internet lines. docs/rest.md explains it. "
         "HEAD is answered wherever GET is.",
         lifespan=lifespan,
+        telemetry=TELEMETRY,
     )
     app.state.coordinator = coordinator
     app.state.meter = meter = Meter(coordinator, gate)
@@ -52,6 +54,8 @@ def create_app(coordinator: Coordinator, gate: Gate | None = None) -> FastAPI:
     for group in (runs, workers, rounds, checkpoints, events, tokens, line_check, health, metrics):
         app.include_router(group.router)
     app.router.routes += dashboard.routes()
+    if tracing.is_on():
+        app.add_middleware(TellTrace)
     app.add_middleware(Authenticate)
     app.add_middleware(CheckProtocol)
     app.add_middleware(AnswerHeaders)

@@ -24,6 +24,7 @@ from protocol.digest import Buffer
 from protocol.errors import NotUnderstood, Problem, Transient, UnexpectedAnswer, WireError
 from protocol.reaching import trusting
 from protocol.versions import of_requests
+from worker.accounts.round_trace import RoundTrace
 from worker.accounts.stages import Stages
 from worker.accounts.traffic import Traffic
 from worker.link.line import DOWN, UP, Line
@@ -87,6 +88,11 @@ class Client:
         retry = self._retry.until(signal)
         other._channel = replace(self._channel, until=signal, silence_s=silence_s, retry=retry)
         return other
+
+    def trace(self, trace: RoundTrace) -> None:
+        """Let what this client and its like are in be traced, and let their requests carry it."""
+        self.stages.trace = trace
+        self._channel.http.event_hooks["request"].append(trace.mark)
 
     @property
     def has_join_token(self) -> bool:
