@@ -7,10 +7,10 @@ done, unless `start` was called and has returned True.
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from blake3 import blake3
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, Tracer
 
+Result = TypeVar("Result")
 Attributes = Mapping[str, str | int]
 
 _ASKING = ("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -161,6 +162,24 @@ def at() -> "Context | None":
 
     here = context.get_current()
     return here if trace.get_current_span(here).get_span_context().is_valid else None
+
+
+def elsewhere(call: Callable[[], Result]) -> Callable[[], Result]:
+    """Return `call`, which is a part of the span that this thread is at, on whatever thread it is called."""
+    if _tracer is None:
+        return call
+    from opentelemetry import context
+
+    here = context.get_current()
+
+    def there() -> Result:
+        token = context.attach(here)
+        try:
+            return call()
+        finally:
+            context.detach(token)
+
+    return there
 
 
 def of(span: "Span") -> "Context":

@@ -226,3 +226,44 @@ def test_nothing_of_it_is_there_where_nobody_asks(environment: dict[str, str], p
     assert done.stdout.strip() == printed
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == bool(said)
+
+
+IN_PARTS = """
+import httpx
+from protocol import tracing
+from protocol.messages import Stage
+from worker.accounts.round_trace import RoundTrace
+from worker.link.line import Line
+
+assert tracing.start("s")
+trace = RoundTrace("r", 1.5, "w")
+trace.begin_round(3)
+trace.phase(Stage.SYNC)
+
+def sent():
+    request = httpx.Request("PUT", "http://c")
+    trace.mark(request)
+    marked.append(request.headers["traceparent"].split("-"))
+
+marked = []
+with trace.stage(Stage.UPLOAD):
+    Line().up.carry([sent, sent, sent])
+    sent()
+sent()
+trace.end()
+upload, phase = marked[3], marked[4]
+assert marked[:3] == [upload] * 3, marked
+assert upload[2] != phase[2] and upload[1] == phase[1] == f"{tracing.round_trace('r', 1.5, 3):032x}", marked
+tracing.stop()
+"""
+
+
+def test_the_parts_of_an_upload_carry_it_on_whatever_thread_they_are_sent() -> None:
+    environment = os.environ | {"OTEL_TRACES_EXPORTER": "console"}
+    done = subprocess.run(
+        [sys.executable, "-c", IN_PARTS], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split('"')[3] for line in done.stdout.splitlines() if '"name"' in line and "service" not in line] == [
+        *("upload", "sync", "round")
+    ]
