@@ -83,26 +83,25 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
         yield collector
 
 
-def play(tmp_path: Path) -> list[int]:
-    """A run from beginning to end, by two workers; their exit codes."""
+def play(tmp_path: Path, workers: int = 1, rounds: int = 1) -> list[int]:
+    """A run from beginning to end; the workers' exit codes."""
     coordinator = CoordinatorProcess(tmp_path / "data")
     try:
         running = coordinator.start()
-        running.create_run(
-            tiny_spec("r", write_text(tmp_path / "text", seed=1), seed=1, rounds=ROUNDS, min_workers=WORKERS)
-        )
+        text = write_text(tmp_path / "text", seed=1)
+        running.create_run(tiny_spec("r", text, seed=1, rounds=rounds, min_workers=workers))
         token = running.token(Scope.WORKER)
-        workers = [WorkerProcess(running.url, "r", f"w{n}", token, tmp_path / f"w{n}") for n in range(WORKERS)]
-        for worker in workers:
+        crew = [WorkerProcess(running.url, "r", f"w{n}", token, tmp_path / f"w{n}") for n in range(workers)]
+        for worker in crew:
             worker.start()
-        return [worker.wait() for worker in workers]
+        return [worker.wait() for worker in crew]
     finally:
         coordinator.stop()
 
 
 @pytest.mark.system
 def test_a_round_is_one_trace_of_all_machines(collector: Collector, tmp_path: Path) -> None:
-    assert play(tmp_path) == [Exit.DONE] * WORKERS
+    assert play(tmp_path, WORKERS, ROUNDS) == [Exit.DONE] * WORKERS
     assert collector.paths == {"/v1/traces"}
     ours, theirs = collector.spans["outerstep-coordinator"], collector.spans["outerstep-worker"]
     assert set(collector.spans) == {"outerstep-coordinator", "outerstep-worker"}
@@ -158,7 +157,7 @@ def test_without_the_extra_a_line_says_what_to_install_and_the_run_goes_on(
     (hidden / "sitecustomize.py").write_text(HIDE)
     monkeypatch.setenv("PYTHONPATH", str(hidden))
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:9/v1/traces")
-    assert play(tmp_path) == [Exit.DONE] * WORKERS
+    assert play(tmp_path) == [Exit.DONE]
     for log in (tmp_path / "data.log", tmp_path / "w0.log"):
         (line,) = [line for line in log.read_text().splitlines() if "OpenTelemetry" in line]
         assert line.endswith("its SDK is not installed: nothing is traced; run: pip install 'outerstep[otel]'")
@@ -168,7 +167,7 @@ def test_without_the_extra_a_line_says_what_to_install_and_the_run_goes_on(
 def test_a_collector_that_is_not_there_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    assert play(tmp_path) == [Exit.DONE] * WORKERS
+    assert play(tmp_path) == [Exit.DONE]
     assert "Traceback" not in (tmp_path / "w0.log").read_text()
 
 
