@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
@@ -18,9 +17,12 @@ from coordinator.http.gate import Gate
 from coordinator.http.head import AnswerHead
 from coordinator.http.problems import answer_problems
 from coordinator.http.request_ids import Identify
+from coordinator.http.tracing import TELEMETRY, TellTrace
+from coordinator.http.versions import CheckProtocol
 from coordinator.metrics.requests import Measure
 from coordinator.metrics.server import Meter
 from coordinator.service import Coordinator
+from protocol import __version__, tracing
 
 TICK_S = 0.2
 
@@ -39,10 +41,11 @@ def create_app(coordinator: Coordinator, gate: Gate | None = None) -> FastAPI:
 
     app = FastAPIOffline(
         title="Outerstep coordinator",
-        version=version("outerstep"),
+        version=__version__,
         description="One DiLoCo run over ordinary internet lines. docs/rest.md explains it. "
         "HEAD is answered wherever GET is.",
         lifespan=lifespan,
+        telemetry=TELEMETRY,
     )
     app.state.coordinator = coordinator
     app.state.meter = meter = Meter(coordinator, gate)
@@ -51,7 +54,10 @@ def create_app(coordinator: Coordinator, gate: Gate | None = None) -> FastAPI:
     for group in (runs, workers, rounds, checkpoints, events, tokens, line_check, health, metrics):
         app.include_router(group.router)
     app.router.routes += dashboard.routes()
+    if tracing.is_on():
+        app.add_middleware(TellTrace)
     app.add_middleware(Authenticate)
+    app.add_middleware(CheckProtocol)
     app.add_middleware(AnswerHeaders)
     app.add_middleware(Measure, meter=meter)
     app.add_middleware(Identify)

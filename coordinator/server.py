@@ -23,8 +23,9 @@ from coordinator.settings import Settings
 from coordinator.store.blobs import Store
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.tuning.heap import keep_freed_memory
-from protocol import congestion
+from protocol import congestion, tracing
 from protocol.compiled import COMPILED, KERNELS
+from protocol.versions import OF_ANSWERS
 
 GRACE_S = 10
 
@@ -72,6 +73,7 @@ def make_server(
         forwarded_allow_ips=settings.proxies,
         log_config=None,
         access_log=False,
+        headers=list(OF_ANSWERS.items()),
         timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=75,
     )
@@ -140,6 +142,7 @@ def serve(settings: Settings) -> None:
     _log(settings)
     logger.log(logging.INFO if COMPILED else logging.WARNING, "kernels %s", KERNELS)
     allow_open_files()
+    tracing.start("outerstep-coordinator")
     server, listening = make_server(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises the signal again when it is done; being asked to stop and having stopped is no failure.
@@ -147,3 +150,4 @@ def serve(settings: Settings) -> None:
     shorten_pauses()
     keep_freed_memory()
     server.run(sockets=[listening])
+    tracing.stop()

@@ -18,6 +18,7 @@ from docs.vector_parts import array, contribution, hexadecimal, state, state_dig
 from protocol import wire
 from protocol.digest import content_digest, digest, model_digest
 from protocol.outer_step import outer_step
+from protocol.versions import OF_ANSWERS
 
 PAGE = Path(__file__).parent / "rest.md"
 HEADING = "## The life of a worker\n"
@@ -28,7 +29,8 @@ One worker's way through a run of one round, from the run's creation to its leav
 is the example of [wire-format.md](wire-format.md#6-an-example), and was played on a real coordinator by
 `docs/write_life.py`. Tokens stand as `ADMIN_TOKEN`, `WORKER_TOKEN` and `MEMBER_TOKEN`, points in time as 1767225600.0,
 and payloads in hexadecimal. JSON is laid out to be read, so its `Content-Length` is left out. So are `Host`,
-`User-Agent`, `Accept`, `Accept-Encoding` and `Connection` of requests; `Date`, `Server` and `X-Request-Id` of answers.
+`User-Agent`, `Accept`, `Accept-Encoding` and `Connection` of requests; `Date`, `Server`,
+`X-Request-Id`, `Outerstep-Version` and `Outerstep-Protocol` of answers.
 """
 
 SPEC = """\
@@ -54,6 +56,7 @@ PAYLOAD = "application/vnd.outerstep.payload"
 CASE = {"etag": "ETag", "www-authenticate": "WWW-Authenticate"}
 NO_TIME = 1767225600.0
 UNTOLD = {"host", "user-agent", "accept", "accept-encoding", "connection", "date", "server", "x-request-id"}
+UNTOLD |= {name.lower() for name in OF_ANSWERS}
 
 
 class Play:

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 __all__ = ["DiLoCo", "DiLoCoOptimizer", "__version__"]
 
-__version__ = "0.1.0"
-
 _SCRIPTS = {"DiLoCo": "worker.diloco", "DiLoCoOptimizer": "worker.diloco_optimizer"}
 
 refuse_shadow("protocol")  # which all of it needs, whatever is used
+
+from protocol import __version__  # noqa: E402
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,8 @@ Its methods raise one of three exceptions:
 
     Problem            the coordinator refused, or has a fault of its own; its remedy says which
     Transient          nobody answered, or a proxy did in the coordinator's place: worth trying again
-    UnexpectedAnswer   the answer is not a coordinator's: the URL is wrong, or its certificate is not trusted
+    UnexpectedAnswer   the answer is not a coordinator's: the URL is wrong, or its certificate is not trusted; or it is
+                       one of another version
 """
 
 import time
@@ -37,6 +38,7 @@ from protocol.messages import (
     WorkerInfo,
 )
 from protocol.reaching import check_address, in_words, trusting
+from protocol.versions import of_requests
 
 PAGE_ITEMS = 100
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)  # seconds
@@ -210,7 +212,7 @@ class Client:
 def connect(url: str, token: str, *, ca: Path | None = None, trust_env: bool = True) -> Client:
     """Return a client of the coordinator at `url`. `ca`: a PEM file of certificates that are trusted too; `trust_env`:
     heed HTTP_PROXY and its like. Raises ValueError for a file without certificates."""
-    headers = {"authorization": f"Bearer {token}"}
+    headers = {**of_requests("operator"), "authorization": f"Bearer {token}"}
     verify = trusting(ca)
     return Client(httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=trust_env, verify=verify))
 

@@ -11,7 +11,10 @@ from typing import Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from protocol.errors import Problem, Transient, UnexpectedAnswer
+from protocol.errors import PROBLEM_PREFIX, PROBLEMS, NotUnderstood, Problem, Transient, UnexpectedAnswer
+from protocol.explaining import explain
+from protocol.printable import printable
+from protocol.versions import OURS, said_by_coordinator, why_not
 
 Reply = TypeVar("Reply", bound=BaseModel)
 
@@ -50,26 +53,34 @@ def header_number(text: str) -> int | None:
 
 
 def raise_for_problem(answer: Answer) -> None:
-    """Return if the status is a success (2xx), leaving the body unread. Otherwise raise what the answer means:
+    """Return if the status is a success (2xx) of our protocol, leaving the body unread. Otherwise raise what the
+    answer means:
 
+    NotUnderstood      the coordinator speaks another protocol, or refused by a problem that is not known here
     Problem            the coordinator refused
     Transient          a proxy answered 5xx, 408 or 429 in its place
     UnexpectedAnswer   a redirect, or any other answer that no coordinator gives
     """
-    status = answer.status_code
+    status, difference = answer.status_code, why_not(OURS, said_by_coordinator(answer.headers))
+    if difference is not None:
+        raise NotUnderstood(difference)
     if 200 <= status < 300:
         return
     body = answer.read()
     retry_after_s = header_number(answer.headers.get("Retry-After", ""))
+    said = f"{_where(answer)} answered {status}"
     try:
-        problem = Problem.from_document(json.loads(body), retry_after_s=retry_after_s)
+        document = json.loads(body)
+        slug, detail = str(document["type"]), printable(str(document["detail"]))
+        if slug.startswith(PROBLEM_PREFIX) and slug.removeprefix(PROBLEM_PREFIX) not in PROBLEMS:
+            raise _unknown_problem(f"{said}: {printable(slug)[:_SHOWN]}: {detail}", status, retry_after_s)
+        problem = Problem.from_document(document, retry_after_s=retry_after_s)
     except (ValueError, KeyError, TypeError, AttributeError):
         # Not a coordinator's: a proxy's page, or nothing at all.
         if 300 <= status < 400 and "Location" in answer.headers:
             raise UnexpectedAnswer(
                 f"{answer.request.url} redirects to {answer.headers['Location']}; give that address"
             ) from None
-        said = f"{_where(answer)} answered {status}"
         if status >= 500 or status in _TRANSIENT:
             raise Transient(f"{said}: {_start(body)}", retry_after_s=retry_after_s) from None
         raise UnexpectedAnswer(
@@ -79,15 +90,30 @@ def raise_for_problem(answer: Answer) -> None:
 
 
 def read_message(reply: type[Reply], answer: Answer) -> Reply:
-    """Return the body as a `reply`. Raises UnexpectedAnswer for another server's page or a broken body."""
+    """Return the body as a `reply`. Raises NotUnderstood for words of another version, and UnexpectedAnswer for another
+    server's page or a broken body."""
     body = answer.read()
     try:
         return reply.model_validate_json(body)
     except ValidationError as error:
+        coordinator, faults = said_by_coordinator(answer.headers), error.errors()
+        if coordinator.protocol is not None and all(fault["type"] != "json_invalid" for fault in faults):
+            raise NotUnderstood(
+                f"{_where(answer)} answered in words that Outerstep {OURS.version} does not know: "
+                f"{'; '.join(explain(fault) for fault in faults[:3])}. The coordinator is {coordinator}: give both "
+                "sides the same version"
+            ) from error
         raise UnexpectedAnswer(
             f"{_where(answer)} answered what is no {reply.__name__}: {_start(body)}; check the URL and what lies "
             "between, and whether both sides have the same version"
         ) from error
+
+
+def _unknown_problem(said: str, status: int, retry_after_s: float | None) -> Transient | NotUnderstood:
+    """Return what a problem means whose name is not known here: a later coordinator's is treated by its status."""
+    if status >= 500 or status in _TRANSIENT:
+        return Transient(said, retry_after_s=retry_after_s)
+    return NotUnderstood(f"{said} (Outerstep {OURS.version} does not know this problem; the coordinator may be later)")
 
 
 def _where(answer: Answer) -> str:

@@ -7,8 +7,9 @@
     ├── WireError          bytes that are not a valid payload: the peer's fault
     ├── Problem            a refusal as it travels over HTTP (RFC 9457); `slug` is one of PROBLEMS
     ├── Transient          a fault on the way to the coordinator that is worth another try
-    └── UnexpectedAnswer   an answer that no coordinator gives: a proxy, a wrong address, another version
-        └── NoCoordinator   no coordinator is at the address, or none that is trusted: another try does not help
+    └── UnexpectedAnswer   an answer that no coordinator of this version gives
+        ├── NoCoordinator   no coordinator is at the address, or none that is trusted: another try does not help
+        └── NotUnderstood   a coordinator's answer, in words of another version
 
 `Problem` is raised by the coordinator and raised again, with the same slug, by its clients (answers.py).
 """
@@ -56,6 +57,9 @@ PROBLEMS: dict[str, ProblemType] = {
     ),
     "forbidden": ProblemType(403, REFUSED, "The token is valid but its scope does not allow this."),
     "banned": ProblemType(403, REFUSED, "The operator has banned this worker from the run until it is readmitted."),
+    "protocol-mismatch": ProblemType(
+        409, REFUSED, "Client and coordinator are of versions that do not talk; the detail says which to change."
+    ),
     "not-found": ProblemType(404, REFUSED, "There is nothing at this address."),
     "method-not-allowed": ProblemType(405, REFUSED, "This address does not take this method."),
     "not-published": ProblemType(404, ACT, "Not there yet; ask again. The detail says what is waited for."),
@@ -134,6 +138,11 @@ class UnexpectedAnswer(OuterstepError):
 
 class NoCoordinator(UnexpectedAnswer):
     """No coordinator is at the address, or none that is trusted: another try does not help."""
+
+
+class NotUnderstood(UnexpectedAnswer):
+    """A coordinator's answer that this version does not understand: it speaks another protocol, or a later word of
+    this one. Where it comes once, bits may have been flipped on the way; where it comes again, it is meant."""
 
 
 class Problem(OuterstepError):

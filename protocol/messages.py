@@ -274,8 +274,13 @@ class Directive(StrEnum):
     STOP = "stop"  # the run is finished or was stopped: train no further, ask for an assignment
 
 
+def _known_directive(told: Any) -> Any:
+    """A directive that there is only in later versions is passed over."""
+    return told if told in list(Directive) or not isinstance(told, str) else Directive.CONTINUE
+
+
 class LeaseReply(_Reply):
-    directive: Directive
+    directive: Annotated[Directive, BeforeValidator(_known_directive)]
     reason: str
     lease_s: float
 
@@ -628,6 +633,7 @@ class AuditEntry(_Reply):
 class Health(_Reply):
     status: str
     version: str
+    protocol: int  # that it speaks
 
 
 class Readiness(Health):

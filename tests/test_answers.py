@@ -11,7 +11,7 @@ import pytest
 from outerstep.rest import Client as Operator
 from protocol import messages
 from protocol.answers import raise_for_problem, read_message
-from protocol.errors import PROBLEMS, Problem, Remedy, Transient, UnexpectedAnswer
+from protocol.errors import PROBLEMS, NotUnderstood, Problem, Remedy, Transient, UnexpectedAnswer
 from worker.link.client import Client as Worker
 from worker.link.retry import is_transient
 
@@ -42,8 +42,18 @@ STRANGERS: dict[str, tuple[Answer, type[Exception], str]] = {
     "a document of another kind": (Answer(500, b'{"type": "about:blank"}'), Transient, "answered 500"),
     "a newer coordinator's problem": (
         Answer(409, b'{"type": "urn:outerstep:problem:not-yet-known", "detail": "x"}'),
-        UnexpectedAnswer,
-        "answered 409, which is not a coordinator's answer",
+        NotUnderstood,
+        "answered 409: urn:outerstep:problem:not-yet-known: x (Outerstep 0.1.0 does not know this problem",
+    ),
+    "a newer coordinator's problem that passes": (
+        Answer(503, b'{"type": "urn:outerstep:problem:not-yet-known", "detail": "x"}'),
+        Transient,
+        "answered 503: urn:outerstep:problem:not-yet-known: x",
+    ),
+    "another protocol": (
+        Answer(200, b"{}", {"Outerstep-Protocol": "99", "Outerstep-Version": "9.0.0"}),
+        NotUnderstood,
+        "protocol 1) and the coordinator (Outerstep 9.0.0, protocol 99) do not speak the same protocol: upgrade this client",
     ),
     "another server": (
         Answer(404, b"no such page"),
@@ -107,6 +117,17 @@ def test_a_message_or_what_came_in_its_place() -> None:
     assert read_message(messages.RunChange, Answer(200, b'{"state": "paused"}')).state == "paused"
     with pytest.raises(UnexpectedAnswer, match="answered what is no RunDetail: '<html>welcome"):
         read_message(messages.RunDetail, Answer(200, b"<html>welcome"))
+
+
+def test_words_of_another_version_are_told_from_broken_ones() -> None:
+    from_coordinator = {"Outerstep-Protocol": "1", "Outerstep-Version": "0.1.7"}
+    later, broken = b'{"action": "hum", "reason": "", "round": 0}', b'{"action": "wa'
+    with pytest.raises(NotUnderstood, match="does not know: action = 'hum': .* The coordinator is Outerstep 0.1.7"):
+        read_message(messages.Assignment, Answer(200, later, from_coordinator))
+    for answer in (Answer(200, later), Answer(200, broken, from_coordinator)):
+        with pytest.raises(UnexpectedAnswer, match="answered what is no Assignment") as caught:
+            read_message(messages.Assignment, answer)
+        assert not isinstance(caught.value, NotUnderstood)
 
 
 def ask(answer: Answer) -> list[str]:

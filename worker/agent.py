@@ -13,7 +13,7 @@ import httpx
 import torch
 
 from protocol.compiled import KERNELS
-from protocol.errors import CodecError, NoCoordinator, OuterstepError, Problem, Remedy
+from protocol.errors import CodecError, NoCoordinator, NotUnderstood, OuterstepError, Problem, Remedy
 from protocol.exit_codes import Exit
 from protocol.messages import RunDetail, RunState
 from protocol.printable import PrintableFormatter
@@ -126,7 +126,16 @@ def _ended(
         log.info("stopped")
     except Problem as problem:
         return _code_of(problem)
-    except (BoxError, CodecError, DataError, ModelError, NoCoordinator, NotAllowed, StateDirBusy) as error:
+    except (
+        BoxError,
+        CodecError,
+        DataError,
+        ModelError,
+        NoCoordinator,
+        NotAllowed,
+        NotUnderstood,
+        StateDirBusy,
+    ) as error:
         log.error("%s", error)
         return Exit.REFUSED
     except OuterstepError as error:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from protocol import tracing
 from protocol.digest import model_digest
 from protocol.errors import OuterstepError
 from protocol.host import HostValue, Tell
@@ -38,6 +39,7 @@ from protocol.spec.run import RunSpec
 from worker.accounts.device_use import DeviceUse
 from worker.accounts.host import host_facts, told_facts, told_metrics
 from worker.accounts.progress import Progress
+from worker.accounts.round_trace import RoundTrace
 from worker.errors import Stopped
 from worker.link.client import Client, open_http
 from worker.link.heartbeat import Heartbeat
@@ -150,6 +152,11 @@ class DiLoCo:
         request = JoinRequest(tensors=tensors, data=data, frozen=frozen_summary(model), host=told_facts(facts, tell))
         self._writes = Writes(model)
         use = use or DeviceUse(device)
+        self._resources = ExitStack()
+        if tracing.start("outerstep-worker"):
+            trace = RoundTrace(run.name, run.created_at, name, ranks.rank if ranks.size > 1 else None)
+            client.trace(trace)
+            self._resources.callback(trace.end)
         self._progress = Progress(client.traffic, client.stages, clock, use, ranks, rounds=run.spec.sync.rounds)
         self._membership = (
             SharedMembership(client, name, request, self._files, ranks)
@@ -158,7 +165,6 @@ class DiLoCo:
         )
         self._digests: list[bytes] | None = None  # of all fragments, as this worker leaves
         self._steps = InnerSteps(run.spec)
-        self._resources = ExitStack()
         self._joined: Joined | None = None
         self._protection: Protection | None = None
         self._process = os.getpid()

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from sqlalchemy import URL
@@ -27,6 +26,7 @@ from coordinator.store import database
 from coordinator.store.blobs import Reader
 from coordinator.store.database import disk_is_full
 from coordinator.store.files import FileReader
+from protocol import __version__
 from protocol.errors import OuterstepError
 from protocol.reaching import in_words
 
@@ -81,7 +81,7 @@ def make(
         manifest = Manifest(
             number=max(backups.numbers(), default=0) + 1,
             made_at=copied.made_at,
-            version=version("outerstep"),
+            version=__version__,
             runs=copied.runs,
             database=content_of(copied.database),
             blobs=[blob for blob in copied.blobs if blob.name not in copied.lost],

@@ -8,13 +8,14 @@ from fastapi import FastAPI
 from coordinator.http.waiting import MAX_WAIT_S
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
 from protocol.messages import PartReply
+from protocol.versions import OURS, PROTOCOL_HEADER, VERSION_HEADER
 from protocol.wire import MEDIA_TYPE
 
 Document = dict[str, Any]
 Answers = dict[int | str, Document]  # by status
 
 _EVERYWHERE = ("method-not-allowed", "request-timeout", "payload-too-large", "head-too-large", "internal", "not-ready")
-_WITH_A_TOKEN = ("unauthorized", "invalid-message", "too-many-requests")
+_WITH_A_TOKEN = ("unauthorized", "protocol-mismatch", "invalid-message", "too-many-requests")
 # Of everything about one run; and of everything that writes.
 OF_A_RUN = ("forbidden", "not-found")
 OF_A_CHANGE = ("storage-full",)
@@ -25,6 +26,8 @@ _PAYLOAD = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 # Those of answers, by name.
 _HEADERS = {
     "X-Request-Id": "The request's own X-Request-Id, or one that was made for it.",
+    VERSION_HEADER: "The coordinator's version of Outerstep.",
+    PROTOCOL_HEADER: "The protocol that the coordinator speaks.",
     "WWW-Authenticate": "Bearer",
     "Retry-After": "Seconds after which asking again may help.",
     "Allow": "The methods that this address takes.",
@@ -110,6 +113,11 @@ ASKS_FOR_BYTES: Document = {"parameters": _ASKS_FOR_BYTES}
 ASKS_TO_WAIT: Document = {"parameters": _ASKS_TO_WAIT}
 ASKS_FOR_BYTES_OR_WAITS: Document = {"parameters": [*_ASKS_FOR_BYTES, *_ASKS_TO_WAIT]}
 PART: Answers = {"202": {"model": PartReply, "description": "The part has arrived; others are missing."}}
+_ASKED_BY_ALL = [
+    _asked("X-Request-Id", "The client's own id of the request."),
+    _asked(PROTOCOL_HEADER, "The protocol that the client speaks; another one is refused.", enum=[OURS.protocol]),
+]
+_OF_ALL = ("X-Request-Id", VERSION_HEADER, PROTOCOL_HEADER)
 _DIGEST = "^blake3=:[A-Za-z0-9+/]{43}=:$"
 UPLOADS: Document = {
     "parameters": [
@@ -142,6 +150,6 @@ def _complete(schema: Document) -> None:
     }
     for methods in schema["paths"].values():
         for operation in methods.values():
-            operation.setdefault("parameters", []).append(_asked("X-Request-Id", "The client's own id of the request."))
+            operation.setdefault("parameters", []).extend(_ASKED_BY_ALL)
             for answer in operation["responses"].values():
-                answer.setdefault("headers", {}).update(_headers("X-Request-Id"))
+                answer.setdefault("headers", {}).update(_headers(*_OF_ALL))

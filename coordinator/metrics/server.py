@@ -3,7 +3,6 @@ coordinators may live in one process."""
 
 import shutil
 from collections.abc import Iterator
-from importlib.metadata import version
 
 from prometheus_client import (
     CollectorRegistry,
@@ -23,6 +22,7 @@ from coordinator.metrics.runs import RunsCollector, metrics
 from coordinator.metrics.values import Value
 from coordinator.runs.live_run import LiveRun
 from coordinator.service import Coordinator
+from protocol import __version__
 
 # From what memory answers at once to a long poll, and to a payload on a slow line.
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
@@ -82,7 +82,7 @@ class _ServerCollector(Collector):
         return metrics(others, self._values())
 
     def _values(self) -> Iterator[Value]:
-        yield f"{PREFIX}build_info", (version("outerstep"),), 1
+        yield f"{PREFIX}build_info", (__version__,), 1
         yield f"{PREFIX}event_streams_open", (), self._service.callers.streams
         if self._gate is not None:
             yield f"{PREFIX}connections_open", (), len(self._gate)

@@ -34,6 +34,7 @@ from coordinator.store.database import Database
 from coordinator.store.identity import Actor
 from coordinator.store.tables import EventRow, RunRow, WorkerRow
 from coordinator.tuning.room import Room
+from protocol import tracing
 from protocol.digest import model_digest
 from protocol.errors import Problem
 from protocol.fragments import Layout
@@ -104,7 +105,7 @@ class LiveRun:
 
     def __init__(self, row: RunRow, world: World) -> None:
         self.id = row.id
-        self.name = row.name
+        self.name, self.created_at = row.name, row.created_at
         self.spec = RunSpec.model_validate(row.spec)
         self.world = world
         self.blobs, self.names = world.blobs, RunNames(row.name)
@@ -126,6 +127,10 @@ class LiveRun:
         self.arrivals: deque[Arrival] = deque()  # contributions to be committed, by whoever gets the lock next
         self.events_recorded = 0  # since the last trimming
         self.tally = Tally()
+
+    def traced(self, name: str, number: int, fragment: int) -> AbstractContextManager[None]:
+        """Trace the block, where there are traces, as a part of round `number`."""
+        return tracing.in_round(name, self.name, self.created_at, number, fragment=fragment)
 
     # --- the one way to change it ---------------------------------------------------------------------------------
 

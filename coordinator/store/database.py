@@ -12,7 +12,9 @@ from typing import Protocol
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import URL, Engine, make_url
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.orm import Session
 
@@ -20,6 +22,7 @@ import migrations
 from coordinator.store import sqlite
 from coordinator.store.data_directory import RESTORED
 from coordinator.store.tables import Base
+from protocol import __version__
 from protocol.errors import OuterstepError
 
 
@@ -140,11 +143,24 @@ def disk_is_full(error: BaseException) -> bool:
 
 
 def upgrade(engine: Engine) -> None:
-    """Bring the database to the newest schema; make it where there is none."""
+    """Bring the database to the newest schema; make it where there is none. Raises OuterstepError, and changes nothing,
+    if it has a later version's."""
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent))
     config.attributes["metadata"] = Base.metadata
     with engine.connect() as connection:
         config.attributes["connection"] = connection
+        _refuse_later_schema(connection, ScriptDirectory.from_config(config))
         command.upgrade(config, "head")
         connection.commit()
+
+
+def _refuse_later_schema(connection: Connection, script: ScriptDirectory) -> None:
+    known = {each.revision for each in script.walk_revisions()}
+    for found in MigrationContext.configure(connection).get_current_heads():
+        if found not in known:
+            raise OuterstepError(
+                f"the database {connection.engine.url!r} was brought to schema {found} by a later version of "
+                f"Outerstep; {__version__} knows those up to {script.get_current_head()}, and has changed nothing. "
+                "Start that version or a later one, or restore a backup that was made before"
+            )

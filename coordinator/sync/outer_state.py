@@ -39,7 +39,8 @@ def catch_up(run: LiveRun, fragment: int) -> None:
         if _recent_delta(run, before, fragment) is None and not mend_delta(run, before, fragment):
             _go_back_to_checkpoint(run, fragment, after=before)
             continue
-        _step(run, fragment)
+        with run.traced("outer-step", before, fragment):
+            _step(run, fragment)
 
 
 def _step(run: LiveRun, fragment: int) -> None:

@@ -69,7 +69,8 @@ def _work(run: LiveRun, index: int, job: Job) -> None:
                     job.running, job.retry_at, job.fault = False, -math.inf, None
                     return
             if opening is not None:
-                _publish(run, opening, index)
+                with run.traced("publish", opening.number, index):
+                    _publish(run, opening, index)
     except Exception as error:  # nobody awaits the job: the log and the events say it
         with run.lock:
             job.running, job.retry_at = False, run.world.clock() + RETRY_S
@@ -95,9 +96,10 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
         contents = dict(fragment.contents)
         base = run.outer.states[index].digest
     try:
-        judgement = _judged(run, opening.number, index, contributed)
-        factors = {worker: verdict.factor for worker, verdict in judgement.verdicts.items()}
-        delta = make_delta(run, opening.number, index, contributed, contents, base, factors)
+        with run.traced("aggregate", opening.number, index):
+            judgement = _judged(run, opening.number, index, contributed)
+            factors = {worker: verdict.factor for worker, verdict in judgement.verdicts.items()}
+            delta = make_delta(run, opening.number, index, contributed, contents, base, factors)
     except ContributionsLost as lost:
         lose_contributions(run, opening, index, lost.workers)
         return

@@ -16,7 +16,7 @@ import httpx
 from outerstep.doctor.finding import Finding, fine, warning, wrong
 from outerstep.units import duration_text
 from protocol.answers import raise_for_problem, read_message
-from protocol.errors import NoCoordinator, OuterstepError, Transient
+from protocol.errors import NoCoordinator, NotUnderstood, OuterstepError, Transient
 from protocol.messages import Health
 from protocol.reaching import causes_of, check_address, in_words
 
@@ -138,12 +138,15 @@ def judge_coordinator(url: str, seen: Greeting, own_version: str) -> list[Findin
         health = read_message(Health, seen.answer)
     except Transient as error:
         return [wrong("coordinator", str(error), "a proxy answers, and what is behind it does not", passing=True)]
+    except NotUnderstood as error:
+        said, _, remedy = str(error).rpartition(": ")
+        return [wrong("coordinator", said, remedy)]
     except OuterstepError as error:
         return [wrong("coordinator", f"something else answers at {url}: {error}")]
     if health.version == own_version:
         return [fine("coordinator", f"an Outerstep coordinator, {health.version} as here")]
-    said = f"an Outerstep coordinator of version {health.version}, and here is {own_version}"
-    return [warning("coordinator", said, "until 1.0 any version may differ: install the same on both sides")]
+    both = f"{health.version}, and here is {own_version}"
+    return [fine("coordinator", f"an Outerstep coordinator, {both}; both speak protocol {health.protocol}")]
 
 
 def judge_dns(seconds: float) -> Finding:

@@ -40,7 +40,8 @@ def test_every_refusal_is_a_problem_document(path: str, operation: dict[str, Any
         assert {int(PROBLEMS[slug][0]) for slug in slugs} == {int(status)}
     expected = {"401", "405", "413", "422", "500"} if path.startswith("/v1/") else {"405", "413", "500"}
     assert expected <= set(refusals)
-    assert all("X-Request-Id" in answer["headers"] for answer in operation["responses"].values())
+    of_all = {"X-Request-Id", "Outerstep-Version", "Outerstep-Protocol"}
+    assert all(of_all <= set(answer["headers"]) for answer in operation["responses"].values())
 
 
 def test_every_problem_is_told_somewhere_and_every_reference_leads_somewhere() -> None:

@@ -347,11 +347,12 @@ def test_a_token_over_the_internet_needs_tls(url: str, state: State) -> None:
 
 
 def test_another_version() -> None:
-    answer = httpx.Response(200, json={"status": "ok", "version": "0.0.1"}, request=httpx.Request("GET", "http://x"))
+    told = {"status": "ok", "version": "0.0.1", "protocol": 1}
+    answer = httpx.Response(200, json=told, request=httpx.Request("GET", "http://x"))
     (found,) = address.judge_coordinator("http://x", address.Greeting(answer, None, 0.0, 0.0), "0.1.0")
     assert (found.state, found.said) == (
-        State.WARNING,
-        "an Outerstep coordinator of version 0.0.1, and here is 0.1.0",
+        State.FINE,
+        "an Outerstep coordinator, 0.0.1, and here is 0.1.0; both speak protocol 1",
     )
 
 

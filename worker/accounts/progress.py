@@ -49,6 +49,8 @@ class Progress:
         self._lock = threading.Lock()
         self._phase = Stage.JOIN
         stages.move(None, self._phase)
+        if stages.trace is not None:
+            stages.trace.phase(self._phase)
         self._shown = Metrics(phase="join")
         self._inner_step: int | None = None
         self._losses: Tensor | None = None
@@ -63,11 +65,15 @@ class Progress:
         """Enter the phase that the training loop is in from now on; `values` are shown with it."""
         self._stages.move(self._phase, Stage(name))
         self._phase = Stage(name)
+        if self._stages.trace is not None:
+            self._stages.trace.phase(self._phase)
         with self._lock:
             self._shown = self._shown.model_copy(update={"phase": name, **values})
 
     def begin_round(self, round_number: int) -> None:
         self._losses, self._reports = None, 0
+        if self._stages.trace is not None:
+            self._stages.trace.begin_round(round_number)
         self._round, self._started = round_number, self._clock()
         self._inner_step = 0
         if self._began is None:
@@ -119,6 +125,8 @@ class Progress:
 
     def end_round(self, round_number: int, epoch: int) -> None:
         """Make and log the report on the round; the next one is waited for. All processes call it at once."""
+        if self._stages.trace is not None:
+            self._stages.trace.end_round(round_number)
         self.phase("wait")
         self._round = round_number
         moved = self._ranks.all((self._traffic.upload_bytes, self._traffic.download_bytes))

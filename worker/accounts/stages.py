@@ -8,11 +8,12 @@ its download begins.
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
 from protocol.messages import Stage
+from worker.accounts.round_trace import RoundTrace
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -29,6 +30,7 @@ class Stages:
         self._threads: Counter[Stage] = Counter()
         self._since: dict[Stage, float] = {}
         self._seconds: dict[Stage, float] = {}
+        self.trace: RoundTrace | None = None  # where it is traced
 
     def move(self, left: Stage | None, entered: Stage | None) -> None:
         """Note that one thread leaves a stage and enters another, at one instant."""
@@ -48,8 +50,10 @@ class Stages:
         outer = _inner.get()
         self.move(outer, stage)
         _inner.set(stage)
+        traced: AbstractContextManager[None] = nullcontext() if self.trace is None else self.trace.stage(stage)
         try:
-            yield
+            with traced:
+                yield
         finally:
             _inner.set(outer)
             self.move(stage, outer)

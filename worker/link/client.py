@@ -21,8 +21,10 @@ from pydantic import BaseModel
 from protocol import messages, wire
 from protocol.answers import Reply, raise_for_problem, read_message
 from protocol.digest import Buffer
-from protocol.errors import Problem, Transient, UnexpectedAnswer, WireError
+from protocol.errors import NotUnderstood, Problem, Transient, UnexpectedAnswer, WireError
 from protocol.reaching import trusting
+from protocol.versions import of_requests
+from worker.accounts.round_trace import RoundTrace
 from worker.accounts.stages import Stages
 from worker.accounts.traffic import Traffic
 from worker.link.line import DOWN, UP, Line
@@ -45,7 +47,8 @@ def open_http(url: str, ca: Path | None = None) -> httpx.Client:
     in the file `ca` too. Close it after use. Raises ValueError for a file without certificates."""
     most = UP[1] + DOWN[1] + OTHERS
     limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_OPEN_S)
-    return httpx.Client(base_url=url, timeout=TIMEOUT, limits=limits, verify=trusting(ca))
+    headers = of_requests("worker")
+    return httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, limits=limits, verify=trusting(ca))
 
 
 class Client:
@@ -85,6 +88,11 @@ class Client:
         retry = self._retry.until(signal)
         other._channel = replace(self._channel, until=signal, silence_s=silence_s, retry=retry)
         return other
+
+    def trace(self, trace: RoundTrace) -> None:
+        """Let what this client and its like are in be traced, and let their requests carry it."""
+        self.stages.trace = trace
+        self._channel.http.event_hooks["request"].append(trace.mark)
 
     @property
     def has_join_token(self) -> bool:
@@ -282,6 +290,8 @@ class Client:
             response = self._answer(method, path, token or self._token, body, headers)
             try:
                 return read_message(reply, response)
+            except NotUnderstood:
+                raise
             except UnexpectedAnswer as error:
                 if not self._retry.has_answered and response.headers.get("Content-Type", "").startswith("text/html"):
                     raise  # another server's page

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import httpx
 from tenacity import RetryCallState, Retrying, retry_if_exception
 
-from protocol.errors import NoCoordinator, Problem, Remedy, Transient, UnexpectedAnswer
+from protocol.errors import NoCoordinator, NotUnderstood, Problem, Remedy, Transient, UnexpectedAnswer
 from protocol.reaching import check_address, in_words
 from worker.errors import Stopped
 
@@ -125,11 +125,18 @@ class Retry:
         """Call `attempt` until it raises nothing transient, and return its result.
 
         Raises NoCoordinator where, before the first answer, another try would not help: a wrong address, or a
-        certificate that is not trusted.
+        certificate that is not trusted; and NotUnderstood once the same answer has come twice.
         """
         if self.stop.is_set():
             raise Stopped("asked to stop")
-        line_failed = False
+        line_failed, not_understood = False, ""
+
+        def again(error: BaseException) -> bool:
+            nonlocal not_understood
+            if isinstance(error, NotUnderstood):
+                before, not_understood = not_understood, str(error)
+                return before != not_understood
+            return is_transient(error)
 
         def wait_s(state: RetryCallState) -> float:
             nonlocal line_failed
@@ -138,7 +145,7 @@ class Retry:
             return self._wait_s(error, state.attempt_number)
 
         retrying = Retrying(
-            retry=retry_if_exception(is_transient),
+            retry=retry_if_exception(again),
             wait=wait_s,
             sleep=lambda seconds: (self._pause_for_the_line if line_failed else self.pause)(seconds),
             before_sleep=self._log,
@@ -150,7 +157,7 @@ class Retry:
             self._outage.over()  # a refusal is an answer too
             raise
         except UnexpectedAnswer as error:
-            if self.has_answered:
+            if self.has_answered or isinstance(error, NotUnderstood):
                 raise
             raise NoCoordinator(str(error)) from error
         self._outage.over()
@@ -174,7 +181,9 @@ class Retry:
 
     def _log(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
-        if error is not None and state.next_action is not None:
+        if isinstance(error, NotUnderstood) and state.next_action is not None:
+            log.warning("%s; asking once more, as bits may have been flipped on the way", error)
+        elif error is not None and state.next_action is not None:
             self._outage.failed(error, state.next_action.sleep)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+from protocol import tracing
 from worker.link.meter import Meter
 from worker.link.pace import Pace
 from worker.link.width import Width
@@ -80,7 +81,7 @@ class Way:
         if len(parts) == 1:
             parts[0]()
             return
-        calls = [self._pool.submit(part) for part in parts]
+        calls = [self._pool.submit(tracing.elsewhere(part)) for part in parts]
         errors = [call.exception() for call in calls]
         for error in errors:
             if error is not None:
