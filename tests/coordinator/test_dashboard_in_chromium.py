@@ -386,6 +386,12 @@ def test_on_a_phone_nothing_is_wider_than_it(browser: Browser, played: Played, c
     with opened(browser, running, f"run={played.run}", **{**PHONE, "color_scheme": color_scheme}) as found:
         page = found.page
         expect(page.locator("table.workers tbody tr")).to_have_count(3)
+        names = page.locator("table.workers tbody th")
+        assert names.all_inner_texts() == sorted(names.all_inner_texts())
+        page.locator("table.workers").get_by_role("button", name=re.compile("^Worker")).click()  # it has an arrow
+        expect(names.first).to_have_text("cas")
+        click(found, "Rate", "table.workers")
+        expect(page.locator("table.workers tbody tr").first).to_contain_text("12.3 k tokens/s")
         page.locator('section[aria-label="Bytes"]').scroll_into_view_if_needed()
         expect(page.locator('section[aria-label="Bytes"] path.js-line').first).to_be_visible()
         assert page.evaluate(width) == 390
