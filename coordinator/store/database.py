@@ -12,6 +12,8 @@ from typing import Protocol
 
 from alembic import command
 from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.orm import Session
@@ -140,11 +142,21 @@ def disk_is_full(error: BaseException) -> bool:
 
 
 def upgrade(engine: Engine) -> None:
-    """Bring the database to the newest schema; make it where there is none."""
+    """Bring the database to the newest schema; make it where there is none.
+
+    Raises OuterstepError, and changes nothing, where a later version of Outerstep has been there.
+    """
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent))
     config.attributes["metadata"] = Base.metadata
     with engine.connect() as connection:
         config.attributes["connection"] = connection
+        known = {each.revision for each in ScriptDirectory.from_config(config).walk_revisions()}
+        if unknown := sorted(set(MigrationContext.configure(connection).get_current_heads()) - known):
+            raise OuterstepError(
+                f"the database {engine.url!r} has the schema {unknown[0]} of a later version of Outerstep, and this "
+                f"one knows them up to {max(known)}: start that version again, or restore a backup of before "
+                "(`outerstep coordinator restore`)"
+            )
         command.upgrade(config, "head")
         connection.commit()
