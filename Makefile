@@ -10,6 +10,7 @@
 # make gpu     what needs a GPU, in parts that are not run again once they have passed; it fetches nothing. GPU_WHEELS=DIR has
 #              wheels of packages that the Python lacks; that is the one of $(VENV) if it is there, else PYTHON
 # make screenshots    docs/pictures, of the dashboard while the demo runs; needs Chromium and takes a few minutes
+# make docs    the site of docs/, in site/; a link that leads nowhere ends it
 # make clean   remove what these made
 #
 # PYTHON=python3.12 chooses the interpreter; it must be 3.11 or newer.
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 # compiles what it imports.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: demo test check systems simulated lint types simulate soak gpu screenshots clean
+.PHONY: demo test check systems simulated lint types simulate soak gpu screenshots docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -60,8 +61,12 @@ gpu:
 screenshots: $(VENV)/installed-dev
 	$(BIN)/python -m docs.write_pictures
 
+# The variable: its builder is kept until May 2027, of which it would tell each time (docs/log.md).
+docs: $(VENV)/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build *.egg-info protocol/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site *.egg-info protocol/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/created:
