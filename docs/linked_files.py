@@ -34,8 +34,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if files.get_file_from_path(_address(target)) is not None:
                 continue
             path = ROOT / target
-            if not path.exists():
-                log.warning("%s links to %s, which is not there", page, target)
+            if target.startswith("..") or not path.exists():
+                log.warning("%s links to %s, which is not there in the repository", page, target)
                 continue
             made = _content(path)
             files.append(File.generated(config, _address(target), content=made))

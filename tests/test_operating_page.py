@@ -1,5 +1,5 @@
-"""docs/operating.md: what it says comes out does, and every alert has its section; its commands, and those of the FAQ, are
-commands."""
+"""docs/operating.md: what it says comes out does, and every alert has its section; its commands, and those of the
+concepts and the FAQ, are commands."""
 
 import re
 import shlex
@@ -18,15 +18,24 @@ from tests.test_monitoring import ALERTS
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
 TOP = get_command(app)
-# Commands as the page names them: in blocks by the line, in the text between backticks, which may be over two lines.
-BLOCKS = re.findall(r"^```(?:sh|console|ini)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-IN_BLOCKS = re.findall(r"outerstep (?:coordinator|migrate|run|token|plan|doctor|worker)\b[^\n#]*", "\n".join(BLOCKS))
-TEXT = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL) + (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
-IN_TEXT = [" ".join(each.split()) for each in re.findall(r"`(outerstep [^`]+)`", TEXT)]
+OTHERS = [(ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("concepts", "faq", "index")]
+BLOCK = re.compile(r"^```(?:sh|console|ini)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Commands as the pages name them: in blocks by the line, in the text between backticks, which may be over two lines.
+IN_BLOCKS = [
+    command
+    for page in (PAGE, *OTHERS)
+    for block in BLOCK.findall(page)
+    for command in re.findall(r"outerstep (?:coordinator|migrate|run|token|plan|doctor|worker)\b[^\n#]*", block)
+]
+IN_TEXT = [
+    " ".join(command.split())
+    for page in (PAGE, *OTHERS)
+    for command in re.findall(r"`(outerstep [^`]+)`", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
+]
 
 
 def test_the_planner_says_what_the_page_says() -> None:
-    (block,) = (block for block in BLOCKS if block.startswith("$ "))
+    (block,) = (block for block in BLOCK.findall(PAGE) if block.startswith("$ "))
     command, _, told = block.partition("\n")
     done = CliRunner().invoke(app, shlex.split(command.removeprefix("$ outerstep ")), env={"COLUMNS": "200"})
     assert done.exit_code == 0
@@ -37,7 +46,7 @@ def test_the_planner_says_what_the_page_says() -> None:
 
 
 @pytest.mark.parametrize("text", sorted({*IN_BLOCKS, *IN_TEXT}))
-def test_a_command_of_the_page_is_one_with_these_options(text: str) -> None:
+def test_a_command_of_the_pages_is_one_with_these_options(text: str) -> None:
     words = shlex.split(text)[1:]
     command = TOP
     while isinstance(command, TyperGroup) and words and words[0] in command.commands:

@@ -85,6 +85,7 @@ BROKEN = [
     "[a heading](other.md#no-heading)",
     "[a heading here](#no-heading-here)",
     "[a file](../no-file.toml)",
+    "[a file beyond the repository](../../no-repository.md)",
     "[a heading of a page outside](../README.md#no-heading-outside)",
     "![a picture](no-picture.svg)",
     '<img src="no-picture.png" alt="a picture">',
@@ -101,6 +102,7 @@ def test_what_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Outside\n\n[back](docs/other.md#there)\n")
     (tmp_path / "docs" / "other.md").write_text("# Other\n\n## There\n\n[out](../README.md#outside)\n")
     page = tmp_path / "docs" / "index.md"
+    (tmp_path.parent / "no-repository.md").write_text("# Somebody's own\n")
     page.write_text("# Here\n\n`[not a link](nowhere.md)`\n\n[fine](other.md#there)\n")
     done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
     assert done.returncode == 0, done.stderr
