@@ -11,6 +11,7 @@
 #              wheels of packages that the Python lacks; that is the one of $(VENV) if it is there, else PYTHON
 # make screenshots    docs/pictures, of the dashboard while the demo runs; needs Chromium and takes a few minutes
 # make dist    what is released, for this platform: sdist and wheel, in dist/ (docs/releasing.md has the other platforms)
+# make docs    the site of docs/, in site/; a link that leads nowhere ends it
 # make clean   remove what these made
 #
 # PYTHON=python3.12 chooses the interpreter; it must be 3.11 or newer.
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 # compiles what it imports.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: demo test check systems simulated lint types simulate soak gpu screenshots dist clean
+.PHONY: demo test check systems simulated lint types simulate soak gpu screenshots docs dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -65,8 +66,12 @@ dist: $(VENV)/installed-dev
 	rm -rf dist
 	$(BIN)/python .ci/dist.py dist
 
+# The variable: its builder is kept until May 2027, of which it would tell each time (docs/log.md).
+docs: $(VENV)/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info protocol/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info protocol/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/created:

@@ -1,15 +1,13 @@
 """Writes docs/rounds.md from `coordinator/runs/rounds.py`: `python docs/write_rounds.py`, in the repository.
 
-The diagram is drawn from its table of transitions, and the examples are what its `decide` says. A test fails while the
-page is not what this writes.
+The examples are what its `decide` says. A test fails while the page is not what this writes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.runs.rounds import TRANSITIONS, Close, decide, grace_s, has_quorum
-from protocol.messages import FragmentState
+from coordinator.runs.rounds import Close, decide, grace_s, has_quorum
 from protocol.spec.sections import MembersSpec
 
 PAGE = Path(__file__).parent / "rounds.md"
@@ -18,14 +16,14 @@ HEAD = """\
 # Rounds
 
 When a round closes, and why. Made by `docs/write_rounds.py` from `coordinator/runs/rounds.py`: the diagram is drawn
-from its table of transitions, and every sentence in the tables below was said by its `decide`.
+from its table of transitions (`docs/write_diagrams.py`), and every sentence in the tables below was said by its
+`decide`.
 
 A round is open for all fragments at once, and each fragment goes through these states by itself. The last one that is
 published ends the round, and the next one opens.
 
-"""
+![the states of a fragment](diagrams/fragment-states.svg)
 
-STATES = """
 - **collecting**: contributions are accepted. `decide` is asked after everything that may change its answer: a
   contribution, a worker that joins, leaves or whose lease ends, and the passing of a deadline. "closed" is its answer
   Close.
@@ -82,30 +80,6 @@ a deadline has passed.
 
 
 DEFAULTS = MembersSpec()
-
-
-# --- the diagram ----------------------------------------------------------------------------------------------------
-
-
-def diagram() -> str:
-    """The state machine, Mermaid."""
-    first, last = FragmentState.COLLECTING, [state for state, outcomes in TRANSITIONS.items() if not outcomes]
-    return "\n".join(
-        [
-            "```mermaid",
-            "stateDiagram-v2",
-            "    direction LR",
-            f"    [*] --> {first}: the round opens",
-            *(
-                f"    {state} --> {to}: {what}"
-                for state, outcomes in TRANSITIONS.items()
-                for what, to in outcomes.items()
-            ),
-            *(f"    {state} --> [*]" for state in last),
-            "```",
-            "",
-        ]
-    )
 
 
 # --- examples -------------------------------------------------------------------------------------------------------
@@ -276,7 +250,7 @@ def _duration(seconds: float) -> str:
 
 def page() -> str:
     """The page, Markdown."""
-    return HEAD + diagram() + STATES + grace_section() + EXAMPLES + "".join(map(example_section, EXAMPLE_LIST))
+    return HEAD + grace_section() + EXAMPLES + "".join(map(example_section, EXAMPLE_LIST))
 
 
 if __name__ == "__main__":

@@ -101,8 +101,24 @@ def exchange(
     )
 
 
+@dataclass(frozen=True)
+class Passage:
+    """When, in seconds from a sync's beginning, one fragment's upload began and was acknowledged, its mean was there,
+    and it was downloaded and stepped."""
+
+    encoded: float
+    acknowledged: float
+    averaged: float
+    stepped: float
+
+
 def sync_seconds(workload: Workload, up: str, down: str, fragments: Sequence[tuple[int, int, int]]) -> float:
-    """Return the time from the pseudo-gradients to the last outer step, in seconds.
+    """Return the time from the pseudo-gradients to the last outer step, in seconds. See `passages`."""
+    return max(each.stepped for each in passages(workload, up, down, fragments))
+
+
+def passages(workload: Workload, up: str, down: str, fragments: Sequence[tuple[int, int, int]]) -> Iterator[Passage]:
+    """Yield each fragment's way through one sync.
 
     `fragments`: elements, bytes up and bytes down of each. They go through a pipeline of encoding, upload, aggregation,
     download and outer step, in order; a stage begins with a fragment when the stage before is done with it and there is
@@ -128,7 +144,7 @@ def sync_seconds(workload: Workload, up: str, down: str, fragments: Sequence[tup
         fetched = max(fetched, begun) + download_bytes / way_down.bytes_per_s  # of the line, which all share
         late_s = way_down.last_part_s(min(download_bytes / tcp.DOWN_EACH, tcp.DOWN_PART_BYTES))
         stepped.append(max(fetched, begun + way_down.transfer_s(download_bytes)) + late_s + n / download.unpack)
-    return max(stepped)
+        yield Passage(encoded, acknowledged[-1], averaged[-1], stepped[-1])
 
 
 def settings(workload: Workload) -> list[Setting]:

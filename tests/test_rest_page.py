@@ -1,14 +1,15 @@
-"""docs/rest.md lists every request that the coordinator answers and every problem that it can answer with, and no others."""
+"""docs/rest.md lists every request that the coordinator answers, with who may send it, and every problem that it can
+answer with, and no others; docs/rest-reference.md is what docs/write_rest.py writes of its OpenAPI document."""
 
 import re
 from pathlib import Path
+from typing import Any
 
-from coordinator.app import create_app
-from coordinator.service import Coordinator
-from coordinator.settings import Settings
+from docs import write_rest
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS, Remedy
 from protocol.messages import Action, RunState, Scope
 
+OPENAPI = write_rest.document()
 PAGE = (Path(__file__).parents[1] / "docs" / "rest.md").read_text(encoding="utf-8")
 
 
@@ -16,18 +17,39 @@ def nameless(path: str) -> str:
     return re.sub(r"\{\w+\}", "{}", path)
 
 
-def test_every_request_and_no_other(tmp_path: Path) -> None:
-    coordinator = Coordinator(Settings(data_dir=tmp_path))
-    try:
-        paths = create_app(coordinator).openapi()["paths"]
-    finally:
-        coordinator.close()
-    served = {(method.upper(), nameless(path)) for path, methods in paths.items() for method in methods}
-    documented = {
-        (method, nameless(path)) for method, path in re.findall(r"^\| `([A-Z]+) (/\S+)` \|", PAGE, re.MULTILINE)
+def who(operation: dict[str, Any]) -> str:
+    """The kinds of tokens that OpenAPI names, in the page's words."""
+    if "security" not in operation:
+        return "anybody"
+    (needed,) = operation["security"]
+    return ", ".join(needed["HTTPBearer"]) or "any"
+
+
+def test_every_request_and_no_other_and_who_may_send_it() -> None:
+    served = {
+        (method.upper(), nameless(path)): who(operation)
+        for path, methods in OPENAPI["paths"].items()
+        for method, operation in methods.items()
     }
-    assert documented - served == set()
-    assert served - documented == set()
+    rows = re.findall(r"^\| `([A-Z]+) (/\S+)` \| ([^|]+) \|", PAGE, re.MULTILINE)
+    assert {(method, nameless(path)): said for method, path, said in rows} == served
+
+
+def test_the_reference_is_current() -> None:
+    written = write_rest.page(OPENAPI)
+    assert write_rest.PAGE.read_text(encoding="utf-8") == written, "run: python -m docs.write_rest"
+
+
+def test_the_reference_has_every_request_and_message() -> None:
+    reference = write_rest.PAGE.read_text(encoding="utf-8")
+    headings = re.findall(r"^### (.+)$", reference, re.MULTILINE)
+    requests = [f"{method.upper()} {path}" for path, methods in OPENAPI["paths"].items() for method in methods]
+    assert headings[: len(requests)] == [each for each in headings if "/" in each]
+    assert set(headings[: len(requests)]) == set(requests)
+    groups = re.findall(r"^## (.+)$", reference, re.MULTILINE)
+    anchors = [re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in [*groups, *headings]]
+    assert len(anchors) == len(set(anchors)), "a link would lead to the first of two"
+    assert set(re.findall(r"\]\(#([^)]+)\)", reference)) <= set(anchors)
 
 
 def test_every_problem_and_no_other() -> None:

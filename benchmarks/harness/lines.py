@@ -23,7 +23,8 @@ SOURCES = Path(__file__).parent / "line"
 TUN = Path("/dev/net/tun")
 DEVICE = "line"  # its name at the far end
 NETWORKS = "10.213"
-PACKAGES = {"cc": "gcc", "ip": "iproute2", "nsenter": "util-linux", "openssl": "openssl"}  # Debian's, by command
+# Debian's, by command.
+PACKAGES = {"cc": "gcc", "git": "git", "ip": "iproute2", "nsenter": "util-linux", "openssl": "openssl"}
 MTU = 1500
 FRAMING = 38  # Ethernet's head, check, preamble and gap, for each packet
 TCP_PAYLOAD = MTU - 52  # IP's and TCP's heads, timestamps among them

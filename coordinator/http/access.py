@@ -7,7 +7,7 @@ A token that is for one run alone is refused where another run is meant, and whe
 
 from typing import Annotated
 
-from fastapi import Depends, Path, Query, Request
+from fastapi import Depends, Path, Query, Request, Security
 from fastapi.security import HTTPBearer
 
 from coordinator.runs.live_run import LiveRun
@@ -163,17 +163,18 @@ async def member(run: PathName, worker: PathName, caller: Caller, service: Servi
     return service.run(run)
 
 
-Admin = Annotated[Identity, Depends(admin)]
-AdminOfSome = Annotated[Identity, Depends(admin_of_some)]
-AdminOfRun = Annotated[LiveRun, Depends(admin_of_run)]
-OperatorOfRun = Annotated[LiveRun, Depends(operator)]
-Joiner = Annotated[Identity, Depends(joiner)]
-LineChecker = Annotated[Identity, Depends(line_checker)]
-ExchangersRun = Annotated[LiveRun, Depends(exchanger)]
+# The scopes are what OpenAPI tells of each: the kinds of tokens that are meant, `member` being a member's; none: any.
+Admin = Annotated[Identity, Security(admin, scopes=["admin"])]
+AdminOfSome = Annotated[Identity, Security(admin_of_some, scopes=["admin"])]
+AdminOfRun = Annotated[LiveRun, Security(admin_of_run, scopes=["admin"])]
+OperatorOfRun = Annotated[LiveRun, Security(operator, scopes=["operator"])]
+Joiner = Annotated[Identity, Security(joiner, scopes=["worker"])]
+LineChecker = Annotated[Identity, Security(line_checker, scopes=["worker", "join"])]
+ExchangersRun = Annotated[LiveRun, Security(exchanger, scopes=["join"])]
 ReadableRun = Annotated[LiveRun, Depends(reader)]
-MemberRun = Annotated[LiveRun, Depends(member)]
-AnyMember = Annotated[str, Depends(any_member)]
-MemberOrOperator = Annotated[Identity, Depends(member_or_operator)]
+MemberRun = Annotated[LiveRun, Security(member, scopes=["member"])]
+AnyMember = Annotated[str, Security(any_member, scopes=["member"])]
+MemberOrOperator = Annotated[Identity, Security(member_or_operator, scopes=["member", "operator"])]
 
 
 def layout_with(run: LiveRun, fragment: int) -> Layout:

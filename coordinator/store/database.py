@@ -162,5 +162,5 @@ def _refuse_later_schema(connection: Connection, script: ScriptDirectory) -> Non
             raise OuterstepError(
                 f"the database {connection.engine.url!r} was brought to schema {found} by a later version of "
                 f"Outerstep; {__version__} knows those up to {script.get_current_head()}, and has changed nothing. "
-                "Start that version or a later one, or restore a backup that was made before"
+                "Start that version or a later one, or restore a backup of before (`outerstep coordinator restore`)"
             )

@@ -1,5 +1,7 @@
 """The database's URL: where it may be, what is refused and with which words, and who may use it at the same time."""
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -125,3 +127,16 @@ def test_what_is_no_database_is_told_and_left_alone(tmp_path: Path) -> None:
         Database(url_of(f"sqlite:///{tmp_path}/missing/run.db", tmp_path))
     path.unlink()
     Database(url_of(f"sqlite:///{path}", tmp_path)).close()  # whoever was refused holds no lock
+
+
+def test_a_database_of_a_later_version_is_told_and_left_alone(tmp_path: Path) -> None:
+    """As where an upgrade is taken back: alembic's own words name a revision, and nothing that helps."""
+    path = tmp_path / "run.db"
+    Database(url_of(f"sqlite:///{path}", tmp_path)).close()
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    before = path.read_bytes()
+    later = r"run\.db was brought to schema 9999 by a later version.* up to \d{4}, .*outerstep coordinator restore"
+    with pytest.raises(OuterstepError, match=later):
+        Database(url_of(f"sqlite:///{path}", tmp_path))
+    assert path.read_bytes() == before

@@ -1,0 +1,117 @@
+"""The site of docs/ builds without a warning, so that every link and anchor leads somewhere, and needs no internet."""
+
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Without --quiet, with which warnings do not count."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config)]
+    return subprocess.run([*command, "--site-dir", str(site)], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = tmp_path_factory.mktemp("site")
+    done = build(ROOT / "mkdocs.yml", built)
+    assert done.returncode == 0, done.stderr
+    return built
+
+
+class Elements(HTMLParser):
+    """What a page loads, the names that can be linked to, and its links."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.links: list[str] = []
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        if tag in ("script", "img", "iframe", "source") and "src" in given:
+            self.loaded.append(given["src"])
+        elif tag == "link" and given.get("rel") != "canonical":
+            self.loaded.append(given["href"])
+        elif tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        assert "mermaid" not in given.get("class", ""), "drawn by a script that would come from elsewhere"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    # Its tags are of Python, which the site's builder makes objects of; none is looked at here.
+    text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    named = re.findall(r"[\w/.-]+\.md", str(yaml.safe_load(text)["nav"]))
+    assert {path.name for path in DOCS.glob("*.md")} == {name for name in named if "/" not in name}
+    assert len(named) == len(set(named))
+
+
+def test_a_page_loads_nothing_from_elsewhere_and_links_to_what_is_there(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > len(list(DOCS.glob("*.md")))
+    for page in pages:
+        elements = Elements(page)
+        for address in elements.loaded:
+            assert not re.match(r"(\w+:)?//", address), f"{page.name} loads {address}"
+        for address in [*elements.loaded, *elements.links]:
+            if not re.match(r"\w+:|#|/", address):
+                assert (page.parent / address.partition("#")[0].partition("?")[0]).exists(), f"{page}: {address}"
+
+
+def test_a_file_outside_is_a_page_with_its_text(site: Path) -> None:
+    page = (site / "repository" / "deploy" / "Caddyfile.html").read_text(encoding="utf-8")
+    assert "coordinator.example.org" in page
+    assert 'href="repository/deploy/Caddyfile.html"' in (site / "deployment.html").read_text(encoding="utf-8")
+
+
+def test_code_in_tables_and_anchors_are_as_on_a_git_host(site: Path) -> None:
+    rest = (site / "rest.html").read_text(encoding="utf-8")
+    assert "&quot;paused&quot; | &quot;draining&quot;" in rest or '"paused" | "draining"' in rest
+    assert 'id="events-tokens-line-checks-metrics-health"' in rest
+
+
+BROKEN = [
+    "[a page](no-page.md)",
+    "[a heading](other.md#no-heading)",
+    "[a heading here](#no-heading-here)",
+    "[a file](../no-file.toml)",
+    "[a file beyond the repository](../../no-repository.md)",
+    "[a heading of a page outside](../README.md#no-heading-outside)",
+    "![a picture](no-picture.svg)",
+    '<img src="no-picture.png" alt="a picture">',
+]
+
+
+def test_what_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    navigation = re.compile(r"^nav:\n(  .*\n)+", re.MULTILINE)
+    assert navigation.search(config)
+    (tmp_path / "mkdocs.yml").write_text(navigation.sub("", config))
+    (tmp_path / "docs").mkdir()
+    shutil.copy(DOCS / "linked_files.py", tmp_path / "docs")
+    (tmp_path / "README.md").write_text("# Outside\n\n[back](docs/other.md#there)\n")
+    (tmp_path / "docs" / "other.md").write_text("# Other\n\n## There\n\n[out](../README.md#outside)\n")
+    page = tmp_path / "docs" / "index.md"
+    (tmp_path.parent / "no-repository.md").write_text("# Somebody's own\n")
+    page.write_text("# Here\n\n`[not a link](nowhere.md)`\n\n[fine](other.md#there)\n")
+    done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    page.write_text("# Here\n\n" + "\n\n".join(BROKEN))
+    done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode != 0
+    told = [
+        line for line in done.stderr.splitlines() if line.startswith("WARNING") or "does not contain an anchor" in line
+    ]
+    for each in BROKEN:
+        (target,) = re.findall(r"no-[\w-]+", each)
+        assert [line for line in told if re.search(rf"{target}\b(?!-)", line)], f"{each}: {done.stderr}"
