@@ -167,7 +167,7 @@ def test_turns_leave_out_the_sync_and_compare_with_the_bare_segments_around(monk
 @pytest.mark.system
 def test_a_small_crowd_goes_through_its_rounds() -> None:
     with coordinator_process() as running:
-        report = asyncio.run(measure(running, workers=8, round_s=0.5, viewers=3))
+        report = asyncio.run(measure(running, workers=8, round_s=0.5, viewers=3, pages=True))
     kinds = report["kinds"]
     assert report["missed_leases"] == 0
     assert kinds["contribute"]["count"] == 2 * 8

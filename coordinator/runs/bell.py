@@ -19,7 +19,7 @@ EVENTS, ASSIGNMENTS = "events", "assignments"
 # interpreter lock, and heartbeats would have to wait for them all.
 READS_AT_ONCE = 2
 RELEASED_AT_ONCE = 2  # of the woken requests, in one pass of the event loop
-PAUSE_S = 0.01  # between two streams of events
+PAUSE_S = 0.02  # between two streams of events
 
 
 def delta_of(fragment: int) -> str:
