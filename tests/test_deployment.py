@@ -70,8 +70,8 @@ def nginx(folder: Path, port: int, behind: int, certificate: Certificate) -> lis
 def caddy(folder: Path, port: int, behind: int, certificate: Certificate) -> list[str]:
     changed = {
         "{\n\tservers": "{\n\tadmin off\n\tauto_https disable_redirects\n\tservers",
-        "coordinator.example.org {": f"https://127.0.0.1:{port} {{\n\ttls {certificate.file} {certificate.key}",
-        "127.0.0.1:8470 {": f"127.0.0.1:{behind} {{",
+        "{$OUTERSTEP_DOMAIN:localhost} {": f"https://127.0.0.1:{port} {{\n\ttls {certificate.file} {certificate.key}",
+        "{$OUTERSTEP_UPSTREAM:127.0.0.1:8470}": f"127.0.0.1:{behind}",
     }
     config = written(folder / "Caddyfile", CADDY, changed)
     return ["caddy", "run", "--adapter", "caddyfile", "--config", str(config)]
