@@ -65,7 +65,10 @@ def up(engine: Engine, images: Images, tmp_path: Path) -> Iterator[Up]:
     }
     project = f"outerstep-test-{os.getpid()}"
     try:
-        compose(engine, project, "up", "--detach", "--no-build", ports=ports)
+        # podman 4 starts nothing that depends on a container which has ended; so all start at once, and those that come
+        # too early end and are started again, as each says of itself.
+        early = ["--no-deps"] if engine.name == "podman" else []
+        compose(engine, project, "up", "--detach", "--no-build", *early, ports=ports)
         yield Up(engine, project, https, prometheus)
     finally:
         compose(engine, project, "down", "--volumes", "--timeout", "0", ports=ports)
@@ -82,17 +85,19 @@ def test_the_compose_file_comes_up_and_trains_the_demo(up: Up, tmp_path: Path, s
         admin = engine("exec", coordinator, "cat", "/data/admin.token")
         client.headers["Authorization"] = f"Bearer {admin}"
         wait_until(lambda: client.get("/v1/runs/demo").is_success)
-        tokens = client.get("/v1/tokens").raise_for_status().json()["items"]
-        made = sorted(each["scope"] for each in tokens if each["note"] == "docker-compose.yml")
-        assert made == [Scope.JOIN, Scope.VIEWER], "once, however often that service was started"
 
         workers = [up.container("demo-worker", number) for number in (1, 2)]
         wait_until(lambda: finished_rounds(client) >= 3, patience_s=600)
         rounds = client.get("/v1/runs/demo/rounds", params={"limit": 100}).raise_for_status().json()["items"]
-        losses = [each["held_out_loss"] for each in sorted(rounds, key=lambda each: each["round"]) if each["held_out_loss"]]
-        say(f"held-out loss of the demo's first rounds: {', '.join(f'{loss:.3f}' for loss in losses)}")
-        assert losses[-1] < losses[0]
-        assert all("loss" in engine("logs", worker) + engine.run("logs", worker).stderr for worker in workers)
+        losses = [each["held_out_loss"] for each in sorted(rounds, key=lambda each: each["round"])][:3]
+        say(f"held-out loss of the demo's first rounds: {', '.join(f'{loss:.3f}' for loss in losses)} nats per token")
+        assert losses[2] < losses[0]
+        assert all(" loss " in engine.words_of(worker) for worker in workers)
+
+        tokens = client.get("/v1/tokens").raise_for_status().json()["items"]
+        scopes = [each["scope"] for each in tokens if each["note"] == "docker-compose.yml"]
+        assert sorted(set(scopes)) == [Scope.JOIN, Scope.VIEWER, Scope.WORKER], "a worker has its own, for that to join"
+        assert scopes.count(Scope.JOIN) == scopes.count(Scope.VIEWER) == 1, "however often that service was started"
 
     with httpx.Client(base_url=f"http://127.0.0.1:{up.prometheus}", trust_env=False, timeout=60) as prometheus:
         wait_until(lambda: answer(prometheus, 'outerstep_run_state{run="demo"} == 1') != [])
