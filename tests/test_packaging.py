@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -127,6 +128,16 @@ def test_the_coordinators_image() -> None:
     assert Settings.model_fields["port"].default == 8470
 
 
+def test_the_compose_file_is_one() -> None:
+    """... by the Compose Specification's own schema (Apache-2.0, github.com/compose-spec/compose-spec)."""
+    schema = json.loads((ROOT / "tests" / "containers" / "compose-spec.json").read_text(encoding="utf-8"))
+    validator = jsonschema_rs.Draft7Validator(schema)
+    assert [error.message for error in validator.iter_errors(compose())] == []
+    mistyped = compose()
+    mistyped["services"]["coordinator"]["stop_grace"] = mistyped["services"]["coordinator"].pop("stop_grace_period")
+    assert not validator.is_valid(mistyped)
+
+
 def test_the_compose_file() -> None:
     document = compose()
     services = document["services"]
@@ -145,7 +156,10 @@ def test_the_compose_file() -> None:
     open_to_all = {name: service["ports"] for name, service in services.items() if "ports" in service}
     assert set(open_to_all) == {"caddy", "prometheus"}
     assert all(port.startswith("127.0.0.1:") for port in open_to_all["prometheus"]), "it has no password"
-    assert f"coordinator:{dockerfile('coordinator')['EXPOSE'][0]}" == services["caddy"]["environment"]["OUTERSTEP_UPSTREAM"]
+    assert (
+        f"coordinator:{dockerfile('coordinator')['EXPOSE'][0]}"
+        == services["caddy"]["environment"]["OUTERSTEP_UPSTREAM"]
+    )
 
     worker, demo = services["worker"], services["demo-worker"]
     assert (worker["profiles"], demo["profiles"]) == (["worker"], ["demo"])

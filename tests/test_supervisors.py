@@ -174,7 +174,10 @@ def test_skypilot_takes_it(tmp_path: Path) -> None:
 
     task = looked_at(SKYPILOT)
     assert task.returncode == 0, task.stderr
-    assert str(tuple(yaml.safe_load(SKYPILOT.read_text())["resources"]["job_recovery"]["recover_on_exit_codes"])) in task.stdout
+    assert (
+        str(tuple(yaml.safe_load(SKYPILOT.read_text())["resources"]["job_recovery"]["recover_on_exit_codes"]))
+        in task.stdout
+    )
 
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(SKYPILOT.read_text().replace("recover_on_exit_codes", "recover_on_exit_code"))
