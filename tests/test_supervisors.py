@@ -27,7 +27,7 @@ MANIFESTS = {
 }
 SKYPILOT = DEPLOY / "skypilot.yaml"
 FOR_GOOD = {Exit.USAGE, Exit.REFUSED}  # so the next time too
-KUBERNETES = ("1.33", "1.37")  # the first that knows all that is used as stable, and the newest
+KUBERNETES = ("1.31", "1.37")  # the first that knows podFailurePolicy as stable, and the newest
 SKYPILOT_VERSION = "0.14.1"
 
 

@@ -71,20 +71,33 @@ class Engine:
         return self.run("image", "inspect", image).returncode == 0
 
 
+# Programs of podman's that are no commands; where they lie differs by distribution.
+HELPERS = ("netavark", "aardvark-dns", "catatonit")
+HELPER_FOLDERS = ("/usr/libexec/podman", "/usr/lib/podman", "/usr/local/libexec/podman", "/usr/local/lib/podman")
+
+
+def absent(name: str) -> list[str]:
+    """What the engine needs here and is not installed."""
+    if name == "docker":
+        return [] if shutil.which("docker") else ["docker"]
+    commands = [each for each in ("podman", "runc") if shutil.which(each) is None]
+    return commands + [each for each in HELPERS if not any(Path(at, each).exists() for at in HELPER_FOLDERS)]
+
+
 @cache
 def engine() -> Engine:
     """The one that works here. Raises Missing."""
     said = []
     for name in ("podman", "docker"):
-        if shutil.which(name) is None:
-            said.append(f"{name} is not installed")
+        if lacking := absent(name):
+            said.append(f"not installed: {', '.join(lacking)}")
             continue
         found = Engine(name)
         done = found.run("info", timeout=60)
         if done.returncode == 0:
             return found
         said.append(f"{name} does not run: {(done.stderr.strip() or '?').splitlines()[-1]}")
-    raise Missing(f"{'; '.join(said)}. On Debian, as root: {PACKAGES}")
+    raise Missing(f"{'; '.join(said)}. On Debian, as root: {PACKAGES}; see CONTRIBUTING.md")
 
 
 def mounts_of_pip(folder: Path) -> list[str]:
