@@ -1,7 +1,7 @@
 """Both images as they are built from this tree, once for all tests; what is missing for it skips them, in words."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.containers.bases import FULL, SLIM, ensure
 from tests.containers.engine import ROOT, Engine, Missing
 
 COORDINATOR, WORKER = "localhost/outerstep-coordinator:latest", "localhost/outerstep-worker:cpu"
-# Where torch for CPUs comes from, where it is not from there.
+# Where torch for CPUs comes from: PyTorch's own index, unless the environment names another.
 TORCH_INDEX = os.environ.get("TORCH_INDEX", "https://download.pytorch.org/whl/cpu")
 
 
@@ -57,7 +57,7 @@ class Network:
     engine: Engine
     name: str
 
-    def start(self, name: str, image: str, *command: str, options: list[str] = []) -> str:  # noqa: B006
+    def start(self, name: str, image: str, *command: str, options: Sequence[str] = ()) -> str:
         """Start a container in it, and return its id."""
         return self.engine("run", "--detach", f"--network={self.name}", f"--name={name}", *options, image, *command)
 
