@@ -71,6 +71,9 @@ def up(engine: Engine, images: Images, tmp_path: Path) -> Iterator[Up]:
         compose(engine, project, "up", "--detach", "--no-build", *early, ports=ports)
         yield Up(engine, project, https, prometheus)
     finally:
+        ids = engine("ps", "--all", "--quiet", f"--filter=label=com.docker.compose.project={project}").split()
+        if ids:
+            engine("rm", "--force", "--volumes", *ids)  # podman-compose leaves volumes without names behind
         compose(engine, project, "down", "--volumes", "--timeout", "0", ports=ports)
 
 
