@@ -1,4 +1,5 @@
-"""The proxies of `deploy/`: that they agree with the coordinator, and, where they are installed, a round through each."""
+"""The proxies of `deploy/`: that they agree with the coordinator, and, where they are installed, a round through each, and
+whole runs through Caddy by HTTP/2."""
 
 import os
 import re
@@ -6,10 +7,12 @@ import shutil
 import ssl
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
 from benchmarks.harness.certificates import Certificate, make_certificate
@@ -17,8 +20,12 @@ from benchmarks.harness.coordinator import InThread, coordinator_thread
 from benchmarks.harness.member import Member, spec_toml
 from coordinator.http.waiting import MAX_WAIT_S
 from coordinator.settings import Settings
+from protocol.fragments import TensorSpec
+from protocol.messages import Scope
 from tests.support.ports import free_port
+from tests.support.text import write_text
 from tests.support.waiting import wait_until
+from tests.support.workers import ForkedWorker
 from worker.link.client import KEPT_OPEN_S
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -70,8 +77,8 @@ def nginx(folder: Path, port: int, behind: int, certificate: Certificate) -> lis
 def caddy(folder: Path, port: int, behind: int, certificate: Certificate) -> list[str]:
     changed = {
         "{\n\tservers": "{\n\tadmin off\n\tauto_https disable_redirects\n\tservers",
-        "coordinator.example.org {": f"https://127.0.0.1:{port} {{\n\ttls {certificate.file} {certificate.key}",
-        "127.0.0.1:8470 {": f"127.0.0.1:{behind} {{",
+        "{$OUTERSTEP_DOMAIN:localhost} {": f"https://127.0.0.1:{port} {{\n\ttls {certificate.file} {certificate.key}",
+        "{$OUTERSTEP_UPSTREAM:127.0.0.1:8470}": f"127.0.0.1:{behind}",
     }
     config = written(folder / "Caddyfile", CADDY, changed)
     return ["caddy", "run", "--adapter", "caddyfile", "--config", str(config)]
@@ -89,22 +96,25 @@ PROXIES = {"nginx": nginx, "caddy": caddy}
 
 
 @contextmanager
-def through(name: str, running: InThread, folder: Path) -> Iterator[httpx.Client]:
-    """A client of the coordinator behind a proxy."""
+def through(name: str, running: InThread, folder: Path, *, http2: bool = False) -> Iterator[httpx.Client]:
+    """A client of the coordinator behind a proxy; `folder`/tls has what it trusts."""
     certificate, port = make_certificate(folder / "tls"), free_port()
     command = PROXIES[name](folder, port, running.port, certificate)
     proxy = subprocess.Popen(command, env=os.environ | {"HOME": str(folder)})
     try:
-        headers = {"Authorization": f"Bearer {running.admin_token}"}
-        trusted = ssl.create_default_context(cafile=str(certificate.file))
-        url = f"https://127.0.0.1:{port}"
-        with httpx.Client(base_url=url, headers=headers, verify=trusted, trust_env=False, timeout=60) as client:
+        with client_of(f"https://127.0.0.1:{port}", certificate.file, http2=http2) as client:
+            client.headers["Authorization"] = f"Bearer {running.admin_token}"
             wait_until(lambda: proxy.poll() is not None or answers(client))
             assert proxy.poll() is None, f"{name} has ended"
             yield client
     finally:
         proxy.terminate()
         proxy.wait()
+
+
+def client_of(url: str, trusted: Path, *, http2: bool) -> httpx.Client:
+    context = ssl.create_default_context(cafile=str(trusted))
+    return httpx.Client(base_url=url, verify=context, trust_env=False, timeout=90, http2=http2)
 
 
 def answers(client: httpx.Client) -> bool:
@@ -114,14 +124,14 @@ def answers(client: httpx.Client) -> bool:
         return False
 
 
+INSTALLED = {
+    name: pytest.mark.skipif(shutil.which(name) is None, reason=f"{name} is not installed: apt install {name}")
+    for name in PROXIES
+}
+
+
 @pytest.mark.system
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.skipif(shutil.which(name) is None, reason=f"{name} is not installed"))
-        for name in PROXIES
-    ],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in INSTALLED.items()])
 def test_a_round_goes_through_the_proxy(name: str, tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running, through(name, running, tmp_path) as client:
         running.create_run(spec_toml("r", rounds=1))
@@ -139,3 +149,92 @@ def test_a_round_goes_through_the_proxy(name: str, tmp_path: Path) -> None:
         assert re.fullmatch("[0-9a-f-]{32,36}", shown.headers["X-Request-Id"]), (
             "the proxy's, which its own log can have"
         )
+
+
+TRAINED = """
+name = "trained"
+[model]
+preset = "tiny"
+[data]
+source = "{text}"
+sequence_length = 16
+[inner]
+batch_size = 2
+[sync]
+rounds = 3
+inner_steps = 4
+[members]
+min_workers = 2
+"""
+LARGE = TensorSpec(name="large", shape=[4096, 4096])  # 67 MB in fp32
+AS_LARGE = spec_toml("large", rounds=1, min_workers=2).replace(
+    "fragment_elements = 512", "fragment_elements = 8_388_608"
+)
+
+
+@pytest.mark.system
+@INSTALLED["caddy"]
+def test_whole_runs_go_through_caddy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that train, and beside them by HTTP/2: streams of events to the last one, long polls, large bodies."""
+    with (
+        ThreadPoolExecutor() as threads,
+        coordinator_thread(tmp_path / "data") as running,
+        through("caddy", running, tmp_path, http2=True) as client,
+    ):
+        trusted = tmp_path / "tls" / "certificate.pem"
+        running.create_run(TRAINED.format(text=write_text(tmp_path / "text", seed=1)))
+        running.create_run(AS_LARGE)
+        kinds = {run: threads.submit(kinds_of_events, client, run) for run in ("trained", "large")}
+        monkeypatch.setenv("OUTERSTEP_CA", str(trusted))
+        token = running.token(Scope.WORKER)
+        workers = [ForkedWorker(str(client.base_url), "trained", name, token, tmp_path / name) for name in ("w0", "w1")]
+        for worker in workers:
+            worker.start()
+
+        members = [
+            Member(client_of(str(client.base_url), trusted, http2=True), "large", name, tensors=[LARGE])
+            for name in ("a", "b")
+        ]
+        for member in members:
+            member.join(running.admin_token)
+        seeding, other = members
+        assert seeding.assignment(None, wait_s=30).action == "seed"
+        sent: list[int] = []
+        for p, (theta, momentum) in enumerate(zip(seeding.theta, seeding.momentum, strict=True)):
+            theta[:] = np.random.RandomState(p).standard_normal(len(theta))
+            other.theta[p][:] = theta
+            seeded = seeding.put_state(p, np.concatenate([theta, momentum]))
+            assert seeded.is_success, seeded.text
+            assert seeded.http_version == "HTTP/2"
+            sent.append(int(seeded.request.headers["Content-Length"]))
+        assert max(sent) > 14_000_000
+        for member in members:
+            member.assignment(0)  # each is ready once it has asked
+        seeding.take_part(0)
+        waiting = threads.submit(seeding.delta, 0, 0, 60)  # until the other one has contributed
+        other.take_part(0)
+        delta = waiting.result()
+        assert delta.headers["Preference-Applied"] == "wait=60"
+        assert delta.http_version == "HTTP/2"
+        assert len(delta.content) > 3_500_000
+        for member in members:
+            member.step(0)
+        assert all(map(np.array_equal, seeding.theta, other.theta))
+
+        assert [worker.wait() for worker in workers] == [0, 0], [worker.log.read_text() for worker in workers]
+        assert client.get("/v1/runs/trained").json()["state"] == "finished"
+        assert kinds["trained"].result().count("round-published") == 3
+        assert kinds["large"].result().count("round-published") == 1
+
+
+def kinds_of_events(client: httpx.Client, run: str) -> list[str]:
+    """Those of all events of the run, as they come, until it has ended."""
+    kinds: list[str] = []
+    with client.stream("GET", f"/v1/runs/{run}/events", headers={"Accept": "text/event-stream"}) as events:
+        assert events.http_version == "HTTP/2"
+        for line in events.iter_lines():
+            if line.startswith("event:"):
+                kinds.append(line.removeprefix("event:").strip())
+                if kinds[-1] == "finished":
+                    break
+    return kinds

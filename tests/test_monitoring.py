@@ -85,6 +85,7 @@ def test_every_alert_is_tried() -> None:
     "arguments",
     [
         ["check", "config", "--syntax-only", "prometheus.yml"],
+        ["check", "config", "--syntax-only", "../compose/prometheus.yml"],
         ["check", "rules", "alerts.yml"],
         ["test", "rules", "alerts_test.yml"],
     ],

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -84,7 +85,7 @@ def test_a_coordinator_installs_without_torch_and_a_worker_without_a_web_server(
 def test_an_image_holds_its_own_extra_only(part: str) -> None:
     instructions = dockerfile(part)
     assert instructions["FROM"] == ["python:3.11 AS build", "python:3.11-slim"]  # the kernels need a compiler
-    (install,) = (line for line in instructions["RUN"] if "pip install" in line)
+    (install,) = (line for line in instructions["RUN"] if "/wheel/*.whl" in line)
     assert re.findall(r"\.whl\)\[(.*?)\]", install) == [part]
     assert "-c /wheel/constraints.txt" in install
     assert (ROOT / "constraints.txt").is_file()
@@ -93,6 +94,20 @@ def test_an_image_holds_its_own_extra_only(part: str) -> None:
     assert (
         f"useradd --uid 10001 {'--no-create-home' if part == 'coordinator' else '--create-home'} outerstep" in install
     )
+
+
+@pytest.mark.parametrize("part", ["coordinator", "worker"])
+def test_an_image_says_its_version(part: str) -> None:
+    from outerstep import __version__
+
+    assert f'org.opencontainers.image.version="{__version__}"' in dockerfile(part)["LABEL"][0]
+
+
+def test_the_workers_image_has_torch_from_the_index_that_the_build_names() -> None:
+    instructions = dockerfile("worker")
+    assert "TORCH_INDEX=" in instructions["ARG"], "PyPI's, unless it is named"
+    (torch,) = (line for line in instructions["RUN"] if "TORCH_INDEX" in line)
+    assert torch.count("-c /torch/constraints.txt") == torch.count("pip install") == 2
 
 
 def test_the_coordinators_image() -> None:
@@ -113,28 +128,46 @@ def test_the_coordinators_image() -> None:
     assert Settings.model_fields["port"].default == 8470
 
 
+def test_the_compose_file_is_one() -> None:
+    """... by the Compose Specification's own schema (Apache-2.0, github.com/compose-spec/compose-spec)."""
+    schema = json.loads((ROOT / "tests" / "containers" / "compose-spec.json").read_text(encoding="utf-8"))
+    validator = jsonschema_rs.Draft7Validator(schema)
+    assert [error.message for error in validator.iter_errors(compose())] == []
+    mistyped = compose()
+    mistyped["services"]["coordinator"]["stop_grace"] = mistyped["services"]["coordinator"].pop("stop_grace_period")
+    assert not validator.is_valid(mistyped)
+
+
 def test_the_compose_file() -> None:
     document = compose()
-    assert set(document["services"]) == {"coordinator", "worker"}
-    for name, service in document["services"].items():
-        build = service["build"]
-        assert (ROOT / build["context"] / build["dockerfile"]).name == f"Dockerfile.{name}"
+    services = document["services"]
+    for name, service in services.items():
         for mount in service["volumes"]:
-            volume, _, target = mount.partition(":")
-            assert volume in document["volumes"]
-            assert dockerfile(name)["VOLUME"] == [target]
-    coordinator, worker = document["services"]["coordinator"], document["services"]["worker"]
-    assert "profiles" not in coordinator
-    assert [port.partition(":")[2] for port in coordinator["ports"]] == dockerfile("coordinator")["EXPOSE"]
+            source, _, target = mount.removesuffix(":ro").rpartition(":")
+            assert source in document["volumes"] or (ROOT / source).is_file(), f"{name}: {target}"
+        if "build" in service:
+            part = "worker" if "worker" in name else "coordinator"
+            assert (ROOT / service["build"]["context"] / service["build"]["dockerfile"]).name == f"Dockerfile.{part}"
+        if service.get("command", [])[:2] == ["outerstep", "worker"]:
+            offered = help_of("worker")
+            assert all(option in offered for option in service["command"] if option.startswith("--"))
+    always = {name for name, service in services.items() if "profiles" not in service}
+    assert always == {"coordinator", "caddy", "tokens", "prometheus"}
+    open_to_all = {name: service["ports"] for name, service in services.items() if "ports" in service}
+    assert set(open_to_all) == {"caddy", "prometheus"}
+    assert all(port.startswith("127.0.0.1:") for port in open_to_all["prometheus"]), "it has no password"
+    assert (
+        f"coordinator:{dockerfile('coordinator')['EXPOSE'][0]}"
+        == services["caddy"]["environment"]["OUTERSTEP_UPSTREAM"]
+    )
 
-    assert worker["profiles"] == ["worker"]
+    worker, demo = services["worker"], services["demo-worker"]
+    assert (worker["profiles"], demo["profiles"]) == (["worker"], ["demo"])
     (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
     assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
-    assert worker["command"][:2] == ["outerstep", "worker"]
-    offered = help_of("worker")
-    assert all(option in offered for option in worker["command"] if option.startswith("--"))
     assert "OUTERSTEP_TOKEN" in worker["environment"]
-    assert "OUTERSTEP_TOKEN" in offered
+    assert "TORCH_INDEX" in demo["build"]["args"]
+    assert "OUTERSTEP_TOKEN" in help_of("worker")
 
 
 def test_the_build_context_holds_what_the_install_reads() -> None:
