@@ -19,7 +19,7 @@ late this process woke from short sleeps: what it adds to all the others.
 
 With `--viewers`, the same is measured twice more: while so many follow the run's events, each by a stream, which must
 bring every one of them; and while so many look at its dashboard, which has such a stream and asks for what the page
-asks for. `look` is from the first of its requests to the last answer. Target: streams do not move the p99 of heartbeats.
+asks for. `look` is from the first of its requests to the last answer. Target: streams do not move heartbeats' p99.
 """
 
 import argparse

@@ -37,6 +37,7 @@ def images(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Images:
     try:
         for base in (SLIM, FULL):
             ensure(engine, base, folder)
+        engines.check_that_containers_run(engine, SLIM)
     except Missing as missing:
         pytest.skip(str(missing))
     pip = engine.pip(folder)

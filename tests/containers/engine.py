@@ -100,6 +100,14 @@ def engine() -> Engine:
     raise Missing(f"{'; '.join(said)}. On Debian, as root: {PACKAGES}; see CONTRIBUTING.md")
 
 
+def check_that_containers_run(engine: Engine, image: str) -> None:
+    """Raises Missing, with the engine's words, where not even `true` runs in a container with a network."""
+    done = engine.run("run", "--rm", image, "true")
+    if done.returncode != 0:
+        last = (done.stderr.strip() or "?").splitlines()[-1]
+        raise Missing(f"{engine.name} runs no container here, as it may not within another one: {last}")
+
+
 def mounts_of_pip(folder: Path) -> list[str]:
     """Options of a build: pip's configuration, merged into a file in `folder`, and the files and folders that it names."""
     listed = subprocess.run(
