@@ -245,7 +245,7 @@ async def measure(
         "seconds": round(crowd.heard["assignment", 2] - crowd.heard["assignment", 0], 1),
         "missed_leases": crowd.missed_leases + len(lost),
         "viewers": viewers,
-        "pages": pages,
+        "dashboards": pages,
         "viewers_requests": sum(viewer.requests for viewer in audience),
         "kinds": figures,
     }
