@@ -69,7 +69,10 @@ class Lease:
         """Raise Lost unless the lock is held for MARGIN_S more."""
         with self._lock:
             if self._gone:
-                raise Lost(f"another backup has taken the lock of {self._objects}: look at what hold up this one")
+                raise Lost(
+                    f"another backup has taken the lock {self._objects.name(PATH)}, as this one was held up for long: "
+                    "do the same again"
+                )
             if self._until - self._now() < MARGIN_S:
                 raise Lost(
                     f"the lock {self._objects.name(PATH)} could not be renewed in time, so another may have it: do the "

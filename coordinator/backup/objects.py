@@ -37,6 +37,8 @@ _PART_TIMEOUT, _TIMEOUT = timedelta(minutes=10), timedelta(seconds=30)
 Version = dict[str, str]  # of an object, as obstore tells and takes it
 
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+# What is in the errors of who has none: without variables, the machine itself is asked, which is of a cloud or not.
+_NO_CREDENTIALS = ("/latest/api/token", "/computeMetadata/", "/metadata/identity/", "Account must be specified")
 
 
 class Objects:
@@ -135,7 +137,9 @@ class Objects:
             from_url: Any = store.from_url  # its annotations are of one store or another, this is of any
             return from_url(self._url, client_options=options, retry_config=RETRIES)
         except (exceptions.BaseError, ValueError) as error:
-            raise OuterstepError(f"{self} cannot be opened: {_first_line(error)}{self._advice(str(error))}") from error
+            if any(each in str(error) for each in _NO_CREDENTIALS):
+                raise self._no_credentials() from error
+            raise OuterstepError(f"{self} cannot be opened: {_first_line(error)}") from error
 
     @contextmanager
     def _telling(self, does: str, path: str = "", *, writes: bool = False) -> Iterator[None]:
@@ -159,17 +163,15 @@ class Objects:
             said = str(error)
             if "NoSuchBucket" in said or "ContainerNotFound" in said:
                 raise self._no_bucket() from error
-            advice = self._advice(said)
-            kind = OuterstepError if advice else Transient
-            raise kind(f"cannot {does} {self.name(path)}: {_first_line(error)}{advice}") from error
+            if any(each in said for each in _NO_CREDENTIALS):
+                raise self._no_credentials() from error
+            detail = f"cannot {does} {self.name(path)}: {_first_line(error)}"
+            if "LOCATION" in said:  # a redirect without it: how S3 answers for a bucket of another region
+                raise OuterstepError(f"{detail}; set AWS_REGION to the bucket's region") from error
+            raise Transient(detail) from error
 
-    def _advice(self, said: str) -> str:
-        """Return what to do about an error that another try does not mend; empty for one that it may."""
-        if "169.254.169.254" in said or "metadata.google" in said or "Missing" in said or "must be specified" in said:
-            return f"; there are no credentials here: set {self._credentials} (docs/deployment.md)"
-        if "LOCATION" in said or "incorrectly configured region" in said:
-            return "; set AWS_REGION to the bucket's region"
-        return ""
+    def _no_credentials(self) -> OuterstepError:
+        return OuterstepError(f"there are no credentials here for {self}: set {self._credentials} (docs/deployment.md)")
 
     def _no_bucket(self) -> OuterstepError:
         return OuterstepError(f"there is no bucket {self._bucket!r} for {self}: make it, or name one that is there")
