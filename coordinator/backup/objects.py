@@ -36,6 +36,8 @@ _PART_TIMEOUT, _TIMEOUT = timedelta(minutes=10), timedelta(seconds=30)
 
 Version = dict[str, str]  # of an object, as obstore tells and takes it
 
+_BUSY = ("408", "409", "429")  # beside 5xx: what another try may mend
+_STATUS = re.compile(r"status code: (\d+)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 # What is in the errors of who has none: without variables, the machine itself is asked, which is of a cloud or not.
 _NO_CREDENTIALS = ("/latest/api/token", "/computeMetadata/", "/metadata/identity/", "Account must be specified")
@@ -60,7 +62,7 @@ class Objects:
 
     def name(self, path: str) -> str:
         """Return the address of an object, as people are told."""
-        return f"{self._url}/{path}"
+        return f"{self._url}/{path}" if path else self._url
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -139,7 +141,7 @@ class Objects:
         except (exceptions.BaseError, ValueError) as error:
             if any(each in str(error) for each in _NO_CREDENTIALS):
                 raise self._no_credentials() from error
-            raise OuterstepError(f"{self} cannot be opened: {_first_line(error)}") from error
+            raise OuterstepError(f"{self} cannot be opened: {_first_line(str(error))}") from error
 
     @contextmanager
     def _telling(self, does: str, path: str = "", *, writes: bool = False) -> Iterator[None]:
@@ -152,23 +154,31 @@ class Objects:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name(path)) from error
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
             raise
-        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            code = _CODE.search(str(error))
-            answer = f" ({code[1]})" if code else ""
-            raise OuterstepError(
-                f"this machine may not {does} {self.name(path)}{answer}: see that the key in {self._credentials} is "
-                "right, and allowed to list, read, write and remove what is there"
-            ) from error
         except exceptions.BaseError as error:
-            said = str(error)
-            if "NoSuchBucket" in said or "ContainerNotFound" in said:
-                raise self._no_bucket() from error
-            if any(each in said for each in _NO_CREDENTIALS):
-                raise self._no_credentials() from error
-            detail = f"cannot {does} {self.name(path)}: {_first_line(error)}"
-            if "LOCATION" in said:  # a redirect without it: how S3 answers for a bucket of another region
-                raise OuterstepError(f"{detail}; set AWS_REGION to the bucket's region") from error
-            raise Transient(detail) from error
+            raise self._told(str(error), does, self.name(path)) from error
+
+    def _told(self, said: str, does: str, name: str) -> OuterstepError:
+        """Return what the store said in a sentence, with what to do."""
+        status, code = _STATUS.search(said), _CODE.search(said)
+        answer = f"{status[1]}{f' {code[1]}' if code else ''}" if status else ""
+        if "NoSuchBucket" in said or "ContainerNotFound" in said:
+            return self._no_bucket()
+        if any(each in said for each in _NO_CREDENTIALS):
+            return self._no_credentials()
+        if status and status[1] in ("401", "403"):
+            return OuterstepError(
+                f"this machine may not {does} {name} ({answer}): see that the key in {self._credentials} is right, and "
+                "allowed to list, read, write and remove what is there"
+            )
+        if (
+            "LOCATION" in said or "AuthorizationHeaderMalformed" in said
+        ):  # how S3 answers for a bucket of another region
+            return OuterstepError(
+                f"the bucket of {name} is in another region than was asked: set AWS_REGION to its own"
+            )
+        if status and status[1].startswith("4") and status[1] not in _BUSY:
+            return OuterstepError(f"cannot {does} {name}: the store answers {answer}")
+        return Transient(f"cannot {does} {name}: {f'the store answers {answer}' if answer else _first_line(said)}")
 
     def _no_credentials(self) -> OuterstepError:
         return OuterstepError(f"there are no credentials here for {self}: set {self._credentials} (docs/deployment.md)")
@@ -218,6 +228,6 @@ def _version(told: Any) -> Version:
     return {key: told[key] for key in ("e_tag", "version") if told.get(key) is not None}
 
 
-def _first_line(error: Exception) -> str:
-    """Return what the store says; what follows is for its makers."""
-    return str(error).partition("\n")[0].partition(": <?xml")[0]
+def _first_line(said: str) -> str:
+    """Return what the store said; what follows is for its makers."""
+    return said.partition("\n")[0].partition(": <")[0]

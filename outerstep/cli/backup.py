@@ -71,7 +71,7 @@ def backup(
 
 
 def backups(place: PlaceArgument, output: FormatOption = Format.TABLE) -> None:
-    """List the backups there, newest first, and whether they are whole: every byte is read.
+    """List backups, newest first, and whether they are whole: every byte is read.
 
     Ends with exit code 3 if one is damaged.
 

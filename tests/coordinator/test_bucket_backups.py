@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,7 +125,7 @@ def test_what_is_new_goes_up_the_newest_stay_and_each_is_restored(
 
 def test_the_coordinator_backs_itself_up_to_a_url(s3: S3Server, url: str, tmp_path: Path) -> None:
     clock = SettableClock()
-    settings = {"backup_dir": url, "backup_every_s": 3600.0}
+    settings: dict[str, Any] = {"backup_dir": url, "backup_every_s": 3600.0}
     with coordinator_thread(tmp_path / "data", clock=clock, **settings) as running:
         wait_until(lambda: running.coordinator.last_backup_at is not None)
         made_at = running.coordinator.last_backup_at
@@ -325,7 +326,7 @@ def test_a_line_that_is_cut_is_no_damage(s3: S3Server, two: str, tmp_path: Path)
     blob = only_in_2(two)[0]
     s3.fault = lambda request: (503, "SlowDown") if blob in request.path and request.method == "GET" else None
     for does in (lambda: damages(two), lambda: restore(place_of(two), None, tmp_path / "new")):
-        with pytest.raises(Transient, match=f"cannot read {two}/blobs/{blob}: .*503"):
+        with pytest.raises(Transient, match=f"cannot read {two}/blobs/{blob}: the store answers 503"):
             does()
     s3.undisturbed()
     check_restored(tmp_path / "new", restore(place_of(two), None, tmp_path / "new"))
@@ -359,11 +360,32 @@ def test_a_fault_in_the_middle_leaves_what_was_there_and_the_next_one_goes_on(
     assert (made.copied_blobs, made.removed, damages(url)) == (0, [1], {2: ""})
 
 
-def test_a_key_that_may_not_is_told_with_what_to_look_at(s3: S3Server, url: str, states: list[Path]) -> None:
-    s3.fault = lambda request: (403, "SignatureDoesNotMatch") if request.method == "PUT" else None
-    told = rf"may not write {url}/lock \(SignatureDoesNotMatch\): see that the key in AWS_ACCESS_KEY_ID and "
-    with pytest.raises(OuterstepError, match=told):
+@pytest.mark.parametrize(
+    ("method", "answer", "told"),
+    [
+        (
+            "PUT",
+            (403, "SignatureDoesNotMatch"),
+            "this machine may not write {url}/lock (403 SignatureDoesNotMatch): see ",
+        ),
+        (
+            "GET",
+            (403, "AccessDenied"),
+            "this machine may not list {url} (403 AccessDenied): see that the key in AWS_AC",
+        ),
+        ("GET", (400, "AuthorizationHeaderMalformed"), "the bucket of {url} is in another region than was asked: set "),
+        ("GET", (301, "PermanentRedirect"), "the bucket of {url} is in another region than was asked: set AWS_REGION"),
+        ("PUT", (400, "InvalidRequest"), "cannot write {url}/lock: the store answers 400 InvalidRequest"),
+    ],
+)
+def test_what_another_try_does_not_mend_is_told_with_what_to_look_at(
+    s3: S3Server, url: str, states: list[Path], method: str, answer: tuple[int, str], told: str
+) -> None:
+    s3.fault = lambda request: answer if request.method == method else None
+    with pytest.raises(OuterstepError) as caught:
         back_up(states[0], url)
+    assert told.format(url=url) in str(caught.value)
+    assert not isinstance(caught.value, Transient)
 
 
 def test_where_there_are_no_credentials_the_variables_are_named(

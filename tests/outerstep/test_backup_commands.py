@@ -85,6 +85,31 @@ def test_a_damaged_backup_is_shown_and_ends_with_3(tmp_path: Path, served: Serve
     assert err.startswith("backup 2 is not whole, so an older one is looked for: ")
 
 
+def test_a_bucket_in_the_place_of_a_directory(tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
+    pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3]' flask flask-cors")
+    from tests.support.s3_server import BUCKET, s3_server
+
+    url, new = f"s3://{BUCKET}/deep/er", tmp_path / "new"
+    with s3_server() as s3:
+        for name, value in s3.environment().items():
+            monkeypatch.setenv(name, value)
+        code, out, err = outerstep("coordinator", "backup", f"{url}/", "--data", served.data)
+        assert (code, out.startswith(f"made backup 1 in {url}: 0 new of 0 blobs"), err) == (0, True, "")
+        assert re.search(r"^1 +20\S+ .* whole$", outerstep("coordinator", "backups", url)[1], re.MULTILINE)
+        code, out, err = outerstep("coordinator", "restore", url, "--data", new, "--new-admin-token")
+        assert (code, out.startswith("restored backup 1"), err) == (0, True, "")
+        manifest = s3.read("deep/er/backups/1.json")
+        s3.write("deep/er/backups/1.json", manifest[:-1])
+        code, _, err = outerstep("coordinator", "backups", url)
+        assert (code, "backup 1: its manifest is not what was written" in err) == (3, True)
+        s3.fault = lambda request: (403, "AccessDenied") if request.method == "GET" else None
+        code, _, err = outerstep("coordinator", "restore", url, "--data", tmp_path / "other")
+        assert (code, f"this machine may not list {url}" in err) == (3, True)
+    with serving(new) as again:
+        assert again.outerstep("run", "ls")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
@@ -96,6 +121,7 @@ def test_a_damaged_backup_is_shown_and_ends_with_3(tmp_path: Path, served: Serve
             2,
             "ftp://host/b: backups go to a directory, or to a URL",
         ),
+        (["restore", "https://host/b", "--data", "{tmp}/new"], 2, "https://host/b: backups go to a directory, or"),
         (["backup", "{tmp}/b", "--keep", "0"], 2, "--keep"),
         (["backups", "{tmp}/none"], 3, "there is no directory {tmp}/none"),
         (["backups", "{tmp}/empty"], 3, "there is no backup in {tmp}/empty: `outerstep coordinator backup"),
