@@ -59,6 +59,7 @@ class Lease:
         beat = threading.Thread(target=self._renew_until, args=(over,), name="backup-lock", daemon=True)
         beat.start()
         try:
+            self._check_conditions()
             yield
         finally:
             over.set()
@@ -82,32 +83,36 @@ class Lease:
     def renew(self) -> None:
         """Hold the lock for LEASE_S from now on. Raises Lost if another has it, and Transient."""
         with self._lock:
-            content, until = self._content(self._now() + LEASE_S)
-            version = self._objects.replace(PATH, content, self._version) or self._version_of(content)
-            if version is None:
-                self._gone = True
+            until = self._now() + LEASE_S
+            if self._put(until):
+                self._until = until
             else:
-                self._version, self._until = version, until
-        if version is None:
-            self.check()
+                self._gone = True
+        self.check()
 
     def _take(self) -> None:
-        content, until = self._content(self._now() + LEASE_S)
+        until = self._now() + LEASE_S
+        content = self._content(until)
         for _ in range(_TRIES):
             found = self._objects.get(PATH)
             if found is None:
                 version = self._objects.create(PATH, content)
-            elif found[0] == content:  # the answer was lost
+            elif found[0] == content:  # the answer to the put was lost
                 version = found[1]
             else:
                 self._check_free(found[0])
                 version = self._objects.replace(PATH, content, found[1])
             if version is not None:
                 self._version, self._until = version, until
-                break
-        else:
-            raise OuterstepError(f"others take the lock {self._objects.name(PATH)} all the time: try again")
-        if self._objects.create(PATH, content) is not None:
+                return
+        raise OuterstepError(f"others take the lock {self._objects.name(PATH)} all the time: try again")
+
+    def _check_conditions(self) -> None:
+        """Raise OuterstepError if the store makes the lock a second time: what it holds is the same."""
+        with self._lock:
+            version = self._objects.create(PATH, self._content(self._until))
+        if version is not None:
+            self._version = version
             raise OuterstepError(
                 f"the store of {self._objects} heeds no `If-None-Match`, so two backups at once could harm each other: "
                 "name one that does, or a directory"
@@ -140,18 +145,24 @@ class Lease:
 
     def _give_back(self) -> None:
         """Let another take the lock at once; where this fails, it waits."""
-        if self._gone:
-            return
         try:
-            self._objects.replace(PATH, self._content(0.0)[0], self._version)
+            if not self._gone:
+                self._put(0.0)
         except OuterstepError as error:
             logger.warning("the next backup has to wait, as the lock cannot be given back: %s", error)
 
-    def _content(self, until: float) -> tuple[bytes, float]:
-        held = Held(holder=f"{socket.gethostname()}, process {os.getpid()}", id=self._id, until=until)
-        return held.model_dump_json().encode() + b"\n", until
+    def _put(self, until: float) -> bool:
+        """Write into the lock until when it is held; return False if it is another's."""
+        content = self._content(until)
+        version = self._objects.replace(PATH, content, self._version)
+        # The answer to this put, or to one before, may have been lost: then the lock is this one's, in another version.
+        if version is None and (found := self._objects.get(PATH)) is not None and self._id.encode() in found[0]:
+            version = found[1] if found[0] == content else self._objects.replace(PATH, content, found[1])
+        if version is None:
+            return False
+        self._version = version
+        return True
 
-    def _version_of(self, content: bytes) -> Version | None:
-        """Return the version of the lock if it has this content: the answer to the put that wrote it was lost."""
-        found = self._objects.get(PATH)
-        return found[1] if found is not None and found[0] == content else None
+    def _content(self, until: float) -> bytes:
+        held = Held(holder=f"{socket.gethostname()}, process {os.getpid()}", id=self._id, until=until)
+        return held.model_dump_json().encode() + b"\n"

@@ -38,6 +38,7 @@ Version = dict[str, str]  # of an object, as obstore tells and takes it
 
 _BUSY = ("408", "409", "429")  # beside 5xx: what another try may mend
 _STATUS = re.compile(r"status code: (\d+)")
+_UNANSWERED = re.compile(r"Error performing [A-Z]+ (\w+://[^/\s]+).* HTTP error: (.*)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 # What is in the errors of who has none: without variables, the machine itself is asked, which is of a cloud or not.
 _NO_CREDENTIALS = ("/latest/api/token", "/computeMetadata/", "/metadata/identity/", "Account must be specified")
@@ -178,7 +179,12 @@ class Objects:
             )
         if status and status[1].startswith("4") and status[1] not in _BUSY:
             return OuterstepError(f"cannot {does} {name}: the store answers {answer}")
-        return Transient(f"cannot {does} {name}: {f'the store answers {answer}' if answer else _first_line(said)}")
+        if status:
+            return Transient(f"cannot {does} {name}: the store answers {answer}")
+        if unanswered := _UNANSWERED.search(_first_line(said)):
+            reached = f"nothing answers at {unanswered[1]} ({unanswered[2]}): see that it can be reached from here"
+            return Transient(f"cannot {does} {name}: {reached}")
+        return Transient(f"cannot {does} {name}: {_first_line(said)}")
 
     def _no_credentials(self) -> OuterstepError:
         return OuterstepError(f"there are no credentials here for {self}: set {self._credentials} (docs/deployment.md)")

@@ -217,6 +217,21 @@ def test_a_lock_is_renewed_while_it_is_held(
     assert b'"until":0.0' in s3.read(f"{prefix}/lock")
 
 
+def test_a_renewal_of_which_the_answer_is_lost_is_one(s3: S3Server, url: str, prefix: str) -> None:
+    time = Time(1000.0)
+    held = lease.Lease(objects.Objects(url), time)
+    with held.held():
+        s3.after = lambda request: (503, "SlowDown") if request.method == "PUT" else None
+        time.now = 1100.0
+        with pytest.raises(Transient):
+            held.renew()
+        s3.undisturbed()
+        time.now = 1200.0
+        held.renew()
+        assert b'"until":1800.0' in s3.read(f"{prefix}/lock")
+    assert b'"until":0.0' in s3.read(f"{prefix}/lock")
+
+
 def test_who_was_stopped_for_long_does_no_harm_to_who_took_over(
     url: str, states: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,7 +427,9 @@ def test_where_nobody_answers_another_try_may_help(
     s3: S3Server, url: str, states: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    with pytest.raises(Transient, match=f"cannot list {url}"):
+    with pytest.raises(
+        Transient, match=f"cannot list {url}: nothing answers at http://127.0.0.1:1 .*: see that it can be"
+    ):
         back_up(states[0], url)
 
 
