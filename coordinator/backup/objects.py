@@ -42,6 +42,7 @@ _UNANSWERED = re.compile(r"Error performing [A-Z]+ (\w+://[^/\s]+).* HTTP error:
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 # What is in the errors of who has none: without variables, the machine itself is asked, which is of a cloud or not.
 _NO_CREDENTIALS = ("/latest/api/token", "/computeMetadata/", "/metadata/identity/", "Account must be specified")
+_ANOTHER_REGION = ("redirect without LOCATION", "AuthorizationHeaderMalformed")  # how S3 says it
 
 
 class Objects:
@@ -112,12 +113,15 @@ class Objects:
 
     def upload(self, path: str, size: int, pieces: Iterable[bytes | bytearray]) -> None:
         """Make an object of `pieces`, of so many bytes. What `pieces` raises leaves none, and is raised."""
-        with self._telling("write", path, writes=True):
-            if size <= PART_BYTES:
-                obstore.put(self._large, path, b"".join(pieces), use_multipart=False)
-                return
-            part_bytes = max(PART_BYTES, -(-size // _PARTS))
-            obstore.put(self._large, path, iter(pieces), chunk_size=part_bytes, max_concurrency=PARTS_AT_ONCE)
+        try:
+            with self._telling("write", path):
+                if size <= PART_BYTES:
+                    obstore.put(self._large, path, b"".join(pieces), use_multipart=False)
+                    return
+                part_bytes = max(PART_BYTES, -(-size // _PARTS))
+                obstore.put(self._large, path, iter(pieces), chunk_size=part_bytes, max_concurrency=PARTS_AT_ONCE)
+        except FileNotFoundError as error:  # a rule of the bucket, say, or an operator
+            raise Transient(f"the parts of {self.name(path)} were removed before all were there") from error
 
     def delete(self, paths: list[str]) -> None:
         """Remove objects, if they are there."""
@@ -129,10 +133,10 @@ class Objects:
 
     def _put_if(self, path: str, content: bytes, mode: Any) -> Version | None:
         try:
-            with self._telling("write", path, writes=True):
+            with self._telling("write", path):
                 return _version(obstore.put(self._small, path, content, mode=mode, use_multipart=False))
-        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
-            return None
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError):
+            return None  # the last: what was to be replaced was removed
 
     def _opened(self, timeout: timedelta) -> Any:
         options = {"connect_timeout": timedelta(seconds=10), "timeout": timeout, "allow_http": True}  # AWS_ENDPOINT_URL
@@ -145,12 +149,12 @@ class Objects:
             raise OuterstepError(f"{self} cannot be opened: {_first_line(str(error))}") from error
 
     @contextmanager
-    def _telling(self, does: str, path: str = "", *, writes: bool = False) -> Iterator[None]:
+    def _telling(self, does: str, path: str = "") -> Iterator[None]:
         """Raise what the store raises as a sentence; FileNotFoundError for an object that is not there."""
         try:
             yield
         except FileNotFoundError as error:
-            if writes or "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
+            if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
                 raise self._no_bucket() from error
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name(path)) from error
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
@@ -171,9 +175,7 @@ class Objects:
                 f"this machine may not {does} {name} ({answer}): see that the key in {self._credentials} is right, and "
                 "allowed to list, read, write and remove what is there"
             )
-        if (
-            "LOCATION" in said or "AuthorizationHeaderMalformed" in said
-        ):  # how S3 answers for a bucket of another region
+        if any(each in said for each in _ANOTHER_REGION):
             return OuterstepError(
                 f"the bucket of {name} is in another region than was asked: set AWS_REGION to its own"
             )

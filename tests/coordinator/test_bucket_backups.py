@@ -232,6 +232,15 @@ def test_a_renewal_of_which_the_answer_is_lost_is_one(s3: S3Server, url: str, pr
     assert b'"until":0.0' in s3.read(f"{prefix}/lock")
 
 
+def test_a_lock_that_somebody_removed_is_lost(s3: S3Server, url: str, prefix: str) -> None:
+    held = lease.Lease(objects.Objects(url), Time(1000.0))
+    with held.held():
+        s3.client().delete_object(Bucket=BUCKET, Key=f"{prefix}/lock")
+        with pytest.raises(OuterstepError, match=f"another backup has taken the lock {url}/lock"):
+            held.renew()
+    assert s3.keys(f"{prefix}/") == set()
+
+
 def test_who_was_stopped_for_long_does_no_harm_to_who_took_over(
     url: str, states: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,6 +410,19 @@ def test_what_another_try_does_not_mend_is_told_with_what_to_look_at(
         back_up(states[0], url)
     assert told.format(url=url) in str(caught.value)
     assert not isinstance(caught.value, Transient)
+
+
+def test_an_upload_that_the_bucket_has_dropped_may_be_tried_again(s3: S3Server, url: str, tmp_path: Path) -> None:
+    content = bytes(objects.PART_BYTES + 1)
+    (tmp_path / "blob").write_bytes(content)
+    s3.fault = lambda request: (404, "NoSuchUpload") if "partNumber" in request.query else None
+    bucket = BackupBucket(url)
+    with (
+        bucket.locked(),
+        FileReader(tmp_path / "blob") as reader,
+        pytest.raises(Transient, match=r"the parts of .* were removed before all were there"),
+    ):
+        bucket.take_blob(reader, digest(content).hex(), go_on)
 
 
 def test_where_there_are_no_credentials_the_variables_are_named(
