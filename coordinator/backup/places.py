@@ -19,7 +19,7 @@ def address_of(text: str) -> Address:
     if "://" not in text:
         return Path(text)
     if not text.startswith(STORES):
-        raise ValueError(f"{text}: backups go to a directory, or to a URL that begins with {', '.join(STORES)}")
+        raise ValueError(_another(text))
     return text
 
 
@@ -48,7 +48,9 @@ def check(address: Address, data_dir: Path) -> None:
 
 
 def _bucket(url: str) -> ModuleType:
-    """Return the module for buckets, which needs what not every coordinator has."""
+    """Return the module for buckets, which needs what not every coordinator has. Raises OuterstepError."""
+    if not url.startswith(STORES):
+        raise OuterstepError(_another(url))
     try:
         from coordinator.backup import bucket
     except ModuleNotFoundError as error:
@@ -56,3 +58,7 @@ def _bucket(url: str) -> ModuleType:
             raise
         raise OuterstepError(f"{url} needs obstore: pip install 'outerstep[coordinator,remote]'") from error
     return bucket
+
+
+def _another(url: str) -> str:
+    return f"{url}: backups go to a directory, or to a URL that begins with {', '.join(STORES)}"

@@ -128,6 +128,11 @@ def test_a_bucket_in_the_place_of_a_directory(tmp_path: Path, served: Served, mo
         (["restore", "{tmp}/empty", "--data", "{tmp}/new"], 3, "there is no backup in {tmp}/empty"),
         (["--data", "{tmp}/empty", "backup", "{tmp}/b"], 2, "give --data after `coordinator backup`, not before it"),
         (["--backup-every", "1h"], 2, "--backup-every and --backup-keep need --backup DIR|URL"),
+        (
+            ["--backup", "ftp://host/b", "--data", "{tmp}/empty"],
+            3,
+            "ftp://host/b: backups go to a directory, or to a URL",
+        ),
         (["--backup", "{tmp}/b", "--backup-every", "soon"], 2, "--backup-every: 'soon' is not a time such as 30min"),
         (["--backup", "{tmp}/b", "--backup-every", "0"], 2, "--backup-every = 0.0: input should be greater than 0"),
         (["--backup", "{tmp}/b", "--backup-keep", "0"], 2, "--backup-keep"),
