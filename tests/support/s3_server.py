@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import boto3
+import httpx
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 from werkzeug.wrappers import Response
@@ -91,7 +92,7 @@ def refusal(status: int, code: str) -> Response:
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """Serve one bucket."""
+    """Serve one bucket, which is empty: what moto has is the process's, so there is one server at a time."""
     moto = DomainDispatcherApplication(create_backend_app)
     server: S3Server
 
@@ -115,6 +116,7 @@ def s3_server() -> Iterator[S3Server]:
     thread = threading.Thread(target=listening.serve_forever, daemon=True)
     thread.start()
     try:
+        httpx.post(f"{server.url}/moto-api/reset").raise_for_status()
         server.client().create_bucket(Bucket=BUCKET)
         server.asked.clear()
         yield server
