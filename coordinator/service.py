@@ -15,7 +15,7 @@ from anyio import CapacityLimiter
 from sqlalchemy import URL, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator.backup.directory import check_apart
+from coordinator.backup import places
 from coordinator.backup.making import Source
 from coordinator.backup.scheduled import Schedule, Scheduled
 from coordinator.callers import Callers
@@ -70,7 +70,7 @@ class Coordinator:
         self.answers = Shared[bytes](len, ANSWERS_BYTES, clock)
         self.event_pages = Shared[Page[Event]](lambda page: EVENT_BYTES * len(page.items), ANSWERS_BYTES, clock)
         if settings.backup_dir is not None:
-            check_apart(settings.backup_dir, settings.data_dir)
+            places.check(settings.backup_dir, settings.data_dir)
         self.reading, self.parsing = CapacityLimiter(READS_AT_ONCE), CapacityLimiter(1)  # threads
         url = url_of(settings.database_url, settings.data_dir)
         self.data = DataDirectory(settings.data_dir)
@@ -114,9 +114,9 @@ class Coordinator:
 
     def _scheduled(self, url: URL) -> Scheduled | None:
         """Return the backups that the settings ask for."""
-        if (directory := self.settings.backup_dir) is None:
+        if (address := self.settings.backup_dir) is None:
             return None
-        schedule = Schedule(directory, self.settings.backup_every_s, self.settings.backup_keep)
+        schedule = Schedule(address, self.settings.backup_every_s, self.settings.backup_keep)
         world = self._world
         return Scheduled(schedule, Source(url, world.blobs.open), self._closing, world.clock, world.now)
 

@@ -36,13 +36,13 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged, to stderr")
 
-    backup_dir: Path | None = Field(
+    backup_dir: Path | str | None = Field(
         None,
-        description="a directory, best on another disk, in which the coordinator backs itself up while it runs; "
-        "default: it does not",
+        description="a directory, best on another disk, or a URL (s3://BUCKET/PREFIX, gs://, az://), to which the "
+        "coordinator backs itself up while it runs; default: it does not",
     )
     backup_every_s: float = Field(3600.0, gt=0, description="seconds from one such backup to the next")
-    backup_keep: int = Field(7, ge=1, description="so many backups, the newest, stay in that directory")
+    backup_keep: int = Field(7, ge=1, description="so many backups, the newest, stay there")
 
     # What anybody may take, before a token was looked at.
     max_connections: int | None = Field(
@@ -94,6 +94,11 @@ class Settings(BaseSettings):
                 "secrets.token_urlsafe(32))' makes one"
             )
         return secret
+
+    @field_validator("backup_dir", mode="before")
+    @classmethod
+    def _is_directory_or_url(cls, value: object) -> object:
+        return Path(value) if isinstance(value, str) and "://" not in value else value
 
     @field_validator("proxies")
     @classmethod

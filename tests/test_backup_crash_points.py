@@ -35,7 +35,7 @@ OF_BACKUP = {
     "fsync backups in directory.add",
     "remove backups/N.json in directory.remove",
     "remove backups/N.db in directory.remove_databases_but",
-    "remove blobs/D in pruning.prune",
+    "remove blobs/D in directory.remove_blobs",
 }
 OF_RESTORE = {
     "rename to restored in putting_back.restore",

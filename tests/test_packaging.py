@@ -75,18 +75,18 @@ def test_no_pin_is_left_over() -> None:
 
 
 def test_a_coordinator_installs_without_torch_and_a_worker_without_a_web_server() -> None:
-    coordinator = closure(BASE + EXTRAS["coordinator"])
+    coordinator = closure(BASE + EXTRAS["coordinator"] + EXTRAS["remote"])
     worker = closure(BASE + EXTRAS["worker"])
     assert not coordinator & {"torch", "transformers", "safetensors"}
     assert not worker & {"fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic"}
 
 
-@pytest.mark.parametrize("part", ["coordinator", "worker"])
-def test_an_image_holds_its_own_extra_only(part: str) -> None:
+@pytest.mark.parametrize(("part", "extras"), [("coordinator", "coordinator,remote"), ("worker", "worker")])
+def test_an_image_holds_its_own_extras_only(part: str, extras: str) -> None:
     instructions = dockerfile(part)
     assert instructions["FROM"] == ["python:3.11 AS build", "python:3.11-slim"]  # the kernels need a compiler
     (install,) = (line for line in instructions["RUN"] if "/wheel/*.whl" in line)
-    assert re.findall(r"\.whl\)\[(.*?)\]", install) == [part]
+    assert re.findall(r"\.whl\)\[(.*?)\]", install) == [extras]
     assert "-c /wheel/constraints.txt" in install
     assert (ROOT / "constraints.txt").is_file()
     assert len(instructions["USER"]) == 1

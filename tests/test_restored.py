@@ -4,12 +4,14 @@ on, and all of them follow."""
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.harness.coordinator import CoordinatorProcess
+from coordinator.backup.places import Address
 from protocol.messages import Scope
 from tests.support.backing_up import back_up, restored
 from tests.support.specs import tiny_spec
@@ -30,8 +32,30 @@ def go_on(worker: ForkedWorker) -> None:
     os.kill(worker.process.pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("overlap", [0, 2], ids=["classic", "streaming"])
-def test_every_replica_ends_with_the_state_of_the_restored_coordinator(tmp_path: Path, overlap: int) -> None:
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
+    if request.param == "directory":
+        yield tmp_path / "backups"
+        return
+    pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
+    pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3]' flask flask-cors")
+    from tests.support.s3_server import BUCKET, s3_server
+
+    with s3_server() as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield f"s3://{BUCKET}/of-the-run"
+
+
+@pytest.mark.parametrize(
+    ("overlap", "place"),
+    [(0, "directory"), (2, "directory"), (0, "bucket")],
+    ids=["classic", "streaming", "classic-from-a-bucket"],
+    indirect=["place"],
+)
+def test_every_replica_ends_with_the_state_of_the_restored_coordinator(
+    tmp_path: Path, overlap: int, place: Address
+) -> None:
     torch.set_num_threads(1)
     text = write_text(tmp_path / "text", seed=2)
     spec = tiny_spec(
@@ -54,13 +78,13 @@ def test_every_replica_ends_with_the_state_of_the_restored_coordinator(tmp_path:
         for worker in workers:
             worker.start()
         held = hold_back(running, workers[1], from_round=1)  # so that it is known of which round the backup is
-        made = back_up(tmp_path / "data", tmp_path / "backups")
+        made = back_up(tmp_path / "data", place)
         assert (made.manifest.runs[0].round, made.manifest.lost) == (held, [])
         go_on(workers[1])
         assert hold_back(running, workers[1], from_round=held + 2) >= held + 2
         lost.kill()
         shutil.rmtree(tmp_path / "data")
-        restored(tmp_path / "backups", tmp_path / "new")
+        restored(place, tmp_path / "new")
         running = new.start()
         go_on(workers[1])
         for worker in workers:

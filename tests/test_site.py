@@ -6,6 +6,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -65,7 +66,8 @@ def test_a_page_loads_nothing_from_elsewhere_and_links_to_what_is_there(site: Pa
             assert not re.match(r"(\w+:)?//", address), f"{page.name} loads {address}"
         for address in [*elements.loaded, *elements.links]:
             if not re.match(r"\w+:|#|/", address):
-                assert (page.parent / address.partition("#")[0].partition("?")[0]).exists(), f"{page}: {address}"
+                named = unquote(address.partition("#")[0].partition("?")[0])
+                assert (page.parent / named).exists(), f"{page}: {address}"
 
 
 def test_a_file_outside_is_a_page_with_its_text(site: Path) -> None:

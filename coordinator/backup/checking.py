@@ -1,7 +1,9 @@
 """Whether backups are whole: every byte of them is read."""
 
-from coordinator.backup.directory import BackupDirectory, Damaged, is_whole
+from functools import partial
+
 from coordinator.backup.manifest import Content, Manifest, Part, RunSummary
+from coordinator.backup.place import Damaged, Place, is_whole
 
 
 class BackupInfo(Part):
@@ -18,9 +20,9 @@ class BackupInfo(Part):
 
 
 class Checker:
-    """Tells of the backups of a directory whether they are whole. Blobs that several share are read once."""
+    """Tells of the backups of a place whether they are whole. Blobs that several share are read once."""
 
-    def __init__(self, backups: BackupDirectory) -> None:
+    def __init__(self, backups: Place) -> None:
         self._backups = backups
         self._whole: dict[str, bool] = {}
 
@@ -47,16 +49,15 @@ class Checker:
         return [info for info in found if info.number in there]
 
     def _damage(self, manifest: Manifest) -> str:
-        database = self._backups.database(manifest.number)
-        if not is_whole(database, manifest.database):
-            return f"{database} is missing or damaged"
+        if not is_whole(partial(self._backups.open_database, manifest), manifest.database):
+            return f"{self._backups.database_name(manifest)} is missing or damaged"
         spoilt = [blob for blob in manifest.blobs if not self._is_whole(blob)]
         if not spoilt:
             return ""
         more = f", and {len(spoilt) - 1} more" if len(spoilt) > 1 else ""
-        return f"{self._backups.blob(spoilt[0].digest)} is missing or damaged ({spoilt[0].name}){more}"
+        return f"{self._backups.blob_name(spoilt[0].digest)} is missing or damaged ({spoilt[0].name}){more}"
 
     def _is_whole(self, blob: Content) -> bool:
         if blob.digest not in self._whole:
-            self._whole[blob.digest] = is_whole(self._backups.blob(blob.digest), blob)
+            self._whole[blob.digest] = is_whole(partial(self._backups.open_blob, blob.digest), blob)
         return self._whole[blob.digest]

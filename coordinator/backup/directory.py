@@ -12,77 +12,61 @@ that is there names files that are, and after a kill or a power cut the backups 
 
 import itertools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from coordinator.backup.manifest import Content, Manifest, decode, encode
+from coordinator.backup.copying import copy_whole
+from coordinator.backup.manifest import Content, Manifest, encode
+from coordinator.backup.place import Damaged, manifest_of
+from coordinator.store.blobs import Reader
 from coordinator.store.files import FileReader, fsync
 from coordinator.store.locking import hold
-from coordinator.store.payloads import digest_of
 from protocol.direct import write_new
 from protocol.errors import OuterstepError
 from protocol.reaching import in_words
 
 
-class Damaged(OuterstepError):
-    """A backup that is not whole: what is wrong with it."""
-
-
 class BackupDirectory:
-    """A directory of backups, to be read; within `locked`, to be written as well."""
+    """A directory of backups, as a `Place`."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root = self.disk = root
         self._manifests, self._blobs, self._incoming = root / "backups", root / "blobs", root / "incoming"
         self._scratch = itertools.count()
+
+    def __str__(self) -> str:
+        return str(self.root)
 
     # --- reading --------------------------------------------------------------------------------------------------
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the backups, newest first."""
         found = self._manifests.glob("*.json")
         return sorted((int(path.stem) for path in found if path.stem.isdecimal()), reverse=True)
 
     def manifest(self, number: int) -> Manifest:
-        """Return the manifest of a backup. Raises Damaged, also for one that was removed meanwhile."""
         try:
-            manifest = decode(self._manifest(number).read_bytes())
+            content = self._manifest(number).read_bytes()
         except OSError as error:
             raise Damaged(in_words(error)) from error
-        except ValueError as error:
-            raise Damaged(str(error)) from error
-        if manifest.number != number:
-            raise Damaged(f"its manifest is that of backup {manifest.number}")
-        return manifest
+        return manifest_of(content, number)
 
-    def database(self, number: int) -> Path:
-        """Return where the copy of the database is."""
-        return self._manifests / f"{number}.db"
+    def database_name(self, manifest: Manifest) -> str:
+        return str(self._database(manifest.number))
 
-    def blob(self, digest: str) -> Path:
-        """Return where the blob with this digest is, if it is there."""
-        return self._blobs / digest
+    def blob_name(self, digest: str) -> str:
+        return str(self._blob(digest))
 
-    def holds(self, blob: Content) -> bool:
-        """Return True if the blob is there, by its name and size."""
-        try:
-            return self.blob(blob.digest).stat().st_size == blob.size
-        except FileNotFoundError:
-            return False
+    def open_database(self, manifest: Manifest) -> Reader:
+        return FileReader(self._database(manifest.number))
 
-    def blobs(self) -> Iterator[Path]:
-        """Yield the files of all blobs."""
-        yield from (path for path in self._blobs.iterdir() if len(path.name) == 64)
+    def open_blob(self, digest: str) -> Reader:
+        return FileReader(self._blob(digest))
 
     # --- writing --------------------------------------------------------------------------------------------------
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the directory where it is missing, and let nobody else write to it meanwhile.
-
-        Raises OuterstepError if another backup is being made there, or if it is a directory of something else.
-        """
         if self.root.is_dir() and not self._manifests.is_dir() and any(self.root.iterdir()):
             raise OuterstepError(f"{self.root} has other files than backups: name a new or an empty directory")
         for folder in (self.root, self._manifests, self._blobs, self._incoming):
@@ -95,18 +79,25 @@ class BackupDirectory:
             yield
 
     def scratch(self) -> Path:
-        """Return an unused path for a file that is being written."""
         return self._incoming / str(next(self._scratch))
 
-    def take_blob(self, file: Path, digest: str) -> None:
-        """Give a durable file the name of the blob that it is. The name is durable once `add` has returned."""
-        file.replace(self.blob(digest))
+    def holds(self, blob: Content) -> bool:
+        try:
+            return self._blob(blob.digest).stat().st_size == blob.size
+        except FileNotFoundError:
+            return False
 
-    def add(self, manifest: Manifest, database: Path) -> None:
-        """Make a new backup of the blobs that are there and the file `database`; durable when this returns."""
+    def take_blob(self, reader: Reader, digest: str, interrupt: Callable[[], object]) -> bool:
+        file = self.scratch()
+        if not copy_whole(reader, file, digest, interrupt):
+            return False
+        file.replace(self._blob(digest))  # the name is durable once `add` has returned
+        return True
+
+    def add(self, manifest: Manifest, database: Path, interrupt: Callable[[], object]) -> None:
         fsync(self._blobs)
         fsync(database)
-        database.replace(self.database(manifest.number))
+        database.replace(self._database(manifest.number))
         fsync(self._manifests)
         file = self.scratch()
         write_new(file, encode(manifest))
@@ -115,18 +106,30 @@ class BackupDirectory:
         fsync(self._manifests)
 
     def remove(self, number: int) -> None:
-        """Remove a backup, but for the blobs: first what makes it one."""
         self._manifest(number).unlink()
         fsync(self._manifests)
 
-    def remove_databases_but(self, kept: set[int]) -> None:
-        """Remove the copies of databases of no backup in `kept`: of those that were removed or not finished."""
+    def remove_databases_but(self, kept: list[Manifest], unread: set[int]) -> None:
+        there = unread.union(manifest.number for manifest in kept)
         for path in self._manifests.glob("*.db"):
-            if path.stem.isdecimal() and int(path.stem) not in kept:
+            if path.stem.isdecimal() and int(path.stem) not in there:
                 path.unlink()
+
+    def digests(self) -> list[str]:
+        return [path.name for path in self._blobs.iterdir() if len(path.name) == 64]
+
+    def remove_blobs(self, digests: list[str]) -> None:
+        for digest in digests:
+            self._blob(digest).unlink()
 
     def _manifest(self, number: int) -> Path:
         return self._manifests / f"{number}.json"
+
+    def _database(self, number: int) -> Path:
+        return self._manifests / f"{number}.db"
+
+    def _blob(self, digest: str) -> Path:
+        return self._blobs / digest
 
 
 def existing(root: Path) -> BackupDirectory:
@@ -137,21 +140,6 @@ def existing(root: Path) -> BackupDirectory:
     if not found.numbers():
         raise OuterstepError(f"there is no backup in {root}: `outerstep coordinator backup {root}` makes one")
     return found
-
-
-def is_whole(path: Path, content: Content) -> bool:
-    """Return True if the file is there, can be read and has this content."""
-    try:
-        with FileReader(path) as reader:
-            return reader.size == content.size and digest_of(reader).hex() == content.digest
-    except OSError:
-        return False
-
-
-def content_of(path: Path) -> Content:
-    """Return what the file holds."""
-    with FileReader(path) as reader:
-        return Content(digest=digest_of(reader).hex(), size=reader.size)
 
 
 def check_apart(root: Path, data_dir: Path) -> None:

@@ -11,17 +11,17 @@ comes to an end where blobs are copied faster than the run makes those that are 
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import URL
 
 from coordinator.backup import pruning
-from coordinator.backup.copying import copy_whole, go_on
-from coordinator.backup.directory import BackupDirectory, content_of
+from coordinator.backup.copying import go_on
 from coordinator.backup.manifest import Blob, Manifest, RunSummary
 from coordinator.backup.needed import needed
+from coordinator.backup.place import Place, content_of
 from coordinator.store import database
 from coordinator.store.blobs import Reader
 from coordinator.store.database import disk_is_full
@@ -66,7 +66,7 @@ def files_of(data_dir: Path) -> Callable[[str], Reader]:
 
 def make(
     source: Source,
-    backups: BackupDirectory,
+    backups: Place,
     keep: int,
     now: Callable[[], float] = time.time,
     interrupt: Callable[[], object] = go_on,
@@ -75,7 +75,7 @@ def make(
 
     `interrupt` is called now and then, and what it raises ends the work. Raises OuterstepError, with what to do.
     """
-    with in_sentences(backups.root), backups.locked():
+    with in_sentences(backups.disk, backups), backups.locked():
         copying = _Copying(source, backups, interrupt)
         copied = copying.until_nothing_is_gone(now)
         manifest = Manifest(
@@ -87,7 +87,7 @@ def make(
             blobs=[blob for blob in copied.blobs if blob.name not in copied.lost],
             lost=sorted(copied.lost),
         )
-        backups.add(manifest, copied.database)
+        backups.add(manifest, copied.database, interrupt)
         return Made(manifest, copying.blobs, copying.bytes, pruning.prune(backups, keep))
 
 
@@ -105,7 +105,7 @@ class _Copied:
 class _Copying:
     """The copying of one backup, and how much of it was new."""
 
-    def __init__(self, source: Source, backups: BackupDirectory, interrupt: Callable[[], object]) -> None:
+    def __init__(self, source: Source, backups: Place, interrupt: Callable[[], object]) -> None:
         self._source, self._backups, self._interrupt = source, backups, interrupt
         self.blobs = self.bytes = 0
 
@@ -130,22 +130,25 @@ class _Copying:
         self._interrupt()
         if self._backups.holds(blob):
             return True
-        with suppress(FileNotFoundError), self._source.open_blob(blob.name) as reader:
-            file = self._backups.scratch()
-            if copy_whole(reader, file, blob.digest, self._interrupt):
-                self._backups.take_blob(file, blob.digest)
-                self.blobs, self.bytes = self.blobs + 1, self.bytes + blob.size
-                return True
-        return False
+        try:
+            reader = self._source.open_blob(blob.name)
+        except FileNotFoundError:
+            return False
+        with reader:
+            if not self._backups.take_blob(reader, blob.digest, self._interrupt):
+                return False
+        self.blobs, self.bytes = self.blobs + 1, self.bytes + blob.size
+        return True
 
 
 @contextmanager
-def in_sentences(root: Path) -> Iterator[None]:
-    """Raise OuterstepError, with what to do, for an OSError of the block, which writes below `root`."""
+def in_sentences(disk: Path, place: object) -> Iterator[None]:
+    """Raise OuterstepError, with what to do, for an OSError of the block, which writes below `disk`, and to `place`."""
     try:
         yield
     except OSError as error:
+        kept = f"what was in {place} before is as it was"
         if disk_is_full(error):
-            detail = f"the disk of {root} is full: make room there, and do the same again"
-            raise OuterstepError(f"{detail}; what was there before is as it was") from error
-        raise OuterstepError(f"{in_words(error)}; what was in {root} before is as it was") from error
+            detail = f"the disk of {disk} is full: make room there, and do the same again"
+            raise OuterstepError(f"{detail}; {kept}") from error
+        raise OuterstepError(f"{in_words(error)}; {kept}") from error

@@ -9,17 +9,19 @@ import shutil
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from coordinator.backup.copying import copy_whole
-from coordinator.backup.directory import BackupDirectory, Damaged
 from coordinator.backup.making import in_sentences
 from coordinator.backup.manifest import Content, Manifest
+from coordinator.backup.place import Damaged, Place
 from coordinator.store import sqlite
+from coordinator.store.blobs import Reader
 from coordinator.store.data_directory import RESTORED, DataDirectory
 from coordinator.store.database import Database
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.store.files import FileReader, fsync
+from coordinator.store.files import fsync
 from coordinator.store.tokens import Tokens
 from protocol.direct import write_new
 from protocol.errors import OuterstepError
@@ -29,7 +31,7 @@ _NOTHING = {"lock", "incoming", "lost+found"}  # of a restore that was killed at
 
 
 def restore(
-    backups: BackupDirectory, number: int | None, data_dir: Path, tell: Callable[[str], object] = lambda _: None
+    backups: Place, number: int | None, data_dir: Path, tell: Callable[[str], object] = lambda _: None
 ) -> Manifest:
     """Restore a backup (None: the newest whole one) into `data_dir`; return its manifest, once every byte has been
     compared with its digest and is durable. `tell` is told of newer ones that are damaged.
@@ -40,8 +42,8 @@ def restore(
     found = backups.numbers()
     if number is not None and number not in found:
         there = ", ".join(map(str, found))
-        raise OuterstepError(f"there is no backup {number} in {backups.root}, but {there}")
-    with in_sentences(data_dir):
+        raise OuterstepError(f"there is no backup {number} in {backups}, but {there}")
+    with in_sentences(data_dir, data_dir):
         for each in found if number is None else [number]:
             try:
                 return _restore(backups, each, data_dir)
@@ -49,7 +51,7 @@ def restore(
                 if number is not None:
                     raise
                 tell(f"backup {each} is not whole, so an older one is looked for: {damage}")
-    raise OuterstepError(f"no backup in {backups.root} is whole: `outerstep coordinator backups` says what is damaged")
+    raise OuterstepError(f"no backup in {backups} is whole: `outerstep coordinator backups` says what is damaged")
 
 
 def new_admin_token(data_dir: Path, now: Callable[[], float] = time.time) -> Path:
@@ -72,7 +74,7 @@ def _check_new(data_dir: Path) -> None:
         raise OuterstepError(f"{data_dir} is not empty, it has {min(others)}: restore into a new directory")
 
 
-def _restore(backups: BackupDirectory, number: int, data_dir: Path) -> Manifest:
+def _restore(backups: Place, number: int, data_dir: Path) -> Manifest:
     manifest = backups.manifest(number)
     data = DataDirectory(data_dir)
     try:
@@ -80,10 +82,12 @@ def _restore(backups: BackupDirectory, number: int, data_dir: Path) -> Manifest:
         shutil.rmtree(data.root / "runs", ignore_errors=True)  # of a restore that was killed, or of a damaged backup
         blobs = DirectoryBlobs(data)
         for blob in manifest.blobs:
-            file = _copied(backups.blob(blob.digest), blob, data)
+            file = _copied(partial(backups.open_blob, blob.digest), backups.blob_name(blob.digest), blob, data)
             blobs.put(blob.name, file)
             file.unlink()
-        _copied(backups.database(number), manifest.database, data).replace(data.root / sqlite.FILE)
+        database = partial(backups.open_database, manifest)
+        file = _copied(database, backups.database_name(manifest), manifest.database, data)
+        file.replace(data.root / sqlite.FILE)
         fsync(data.root)
     finally:
         data.close()
@@ -99,14 +103,14 @@ def _mark(data: DataDirectory, manifest: Manifest) -> None:
     fsync(data.root)
 
 
-def _copied(source: Path, content: Content, data: DataDirectory) -> Path:
+def _copied(opened: Callable[[], Reader], name: str, content: Content, data: DataDirectory) -> Path:
     """Return a durable file with this content. Raises Damaged for a source without it."""
     file = data.scratch()
     try:
-        reader = FileReader(source)
+        reader = opened()
     except OSError as error:
         raise Damaged(in_words(error)) from error
     with reader:
         if not copy_whole(reader, file, content.digest):
-            raise Damaged(f"{source} is damaged")
+            raise Damaged(f"{name} is damaged")
     return file

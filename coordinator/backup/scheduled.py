@@ -8,11 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from coordinator.backup.copying import Interrupted
-from coordinator.backup.directory import BackupDirectory, Damaged
 from coordinator.backup.making import Source, make
+from coordinator.backup.place import Damaged, Place
+from coordinator.backup.places import Address, place_of
 from coordinator.runs.live_run import LiveRun
 from protocol.errors import OuterstepError
 
@@ -23,9 +23,9 @@ RETRY_S = 300.0
 
 @dataclass(frozen=True)
 class Schedule:
-    """Every so many seconds a backup in this directory, of which the newest `keep` stay."""
+    """Every so many seconds a backup at this place, of which the newest `keep` stay."""
 
-    directory: Path
+    address: Address
     every_s: float
     keep: int
 
@@ -93,18 +93,18 @@ class Scheduled:
 
     def _make_if_due(self) -> float:
         """Make a backup unless the newest one is new enough; return in how many seconds the next one is due."""
-        backups = BackupDirectory(self.schedule.directory)
+        backups = place_of(self.schedule.address, self._now)
         if (remaining_s := self._remaining_s(backups)) > 0:
             return remaining_s
         made = make(self.source, backups, self.schedule.keep, self._now, self._interrupt)
-        told = (made.manifest.number, backups.root, made.copied_blobs, made.copied_bytes)
+        told = (made.manifest.number, backups, made.copied_blobs, made.copied_bytes)
         logger.info("made backup %d in %s: %d new blobs, %d bytes", *told)
         if made.manifest.lost:
             logger.warning("it is without %d blobs that are lost or spoilt", len(made.manifest.lost))
         self.last_at = made.manifest.made_at
         return self.schedule.every_s
 
-    def _remaining_s(self, backups: BackupDirectory) -> float:
+    def _remaining_s(self, backups: Place) -> float:
         """Return for how long the newest backup is new enough."""
         for number in backups.numbers():
             with suppress(Damaged):

@@ -14,34 +14,42 @@ from outerstep.display import table
 from outerstep.units import bytes_text
 from protocol.errors import OuterstepError
 
-DirectoryArgument = Annotated[str, typer.Argument(metavar="DIR", help="The directory of backups.", show_default=False)]
+PlaceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR|URL",
+        help="The directory of backups, or the URL of a bucket's prefix: s3://BUCKET/PREFIX, gs://, az://.",
+        show_default=False,
+    ),
+]
 
 
 def backup(
-    directory: DirectoryArgument,
+    to: PlaceArgument,
     data: Annotated[Path | None, typer.Option("--data", help="The coordinator's data directory.")] = None,
     database_url: DatabaseOption = None,
     keep: Annotated[
-        int | None, typer.Option(min=1, help="So many backups, the newest, stay in DIR. Default: 7.")
+        int | None, typer.Option(min=1, help="So many backups, the newest, stay there. Default: 7.")
     ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Back up a coordinator, which may run meanwhile.
 
-    Copies the database and the blobs that it needs, as of one moment. What an earlier backup in DIR has already is not
+    Copies the database and the blobs that it needs, as of one moment. What an earlier backup there has already is not
     copied again. Older backups than the newest --keep go once the new one is durable. admin.token is not copied.
 
     \b
     Example:
       outerstep coordinator backup /mnt/backups --data ./data
+      outerstep coordinator backup s3://bucket/outerstep --data ./data
     """
-    making, places = _module("making", "backup"), _module("directory", "backup")
+    making, places = _module("making", "backup"), _module("places", "backup")
     os.umask(0o077)  # what it writes is for nobody else on this machine
     settings = settings_of({"data_dir": data, "database_url": database_url, "backup_keep": keep})
-    root = _path(directory)
-    places.check_apart(root, settings.data_dir)
+    address = _address(places, to)
+    places.check(address, settings.data_dir)
     source = making.Source(_database(settings), making.files_of(settings.data_dir))
-    made = making.make(source, places.BackupDirectory(root), settings.backup_keep)
+    made = making.make(source, place := places.place_of(address), settings.backup_keep)
     manifest = made.manifest
     if output is Format.JSON:
         print_json(
@@ -54,7 +62,7 @@ def backup(
         )
     else:
         new = f"{made.copied_blobs} new of {len(manifest.blobs)} blobs, {bytes_text(made.copied_bytes)}"
-        say(f"made backup {manifest.number} in {root}: {new}")
+        say(f"made backup {manifest.number} in {place}: {new}")
         if made.removed:
             say(f"removed {_numbered(made.removed)}; --keep {settings.backup_keep}")
     if manifest.lost:
@@ -62,8 +70,8 @@ def backup(
         say(f"without {len(manifest.lost)} blobs that are lost or spoilt in {settings.data_dir}: {shown}", err=True)
 
 
-def backups(directory: DirectoryArgument, output: FormatOption = Format.TABLE) -> None:
-    """List the backups in DIR, newest first, and whether they are whole: every byte is read.
+def backups(place: PlaceArgument, output: FormatOption = Format.TABLE) -> None:
+    """List backups, newest first, and whether they are whole: every byte is read.
 
     Ends with exit code 3 if one is damaged.
 
@@ -71,8 +79,8 @@ def backups(directory: DirectoryArgument, output: FormatOption = Format.TABLE) -
     Example:
       outerstep coordinator backups /mnt/backups
     """
-    checking, places = _module("checking", "backups"), _module("directory", "backups")
-    infos = checking.Checker(places.existing(_path(directory))).infos()
+    checking, places = _module("checking", "backups"), _module("places", "backups")
+    infos = checking.Checker(places.existing(_address(places, place))).infos()
     if output is Format.JSON:
         print_json(infos)
     else:
@@ -85,7 +93,7 @@ def backups(directory: DirectoryArgument, output: FormatOption = Format.TABLE) -
 
 
 def restore(
-    directory: DirectoryArgument,
+    place: PlaceArgument,
     data: Annotated[
         Path, typer.Option("--data", metavar="NEW", help="The new data directory: empty, or made.", show_default=False)
     ],
@@ -109,11 +117,11 @@ def restore(
       outerstep coordinator restore /mnt/backups --data ./data-2 --new-admin-token
       outerstep coordinator --data ./data-2
     """
-    putting_back, places = _module("putting_back", "restore"), _module("directory", "restore")
+    putting_back, places = _module("putting_back", "restore"), _module("places", "restore")
     os.umask(0o077)
-    root = _path(directory)
-    found = places.existing(root)
-    places.check_apart(root, data)
+    address = _address(places, place)
+    found = places.existing(address)
+    places.check(address, data)
     manifest = putting_back.restore(found, number, data, lambda text: say(text, err=True))
     token_file = putting_back.new_admin_token(data) if new_admin_token else None
     if output is Format.JSON:
@@ -148,14 +156,12 @@ def _module(name: str, command: str) -> ModuleType:
     return import_extra(f"coordinator.backup.{name}", extra="coordinator", command=f"outerstep coordinator {command}")
 
 
-def _path(directory: str) -> Path:
-    """Return the directory that was named. Raises UsageError for an address."""
-    if "://" in directory:
-        raise UsageError(
-            f"{directory}: backups go to a directory; copy that one on to a store of objects with a tool for it "
-            "(docs/deployment.md)"
-        )
-    return Path(directory)
+def _address(places: ModuleType, named: str) -> Any:
+    """Return the directory or the URL that was named. Raises UsageError for what is none of them."""
+    try:
+        return places.address_of(named)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _database(settings: Any) -> Any:

@@ -67,8 +67,8 @@ def coordinator(
     log_format: Annotated[str | None, typer.Option(help="console, lines to read, or json, an object a line.")] = None,
     log_file: LogFileOption = None,
     backup: Annotated[
-        Path | None,
-        typer.Option("--backup", metavar="DIR", help="Back up into this directory, again and again. See also backup."),
+        str | None,
+        typer.Option("--backup", metavar="DIR|URL", help="Back up to there, again and again. See also backup."),
     ] = None,
     backup_every: Annotated[
         str | None, typer.Option(metavar="TIME", help="From one such backup to the next: 30min, 12h. Default: 1h.")
@@ -110,7 +110,7 @@ def coordinator(
     os.umask(0o077)  # what it writes is for nobody else on this machine
     settings = settings_of(given)
     if settings.backup_dir is None and not (backup_every is None and backup_keep is None):
-        raise UsageError("--backup-every and --backup-keep need --backup DIR")
+        raise UsageError("--backup-every and --backup-keep need --backup DIR|URL")
     if settings.tls_key is not None and settings.tls_certificate is None:
         raise UsageError("--tls-key needs --tls-certificate")
     _check_certificate(settings.tls_certificate, settings.tls_key)

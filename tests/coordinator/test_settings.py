@@ -83,6 +83,11 @@ def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> Non
     }
 
 
+def test_backups_may_go_to_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PREFIX + "BACKUP_DIR", "s3://bucket//prefix")
+    assert Settings().backup_dir == "s3://bucket//prefix", "no path, of which two slashes are one"
+
+
 def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PREFIX + "PORT", "80")
     assert Settings(port=81).port == 81

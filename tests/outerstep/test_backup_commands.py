@@ -85,19 +85,54 @@ def test_a_damaged_backup_is_shown_and_ends_with_3(tmp_path: Path, served: Serve
     assert err.startswith("backup 2 is not whole, so an older one is looked for: ")
 
 
+def test_a_bucket_in_the_place_of_a_directory(tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
+    pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3]' flask flask-cors")
+    from tests.support.s3_server import BUCKET, s3_server
+
+    url, new = f"s3://{BUCKET}/deep/er", tmp_path / "new"
+    with s3_server() as s3:
+        for name, value in s3.environment().items():
+            monkeypatch.setenv(name, value)
+        code, out, err = outerstep("coordinator", "backup", f"{url}/", "--data", served.data)
+        assert (code, out.startswith(f"made backup 1 in {url}: 0 new of 0 blobs"), err) == (0, True, "")
+        assert re.search(r"^1 +20\S+ .* whole$", outerstep("coordinator", "backups", url)[1], re.MULTILINE)
+        code, out, err = outerstep("coordinator", "restore", url, "--data", new, "--new-admin-token")
+        assert (code, out.startswith("restored backup 1"), err) == (0, True, "")
+        manifest = s3.read("deep/er/backups/1.json")
+        s3.write("deep/er/backups/1.json", manifest[:-1])
+        code, _, err = outerstep("coordinator", "backups", url)
+        assert (code, "backup 1: its manifest is not what was written" in err) == (3, True)
+        s3.fault = lambda request: (403, "AccessDenied") if request.method == "GET" else None
+        code, _, err = outerstep("coordinator", "restore", url, "--data", tmp_path / "other")
+        assert (code, f"this machine may not list {url}" in err) == (3, True)
+    with serving(new) as again:
+        assert again.outerstep("run", "ls")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
         (["backup", "{tmp}/b", "--data", "{tmp}/none"], 2, "there is no directory {tmp}/none: give --data"),
         (["backup", "{tmp}/b", "--data", "{tmp}"], 3, "are within each other: name a directory for backups that is"),
         (["backup", "{tmp}/b", "--data", "{tmp}/empty"], 2, "{tmp}/empty has no database, so it is no coordinator's"),
-        (["backup", "s3://bucket/b", "--data", "{tmp}/empty"], 2, "s3://bucket/b: backups go to a directory"),
+        (
+            ["backup", "ftp://host/b", "--data", "{tmp}/empty"],
+            2,
+            "ftp://host/b: backups go to a directory, or to a URL",
+        ),
+        (["restore", "https://host/b", "--data", "{tmp}/new"], 2, "https://host/b: backups go to a directory, or"),
         (["backup", "{tmp}/b", "--keep", "0"], 2, "--keep"),
         (["backups", "{tmp}/none"], 3, "there is no directory {tmp}/none"),
         (["backups", "{tmp}/empty"], 3, "there is no backup in {tmp}/empty: `outerstep coordinator backup"),
         (["restore", "{tmp}/empty", "--data", "{tmp}/new"], 3, "there is no backup in {tmp}/empty"),
         (["--data", "{tmp}/empty", "backup", "{tmp}/b"], 2, "give --data after `coordinator backup`, not before it"),
-        (["--backup-every", "1h"], 2, "--backup-every and --backup-keep need --backup DIR"),
+        (["--backup-every", "1h"], 2, "--backup-every and --backup-keep need --backup DIR|URL"),
+        (
+            ["--backup", "ftp://host/b", "--data", "{tmp}/empty"],
+            3,
+            "ftp://host/b: backups go to a directory, or to a URL",
+        ),
         (["--backup", "{tmp}/b", "--backup-every", "soon"], 2, "--backup-every: 'soon' is not a time such as 30min"),
         (["--backup", "{tmp}/b", "--backup-every", "0"], 2, "--backup-every = 0.0: input should be greater than 0"),
         (["--backup", "{tmp}/b", "--backup-keep", "0"], 2, "--backup-keep"),

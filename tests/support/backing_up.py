@@ -2,19 +2,22 @@
 
 import sqlite3
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from coordinator.backup.checking import Checker
-from coordinator.backup.directory import BackupDirectory, is_whole
 from coordinator.backup.making import Made, Source, files_of, make
-from coordinator.backup.manifest import Manifest
+from coordinator.backup.manifest import Content, Manifest
+from coordinator.backup.place import is_whole
+from coordinator.backup.places import Address, place_of
 from coordinator.backup.putting_back import new_admin_token, restore
 from coordinator.store import sqlite
 from coordinator.store.blobs import Reader
+from coordinator.store.files import FileReader
 
 
 def back_up(
-    data_dir: Path, root: Path, keep: int = 7, before_opening: Callable[[str], object] = lambda _: None
+    data_dir: Path, place: Address, keep: int = 7, before_opening: Callable[[str], object] = lambda _: None
 ) -> Made:
     """Back up a data directory, whoever uses it; `before_opening` is called with the name of each blob."""
     open_blob = files_of(data_dir)
@@ -23,19 +26,19 @@ def back_up(
         before_opening(name)
         return open_blob(name)
 
-    return make(Source(sqlite.url_in(data_dir), opening), BackupDirectory(root), keep)
+    return make(Source(sqlite.url_in(data_dir), opening), place_of(place), keep)
 
 
-def restored(root: Path, data_dir: Path, number: int | None = None) -> Manifest:
+def restored(place: Address, data_dir: Path, number: int | None = None) -> Manifest:
     """Restore a backup, with a new admin token."""
-    manifest = restore(BackupDirectory(root), number, data_dir)
+    manifest = restore(place_of(place), number, data_dir)
     new_admin_token(data_dir)
     return manifest
 
 
-def damages(root: Path) -> dict[int, str]:
+def damages(place: Address) -> dict[int, str]:
     """What is wrong with each backup, by number."""
-    return {info.number: info.damage for info in Checker(BackupDirectory(root)).infos()}
+    return {info.number: info.damage for info in Checker(place_of(place)).infos()}
 
 
 def blobs_in(root: Path) -> set[str]:
@@ -46,10 +49,14 @@ def blobs_in(root: Path) -> set[str]:
 def check_restored(data_dir: Path, manifest: Manifest) -> None:
     """The data directory, in which no coordinator has been yet, has the database and the blobs of the backup, and no
     others."""
-    assert is_whole(data_dir / sqlite.FILE, manifest.database)
+    assert _is(data_dir / sqlite.FILE, manifest.database)
     found = {path.relative_to(data_dir).as_posix() for path in (data_dir / "runs").rglob("*") if path.is_file()}
     assert found == {blob.name for blob in manifest.blobs}
-    assert all(is_whole(data_dir / blob.name, blob) for blob in manifest.blobs)
+    assert all(_is(data_dir / blob.name, blob) for blob in manifest.blobs)
+
+
+def _is(path: Path, content: Content) -> bool:
+    return is_whole(partial(FileReader, path), content)
 
 
 def round_in(database: Path, run: str) -> int:

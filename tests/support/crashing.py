@@ -76,6 +76,12 @@ def run_backup(folder: Path, data_dir: Path, root: Path) -> None:
     _become(folder, ["coordinator", "backup", str(root), "--data", str(data_dir), "--keep", "1"])
 
 
+def run_bucket_backup(folder: Path, environment: dict[str, str], data_dir: Path, url: str) -> None:
+    """The same, to a bucket."""
+    os.environ.update(environment)
+    _become(folder, ["coordinator", "backup", url, "--data", str(data_dir), "--keep", "1"])
+
+
 def run_restore(folder: Path, root: Path, data_dir: Path) -> None:
     """`outerstep coordinator restore`."""
     CrashPoints(folder, data_dir).wrap_files()

@@ -1,0 +1,194 @@
+"""A prefix of a bucket with backups, as a `Place`: s3://, gs:// and az://.
+
+    backups/{n}.json          the manifest of backup n, which is there once this is
+    backups/{n}.{digest}.db   its copy of the database, by its BLAKE3 digest
+    blobs/{digest}            blobs by their BLAKE3 digest: each once, however many backups need it
+    lock                      who makes a backup, and until when another has to leave it alone (lease.py)
+
+The order is the same as in a directory: blobs, database, manifest; an object is durable once it is there. Nothing is
+ever overwritten with other bytes: blobs and databases are named by their digest, and a manifest is created or not. So
+one whose lock was taken, as it was stopped for long, does no harm to another when it goes on: it finds that out.
+
+Blobs are read from the coordinator's store, hashed and sent in one go, so only the copy of the database needs room on
+a local disk: in the system's directory for temporary files, which TMPDIR names.
+"""
+
+import itertools
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from blake3 import blake3
+
+from coordinator.backup.lease import PATH as LOCK
+from coordinator.backup.lease import Lease, Lost
+from coordinator.backup.manifest import Content, Manifest, encode
+from coordinator.backup.objects import Objects
+from coordinator.backup.place import Damaged, manifest_of
+from coordinator.store.blobs import Reader
+from coordinator.store.files import FileReader
+from coordinator.store.payloads import READ_BYTES
+from protocol.errors import OuterstepError
+from protocol.reaching import in_words
+
+_MANIFEST = re.compile(r"([1-9][0-9]*)\.json")
+_DATABASE = re.compile(r"([1-9][0-9]*)\.([0-9a-f]{64})\.db")
+_BLOB = re.compile(r"[0-9a-f]{64}")
+_REMOVED_AT_ONCE = 1000
+
+
+class _Spoilt(Exception):
+    """What is read has not the digest that it should have."""
+
+
+class BackupBucket:
+    """A prefix of a bucket, as a `Place`."""
+
+    def __init__(self, url: str, now: Callable[[], float] = time.time) -> None:
+        self.disk = Path(tempfile.gettempdir())
+        self._objects = Objects(url)
+        self._lease = Lease(self._objects, now)
+        self._now = now
+        self._scratch = itertools.count()
+        self._folder = self.disk  # of one backup, within `locked`
+        self._blobs: dict[str, int] = {}  # those that are there, and their bytes, within `locked`
+
+    def __str__(self) -> str:
+        return str(self._objects)
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def numbers(self) -> list[int]:
+        found = (_MANIFEST.fullmatch(name) for name, _ in self._objects.within("backups"))
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def manifest(self, number: int) -> Manifest:
+        if (found := self._objects.get(_manifest(number))) is None:
+            raise Damaged(f"{self._objects.name(_manifest(number))} is not there any more")
+        return manifest_of(found[0], number)
+
+    def database_name(self, manifest: Manifest) -> str:
+        return self._objects.name(_database(manifest))
+
+    def blob_name(self, digest: str) -> str:
+        return self._objects.name(_blob(digest))
+
+    def open_database(self, manifest: Manifest) -> Reader:
+        return self._objects.open(_database(manifest))
+
+    def open_blob(self, digest: str) -> Reader:
+        return self._objects.open(_blob(digest))
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        if (there := self._objects.top()) and not there & {"backups", "blobs", LOCK}:
+            raise OuterstepError(f"{self} has other objects than backups: name another prefix")
+        self._lease = Lease(self._objects, self._now)
+        with self._lease.held(), tempfile.TemporaryDirectory(prefix="outerstep-backup-") as folder:
+            self._folder = Path(folder)
+            self._blobs = {name: size for name, size in self._objects.within("blobs") if _BLOB.fullmatch(name)}
+            yield
+
+    def scratch(self) -> Path:
+        return self._folder / str(next(self._scratch))
+
+    def holds(self, blob: Content) -> bool:
+        return self._blobs.get(blob.digest) == blob.size
+
+    def take_blob(self, reader: Reader, digest: str, interrupt: Callable[[], object]) -> bool:
+        if not self._upload(_blob(digest), reader, digest, interrupt):
+            return False
+        self._blobs[digest] = reader.size
+        return True
+
+    def add(self, manifest: Manifest, database: Path, interrupt: Callable[[], object]) -> None:
+        with FileReader(database) as reader:
+            if not self._upload(_database(manifest), reader, manifest.database.digest, interrupt):
+                raise OuterstepError(f"the disk of {self.disk} does not give back what was written to it: replace it")
+        self._lease.check()
+        path, content = _manifest(manifest.number), encode(manifest)
+        if self._objects.create(path, content) is None and not self._has(path, content):
+            raise OuterstepError(f"another backup is {self._objects.name(path)}: do the same again")
+        try:
+            self._lease.renew()
+        except Lost:  # what the manifest names may have been removed by who took the lock
+            self._objects.delete([path])
+            raise
+
+    def remove(self, number: int) -> None:
+        self._remove([_manifest(number)])
+
+    def remove_databases_but(self, kept: list[Manifest], unread: set[int]) -> None:
+        needed = {_database(manifest) for manifest in kept}
+        found = [(f"backups/{name}", _DATABASE.fullmatch(name)) for name, _ in self._objects.within("backups")]
+        self._remove([path for path, match in found if match and path not in needed and int(match[1]) not in unread])
+
+    def digests(self) -> list[str]:
+        return list(self._blobs)
+
+    def remove_blobs(self, digests: list[str]) -> None:
+        self._remove([_blob(digest) for digest in digests])
+        for digest in digests:
+            del self._blobs[digest]
+
+    def _remove(self, paths: list[str]) -> None:
+        for start in range(0, len(paths), _REMOVED_AT_ONCE):
+            self._lease.check()
+            self._objects.delete(paths[start : start + _REMOVED_AT_ONCE])
+
+    def _upload(self, path: str, reader: Reader, digest: str, interrupt: Callable[[], object]) -> bool:
+        """Make an object of what `reader` reads; return False, and make none, where it has not this digest."""
+
+        def pieces() -> Iterator[bytearray]:
+            hasher, at = blake3(), 0
+            while True:
+                interrupt()
+                self._lease.check()
+                piece = bytearray(READ_BYTES)  # not the same again, which may still be under way
+                try:
+                    count = reader.read_into(memoryview(piece), at)
+                except OSError as error:
+                    raise _Spoilt(in_words(error)) from error
+                if not count:
+                    break
+                hasher.update(memoryview(piece)[:count])
+                at += count
+                yield piece[:count]
+            if hasher.hexdigest() != digest:
+                raise _Spoilt(path)
+
+        try:
+            self._objects.upload(path, reader.size, pieces())
+        except _Spoilt:
+            return False
+        return True
+
+    def _has(self, path: str, content: bytes) -> bool:
+        """Return True if the object has this content: the answer to the put that made it was lost."""
+        found = self._objects.get(path)
+        return found is not None and found[0] == content
+
+
+def existing(url: str) -> BackupBucket:
+    """Return the backups at `url`. Raises OuterstepError if there is none."""
+    found = BackupBucket(url)
+    if not found.numbers():
+        raise OuterstepError(f"there is no backup in {found}: `outerstep coordinator backup {found}` makes one")
+    return found
+
+
+def _manifest(number: int) -> str:
+    return f"backups/{number}.json"
+
+
+def _database(manifest: Manifest) -> str:
+    return f"backups/{manifest.number}.{manifest.database.digest}.db"
+
+
+def _blob(digest: str) -> str:
+    return f"blobs/{digest}"
