@@ -139,7 +139,8 @@ class Lease:
                 self.renew()
             except Lost as error:
                 logger.error("%s", error)
-                return
+                if self._gone:
+                    return
             except OuterstepError as error:  # another try may mend it, and `check` knows until when
                 logger.warning("the lock of a backup cannot be renewed: %s", error)
 

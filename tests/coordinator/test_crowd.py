@@ -218,8 +218,8 @@ def test_of_a_crowd_that_is_woken_a_few_are_let_go_at_a_time_and_who_came_first_
         bell = Bell()
         bell.attach(asyncio.get_running_loop())
         with ExitStack() as stack:
-            rings = [stack.enter_context(bell.listening("r", EVENTS)) for _ in range(5 * RELEASED_AT_ONCE)]
-            bell.ring("r", EVENTS)
+            rings = [stack.enter_context(bell.listening("r", ASSIGNMENTS)) for _ in range(5 * RELEASED_AT_ONCE)]
+            bell.ring("r", ASSIGNMENTS)
             counts = []
             while not rings[-1].is_set():
                 await asyncio.sleep(0)  # one pass of the event loop, in which others are served
