@@ -5,13 +5,6 @@ import { field, h } from "./dom.js";
 
 const OPENED = ["model", "data", "sync"]; // what nobody can do without
 
-/** Return the description of the run spec: its schema, and those that it refers to. */
-export async function specSchema() {
-  const answer = await fetch(new URL("openapi.json", document.baseURI));
-  if (!answer.ok) throw new Error(`the coordinator answered ${answer.status} to openapi.json`);
-  return (await answer.json()).components.schemas;
-}
-
 /** Return the form's element, and `toml()`, the spec that its fields make. `changed` is called whenever they do. */
 export function specForm(schemas, changed) {
   const controls = []; // [section, key, control, the value in TOML], in the order of the spec
