@@ -37,7 +37,7 @@ class Shared(Generic[Value]):
         known = self._reads.get(key)
         if known is None or now - known.began > max_age_s:
             self._reads.pop(key, None)
-            known = self._reads[key] = _Read(now, asyncio.ensure_future(_awaited(make)))
+            known = self._reads[key] = _Read(now, asyncio.ensure_future(make()))
             known.task.add_done_callback(partial(self._over, key))
         return await asyncio.shield(known.task), now - known.began
 
@@ -53,7 +53,3 @@ class Shared(Generic[Value]):
                 room -= READ_BYTES + self._size_of(read.task.result())
                 if room < 0:
                     del self._reads[each]
-
-
-async def _awaited(make: Callable[[], Awaitable[Value]]) -> Value:
-    return await make()

@@ -23,6 +23,7 @@ from coordinator.settings import Settings
 from protocol.fragments import TensorSpec
 from protocol.messages import Scope
 from tests.support.ports import free_port
+from tests.support.specs import tiny_spec
 from tests.support.text import write_text
 from tests.support.waiting import wait_until
 from tests.support.workers import ForkedWorker
@@ -151,21 +152,6 @@ def test_a_round_goes_through_the_proxy(name: str, tmp_path: Path) -> None:
         )
 
 
-TRAINED = """
-name = "trained"
-[model]
-preset = "tiny"
-[data]
-source = "{text}"
-sequence_length = 16
-[inner]
-batch_size = 2
-[sync]
-rounds = 3
-inner_steps = 4
-[members]
-min_workers = 2
-"""
 LARGE = TensorSpec(name="large", shape=[4096, 4096])  # 67 MB in fp32
 AS_LARGE = spec_toml("large", rounds=1, min_workers=2).replace(
     "fragment_elements = 512", "fragment_elements = 8_388_608"
@@ -182,7 +168,8 @@ def test_whole_runs_go_through_caddy(tmp_path: Path, monkeypatch: pytest.MonkeyP
         through("caddy", running, tmp_path, http2=True) as client,
     ):
         trusted = tmp_path / "tls" / "certificate.pem"
-        running.create_run(TRAINED.format(text=write_text(tmp_path / "text", seed=1)))
+        text = write_text(tmp_path / "text", seed=1)
+        running.create_run(tiny_spec("trained", text, seed=1, rounds=3, min_workers=2))
         running.create_run(AS_LARGE)
         kinds = {run: threads.submit(kinds_of_events, client, run) for run in ("trained", "large")}
         monkeypatch.setenv("OUTERSTEP_CA", str(trusted))

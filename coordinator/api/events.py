@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Annotated, Any
 
-import anyio.to_thread
 from fastapi import APIRouter, Header, Query, Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
@@ -15,7 +14,7 @@ from coordinator import reports
 from coordinator.http.access import Caller, Items, ReadableRun, Service, charge
 from coordinator.http.describing import OF_A_RUN, Answers, refusing
 from coordinator.http.limits import LimitedRoute
-from coordinator.http.telling import told
+from coordinator.http.telling import read, told
 from coordinator.runs.bell import EVENTS
 from coordinator.runs.live_run import LiveRun
 from coordinator.service import Coordinator
@@ -58,11 +57,6 @@ class _Counted(EventSourceResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _read(service: Coordinator, run: LiveRun, after: int) -> Page[Event]:
-    read = partial(reports.events, run, STREAM_PAGE, after)
-    return await anyio.to_thread.run_sync(read, limiter=service.reading)
-
-
 async def _stream(
     run: LiveRun, service: Coordinator, after: int, check_still: Callable[[], None]
 ) -> AsyncIterator[ServerSentEvent]:
@@ -77,7 +71,9 @@ async def _stream(
                 return
             # Those who were woken together read together.
             key = (run, after, bell.rung(run.name))
-            page, _ = await service.event_pages.read(key, math.inf, partial(_read, service, run, after))
+            page, _ = await service.event_pages.read(
+                key, math.inf, partial(read, service, partial(reports.events, run, STREAM_PAGE, after))
+            )
             for event in page.items:
                 yield ServerSentEvent(id=str(event.id), event=event.kind, data=event.model_dump_json())
                 after = event.id

@@ -8,7 +8,8 @@ was made for somebody else, with its `Age`.
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import anyio.to_thread
 from fastapi import Request, Response
@@ -16,25 +17,28 @@ from pydantic import BaseModel
 
 from coordinator.service import Coordinator
 
+Found = TypeVar("Found")
 MAX_AGE_S = 60
 _MAX_AGE = re.compile(r"(?i)(?:^|[\s,])max-age=(\d{1,9})(?:$|[\s,])")
 
 
-async def told(http: Request, report: Callable[..., BaseModel], *arguments: Any, status: int = 200) -> Response:
+async def read(service: Coordinator, report: Callable[[], Found]) -> Found:
+    """Return what `report` finds, on one of those threads."""
+    return await anyio.to_thread.run_sync(report, limiter=service.reading)
+
+
+async def told(http: Request, report: Callable[..., BaseModel], *arguments: Any) -> Response:
     """Return `report(*arguments)` as an answer. Nothing else may be in it than what these say: it may be told again."""
     service: Coordinator = http.app.state.coordinator
 
     def tell() -> bytes:
         return report(*arguments).model_dump_json().encode()
 
-    async def read() -> bytes:
-        return await anyio.to_thread.run_sync(tell, limiter=service.reading)
-
     max_age_s = _max_age_s(http)
     if not max_age_s:
-        return Response(await read(), status, media_type="application/json")
-    content, age_s = await service.answers.read((report, *arguments), max_age_s, read)
-    return Response(content, status, {"Age": str(math.ceil(age_s))}, media_type="application/json")
+        return Response(await read(service, tell), media_type="application/json")
+    content, age_s = await service.answers.read((report, *arguments), max_age_s, partial(read, service, tell))
+    return Response(content, headers={"Age": str(math.ceil(age_s))}, media_type="application/json")
 
 
 def _max_age_s(http: Request) -> int:

@@ -1,17 +1,14 @@
 """A shell at a terminal, into which one types, and all that was written there."""
 
-import fcntl
 import os
-import pty
 import re
 import signal
 import subprocess
-import termios
 import threading
 from contextlib import suppress
 from pathlib import Path
 
-from tests.support.signals import default_signals
+from tests.support import at_terminal
 from tests.support.waiting import wait_until
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
@@ -22,23 +19,8 @@ class Shell:
     """bash in `folder`, started behind `prefix` (a command). What is typed is not echoed, so `text` is output alone."""
 
     def __init__(self, prefix: list[str], folder: Path, environment: dict[str, str]) -> None:
-        self._master, slave = pty.openpty()
-
-        def take_terminal() -> None:
-            default_signals()
-            os.setsid()
-            fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-
-        self._process = subprocess.Popen(
-            [*prefix, "bash", "--norc", "--noprofile", "--noediting"],
-            cwd=folder,
-            env=environment,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            preexec_fn=take_terminal,
-        )
-        os.close(slave)
+        command = [*prefix, "bash", "--norc", "--noprofile", "--noediting"]
+        self._process, self._master = at_terminal.start(command, environment, folder)
         self._written = b""
         self._typed = 0
         self._reader = threading.Thread(target=self._read, daemon=True)

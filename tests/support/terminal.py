@@ -1,19 +1,14 @@
 """A terminal as programs see it: what they write to it, put on a screen; and a process that has one."""
 
 import errno
-import fcntl
 import os
-import pty
 import re
 import select
-import struct
-import subprocess
-import termios
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from tests.support.signals import default_signals
+from tests.support import at_terminal
 
 WITHIN_S = 60.0  # by when something is given up that never comes
 _TOKEN = re.compile(r"\x1b\[(\??)([0-9;]*)([A-Za-z])|\x1b\][^\x07]*\x07|[\s\S]")
@@ -86,23 +81,8 @@ class Terminal:
 
     def __init__(self, command: list[str], environment: dict[str, str], width: int, height: int) -> None:
         self.screen = Screen(width, height)
-        self._master, slave = pty.openpty()
-        self._set_size()
-
-        def take_terminal() -> None:
-            default_signals()
-            os.setsid()
-            fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-
-        self.process = subprocess.Popen(
-            command,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env={**os.environ, "TERM": "xterm-256color", **environment},
-            preexec_fn=take_terminal,
-        )
-        os.close(slave)
+        whole = {**os.environ, "TERM": "xterm-256color", **environment}
+        self.process, self._master = at_terminal.start(command, whole, size=(width, height))
         self._bytes = b""
 
     def __enter__(self) -> "Terminal":
@@ -120,7 +100,7 @@ class Terminal:
 
     def resize(self, width: int, height: int) -> None:
         self.screen.width, self.screen.height = width, height
-        self._set_size()
+        at_terminal.set_size(self._master, width, height)
 
     def read_until(self, there: Callable[[str], bool]) -> str:
         """Return what is on the screen as soon as `there` says that it is what was waited for."""
@@ -154,6 +134,3 @@ class Terminal:
             self._bytes = self._bytes[len(whole.encode()) :]
             self.screen.write(whole)
             yield
-
-    def _set_size(self) -> None:
-        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", self.screen.height, self.screen.width, 0, 0))

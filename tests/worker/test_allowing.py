@@ -1,15 +1,10 @@
 """A run's spec is somebody else's text: what of it a machine does is for the machine's owner to say."""
 
-import fcntl
 import logging
 import os
-import pty
 import select
 import shlex
-import subprocess
 import sys
-import termios
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +14,7 @@ from benchmarks.harness.coordinator import InThread, coordinator_thread
 from protocol.exit_codes import Exit
 from protocol.messages import Scope
 from protocol.spec.run import RunSpec, parse_spec
+from tests.support import at_terminal
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
 from tests.support.workers import worker_settings
@@ -287,12 +283,8 @@ def test_at_a_terminal_the_owner_is_asked(
     coordinator.create_run(tiny_spec("r", text, seed=1, rounds=1, min_workers=1))
     command = [sys.executable, "-m", "outerstep", "worker", coordinator.url, "--run", "r", "--name", "a"]
     command += ["--device", "cpu", "--threads", "1", "--state", str(tmp_path / "state")]
-    ours, theirs = pty.openpty()
     environment = os.environ | {"OUTERSTEP_TOKEN": coordinator.token(Scope.WORKER)}
-    process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, preexec_fn=partial(_own_terminal, theirs)
-    )
-    os.close(theirs)
+    process, ours = at_terminal.start(command, environment)
     said = b""
     try:
         while b"[y/N]" not in said:
@@ -310,11 +302,6 @@ def test_at_a_terminal_the_owner_is_asked(
         process.wait()
         os.close(ours)
     assert f"data.source = '{text}' reads files of this machine. Allow it? [y/N]" in " ".join(said.decode().split())
-
-
-def _own_terminal(terminal: int) -> None:
-    os.setsid()
-    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)  # so that Ctrl-C is a signal
 
 
 def _read(terminal: int) -> bytes:
