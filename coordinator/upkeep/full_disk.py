@@ -30,6 +30,11 @@ class Storage:
         self._last_failure: float | None = None
         self._notified: set[int] = set()  # runs whose latest event about it says that it is full
 
+    @property
+    def is_full(self) -> bool:
+        """True from a write that found the disk full until there is room again."""
+        return self._last_failure is not None
+
     def note_full(self) -> None:
         """Note that a write has just found the disk full."""
         if self._last_failure is None:

@@ -18,6 +18,7 @@ from outerstep.cli import (
     privacy,
     rollback,
     run,
+    status,
     token,
     track,
     watch,
@@ -77,6 +78,8 @@ app.add_typer(coordinator.app, name="coordinator")
 coordinator.app.command("backup")(backup.backup)
 coordinator.app.command("backups")(backup.backups)
 coordinator.app.command("restore")(backup.restore)
+coordinator.app.command()(status.status)
+coordinator.app.command("notify-test")(coordinator.notify_test)
 app.command()(coordinator.migrate)
 app.command(epilog=IN_WORDS)(worker.worker)
 app.command(epilog=IN_WORDS)(doctor.doctor)
