@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.client import HTTPMessage
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class Sink:
     """A receiver: what came, and what it answers; without more answers 200."""
 
     url: str = ""
-    came: list[tuple[str, HTTPMessage, bytes]] = field(default_factory=list)
+    came: list[tuple[str, Message, bytes]] = field(default_factory=list)
     answers: list[tuple[int, dict[str, str], bytes]] = field(default_factory=list)
 
     @property
@@ -392,7 +392,7 @@ def test_there_is_a_limit_to_what_waits_and_to_what_is_kept(
 def test_a_full_disk_is_notified_though_it_takes_no_row(sink: Sink, box: Callable[[], Box], database: Database) -> None:
     made = box()
     with database.writing.connect() as connection_:  # the only one in the pool
-        pages = connection_.exec_driver_sql("PRAGMA page_count").scalar()
+        pages = int(connection_.exec_driver_sql("PRAGMA page_count").scalar_one())
         connection_.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
     made.outbox.begin("disk-filling", "x" * 50_000)
     made.deliver()
@@ -497,7 +497,7 @@ def test_a_failed_backup_is_notified_until_one_is_good(
     with watched(tmp_path, sink, clock, backup_dir=place) as found:
         backups = found.service.backups
         assert backups is not None
-        wait_until(lambda: backups.fault)
+        wait_until(lambda: bool(backups.fault))
         assert found.look() == [("backup-failed", "firing")]
         place.unlink()
         assert backups.failed_at is not None

@@ -27,7 +27,7 @@ def test_all_is_well_and_then_it_is_not(tmp_path: Path, monkeypatch: pytest.Monk
         service = running.coordinator
         backups = service.backups
         assert backups is not None
-        wait_until(lambda: backups.last_at)
+        wait_until(lambda: backups.last_at is not None)
         crew(running, "r", ["a", "b"], min_workers=2, members="lease_s = 86400")
         with running.client() as admin:
             found = ServerStatus.model_validate(admin.get("/v1/status").raise_for_status().json())
@@ -49,7 +49,7 @@ def test_all_is_well_and_then_it_is_not(tmp_path: Path, monkeypatch: pytest.Monk
             logging.getLogger("coordinator.trial").error("refused with %s", TOKEN)
             clock.advance(NO_ROUND_S + 1)
             service.tick()
-            wait_until(lambda: service.sender is not None and service.sender.fault)
+            wait_until(lambda: service.sender is not None and service.sender.fault != "")
             reply = admin.get("/v1/status").raise_for_status()
             assert "secret-path" not in reply.text
             assert TOKEN not in reply.text
