@@ -80,15 +80,14 @@ def _finding(about: str, run: str | None, message: str) -> Finding:
 
 def _database(service: Coordinator) -> DatabaseInfo:
     database, began = service.database, service.clock()
+    found = DatabaseInfo(backend=database.name, schema_revision=None, size_bytes=None, answer_s=None, fault="")
     try:
         revision = database.revision()
-        answer_s, size_bytes, fault = service.clock() - began, database.size_bytes(), ""
+        answers = {"schema_revision": revision, "answer_s": service.clock() - began}
+        return found.model_copy(update={**answers, "size_bytes": database.size_bytes()})
     except (OSError, SQLAlchemyError) as error:
-        revision = answer_s = size_bytes = None
         fault = f"the database does not answer: {getattr(error, 'orig', error)}"
-    return DatabaseInfo(
-        backend=database.name, schema_revision=revision, size_bytes=size_bytes, answer_s=answer_s, fault=fault
-    )
+        return found.model_copy(update={"fault": fault})
 
 
 def _backup(service: Coordinator) -> BackupInfo | None:
