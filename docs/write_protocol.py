@@ -64,9 +64,10 @@ def spoken() -> Record:
 def _models() -> Iterator[type[BaseModel]]:
     """Yield every message, header and run spec; models that they refer to are found by pydantic."""
     for found in vars(messages).values():
-        if isinstance(found, type) and issubclass(found, BaseModel) and found.__module__ == messages.__name__:
-            yield found[messages.Event] if found is messages.Page else found
-    yield from (wire.ContributionHeader, wire.DeltaHeader, wire.StateHeader, RunSpec)
+        is_message = isinstance(found, type) and found.__module__ == messages.__name__ and issubclass(found, BaseModel)
+        if is_message and found is not messages.Page:
+            yield found
+    yield from (messages.Page[messages.Event], wire.ContributionHeader, wire.DeltaHeader, wire.StateHeader, RunSpec)
 
 
 def _keys(schema: Record, model: type[BaseModel] | None) -> dict[str, str]:
