@@ -10,6 +10,7 @@ from coordinator.service import Coordinator
 from protocol import PROTOCOL_VERSION, __version__
 from protocol.messages import (
     BackupInfo,
+    Cause,
     ClientsInfo,
     DatabaseInfo,
     DiskInfo,
@@ -80,7 +81,9 @@ def _finding(about: str, run: str | None, message: str) -> Finding:
 
 def _database(service: Coordinator) -> DatabaseInfo:
     database, began = service.database, service.clock()
-    found = DatabaseInfo(backend=database.name, schema_revision=None, size_bytes=None, answer_s=None, fault="")
+    failing = service.storage.fault
+    fault = failing.reason if failing is not None and failing.cause is Cause.STORAGE_UNAVAILABLE else ""
+    found = DatabaseInfo(backend=database.name, schema_revision=None, size_bytes=None, answer_s=None, fault=fault)
     try:
         revision = database.revision()
         answers = {"schema_revision": revision, "answer_s": service.clock() - began}

@@ -20,7 +20,7 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from coordinator.notifications.formats import OF_EVENTS, Notification
-from coordinator.store.database import Database, disk_is_full
+from coordinator.store.database import Database, fault_of
 from coordinator.store.tables import NotificationRow
 
 logger = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class Outbox:
     # --- the database ---------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Write what is in memory alone. Nothing happens if the disk is full: the next call tries again."""
+        """Write what is in memory alone. If disk or database take nothing now, the next call tries again."""
         with self._flushing:
             with self._lock:
                 unsaved, ended, done = dict(self._unsaved), set(self._ended), dict(self._done)
@@ -201,7 +201,7 @@ class Outbox:
                         session.execute(rows.where(NotificationRow.id == id_).values(done_at=at))
                     _trim(session)
             except Exception as error:
-                if not disk_is_full(error):
+                if fault_of(error) is None:
                     raise
                 return
             with self._lock:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import errno
 import hashlib
 import hmac
 import json
@@ -479,7 +480,7 @@ def test_a_disk_that_fills_up_a_failed_backup_and_the_end_of_a_run(
         for bytes_, expected in ((9, "firing"), (11, None), (8, None), (13, "resolved")):
             free[0] = bytes_
             assert found.look() == ([] if expected is None else [("disk-filling", expected)])
-        found.service.storage.note_full()
+        found.service.storage.note(OSError(errno.ENOSPC, "no space"))
         assert found.look() == [("disk-filling", "firing")]
         (a,) = crew(found.running, "r", ["a"], rounds=1)
         play_round([a], 0)
