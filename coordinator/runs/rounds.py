@@ -6,13 +6,14 @@ quorum and leases are inputs to `decide`, not states. Times are seconds of one m
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
 
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
+from protocol.telling import counted, natural
 
 NOBODYS: Mapping[str, str] = MappingProxyType({})  # no worker's token is known
 
@@ -96,17 +97,17 @@ def decide(
     contribution was accepted, live or not: what was acknowledged counts. `quorum_at`: when `has_quorum` became True;
     None before.
     """
-    missing = sorted(expected - contributed)
-    everybody = len(expected | contributed)
+    missing = expected - contributed
+    everybody = counted(len(expected | contributed), "worker")
     if not missing:
         if len(contributed) >= policy.min_workers:
-            return Close(tuple(sorted(contributed)), f"all {len(contributed)} workers have contributed")
+            return Close(tuple(sorted(contributed)), f"{_all(len(contributed))} contributed")
         return Wait(
             None,
-            f"{len(contributed)} of at least {policy.min_workers} workers have contributed; "
+            f"{len(contributed)} of at least {counted(policy.min_workers, 'worker')} have contributed; "
             "waiting for more workers to join",
         )
-    waiting = f"waiting for {len(missing)} of {everybody} workers ({names_of(missing)})"
+    waiting = f"waiting for {len(missing)} of {everybody} ({names_of(missing)})"
     capped_at = math.inf
     if policy.round_max_s is not None and len(contributed) >= policy.min_workers:
         capped_at = opened_at + policy.round_max_s
@@ -123,10 +124,15 @@ def decide(
         why = f"by the cap of {policy.round_max_s:.0f} s per round"
     return Close(
         tuple(sorted(contributed)),
-        f"closed without {names_of(missing)} {why}; {len(contributed)} of {everybody} workers have contributed",
+        f"closed without {names_of(missing)} {why}; {len(contributed)} of {everybody} have contributed",
     )
 
 
-def names_of(workers: list[str]) -> str:
+def _all(workers: int) -> str:
+    return "the only worker has" if workers == 1 else f"all {workers} workers have"
+
+
+def names_of(workers: Collection[str]) -> str:
     """Return the first three of them, and how many more there are."""
-    return ", ".join(workers[:3]) + (f" and {len(workers) - 3} more" if len(workers) > 3 else "")
+    more = f" and {len(workers) - 3} more" if len(workers) > 3 else ""
+    return ", ".join(sorted(workers, key=natural)[:3]) + more

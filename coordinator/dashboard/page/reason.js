@@ -2,7 +2,7 @@
 
 import { openRound } from "./course.js";
 import { h, write } from "./dom.js";
-import { countdown, duration } from "./units.js";
+import { UNKNOWN, countdown, duration } from "./units.js";
 
 const STATES = {
   seeding: "waits for its first state",
@@ -13,7 +13,9 @@ const STATES = {
   stopped: "stopped",
 };
 
-export function stateBadge(state) {
+/** Return a run's state as a badge; while nobody answers (`trouble`), that is all that is known. */
+export function stateBadge(state, trouble = null) {
+  if (trouble !== null) return h("span", { class: "badge unreachable", title: `${state} when last seen` }, "unreachable");
   return h("span", { class: `badge ${state}`, title: STATES[state] ?? state }, state);
 }
 
@@ -49,9 +51,11 @@ export function makeReason() {
     const parts = [`${run.round} of ${run.rounds} rounds done`];
     if (open && run.live_workers)
       parts.push(`${open.sent.size} of ${run.live_workers} workers have sent all of round ${open.round}`);
-    if (run.eta_s && run.state === "running") parts.push(`${duration(run.eta_s)} to go`);
+    if (run.eta_s && run.state === "running")
+      parts.push(`${model.trouble === null ? duration(run.eta_s) : UNKNOWN} to go`);
     write(progress, parts.join(" · "));
-    closes_at = open?.closes_in_s == null || run.state === "stopped" ? null : model.asked_at + 1000 * open.closes_in_s;
+    const isTimed = open?.closes_in_s != null && run.state !== "stopped" && model.trouble === null;
+    closes_at = isTimed ? model.asked_at + 1000 * open.closes_in_s : null;
     write(clockSays, closes_at === null ? "" : `until round ${open.round} closes`);
     tick();
   }
