@@ -509,7 +509,8 @@ def test_long_names_make_nothing_wider_and_box_4_comes_before_box_14(browser: Br
             page = found.page
             expect(page.locator("table.workers tbody th")).to_have_text(["box-4", "box-14", long_name])
             box = page.get_by_text(long_name, exact=True).first.bounding_box()
-            assert box is not None and box["width"] < 250, "other columns have no room"
+            assert box is not None
+            assert box["width"] < 250, "other columns have no room"
             labels = page.locator('section[aria-label="Loss"] .xtick text')
             expect(labels).to_have_text(["0", "1", "2", "3"])
             for fragment, there in ((f"run={run}", ".tiles"), ("", ".card"), ("tokens", "table.tokens tbody tr")):

@@ -70,7 +70,7 @@ function card(run, line, unreachable) {
   return h(
     "a",
     { class: "card", href: `#${new URLSearchParams({ run: run.name })}` },
-    h("div", { class: "title" }, h("h2", {}, run.name), stateBadge(run.state, unreachable)),
+    h("div", { class: "title" }, h("h2", {}, run.name), stateBadge(run, unreachable)),
     h("p", { class: "reason" }, run.reason),
     h("progress", { max: run.rounds, value: run.round, "aria-label": `round ${run.round} of ${run.rounds}` }),
     line ? sparkline(line.values, "training loss of the last rounds") : null,
