@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator.round_reports import held_out_fields, reason_of
+from coordinator.round_reports import held_out_fields, held_up_by, reason_of
 from coordinator.runs import held_out
 from coordinator.runs.eta import eta_s
 from coordinator.runs.live_run import LiveRun
@@ -25,6 +25,7 @@ from protocol.errors import Problem
 from protocol.host import shown_metrics
 from protocol.messages import (
     Account,
+    Cause,
     CheckpointDetail,
     CheckpointInfo,
     DiskBytes,
@@ -77,12 +78,13 @@ def disk_bytes(run: LiveRun) -> DiskBytes:
 
 
 def _run_fields(run: LiveRun) -> dict[str, Any]:
-    with run.lock:
+    with run.looked_at():
         state, final = run.state, run.final_digest
         remembered: dict[str, Any] = {
             "name": run.name,
             "state": state_of(run),
             "reason": reason_of(run),
+            "held_up_by": held_up_by(run),
             "round": run.round,
             "rounds": expected_rounds(run),
             "step": run.step,
@@ -101,7 +103,9 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
             **remembered,
             "spec_digest": row.spec_digest.hex(),
             "created_at": row.created_at,
-            "eta_s": eta_s(session, run.id, state, remembered["rounds"] - remembered["round"], run.world.now()),
+            "eta_s": eta_s(session, run.id, state, remembered["rounds"] - remembered["round"], run.world.now())
+            if remembered["held_up_by"] in (None, Cause.WORKER_SILENT)
+            else None,
             "tokens": row.tokens,
             "upload_bytes": row.upload_bytes,
             "divergences": row.divergences,
@@ -112,7 +116,7 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
 
 def workers(run: LiveRun, limit: int, after: str | None) -> Page[WorkerInfo]:
     """Return the workers with a name above `after` (None: all), by name."""
-    with run.lock:
+    with run.looked_at():
         pass  # what is just being changed is in the database afterwards
     with run.world.database.read() as session:
         query = select(WorkerRow).where(WorkerRow.run_id == run.id).order_by(WorkerRow.name).limit(limit + 1)
@@ -125,7 +129,7 @@ def workers(run: LiveRun, limit: int, after: str | None) -> Page[WorkerInfo]:
 
 def worker(run: LiveRun, name: str) -> WorkerInfo:
     """Return a worker of the run, live or not. Problem `not-found` if it never joined."""
-    with run.lock:
+    with run.looked_at():
         pass
     with run.world.database.read() as session:
         row = session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == name)).one_or_none()

@@ -28,7 +28,7 @@ from coordinator.store import audit
 from coordinator.store.assembling import Wholes
 from coordinator.store.blobs import Store
 from coordinator.store.data_directory import DataDirectory
-from coordinator.store.database import Database, disk_is_full, url_of
+from coordinator.store.database import Database, url_of
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.identity import Actor, Identity
 from coordinator.store.tables import RunRow
@@ -36,7 +36,7 @@ from coordinator.store.tokens import Tokens, secret_hash
 from coordinator.sync import retention
 from coordinator.tuning.room import Room
 from coordinator.upkeep import removing, restoring, rolling_back, verifying
-from coordinator.upkeep.full_disk import Storage
+from coordinator.upkeep.storage import REMIND_S, Storage
 from coordinator.workers import ending, membership, names
 from protocol.digest import digest
 from protocol.errors import Problem, SpecError
@@ -82,15 +82,17 @@ class Coordinator:
         self._jobs = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="publish")
         self._verifying = ThreadPoolExecutor(1, thread_name_prefix="verify")
         self._verify_at: dict[int, float] = {}
+        self._tick_faults: dict[str, tuple[str, float]] = {}  # the last of each kind, and when it was logged
         self._closing = threading.Event()
-        self.storage = Storage(self.data, clock)
+        self.storage = Storage(self.data, self.database, clock)
         self._world = World(
             database=self.database,
             data=self.data,
             blobs=store(self.data),
             submit=self._jobs.submit,
             ring=self.bell.ring,
-            storage_full=self.storage.note_full,
+            storage_failed=self.storage.note,
+            storage_fault=lambda: self.storage.fault,
             room=self.room,
             closing=self._closing,
             settle=settle,
@@ -137,40 +139,44 @@ class Coordinator:
 
     def tick(self) -> None:
         """Do what only the passing of time brings about. Called a few times a second."""
-        self.storage.check()
-        self.wholes.sweep()
-        self._tick_tokens()
+        self._guarded("storage", self.storage.check)
+        self._guarded("uploads", self.wholes.sweep)
+        self._guarded("tokens", self._tick_tokens)
         if self.backups is not None:
-            self.backups.tick()
+            self._guarded("backups", self.backups.tick)
         for run in list(self._runs.values()):
-            try:
-                ending.end_without_token(run, self.tokens.is_good)
-                ending.expire(run)
-                ending.replace_silent_seeder(run)
-                ending.end_lingering(run)
-                run.settle()
-                rolling_back.roll_back_if_due(run, verifying=partial(self._is_verifying, run))
-                verifying.start_when_due(run, self._verify_at, self._verifying.submit)
-                retention.trim_events(run)
-                self.storage.tick(run)
-                if self.backups is not None:
-                    self.backups.tell(run)
-            except Exception as error:  # a fault of one run must not stop the others; the next tick tries again
-                if disk_is_full(error):
-                    self.storage.note_full()
-                else:
-                    logger.exception("%s: tick failed", run.name)
+            self._guarded(run.name, partial(self._tick_run, run))
 
     def _tick_tokens(self) -> None:
+        if self.tokens.drop_expired():
+            self._ring_all()
+        self.tokens.write_last_uses()
+
+    def _tick_run(self, run: LiveRun) -> None:
+        ending.end_without_token(run, self.tokens.is_good)
+        ending.expire(run)
+        ending.replace_silent_seeder(run)
+        ending.end_lingering(run)
+        run.settle()
+        rolling_back.roll_back_if_due(run, verifying=partial(self._is_verifying, run))
+        verifying.start_when_due(run, self._verify_at, self._verifying.submit)
+        retention.trim_events(run)
+        self.storage.tick(run)
+        if self.backups is not None:
+            self.backups.tell(run)
+
+    def _guarded(self, what: str, act: Callable[[], object]) -> None:
+        """Do a part of a tick. A fault of it must not stop the others; the next tick tries again. It is logged when it
+        is new, and then every REMIND_S; one of disk or database as `Storage` does it."""
         try:
-            if self.tokens.drop_expired():
-                self._ring_all()
-            self.tokens.write_last_uses()
+            act()
         except Exception as error:
-            if disk_is_full(error):
-                self.storage.note_full()
-            else:
-                logger.exception("tokens: tick failed")
+            if self.storage.note(error) is not None:
+                return
+            before, now = self._tick_faults.get(what), self._world.clock()
+            if before is None or before[0] != str(error) or now - before[1] >= REMIND_S:
+                self._tick_faults[what] = str(error), now
+                logger.exception("%s: tick failed; trying again", what)
 
     def places(self) -> dict[str, Path]:
         """Return where on this machine it keeps what it keeps: folders whose disks must not fill up, by name."""

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from outerstep.follow import Look
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text, share_text
-from protocol.messages import Event, FragmentState, RoundInfo, RunInfo, WorkerInfo
+from protocol.messages import Cause, Event, FragmentState, RoundInfo, RunInfo, WorkerInfo
 from protocol.printable import printable
 from protocol.telling import SHOWN_LOSSES, rate_text, sparkline
 
@@ -41,6 +41,7 @@ class LineDisplay:
         self.next_round = 0
         self.course = Course()
         self.in_trouble = False
+        self.held_up_by: Cause | None = None
 
     def __enter__(self) -> "LineDisplay":
         return self
@@ -67,6 +68,9 @@ class LineDisplay:
         elif self.in_trouble and not look.trouble:
             self._line("the coordinator is back")
         self.in_trouble = look.trouble is not None
+        if look.run.held_up_by != self.held_up_by and not look.ended:
+            self.held_up_by = look.run.held_up_by
+            self._line(look.run.reason if self.held_up_by else f"the run goes on: {look.run.reason}")
         if look.ended:
             self._line(end_line(look.run))
 

@@ -156,7 +156,9 @@ def _head(scene: Scene, width: int) -> RenderableType:
         f"loss {sparkline(scene.losses)} {loss_text(next(reversed(scene.losses), None))}",
         f"held-out loss {sparkline(scene.held_out_losses)} {held_out}",
     ]
-    reason = Text(printable(trouble or f"{run.state}: {run.reason}"), style="red" if trouble else "bold")
+    reason = Text(
+        printable(trouble or f"{run.state}: {run.reason}"), style="red" if trouble or run.held_up_by else "bold"
+    )
     if scene.deadline is not None and run.state not in ENDED:
         reason.append(f"  (at {datetime.fromtimestamp(scene.deadline).astimezone():%H:%M:%S})", style="dim")
     return Group(title, *map(_cut, lines), reason)

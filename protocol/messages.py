@@ -151,16 +151,26 @@ class RunState(StrEnum):
     STOPPED = "stopped"
 
 
+class Cause(StrEnum):
+    """What holds a run up, the gravest first."""
+
+    FILES_DAMAGED = "files-damaged"
+    STORAGE_FULL = "storage-full"
+    STORAGE_UNAVAILABLE = "storage-unavailable"  # the database is locked, read-only or fails; or the disk is read-only
+    WORKER_SILENT = "worker-silent"
+
+
 class RunInfo(_Reply):
     name: str
     state: RunState
     reason: str  # one sentence: what the run is doing or waiting for
+    held_up_by: Cause | None = None  # null where nothing is wrong: then it does what its state says
     round: int  # the open round; equals `rounds` when finished
     rounds: int  # in all, as far as is known: more than sync.rounds where all workers handed one in early
     step: int = 0  # inner steps of the schedule before the open round
     spec_digest: HexDigest
     created_at: float
-    eta_s: float | None = None  # until its end, by its last rounds; null where nobody knows
+    eta_s: float | None = None  # until its end, by its last rounds; null if unknown, or a round is overdue
     live_workers: int
     fragments: int | None  # null until the first worker has sent the model's shape
     elements: int | None  # that are trained

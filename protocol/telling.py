@@ -8,6 +8,8 @@ from typing import TypeGuard
 UNKNOWN = "–"
 SHOWN_LOSSES = 20
 PACE_ROUNDS = 20  # the last rounds, by which it is guessed what is to go
+OVERDUE = 3.0  # times its usual length, and at least OVERDUE_S: then a round tells nothing of how long others take
+OVERDUE_S = 10.0
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -29,13 +31,15 @@ def rate_text(rate: float | None) -> str:
 
 def to_go_s(lengths: Sequence[float], left: int, spent_s: float = 0.0) -> float | None:
     """Return what the `left` next rounds will take, in seconds, by the `lengths` of the last ones; None before there
-    is one. `spent_s`: since the last one was over.
+    is one, and while the next one is overdue. `spent_s`: since the last one was over.
 
     By their median, which a pause of an hour leaves alone. The next round is over at once, at the earliest.
     """
     if not lengths or left < 0:
         return None
     length = statistics.median(lengths)
+    if left and spent_s > max(OVERDUE * length, OVERDUE_S):
+        return None
     return max(left * length - spent_s, max(left - 1, 0) * length)
 
 

@@ -13,9 +13,9 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
-from coordinator.store.database import disk_is_full
 from protocol.errors import Problem, WireError
 from protocol.explaining import explain
+from protocol.messages import Cause
 from protocol.printable import printable
 
 MAX_DISCARDED_BYTES = 64 << 20  # more than a fragment's upload, which a worker sends whose lease has just ended
@@ -75,10 +75,12 @@ def _not_allowed(request: Request, where: str, known: str) -> Response:
 
 
 def fault_response(scope: Scope, request_id: str, error: Exception) -> Response:
-    """Return the answer to an exception that no handler expects: the disk is full, or it is a fault of Outerstep."""
-    if disk_is_full(error):
-        scope["app"].state.coordinator.storage.note_full()
-        return problem_response(Problem("storage-full", "the coordinator's disk is full", retry_after_s=10))
+    """Return the answer to an exception that no handler expects: disk or database fails, or Outerstep does."""
+    fault = scope["app"].state.coordinator.storage.note(error)
+    if fault is not None:
+        if fault.cause is Cause.STORAGE_FULL:
+            return problem_response(Problem("storage-full", fault.reason, retry_after_s=10))
+        return problem_response(Problem("not-ready", fault.reason, retry_after_s=10))
     logger.error("request %s: %s %s failed", request_id, scope["method"], printable(scope["path"]), exc_info=error)
     return problem_response(Problem("internal", f"{type(error).__name__}; the log has request {request_id}"))
 

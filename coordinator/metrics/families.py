@@ -42,6 +42,9 @@ OF_RUNS = (
     _family("runs_not_shown", "runs", (), "those beyond the bound, which have no series"),
     _of_runs("state", "1", "1 at the state that the run is in, 0 at the others", "state"),
     _of_runs("paused_by_guard", "1", "1 while the run is paused because the guard took its model for spoilt"),
+    _of_runs(
+        "held_up", "1", "1 at the cause that holds the run up, 0 at the others (`held_up_by`, docs/rest.md)", "cause"
+    ),
     _of_runs("round", "rounds", "the open or next round, counted from 0"),
     _of_runs("rounds_expected", "rounds", "how many the run has in all, as far as is known"),
     _of_runs("step", "inner steps", "inner steps of the schedule before that round"),

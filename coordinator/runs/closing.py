@@ -21,8 +21,10 @@ def close_due(settling: Settling) -> bool:
     now = run.world.clock()
     members, policy = run.members, run.spec.members
     expected, newcomers = members.waited_for(opening.assigned)
+    silent = members.silent(now)
     decisions = [
-        each.due(expected, newcomers, members.owners, policy, opening.opened_at, now) for each in opening.fragments
+        each.due(expected, newcomers, members.owners, policy, opening.opened_at, now, silent)
+        for each in opening.fragments
     ]
     if not any(decisions):
         return False

@@ -4,9 +4,11 @@ import threading
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 
+from coordinator.runs.rounds import Silence
 from protocol.messages import Metrics
 
 MISSED = 3
+SILENT = 0.5  # of a lease: heartbeats come three times in one, so this one is overdue
 SEEDER_S = 1800.0  # for one fragment of state 0: half a gigabyte at 2 Mbit/s
 OTHERS_ASK_S = 120.0  # in which members that want an assignment have asked: a long poll lasts for 60 s
 LINGER_S = 1800.0  # for what is left to do once a run is over: the last deltas, an evaluation
@@ -117,6 +119,17 @@ class Members:
         """Return how many seconds ago the worker was last heard of; None if it holds no lease."""
         lease = self._leases.get(worker)
         return None if lease is None else now - lease.seen_at
+
+    def silent(self, now: float) -> dict[str, Silence]:
+        """Return the live workers whose heartbeat is overdue."""
+        with self._lock:
+            heard = {worker: now - lease.seen_at for worker, lease in self._leases.items()}
+        overdue_s = SILENT * self.lease_s
+        return {
+            worker: Silence(seconds, max(0.0, self.lease_s - seconds))
+            for worker, seconds in heard.items()
+            if seconds > overdue_s
+        }
 
     def metrics(self, worker: str) -> Metrics:
         """Return what the worker's last heartbeat said; empty if it said nothing yet, or holds no lease."""

@@ -15,7 +15,6 @@ from sqlalchemy import delete, select
 from coordinator.runs.guarding import Extent
 from coordinator.runs.live_run import LiveRun
 from coordinator.store.blobs import Reader
-from coordinator.store.database import disk_is_full
 from coordinator.store.files import FileReader
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow
 from coordinator.sync import checkpointing, retention
@@ -41,9 +40,7 @@ def _verify(run: LiveRun, due: dict[int, float]) -> None:
     try:
         verify(run)
     except Exception as error:  # nobody awaits it: the log says it
-        if disk_is_full(error):
-            run.world.storage_full()
-        else:
+        if run.world.storage_failed(error) is None:
             logger.exception("%s: the files could not be verified", run.name)
     finally:
         due[run.id] = run.world.clock() + VERIFY_S

@@ -84,6 +84,12 @@ def test_an_outage_is_told_once_and_so_is_its_end():
     ]
 
 
+def test_what_holds_a_run_up_is_told_once_and_so_is_its_end():
+    full = look(held_up_by="storage-full", reason="the disk is full")
+    goes_on = look(reason="round 3: waiting")
+    assert lines_of(goes_on, full, full, goes_on) == ["the disk is full", "the run goes on: round 3: waiting"]
+
+
 def test_the_end_is_told():
     [line] = lines_of(look(state="finished", reason="all 4 rounds are done", held_out_loss=1.5))
     assert line == "run demo: all 4 rounds are done; last held-out loss 1.5000"

@@ -62,7 +62,7 @@ function card(run, line) {
   return h(
     "a",
     { class: "card", href: `#${new URLSearchParams({ run: run.name })}` },
-    h("div", { class: "title" }, h("h2", {}, run.name), stateBadge(run.state)),
+    h("div", { class: "title" }, h("h2", {}, run.name), stateBadge(run)),
     h("p", { class: "reason" }, run.reason),
     h("progress", { max: run.rounds, value: run.round, "aria-label": `round ${run.round} of ${run.rounds}` }),
     line ? sparkline(line.values, "training loss of the last rounds") : null,
