@@ -28,8 +28,8 @@ INTRODUCTION = """\
 One worker's way through a run of one round, from the run's creation to its leaving: every request with its answer. It
 is the example of [wire-format.md](wire-format.md#6-an-example), and was played on a real coordinator by
 `docs/write_life.py`. Tokens stand as `ADMIN_TOKEN`, `JOIN_TOKEN`, `WORKER_TOKEN` and `MEMBER_TOKEN`, points in time as
-1767225600.0, and payloads in hexadecimal. JSON is laid out to be read, so its `Content-Length` is left out. So are `Host`,
-`User-Agent`, `Accept`, `Accept-Encoding` and `Connection` of requests; `Date`, `Server`,
+1767225600.0, and payloads in hexadecimal. JSON is laid out to be read, so its `Content-Length` is left out. So are
+`Host`, `User-Agent`, `Accept`, `Accept-Encoding` and `Connection` of requests; `Date`, `Server`,
 `X-Request-Id`, `Outerstep-Version` and `Outerstep-Protocol` of answers.
 """
 
