@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
-from fastapi_offline import FastAPIOffline
 
 from coordinator.api import checkpoints, events, health, line_check, metrics, rounds, runs, tokens, workers
 from coordinator.dashboard import serving as dashboard
+from coordinator.http import documentation
 from coordinator.http.answer_headers import AnswerHeaders
 from coordinator.http.authentication import Authenticate
 from coordinator.http.describing import describe
@@ -39,13 +39,16 @@ def create_app(coordinator: Coordinator, gate: Gate | None = None) -> FastAPI:
         await asyncio.gather(ticking, return_exceptions=True)
         await run_in_threadpool(coordinator.close)
 
-    app = FastAPIOffline(
+    app = FastAPI(
         title="Outerstep coordinator",
         version=__version__,
         description="One DiLoCo run over ordinary internet lines. docs/rest.md explains it. "
         "HEAD is answered wherever GET is.",
         lifespan=lifespan,
         telemetry=TELEMETRY,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # the library makes its redirects of the Host header, which is the client's
     )
     app.state.coordinator = coordinator
     app.state.meter = meter = Meter(coordinator, gate)
@@ -53,7 +56,7 @@ def create_app(coordinator: Coordinator, gate: Gate | None = None) -> FastAPI:
     describe(app)
     for group in (runs, workers, rounds, checkpoints, events, tokens, line_check, health, metrics):
         app.include_router(group.router)
-    app.router.routes += dashboard.routes()
+    app.router.routes += [*documentation.routes(app), *dashboard.routes()]
     if tracing.is_on():
         app.add_middleware(TellTrace)
     app.add_middleware(Authenticate)

@@ -38,6 +38,7 @@ from protocol.messages import (
     WorkerInfo,
 )
 from protocol.reaching import check_address, in_words, trusting
+from protocol.telling import natural
 from protocol.versions import of_requests
 
 PAGE_ITEMS = 100
@@ -85,9 +86,9 @@ class Client:
         """Remove a run that has ended, with its files."""
         self._send("DELETE", _path(run))
 
-    def workers(self, run: str) -> Iterator[WorkerInfo]:
-        """Yield the run's workers, by name."""
-        return self._pages(_path(run, "workers"), WorkerInfo)
+    def workers(self, run: str) -> list[WorkerInfo]:
+        """Return the run's workers, by name: box-4 before box-14."""
+        return sorted(self._pages(_path(run, "workers"), WorkerInfo), key=lambda worker: natural(worker.name))
 
     def worker(self, run: str, worker: str) -> WorkerInfo:
         return self._ask("GET", _path(run, "workers", quote(worker, safe="")), WorkerInfo)

@@ -162,6 +162,15 @@ for command in ([], ["coordinator"], ["worker"], ["doctor"], ["demo"], ["run"]):
     assert sorted(imported_by(code).intersection([*TORCH, *WEB, *DATABASE, "coordinator", "worker"])) == []
 
 
+def test_the_list_of_commands_is_quick() -> None:
+    """`outerstep --help` took a second: it imported every command, and all that these need."""
+    code = "from outerstep.cli import app; app(['--help'], standalone_mode=False)"
+    modules = imported_by(code)
+    slow = ["pydantic", "httpx", "numpy", "rich", "msgpack", "asyncio", "ssl", *TORCH, *WEB, *DATABASE]
+    assert sorted(modules.intersection([*slow, "protocol.messages", "protocol.spec", "coordinator", "worker"])) == []
+    assert [each for each in modules if each.startswith("outerstep.cli.")] == []
+
+
 def test_diloco_comes_lazily() -> None:
     imported_by("from outerstep import DiLoCoOptimizer as D; assert D.__module__ == 'worker.diloco_optimizer'")
     modules = imported_by("from outerstep import DiLoCo; assert DiLoCo.__module__ == 'worker.diloco'")
