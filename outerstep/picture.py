@@ -29,7 +29,7 @@ from outerstep.follow import ENDED, Look
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text
 from protocol.messages import Event, RoundInfo, RunInfo, Stage, WorkerInfo, WorkerState
 from protocol.printable import printable
-from protocol.telling import sparkline
+from protocol.telling import natural, sparkline
 
 SHOWN_ROUNDS = 8
 SHOWN_EVENTS = 4
@@ -199,9 +199,9 @@ def rounds_behind(worker: WorkerInfo, run: RunInfo) -> int | None:
     return max(run.round - at - over, 0)
 
 
-def _place(worker: WorkerInfo, run: RunInfo) -> tuple[bool, int, str]:
+def _place(worker: WorkerInfo, run: RunInfo) -> tuple[bool, int, tuple[object, ...]]:
     """Return the order: those who are there, of these the hindmost first."""
-    return worker.state is not WorkerState.LIVE, -(rounds_behind(worker, run) or 0), worker.name
+    return worker.state is not WorkerState.LIVE, -(rounds_behind(worker, run) or 0), natural(worker.name)
 
 
 def _worker_table(workers: Sequence[WorkerInfo], run: RunInfo, width: int) -> RenderableType:

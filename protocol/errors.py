@@ -121,8 +121,28 @@ class CodecError(OuterstepError):
     """Values that a codec cannot carry."""
 
 
+class WireFault(StrEnum):
+    """What is wrong with a payload, by the names of docs/wire-format.md ("The kinds of faults")."""
+
+    LENGTH = "length"
+    MAGIC = "magic"
+    VERSION = "version"
+    HEADER = "header"
+    FRAMES = "frames"
+    ZSTD = "zstd"
+    CODES = "codes"
+    MAGNITUDE = "magnitude"
+
+
 class WireError(OuterstepError):
-    """Bytes that are not a valid payload."""
+    """Bytes that are not a valid payload; `fault` is the first one that a reader meets."""
+
+    def __init__(self, fault: WireFault, message: str) -> None:
+        super().__init__(fault, message)
+        self.fault = fault
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 class Transient(OuterstepError):

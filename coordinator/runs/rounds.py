@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
+from protocol.telling import counted, natural
 
 NOBODYS: Mapping[str, str] = MappingProxyType({})  # no worker's token is known
 
@@ -110,17 +111,17 @@ def decide(
     contribution was accepted, live or not: what was acknowledged counts. `quorum_at`: when `has_quorum` became True;
     None before. `silent`: the live workers whose heartbeat is overdue; they are still waited for, and named first.
     """
-    missing = sorted(expected - contributed)
-    everybody = len(expected | contributed)
+    missing = sorted(expected - contributed, key=natural)
+    everybody = counted(len(expected | contributed), "worker")
     if not missing:
         if len(contributed) >= policy.min_workers:
-            return Close(tuple(sorted(contributed)), f"all {len(contributed)} workers have contributed")
+            return Close(tuple(sorted(contributed)), f"{_all(len(contributed))} contributed")
         return Wait(
             None,
-            f"{len(contributed)} of at least {policy.min_workers} workers have contributed; "
+            f"{len(contributed)} of at least {counted(policy.min_workers, 'worker')} have contributed; "
             "waiting for more workers to join",
         )
-    waiting = f"waiting for {len(missing)} of {everybody} workers ({names_of(missing)})"
+    waiting = f"waiting for {len(missing)} of {everybody} ({names_of(missing)})"
     unheard = {worker: silent[worker] for worker in missing if worker in silent}
     if unheard:
         waiting = f"{silence_of(unheard)}; {waiting}"
@@ -140,13 +141,17 @@ def decide(
         why = f"by the cap of {policy.round_max_s:.0f} s per round"
     return Close(
         tuple(sorted(contributed)),
-        f"closed without {names_of(missing)} {why}; {len(contributed)} of {everybody} workers have contributed",
+        f"closed without {names_of(missing)} {why}; {len(contributed)} of {everybody} have contributed",
     )
+
+
+def _all(workers: int) -> str:
+    return "the only worker has" if workers == 1 else f"all {workers} workers have"
 
 
 def silence_of(unheard: Mapping[str, Silence]) -> str:
     """Return in words who is silent, the one silent longest first, and since when that one is."""
-    longest_first = sorted(unheard, key=lambda worker: (-unheard[worker].heard_s, worker))
+    longest_first = sorted(unheard, key=lambda worker: (-unheard[worker].heard_s, natural(worker)))
     heard_s, dropped_s = unheard[longest_first[0]]
     are = "is" if len(unheard) == 1 else "are"
     return f"{names_of(longest_first)} {are} silent: last heard {heard_s:.0f} s ago, dropped in {dropped_s:.0f} s"

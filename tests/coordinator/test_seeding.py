@@ -6,7 +6,7 @@ import pytest
 from benchmarks.harness.coordinator import InThread, SettableClock
 from benchmarks.harness.member import spec_toml
 from benchmarks.harness.stores import the
-from coordinator.runs.members import SEEDER_S
+from coordinator.runs.members import OTHERS_ASK_S, SEEDER_S
 from coordinator.sync.state_file import StateReader
 from tests.coordinator.crew import crew, enlist, events, info, problem
 
@@ -66,6 +66,19 @@ def test_a_silent_seeder_that_is_alone_is_asked_again(shared: InThread, run: str
     shared.coordinator.tick()
     assert a.assignment(None).action == "seed"
     a.seed(0.5)
+
+
+def test_a_silent_seeder_is_asked_again_where_the_others_only_beat(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    shared.create_run(spec_toml(run, members=f"lease_s = {3 * SEEDER_S:.0f}"))
+    a, _ = enlist(shared, run, "a"), enlist(shared, run, "b")
+    assert a.assignment(None).action == "seed"
+    clock.advance(SEEDER_S + 1)
+    shared.coordinator.tick()
+    assert a.assignment(None).action == "wait"
+    clock.advance(OTHERS_ASK_S + 1)
+    assert a.assignment(None).action == "seed"
 
 
 def test_only_the_appointed_worker_seeds_and_only_once(shared: InThread, run: str) -> None:

@@ -2,7 +2,7 @@
 
 import { openRound } from "./course.js";
 import { h, write } from "./dom.js";
-import { countdown, duration } from "./units.js";
+import { UNKNOWN, countdown, duration } from "./units.js";
 
 const STATES = {
   seeding: "waits for its first state",
@@ -20,8 +20,10 @@ const CAUSES = {
   "worker-silent": "worker silent",
 };
 
-/** Return the badge of a run: its state, or what holds it up where it should go on. */
-export function stateBadge({ state, held_up_by: cause }) {
+/** Return the badge of a run: its state, or what holds it up where it should go on; nothing of that is known while nobody
+ * answers (`trouble`). */
+export function stateBadge({ state, held_up_by: cause }, trouble = null) {
+  if (trouble !== null) return h("span", { class: "badge unreachable", title: `${state} when last seen` }, "unreachable");
   const title = STATES[state] ?? state;
   if (cause && (state === "running" || state === "seeding"))
     return h("span", { class: `badge held-up ${cause}`, title }, CAUSES[cause] ?? cause);
@@ -60,9 +62,11 @@ export function makeReason() {
     const parts = [`${run.round} of ${run.rounds} rounds done`];
     if (open && run.live_workers)
       parts.push(`${open.sent.size} of ${run.live_workers} workers have sent all of round ${open.round}`);
-    if (run.state === "running" && run.round && run.eta_s !== 0) parts.push(`${duration(run.eta_s)} to go`);
+    if (run.state === "running" && run.round && run.eta_s !== 0)
+      parts.push(`${model.trouble === null ? duration(run.eta_s) : UNKNOWN} to go`);
     write(progress, parts.join(" · "));
-    closes_at = open?.closes_in_s == null || run.state === "stopped" ? null : model.asked_at + 1000 * open.closes_in_s;
+    const isTimed = open?.closes_in_s != null && run.state !== "stopped" && model.trouble === null;
+    closes_at = isTimed ? model.asked_at + 1000 * open.closes_in_s : null;
     write(clockSays, closes_at === null ? "" : `until round ${open.round} closes`);
     tick();
   }
