@@ -531,6 +531,7 @@ class CheckpointInfo(_Reply):
     created_at: float
     bytes: int
     state_digest: HexDigest
+    damage: str | None = None  # why it cannot be fetched: its file is missing or corrupt; null where it can
 
 
 class CheckpointDetail(CheckpointInfo):
