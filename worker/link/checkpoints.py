@@ -103,6 +103,6 @@ def _fetch_into(model: nn.Module, client: Client, checkpoint: CheckpointDetail, 
     for p, elements in enumerate(checkpoint.layout.elements):
         limit_bytes = wire.max_payload_bytes("fp32", 2 * elements)
         payload = client.checkpoint_fragment(checkpoint.round, checkpoint.fragments[p], limit_bytes)
-        theta, momentum = unpack_payload(payload, _HOST).numpy().reshape(2, elements)
+        theta, momentum = unpack_payload(payload, _HOST, 2 * elements).numpy().reshape(2, elements)
         point = reached(theta, momentum, learning_rate=outer.learning_rate, beta=outer.momentum)
         fragments.scatter(p, torch.from_numpy(point))
