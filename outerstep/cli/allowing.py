@@ -29,6 +29,15 @@ DataRootOption = Annotated[
         show_default=False,
     ),
 ]
+MaxParametersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-parameters",
+        metavar="COUNT",
+        help="The largest model that is built where the run's spec describes it: 70B. Default: 20B.",
+        show_default=False,
+    ),
+]
 
 
 def owner_at_terminal() -> Callable[[str], bool] | None:

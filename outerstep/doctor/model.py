@@ -34,11 +34,11 @@ class Model:
     largest_layer: int
 
 
-def look(run: RunDetail, processes: int, vocabulary: int | None) -> Model:
-    """Build the model in host memory. Raises ModelError, DataError and BoxError, as a worker would at its start."""
+def look(run: RunDetail, processes: int, vocabulary: int | None, max_parameters: int) -> Model:
+    """Build the model in host memory, if it has no more parameters than that. Raises ModelError, DataError and BoxError, as a worker would at its start."""
     spec = run.spec
     check_suited(spec, processes)
-    model = build_model(spec, torch.device("cpu"))
+    model = build_model(spec, torch.device("cpu"), max_parameters)
     if vocabulary is not None:
         check_vocabulary(model, vocabulary)
     tensors = tensor_specs(model)
