@@ -13,18 +13,23 @@ from functools import partial
 
 import httpx
 import pytest
+import torch
 
 from outerstep import rest
 from outerstep.doctor import address
 from outerstep.doctor.finding import State
-from protocol import __version__, messages
+from protocol import __version__, messages, wire
 from protocol.answers import LIMITS, MESSAGE, limit_of, read_message
-from protocol.errors import BeyondLimits, NoCoordinator, OuterstepError, UnexpectedAnswer
-from protocol.fragments import Layout, TensorSpec
+from protocol.errors import BeyondLimits, NoCoordinator, OuterstepError, UnexpectedAnswer, WireError
+from protocol.fragments import Layout, Slice, TensorSpec
+from protocol.spec.sections import OuterSpec
 from tests.support.http_server import Handler, serving
+from worker.codecs import unpack_payload
 from worker.data.fetching.remote import HttpFiles
-from worker.errors import DataError
+from worker.errors import DataError, Resync
 from worker.link.client import Client, open_http
+from worker.link.membership import Membership
+from worker.state.outer_state import OuterState
 
 MOST_MEMORY = 24 << 20
 PIECE = b" " * (1 << 16)
@@ -194,6 +199,43 @@ def test_a_worker_that_works_outlasts_an_answer_that_is_too_large() -> None:
         for _ in range(2):
             assert client.renew_lease("m", "w", messages.Metrics()).lease_s == 60
     assert len(slept) == 1
+
+
+def test_a_payload_of_another_size_is_refused_unread() -> None:
+    """A few kilobytes of zstd would be eight gigabytes of zeros."""
+    header = wire.StateHeader(
+        run="r",
+        round=0,
+        fragment=0,
+        codec="fp32",
+        elements=wire.MAX_ELEMENTS,
+        chunk_elements=wire.MAX_CHUNK_ELEMENTS,
+        frame_bytes=[9] * (wire.MAX_ELEMENTS // wire.MAX_CHUNK_ELEMENTS),
+    )
+    head = wire.pack_header(header)
+
+    def read_at(offset: int, length: int) -> bytes:
+        assert offset < len(head), "a frame was read"
+        return head[offset : offset + length]
+
+    payload = wire.Payload(read_at, len(head) + sum(header.frame_bytes))
+    layout = Layout(tensors=[TensorSpec(name="a", shape=[4])], fragments=[[Slice(tensor=0, start=0, stop=4)]])
+    with pytest.raises(Resync, match="the layout says 8"):
+        OuterState(layout, OuterSpec(), pin_memory=False).load(0, payload)
+    with pytest.raises(WireError, match="where the layout has 8"):
+        unpack_payload(payload, torch.device("cpu"), 8)
+
+
+def test_the_layout_of_another_model_is_refused() -> None:
+    """A worker takes memory for the layout that it is given when it joins."""
+    ours, theirs = ([TensorSpec(name="a", shape=[n])] for n in (4, 1 << 40))
+    layout = Layout(tensors=theirs, fragments=[[Slice(tensor=0, start=0, stop=1 << 40)]])
+    reply = messages.JoinReply(worker="w", member_token="m", epoch=1, lease_s=60, layout=layout)
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=reply.model_dump_json()))
+    with httpx.Client(transport=transport, base_url="http://c") as http:
+        membership = Membership(Client(http, "r", "t"), "w", messages.JoinRequest(tensors=ours), None)
+        with pytest.raises(UnexpectedAnswer, match="not of this worker's model"):
+            membership.join()
 
 
 def test_a_layout_names_only_what_its_tensors_have() -> None:

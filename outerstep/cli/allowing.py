@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
+from outerstep.cli.faults import UsageError
 from protocol.printable import printable
+from protocol.quantities import parse_count
+from protocol.spec.sizes import MOST_PARAMETERS
 
 AllowFactoryOption = Annotated[
     list[str] | None,
@@ -38,6 +41,14 @@ MaxParametersOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+def parse_max_parameters(given: str | None) -> int:
+    """Return the value of MaxParametersOption, or its default. Raises UsageError."""
+    try:
+        return MOST_PARAMETERS if given is None else parse_count(given)
+    except ValueError as error:
+        raise UsageError(f"--max-parameters: {error}") from error
 
 
 def owner_at_terminal() -> Callable[[str], bool] | None:

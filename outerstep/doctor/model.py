@@ -35,7 +35,8 @@ class Model:
 
 
 def look(run: RunDetail, processes: int, vocabulary: int | None, max_parameters: int) -> Model:
-    """Build the model in host memory, if it has no more parameters than that. Raises ModelError, DataError and BoxError, as a worker would at its start."""
+    """Build the model in host memory, if it has at most `max_parameters`. Raises ModelError, DataError and BoxError, as
+    a worker would at its start."""
     spec = run.spec
     check_suited(spec, processes)
     model = build_model(spec, torch.device("cpu"), max_parameters)

@@ -39,12 +39,13 @@ def check_size(config: PreTrainedConfig, said: str, most: int, attention: str) -
             )
     except _TooMany:
         raise ModelError(f"{said} has more than {MAX_TENSORS:,} tensors, which is all that a run can have") from None
-    elements = sum(each.numel() for each in (*model.parameters(), *model.buffers()))
-    if elements > most:
+    parameters, buffers = (sum(each.numel() for each in some) for some in (model.parameters(), model.buffers()))
+    if parameters + buffers > most:
+        beside = f" and buffers of {buffers:,} elements" if buffers > parameters else ""
         raise ModelError(
-            f"{said} has {elements:,} parameters, {4 * elements / 1e9:,.0f} GB in fp32; this machine's owner allows "
-            f"{most:,}. If you trust whoever wrote the spec, and there is memory for it, add: "
-            f"--max-parameters {elements}"
+            f"{said} has {parameters:,} parameters{beside}, {4 * (parameters + buffers) / 1e9:,.1f} GB in fp32; the "
+            f"owner of this machine allows {most:,}. If you trust whoever wrote the spec, and memory suffices, add: "
+            f"--max-parameters {parameters + buffers}"
         )
 
 
