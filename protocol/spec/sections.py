@@ -308,10 +308,6 @@ class SyncSpec(Section):
             )
         if self.overlap == "eager" and self.offsets == "spread":
             raise ValueError('overlap = "eager" needs offsets = "together": every fragment has a whole round anyway')
-        if self.alpha == 0 and self.overlap == 0:
-            raise ValueError(
-                f"alpha = {self.alpha}: without an overlap nothing is trained that it could drop; leave it out"
-            )
         return self
 
     @property

@@ -92,7 +92,7 @@ def opened(payload: bytes) -> tuple[dict[str, Any], bytes]:
     return msgpack.unpackb(payload[12 : 12 + length]), payload[12 + length :]
 
 
-@pytest.mark.parametrize("case", vectors("means"), ids=lambda case: case["codec"])
+@pytest.mark.parametrize("case", vectors("means"), ids=lambda case: f"{case['codec']} to {case['download_codec']}")
 def test_a_mean_is_what_the_page_says(case: dict[str, Any]) -> None:
     codec = case["codec"]
     arrived = {
@@ -100,16 +100,20 @@ def test_a_mean_is_what_the_page_says(case: dict[str, Any]) -> None:
     }
     total = sum(header["tokens"] for header, _ in arrived.values())
     n = next(header["elements"] for header, _ in arrived.values())
-    mean, weights = np.zeros(n, F32), np.zeros(n, F32)
-    for worker in sorted(arrived, key=str.encode):
+    mean, shares = np.zeros(n, F32), np.zeros(n, F32)
+    for worker, factor in zip(sorted(arrived, key=str.encode), case["factors"], strict=True):
         header, frame = arrived[worker]
-        w = F32(header["tokens"] / total)
+        w = F32(header["tokens"] / total * factor)
         for index, (q, s) in terms(codec, frame, n).items():
             mean[index] += q * F32(w * s)
-            weights[index] += w
+            shares[index] += F32(header["tokens"] / total)
     if codec == "sparse":
-        mean[weights != 0] /= weights[weights != 0]
+        mean[shares != 0] /= shares[shares != 0]
     assert mean.tobytes().hex() == case["mean"]
+    delta = np.zeros(n, F32)
+    for index, (q, s) in terms(case["download_codec"], bytes.fromhex(case["encoded"]), n).items():
+        delta[index] = q * s
+    assert delta.tobytes().hex() == case["decoded"]
 
 
 @pytest.mark.parametrize("case", vectors("outer-steps"), ids=lambda case: f"momentum {case['momentum']}")

@@ -188,10 +188,6 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
         edited("rounds = 4", 'rounds = 4\noverlap = "eager"\noffsets = "spread"'),
         ['overlap = "eager" needs offsets = "together"'],
     ),
-    "an alpha for nothing": (
-        edited("rounds = 4", "rounds = 4\nalpha = 0.0"),
-        ["alpha = 0.0: without an overlap nothing is trained that it could drop; leave it out"],
-    ),
     "an alpha of more than all": (edited("rounds = 4", "rounds = 4\nalpha = 1.1"), ["sync.alpha", "or equal to 1"]),
     "an unknown preset": (edited('"tiny"', '"huge"'), ["model.preset = 'huge'", "'tiny', 'llama-150m' or 'llama-1b'"]),
     "no model chosen": (

@@ -32,6 +32,7 @@ from protocol.answers import (
 from protocol.digest import Buffer, content_digest
 from protocol.errors import BeyondLimits, Problem, Transient, UnexpectedAnswer
 from protocol.messages import PartReply, Stage
+from protocol.versions import Said, said_by_coordinator
 from worker.accounts.stages import Stages
 from worker.accounts.traffic import Traffic
 from worker.errors import Stopped
@@ -211,6 +212,8 @@ class Download:
     expected_bytes   about the size
     digest           the blob's, BLAKE3 in hexadecimal; None: as its ETag says
     again            whether to ask again though it is not there, as a problem says
+
+    `path` is the one asked first, `coordinator` what the answer said of its sender.
     """
 
     def __init__(
@@ -224,8 +227,9 @@ class Download:
         again: Callable[[Problem], bool] = lambda problem: False,
     ) -> None:
         self._channel, self._path_now, self._limit_bytes, self._digest = channel, path, limit_bytes, digest
-        self._path, self._expected_bytes, self._again = path(), expected_bytes, again
+        self.path, self._expected_bytes, self._again = path(), expected_bytes, again
         self._headers = {**headers, "Accept-Encoding": "identity"}
+        self.coordinator = Said(None)
         self._lock = threading.Lock()
         self._etag, self._data = "", memory(0)
         self._not_published: Problem | None = None
@@ -246,7 +250,7 @@ class Download:
                 raise self._not_published
         # Of parts of several blobs, too, the digest is wrong.
         if blake3(self._data).hexdigest() != (self._digest or self._etag.strip('"')):
-            raise Transient(f"{self._path}: the bytes that arrived are not those of its digest")
+            raise Transient(f"{self.path}: the bytes that arrived are not those of its digest")
         return self._data
 
     def _carry(self, part: "_Part") -> None:
@@ -275,6 +279,7 @@ class Download:
                 self._check_behind(answer, part)
                 return
             raise_for_problem(answer)
+            self.coordinator = said_by_coordinator(answer.headers)
             at, stop = self._begin(answer, part)
             for chunk in channel.received(answer, turn):
                 part.take(self._data, chunk, at)
@@ -282,9 +287,9 @@ class Download:
                 if part.complete and answer.status_code == 200:
                     return  # all else is of other parts
                 if at > stop:  # where its length is not that of its headers
-                    raise Transient(f"{self._path} answered with more bytes than it announced")
+                    raise Transient(f"{self.path} answered with more bytes than it announced")
         if not part.complete:
-            raise Transient(f"{self._path} broke off at byte {part.next} of {part.stop}")
+            raise Transient(f"{self.path} broke off at byte {part.next} of {part.stop}")
 
     def _begin(self, answer: httpx.Response, part: "_Part") -> tuple[int, int]:
         """Return where in the blob the answer begins and ends; make memory for the blob if there is none."""
@@ -292,17 +297,17 @@ class Download:
         etag, length = answer.headers.get("ETag", ""), header_number(answer.headers.get("Content-Length", ""))
         if not etag or length is None:
             raise UnexpectedAnswer(
-                f"{self._path} answered without ETag or Content-Length: not a coordinator, or a proxy that alters it"
+                f"{self.path} answered without ETag or Content-Length: not a coordinator, or a proxy that alters it"
             )
         start, stop, total = 0, length, length  # a proxy that knows no ranges sends all of it
         if answer.status_code == 206:
             start, stop, total = _range_of(answer)
             if start != part.next or stop - start != length:
-                raise Transient(f"{self._path} answered another range than the one asked for")
+                raise Transient(f"{self.path} answered another range than the one asked for")
         elif answer.status_code != 200:
-            raise Transient(f"{self._path} answered {answer.status_code} to a request for bytes")
+            raise Transient(f"{self.path} answered {answer.status_code} to a request for bytes")
         if total > self._limit_bytes:
-            raise BeyondLimits(f"{self._path} announces {total} bytes, at most {self._limit_bytes} can be right")
+            raise BeyondLimits(f"{self.path} announces {total} bytes, at most {self._limit_bytes} can be right")
         with self._lock:
             if etag != self._etag or total != len(self._data):
                 self._etag, self._data = etag, memory(total)
@@ -316,7 +321,7 @@ class Download:
         total = _range_of(answer)[2]
         if part.start < total:
             part.restart()
-            raise Transient(f"{self._path} changed while it was fetched")
+            raise Transient(f"{self.path} changed while it was fetched")
         part.stop = part.next
 
 
