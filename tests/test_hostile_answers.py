@@ -20,7 +20,7 @@ from outerstep.doctor import address
 from outerstep.doctor.finding import State
 from protocol import __version__, messages, wire
 from protocol.answers import LIMITS, MESSAGE, limit_of, read_message
-from protocol.errors import BeyondLimits, NoCoordinator, OuterstepError, UnexpectedAnswer, WireError
+from protocol.errors import BeyondLimits, NoCoordinator, OuterstepError, UnexpectedAnswer
 from protocol.fragments import Layout, Slice, TensorSpec
 from protocol.spec.sections import OuterSpec
 from tests.support.http_server import Handler, serving
@@ -222,7 +222,7 @@ def test_a_payload_of_another_size_is_refused_unread() -> None:
     layout = Layout(tensors=[TensorSpec(name="a", shape=[4])], fragments=[[Slice(tensor=0, start=0, stop=4)]])
     with pytest.raises(Resync, match="the layout says 8"):
         OuterState(layout, OuterSpec(), pin_memory=False).load(0, payload)
-    with pytest.raises(WireError, match="where the layout has 8"):
+    with pytest.raises(UnexpectedAnswer, match="where the layout has 8"):
         unpack_payload(payload, torch.device("cpu"), 8)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from protocol import wire
 from protocol.codecs import CODECS, REFERENCE, Codec
 from protocol.digest import Buffer
-from protocol.errors import WireError
+from protocol.errors import UnexpectedAnswer
 
 U8 = npt.NDArray[np.uint8]
 
@@ -81,10 +81,10 @@ def round_trip(vector: Tensor, codec: str) -> Tensor:
 
 
 def unpack_payload(payload: wire.Payload, device: torch.device, elements: int) -> Tensor:
-    """Return all values of a payload, float32[elements] on `device`. Raises WireError if it says that it has another
-    number of them, before memory is taken for them, or if they are not finite."""
+    """Return all values of a payload, float32[elements] on `device`. Raises UnexpectedAnswer, before memory is taken for
+    them, if it says that it has another number of them, and WireError if they are not finite."""
     if payload.header.elements != elements:
-        raise WireError(f"a payload of {payload.header.elements} elements, where the layout has {elements}")
+        raise UnexpectedAnswer(f"a payload of {payload.header.elements} elements, where the layout has {elements}")
     codec = payload.codec
     out = torch.empty(elements, dtype=torch.float32, device=device)
     start = 0
