@@ -169,7 +169,7 @@ class DiLoCo:
         )
         self._digests: list[bytes] | None = None  # of all fragments, as this worker leaves
         self._steps = InnerSteps(run.spec)
-        self._has_entered = False
+        self._has_entered = self._warms_up = False
         self._joined: Joined | None = None
         self._protection: Protection | None = None
         self._process = os.getpid()
@@ -263,6 +263,7 @@ class DiLoCo:
     def warmup_scale(self) -> float:
         """Factor for the learning rate: below 1 during the first `inner.joiner_warmup_steps` inner steps of a worker
         that joined a run which was under way, because its inner optimizer starts cold."""
+        self._warms_up = True
         return self._steps.warmup_scale
 
     @property
@@ -462,6 +463,13 @@ class DiLoCo:
         if skipped is not None and bool(skipped):
             self._progress.skip()
             return
+        if self._steps.warmup_scale < 1 and not self._warms_up and self.ranks.is_first:
+            self._warms_up = True  # once
+            log.warning(
+                "this worker joined a run under way with a cold inner optimizer, and inner.joiner_warmup_steps = %d "
+                "has no effect on this loop: multiply its learning rate by diloco.warmup_scale",
+                self.spec.inner.joiner_warmup_steps,
+            )
         self._steps.step()
         self._progress.step(self.inner_step, optimizer.param_groups[0].get("lr"))
         stopped, has_failed = self.client.stop.is_set(), heartbeat.failure is not None

@@ -39,6 +39,25 @@ def test_what_evaluate_returns_is_checked_before_the_first_step(tmp_path: Path, 
         assert run.info().live_workers == 0
 
 
+@pytest.mark.parametrize("warms_up", [True, False])
+def test_a_late_loop_without_warmup_is_warned_once(
+    tmp_path: Path, warms_up: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with coordinator_thread(tmp_path) as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=3, inner="joiner_warmup_steps = 3"), tmp_path)
+        for name, until in (("a", toy.STEPS), ("b", 3 * toy.STEPS)):
+            model = toy.make_model()
+            optimizer = sgd(model)
+            with run.connect(model, optimizer, name=name) as diloco:
+                for unit in diloco.units():
+                    if diloco.global_step == until:
+                        break
+                    if warms_up:
+                        optimizer.param_groups[0]["lr"] = 0.1 * diloco.warmup_scale
+                    toy.step(diloco, model, optimizer, unit)
+    assert caplog.text.count("inner.joiner_warmup_steps = 3") == (0 if warms_up else 1)
+
+
 def test_a_notebook_cell_that_runs_again_is_told_what_is_still_open(tmp_path: Path) -> None:
     model = toy.make_model()
     optimizer = sgd(model)
