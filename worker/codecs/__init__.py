@@ -81,8 +81,8 @@ def round_trip(vector: Tensor, codec: str) -> Tensor:
 
 
 def unpack_payload(payload: wire.Payload, device: torch.device, elements: int) -> Tensor:
-    """Return all values of a payload, float32[elements] on `device`. Raises UnexpectedAnswer, before memory is taken, if
-    it says that it has another number of them, and WireError if they are not finite."""
+    """Return all values of a payload, float32[elements] on `device`. Raises UnexpectedAnswer before memory is taken if
+    the payload has another number of them, and WireError if they are not finite."""
     if payload.header.elements != elements:
         raise UnexpectedAnswer(f"a payload of {payload.header.elements} elements, where the layout has {elements}")
     codec = payload.codec
