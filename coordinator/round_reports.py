@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from coordinator.runs import held_out
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.open_round import OpenFragment, OpenRound
-from coordinator.runs.opening import status
+from coordinator.runs.opening import fault_of, status, unheard, waits_for
 from coordinator.runs.steps import expected_rounds
 from coordinator.store.tables import FragmentRow, LateContributionRow, RoundRow
 from coordinator.sync import retention
@@ -22,6 +22,7 @@ from coordinator.workers import accounting
 from protocol.errors import Problem
 from protocol.messages import (
     Account,
+    Cause,
     Evaluation,
     FragmentInfo,
     FragmentState,
@@ -40,12 +41,21 @@ def reason_of(run: LiveRun) -> str:
     """Return what the run is doing or waiting for."""
     if run.ended:
         return f"the run is {run.state} after {run.round} of {expected_rounds(run)} rounds"
-    if run.outer.damage is not None:
-        return run.outer.damage
     opening = run.open
-    if opening is None:
+    if opening is None or fault_of(run) is not None:
         return status(run)
     return f"round {opening.number}: {_fragment_reason(run, _least_advanced(opening))}"
+
+
+def held_up_by(run: LiveRun) -> Cause | None:
+    """Return the gravest cause that holds the run up; None if nothing is wrong."""
+    if (fault := fault_of(run)) is not None:
+        return fault.cause
+    if run.open is not None:
+        silent = _least_advanced(run.open).silent and run.state is not RunState.STOPPED
+    else:
+        silent = run.state is RunState.RUNNING and run.model is not None and bool(unheard(run))
+    return Cause.WORKER_SILENT if silent else None
 
 
 def _least_advanced(opening: OpenRound) -> OpenFragment:
@@ -56,7 +66,7 @@ def _least_advanced(opening: OpenRound) -> OpenFragment:
 def _fragment_reason(run: LiveRun, fragment: OpenFragment) -> str:
     """Return what a fragment of the open round waits for; after a stop, that it was given up."""
     given_up = run.state is RunState.STOPPED and fragment.state is not FragmentState.PUBLISHED
-    return "given up: the run was stopped" if given_up else fragment.reason
+    return "given up: the run was stopped" if given_up else waits_for(run, fragment)
 
 
 def _closes_in_s(run: LiveRun, fragment: OpenFragment) -> float | None:
@@ -111,7 +121,7 @@ def round_detail(run: LiveRun, number: int | None) -> RoundDetail:
 
 def _open_round(run: LiveRun) -> OpenRound | None:
     """Return the open round, once what is just being changed of the run is in the database."""
-    with run.lock:
+    with run.looked_at():
         return run.open
 
 

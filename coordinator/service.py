@@ -4,6 +4,8 @@ import itertools
 import logging
 import math
 import os
+import random
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +21,10 @@ from coordinator.backup import places
 from coordinator.backup.making import Source
 from coordinator.backup.scheduled import Schedule, Scheduled
 from coordinator.callers import Callers
+from coordinator.logs import RecentErrors
+from coordinator.notifications.outbox import Outbox
+from coordinator.notifications.sending import Sender, receiver_of
+from coordinator.notifications.watching import Watch
 from coordinator.runs.bell import READS_AT_ONCE, Bell
 from coordinator.runs.live_run import Change, LiveRun, World
 from coordinator.settings import Settings
@@ -28,7 +34,7 @@ from coordinator.store import audit
 from coordinator.store.assembling import Wholes
 from coordinator.store.blobs import Store
 from coordinator.store.data_directory import DataDirectory
-from coordinator.store.database import Database, disk_is_full, url_of
+from coordinator.store.database import Database, url_of
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.identity import Actor, Identity
 from coordinator.store.tables import RunRow
@@ -36,11 +42,11 @@ from coordinator.store.tokens import Tokens, secret_hash
 from coordinator.sync import retention
 from coordinator.tuning.room import Room
 from coordinator.upkeep import removing, restoring, rolling_back, verifying
-from coordinator.upkeep.full_disk import Storage
+from coordinator.upkeep.storage import REMIND_S, Storage
 from coordinator.workers import ending, membership, names
 from protocol.digest import digest
 from protocol.errors import Problem, SpecError
-from protocol.messages import AuditEntry, Event, NewToken, Page, RollBack, RunState, TokenInfo, TokenRequest
+from protocol.messages import AuditEntry, Cause, Event, NewToken, Page, RollBack, RunState, TokenInfo, TokenRequest
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.suggesting import those_here
 
@@ -62,7 +68,7 @@ class Coordinator:
         store: Store = DirectoryBlobs,
         secret: bytes | None = None,
     ) -> None:
-        self.settings = settings
+        self.settings, self.clock, self.now = settings, clock, now
         self.bell = Bell()
         self.room = Room()
         self.wholes = Wholes(clock, settings.parts_bytes_per_member)
@@ -82,18 +88,29 @@ class Coordinator:
         self._jobs = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="publish")
         self._verifying = ThreadPoolExecutor(1, thread_name_prefix="verify")
         self._verify_at: dict[int, float] = {}
+        self._tick_faults: dict[str, tuple[str, float]] = {}  # the last of each kind, and when it was logged
         self._closing = threading.Event()
-        self.storage = Storage(self.data, clock)
+        self.storage = Storage(self.data, self.database, clock)
+        receiver = receiver_of(settings.notify_url, settings.notify_format, settings.notify_secret)
+        self.outbox = None if receiver is None else Outbox(self.database, _notification_id, clock, now)
+        self.sender = None
+        if receiver is not None and self.outbox is not None:
+            self.sender = Sender(receiver, self.outbox, clock, now, random.random)
+        self.watch = Watch(clock, self.outbox)
+        self.errors = RecentErrors()
+        self.started_at = now()
         self._world = World(
             database=self.database,
             data=self.data,
             blobs=store(self.data),
             submit=self._jobs.submit,
             ring=self.bell.ring,
-            storage_full=self.storage.note_full,
+            storage_failed=self.storage.note,
+            storage_fault=lambda: self.storage.fault,
             room=self.room,
             closing=self._closing,
             settle=settle,
+            notify=self.outbox.note_event if self.outbox else lambda *_: None,
             secret=secret or os.urandom(32),
             clock=clock,
             now=now,
@@ -137,40 +154,50 @@ class Coordinator:
 
     def tick(self) -> None:
         """Do what only the passing of time brings about. Called a few times a second."""
-        self.storage.check()
-        self.wholes.sweep()
-        self._tick_tokens()
+        self._guarded("storage", self.storage.check)
+        self._guarded("uploads", self.wholes.sweep)
+        self._guarded("tokens", self._tick_tokens)
+        self._guarded("watch", self._tick_watch)
         if self.backups is not None:
-            self.backups.tick()
+            self._guarded("backups", self.backups.tick)
         for run in list(self._runs.values()):
-            try:
-                ending.end_without_token(run, self.tokens.is_good)
-                ending.expire(run)
-                ending.replace_silent_seeder(run)
-                ending.end_lingering(run)
-                run.settle()
-                rolling_back.roll_back_if_due(run, verifying=partial(self._is_verifying, run))
-                verifying.start_when_due(run, self._verify_at, self._verifying.submit)
-                retention.trim_events(run)
-                self.storage.tick(run)
-                if self.backups is not None:
-                    self.backups.tell(run)
-            except Exception as error:  # a fault of one run must not stop the others; the next tick tries again
-                if disk_is_full(error):
-                    self.storage.note_full()
-                else:
-                    logger.exception("%s: tick failed", run.name)
+            self._guarded(run.name, partial(self._tick_run, run))
+
+    def _tick_watch(self) -> None:
+        fault = self.storage.fault
+        full = fault is not None and fault.cause is Cause.STORAGE_FULL
+        self.watch.look(self.runs(), self.places(), self.backups, disk_is_full=full)
 
     def _tick_tokens(self) -> None:
+        if self.tokens.drop_expired():
+            self._ring_all()
+        self.tokens.write_last_uses()
+
+    def _tick_run(self, run: LiveRun) -> None:
+        ending.end_without_token(run, self.tokens.is_good)
+        ending.expire(run)
+        ending.replace_silent_seeder(run)
+        ending.end_lingering(run)
+        run.settle()
+        rolling_back.roll_back_if_due(run, verifying=partial(self._is_verifying, run))
+        verifying.start_when_due(run, self._verify_at, self._verifying.submit)
+        retention.trim_events(run)
+        self.storage.tick(run)
+        if self.backups is not None:
+            self.backups.tell(run)
+
+    def _guarded(self, what: str, act: Callable[[], object]) -> None:
+        """Do a part of a tick. A fault of it must not stop the others; the next tick tries again. It is logged when it
+        is new, and then every REMIND_S; one of disk or database as `Storage` does it."""
         try:
-            if self.tokens.drop_expired():
-                self._ring_all()
-            self.tokens.write_last_uses()
+            act()
         except Exception as error:
-            if disk_is_full(error):
-                self.storage.note_full()
-            else:
-                logger.exception("tokens: tick failed")
+            if self.storage.note(error) is not None:
+                return
+            before, now = self._tick_faults.get(what), self._world.clock()
+            if before is None or before[0] != str(error) or now - before[1] >= REMIND_S:
+                self._tick_faults[what] = str(error), now
+                logger.exception("%s: tick failed; trying again", what)
 
     def places(self) -> dict[str, Path]:
         """Return where on this machine it keeps what it keeps: folders whose disks must not fill up, by name."""
@@ -336,3 +363,7 @@ class Coordinator:
         for other in self.runs():
             if other.spec.model.run == run.name and not other.seeded and not other.ended:
                 raise Problem("run-not-ended", f"the run {other.name} is to start from {run.name}, and has not begun")
+
+
+def _notification_id() -> str:
+    return f"msg_{secrets.token_hex(12)}"

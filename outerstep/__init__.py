@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING, Any
 from outerstep.shadowing import refuse_shadow
 
 if TYPE_CHECKING:
+    from protocol.messages import EvaluationReport
     from worker.diloco import DiLoCo
     from worker.diloco_optimizer import DiLoCoOptimizer
 
-__all__ = ["DiLoCo", "DiLoCoOptimizer", "__version__"]
+__all__ = ["DiLoCo", "DiLoCoOptimizer", "EvaluationReport", "__version__"]
 
-_SCRIPTS = {"DiLoCo": "worker.diloco", "DiLoCoOptimizer": "worker.diloco_optimizer"}
+_SCRIPTS = {
+    "DiLoCo": "worker.diloco",
+    "DiLoCoOptimizer": "worker.diloco_optimizer",
+    "EvaluationReport": "protocol.messages",
+}
 
 refuse_shadow("protocol")  # which all of it needs, whatever is used
 

@@ -5,10 +5,12 @@ The bounds are those of docs/log.md, measured with a small model; they say where
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from outerstep.plan import GAP_ROUNDS
 from protocol.codecs import CODECS
 from protocol.spec.run import RunSpec
+from protocol.spec.sections import DataSpec
 
 TRIAL_STEPS = 1000  # inner steps of a run that is too short for any of this
 FEW_ROUNDS = 50
@@ -20,8 +22,34 @@ LEAST_GAIN, LARGEST_RATE = 1.5, 2.0
 def advice(spec: RunSpec) -> list[str]:
     """Return a sentence for each setting that is outside of what was found sound."""
     if spec.total_inner_steps < TRIAL_STEPS:
-        return [*_privacy(spec)]
-    return [*_rounds(spec), *_outer(spec), *_privacy(spec)]
+        return [*_end_of_text(spec), *_privacy(spec)]
+    return [*_rounds(spec), *_outer(spec), *_end_of_text(spec), *_privacy(spec)]
+
+
+def _end_of_text(spec: RunSpec) -> Iterator[str]:
+    """Compare the spec's eos_token_id with the tokenizer's, if this machine has the latter."""
+    given = (spec.model.config or {}).get("eos_token_id")
+    end = None if given is None else _known_end(spec.data)
+    if end is not None and end not in (given if isinstance(given, list) else [given]):
+        yield (
+            f"model.config.eos_token_id = {given}, and the run's tokenizer ends documents with {end}, which is what "
+            "exports get: leave model.config.eos_token_id out"
+        )
+
+
+def _known_end(data: DataSpec) -> int | None:
+    """Return the id that ends a document; None if neither tokenizer nor token set is in a directory here."""
+    from worker.data.tokens.index import FILE, is_token_set, read_index
+    from worker.data.tokens.tokenizer import load_tokenizer
+    from worker.errors import DataError
+
+    source = Path(data.source).expanduser()
+    try:
+        if data.tokenizer is not None and Path(data.tokenizer).expanduser().is_dir():
+            return load_tokenizer(data.tokenizer).end
+        return read_index(source / FILE).end if is_token_set(source) else None
+    except DataError:  # the workers, which need them, report what is wrong with them
+        return None
 
 
 def _privacy(spec: RunSpec) -> Iterator[str]:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from outerstep.follow import Look
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text, share_text
-from protocol.messages import Event, FragmentState, RoundInfo, RunInfo, WorkerInfo
+from protocol.messages import Cause, Event, FragmentState, Metrics, RoundInfo, RunInfo, Stage, WorkerInfo
 from protocol.printable import printable
 from protocol.telling import SHOWN_LOSSES, rate_text, sparkline
 
@@ -40,7 +40,9 @@ class LineDisplay:
         self.console = console
         self.next_round = 0
         self.course = Course()
+        self.rates: dict[int, float] = {}  # by round, of those that a worker has reported
         self.in_trouble = False
+        self.held_up_by: Cause | None = None
 
     def __enter__(self) -> "LineDisplay":
         return self
@@ -54,19 +56,24 @@ class LineDisplay:
         if look.rolled_back_to is not None:
             self.next_round = min(self.next_round, look.rolled_back_to)
             self.course.go_back(look.rolled_back_to)
+        for worker in look.workers:
+            self.rates |= rate_by_round(worker.metrics)
         published = [each for each in look.rounds if each.state is FragmentState.PUBLISHED]
         for item in published:
             if item.round >= self.next_round:
                 self.course.add(item)
                 to_go = duration_text(look.run.eta_s if item is published[-1] else None)
-                rate = next((each.metrics.learning_rate for each in look.workers if each.metrics.learning_rate), None)
-                self._line(f"{round_line(item)}  rate {rate_text(rate)}  {self.course.text(look.run, to_go)}")
+                rate = rate_text(self.rates.get(item.round))
+                self._line(f"{round_line(item)}  rate {rate}  {self.course.text(look.run, to_go)}")
                 self.next_round = item.round + 1
         if look.trouble and not self.in_trouble:
             self._line(f"{look.trouble}; asking again")
         elif self.in_trouble and not look.trouble:
             self._line("the coordinator is back")
         self.in_trouble = look.trouble is not None
+        if look.run.held_up_by != self.held_up_by and not look.ended:
+            self.held_up_by = look.run.held_up_by
+            self._line(look.run.reason if self.held_up_by else f"the run goes on: {look.run.reason}")
         if look.ended:
             self._line(end_line(look.run))
 
@@ -108,6 +115,14 @@ class Course:
     def held_out_losses(self) -> list[float | None]:
         """The held-out losses of the states that these started from."""
         return [self._rounds[number].held_out_loss for number in sorted(self._rounds)]
+
+
+def rate_by_round(metrics: Metrics) -> dict[int, float]:
+    """Return the learning rate of a worker's last inner step, by the round that this was in; empty if unknown."""
+    if metrics.learning_rate is None or metrics.round is None:
+        return {}
+    # A worker reports the rate at the end of its inner steps. While it trains, the rate is the previous round's.
+    return {metrics.round - (metrics.phase == Stage.TRAIN): metrics.learning_rate}
 
 
 def round_line(item: RoundInfo) -> str:

@@ -29,7 +29,7 @@ from outerstep.follow import ENDED, Look
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text
 from protocol.messages import Event, RoundInfo, RunInfo, Stage, WorkerInfo, WorkerState
 from protocol.printable import printable
-from protocol.telling import sparkline
+from protocol.telling import natural, sparkline
 
 SHOWN_ROUNDS = 8
 SHOWN_EVENTS = 4
@@ -156,7 +156,9 @@ def _head(scene: Scene, width: int) -> RenderableType:
         f"loss {sparkline(scene.losses)} {loss_text(next(reversed(scene.losses), None))}",
         f"held-out loss {sparkline(scene.held_out_losses)} {held_out}",
     ]
-    reason = Text(printable(trouble or f"{run.state}: {run.reason}"), style="red" if trouble else "bold")
+    reason = Text(
+        printable(trouble or f"{run.state}: {run.reason}"), style="red" if trouble or run.held_up_by else "bold"
+    )
     if scene.deadline is not None and run.state not in ENDED:
         reason.append(f"  (at {datetime.fromtimestamp(scene.deadline).astimezone():%H:%M:%S})", style="dim")
     return Group(title, *map(_cut, lines), reason)
@@ -197,9 +199,9 @@ def rounds_behind(worker: WorkerInfo, run: RunInfo) -> int | None:
     return max(run.round - at - over, 0)
 
 
-def _place(worker: WorkerInfo, run: RunInfo) -> tuple[bool, int, str]:
+def _place(worker: WorkerInfo, run: RunInfo) -> tuple[bool, int, tuple[object, ...]]:
     """Return the order: those who are there, of these the hindmost first."""
-    return worker.state is not WorkerState.LIVE, -(rounds_behind(worker, run) or 0), worker.name
+    return worker.state is not WorkerState.LIVE, -(rounds_behind(worker, run) or 0), natural(worker.name)
 
 
 def _worker_table(workers: Sequence[WorkerInfo], run: RunInfo, width: int) -> RenderableType:

@@ -32,12 +32,14 @@ from protocol.messages import (
     RunChange,
     RunDetail,
     RunInfo,
+    ServerStatus,
     TokenInfo,
     TokenRequest,
     WorkerChange,
     WorkerInfo,
 )
 from protocol.reaching import check_address, in_words, trusting
+from protocol.telling import natural
 from protocol.versions import of_requests
 
 PAGE_ITEMS = 100
@@ -85,9 +87,9 @@ class Client:
         """Remove a run that has ended, with its files."""
         self._send("DELETE", _path(run))
 
-    def workers(self, run: str) -> Iterator[WorkerInfo]:
-        """Yield the run's workers, by name."""
-        return self._pages(_path(run, "workers"), WorkerInfo)
+    def workers(self, run: str) -> list[WorkerInfo]:
+        """Return the run's workers, by name: box-4 before box-14."""
+        return sorted(self._pages(_path(run, "workers"), WorkerInfo), key=lambda worker: natural(worker.name))
 
     def worker(self, run: str, worker: str) -> WorkerInfo:
         return self._ask("GET", _path(run, "workers", quote(worker, safe="")), WorkerInfo)
@@ -138,6 +140,12 @@ class Client:
     def checkpoint(self, run: str) -> CheckpointDetail:
         """Return the latest checkpoint."""
         return self._ask("GET", _path(run, "checkpoints", "latest"), CheckpointDetail)
+
+    # --- the coordinator itself -----------------------------------------------------------------------------------
+
+    def status(self) -> ServerStatus:
+        """Return how the coordinator is."""
+        return self._ask("GET", "/v1/status", ServerStatus)
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 

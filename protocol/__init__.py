@@ -9,4 +9,4 @@ __version__ = "0.1.0"  # of the software, on either side
 
 # Who speaks the same one understands each other; all others refuse each other (versions.py). docs/releasing.md says
 # what makes it another one.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2

@@ -1,6 +1,8 @@
-"""How a training goes, for people, as workers log it and operators watch it: time, what is to go, the losses."""
+"""How a training goes, for people, as workers log it and operators watch it: time, what is to go, the losses, names in
+order, and counted nouns."""
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from typing import TypeGuard
@@ -8,7 +10,21 @@ from typing import TypeGuard
 UNKNOWN = "–"
 SHOWN_LOSSES = 20
 PACE_ROUNDS = 20  # the last rounds, by which it is guessed what is to go
+OVERDUE = 3.0  # times its usual length, and at least OVERDUE_S: then a round tells nothing of how long others take
+OVERDUE_S = 10.0
 _BARS = "▁▂▃▄▅▆▇█"
+
+
+def natural(name: str) -> tuple[object, ...]:
+    """Return the key that sorts names as people count: box-4 before box-14."""
+    parts = re.split(r"([0-9]+)", name)  # text and digits in turn, so that like is compared with like
+    numbers = (digits.lstrip("0") for digits in parts[1::2])
+    return *((text, len(number), number) for text, number in zip(parts[::2], [*numbers, ""], strict=True)), (name,)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return the number with its noun: '1 worker', '2 workers'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def duration_text(seconds: float | None) -> str:
@@ -29,13 +45,15 @@ def rate_text(rate: float | None) -> str:
 
 def to_go_s(lengths: Sequence[float], left: int, spent_s: float = 0.0) -> float | None:
     """Return what the `left` next rounds will take, in seconds, by the `lengths` of the last ones; None before there
-    is one. `spent_s`: since the last one was over.
+    is one, and while the next one is overdue. `spent_s`: since the last one was over.
 
     By their median, which a pause of an hour leaves alone. The next round is over at once, at the earliest.
     """
     if not lengths or left < 0:
         return None
     length = statistics.median(lengths)
+    if left and spent_s > max(OVERDUE * length, OVERDUE_S):
+        return None
     return max(left * length - spent_s, max(left - 1, 0) * length)
 
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, Valida
 
 from protocol.codecs import CODECS, Codec, CodecName
 from protocol.digest import DIGEST_BYTES, Buffer
-from protocol.errors import WireError
+from protocol.errors import WireError, WireFault
 
 MEDIA_TYPE = "application/vnd.outerstep.payload"
 MAGIC = b"OSTP"
@@ -165,7 +165,7 @@ def pack_header(header: Header) -> bytes:
     """Return prefix and header: everything of a payload that precedes its frames."""
     body: bytes = msgpack.packb(header.model_dump(), use_bin_type=True)
     if len(body) > MAX_HEADER_BYTES:
-        raise WireError(f"the header has {len(body)} bytes, at most {MAX_HEADER_BYTES} are allowed")
+        raise WireError(WireFault.LENGTH, f"the header has {len(body)} bytes, at most {MAX_HEADER_BYTES} are allowed")
     return PREFIX.pack(MAGIC, VERSION, 0, len(body)) + body
 
 
@@ -185,15 +185,22 @@ class Payload:
         frames = -(-self.header.elements // self.header.chunk_elements)
         if len(frame_bytes) != frames:
             raise WireError(
+                WireFault.FRAMES,
                 f"{self.header.elements} elements in chunks of {self.header.chunk_elements} are {frames} "
-                f"frames, the header lists {len(frame_bytes)}"
+                f"frames, the header lists {len(frame_bytes)}",
             )
         self.chunks = list(chunk_sizes(self.header.elements, self.header.chunk_elements))
         for index, (length, n) in enumerate(zip(frame_bytes, self.chunks, strict=True)):
             if length > self.codec.size(n):
-                raise WireError(f"frame {index} has {length} bytes, at most {self.codec.size(n)} hold {n} elements")
+                raise WireError(
+                    WireFault.FRAMES,
+                    f"frame {index} has {length} bytes, at most {self.codec.size(n)} hold {n} elements",
+                )
         if frames_start + sum(frame_bytes) != total_bytes:
-            raise WireError(f"the header describes {frames_start + sum(frame_bytes)} bytes, {total_bytes} are there")
+            raise WireError(
+                WireFault.LENGTH,
+                f"the header describes {frames_start + sum(frame_bytes)} bytes, {total_bytes} are there",
+            )
         self.offsets = [frames_start]
         for length in frame_bytes[:-1]:
             self.offsets.append(self.offsets[-1] + length)
@@ -208,7 +215,7 @@ class Payload:
         length, raw_bytes = self.header.frame_bytes[index], self.codec.size(self.chunks[index])
         frame = self._read_at(self.offsets[index], length)
         if len(frame) != length:
-            raise WireError(f"frame {index} ends after {len(frame)} of {length} bytes")
+            raise WireError(WireFault.LENGTH, f"frame {index} ends after {len(frame)} of {length} bytes")
         if length < raw_bytes:
             frame = _decompress(frame, raw_bytes, index)
         return np.frombuffer(frame, np.uint8)
@@ -233,14 +240,16 @@ class Payload:
 
 def _read_header(read_at: Callable[[int, int], Buffer], total_bytes: int) -> tuple[Header, int]:
     if total_bytes < PREFIX.size:
-        raise WireError(f"{total_bytes} bytes are too few for a payload")
+        raise WireError(WireFault.LENGTH, f"{total_bytes} bytes are too few for a payload")
     magic, version, reserved, header_bytes = PREFIX.unpack(read_at(0, PREFIX.size))
     if magic != MAGIC:
-        raise WireError("the payload does not start with OSTP")
+        raise WireError(WireFault.MAGIC, "the payload does not start with OSTP")
     if version != VERSION or reserved != 0:
-        raise WireError(f"payload version {version} is not supported, only {VERSION} is")
+        raise WireError(WireFault.VERSION, f"payload version {version} is not supported, only {VERSION} is")
     if header_bytes > min(MAX_HEADER_BYTES, total_bytes - PREFIX.size):
-        raise WireError(f"the header claims {header_bytes} bytes; more than are there or than are allowed")
+        raise WireError(
+            WireFault.LENGTH, f"the header claims {header_bytes} bytes; more than are there or than are allowed"
+        )
     try:
         document = msgpack.unpackb(
             read_at(PREFIX.size, header_bytes),
@@ -254,9 +263,9 @@ def _read_header(read_at: Callable[[int, int], Buffer], total_bytes: int) -> tup
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise WireError(f"header field {where or '(all)'}: {first['msg']}") from error
+        raise WireError(WireFault.HEADER, f"header field {where or '(all)'}: {first['msg']}") from error
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise WireError(f"the header is not msgpack: {str(error) or type(error).__name__}") from error
+        raise WireError(WireFault.HEADER, f"the header is not msgpack: {str(error) or type(error).__name__}") from error
     return header, PREFIX.size + header_bytes
 
 
@@ -265,7 +274,9 @@ def _map(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise WireError(f"header key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one map")
+        raise WireError(
+            WireFault.HEADER, f"header key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one map"
+        )
     return document
 
 
@@ -274,10 +285,12 @@ def _decompress(frame: Buffer, raw_bytes: int, index: int) -> bytes:
     try:
         declared = zstandard.frame_content_size(frame)
         if declared != raw_bytes:
-            raise WireError(f"frame {index} declares {declared} bytes of content, its chunk has {raw_bytes}")
+            raise WireError(
+                WireFault.ZSTD, f"frame {index} declares {declared} bytes of content, its chunk has {raw_bytes}"
+            )
         raw = _zstd.decompressor.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise WireError(f"frame {index} is not a valid zstd frame: {error}") from error
+        raise WireError(WireFault.ZSTD, f"frame {index} is not a valid zstd frame: {error}") from error
     if len(raw) != raw_bytes:
-        raise WireError(f"frame {index} has {len(raw)} bytes of content, its chunk has {raw_bytes}")
+        raise WireError(WireFault.ZSTD, f"frame {index} has {len(raw)} bytes of content, its chunk has {raw_bytes}")
     return raw

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from outerstep.rest import Client as Operator
-from protocol import messages
+from protocol import PROTOCOL_VERSION, messages
 from protocol.answers import raise_for_problem, read_message
 from protocol.errors import PROBLEMS, NotUnderstood, Problem, Remedy, Transient, UnexpectedAnswer
 from worker.link.client import Client as Worker
@@ -53,7 +53,7 @@ STRANGERS: dict[str, tuple[Answer, type[Exception], str]] = {
     "another protocol": (
         Answer(200, b"{}", {"Outerstep-Protocol": "99", "Outerstep-Version": "9.0.0"}),
         NotUnderstood,
-        "protocol 1) and the coordinator (Outerstep 9.0.0, protocol 99) do not speak the same protocol: upgrade this client",
+        f"protocol {PROTOCOL_VERSION}) and the coordinator (Outerstep 9.0.0, protocol 99) do not speak the same protocol: upgrade this client",
     ),
     "another server": (
         Answer(404, b"no such page"),
@@ -120,9 +120,9 @@ def test_a_message_or_what_came_in_its_place() -> None:
 
 
 def test_words_of_another_version_are_told_from_broken_ones() -> None:
-    from_coordinator = {"Outerstep-Protocol": "1", "Outerstep-Version": "0.1.7"}
+    from_coordinator = {"Outerstep-Protocol": str(PROTOCOL_VERSION), "Outerstep-Version": "0.1.7"}
     later, broken = b'{"action": "hum", "reason": "", "round": 0}', b'{"action": "wa'
-    with pytest.raises(NotUnderstood, match="does not know: action = 'hum': .* The coordinator is Outerstep 0.1.7"):
+    with pytest.raises(NotUnderstood, match="does not know: action = 'hum': .* the coordinator Outerstep 0.1.7"):
         read_message(messages.Assignment, Answer(200, later, from_coordinator))
     for answer in (Answer(200, later), Answer(200, broken, from_coordinator)):
         with pytest.raises(UnexpectedAnswer, match="answered what is no Assignment") as caught:

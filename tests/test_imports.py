@@ -57,8 +57,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "backup": {"store", "runs", "sync"},
         "round_reports": {"store", "runs", "sync", "workers"},
         "reports": {"store", "runs", "sync", "round_reports"},
+        "notifications": {"logs", "store", "runs", "backup", "round_reports"},
         "service": {
             "settings",
+            "logs",
             "callers",
             "sharing",
             "store",
@@ -69,10 +71,12 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "settling",
             "upkeep",
             "backup",
+            "notifications",
         },
+        "server_status": {"notifications", "service"},
         "http": {"settings", "logs", "store", "tuning", "runs", "service"},
         "metrics": {"store", "runs", "round_reports", "reports", "service", "http"},
-        "api": {"runs", "workers", "sync", "round_reports", "reports", "service", "http", "metrics"},
+        "api": {"runs", "workers", "sync", "round_reports", "reports", "service", "server_status", "http", "metrics"},
         "dashboard": set(),
         "app": {"service", "http", "metrics", "api", "dashboard"},
         "server": {"settings", "logs", "store", "tuning", "service", "http", "app"},
@@ -160,6 +164,15 @@ for command in ([], ["coordinator"], ["worker"], ["doctor"], ["demo"], ["run"]):
         raise AssertionError(command)
 """
     assert sorted(imported_by(code).intersection([*TORCH, *WEB, *DATABASE, "coordinator", "worker"])) == []
+
+
+def test_the_list_of_commands_is_quick() -> None:
+    """`outerstep --help` took a second: it imported every command, and all that these need."""
+    code = "from outerstep.cli import app; app(['--help'], standalone_mode=False)"
+    modules = imported_by(code)
+    slow = ["pydantic", "httpx", "numpy", "rich", "msgpack", "asyncio", "ssl", *TORCH, *WEB, *DATABASE]
+    assert sorted(modules.intersection([*slow, "protocol.messages", "protocol.spec", "coordinator", "worker"])) == []
+    assert [each for each in modules if each.startswith("outerstep.cli.")] == []
 
 
 def test_diloco_comes_lazily() -> None:

@@ -73,7 +73,13 @@ def test_every_kind_of_event_with_its_data_and_no_other() -> None:
     ends = [WorkerState.LOST, WorkerState.LEFT, WorkerState.EVICTED, WorkerState.BANNED]
     recorded |= {str(state): set() for state in states} | {str(state): {"worker"} for state in ends}
     # Handed on by a helper.
-    recorded |= {"drained": set(), "storage-full": set(), "storage-room": set(), "readmitted": {"worker"}}
+    recorded |= {
+        "drained": set(),
+        "storage-full": set(),
+        "storage-room": set(),
+        "storage-unavailable": set(),
+        "readmitted": {"worker"},
+    }
 
     told = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[1])) for row in rows("Kinds of events")}
     assert told == recorded

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from protocol.digest import digest
+from protocol.telling import UNKNOWN
 from worker.accounts.progress import Progress, speed_text
 from worker.accounts.stages import Stages
 from worker.accounts.step_log import StepLog
@@ -78,6 +79,7 @@ class AloneSteps:
     def count(self, *_: Any) -> None:
         """Count one inner step, as the optimizer's hook."""
         self.inner_step += 1
+        self._progress.step(self.inner_step)
 
     def report_loss(self, loss: Tensor) -> None:
         self._progress.report_loss(loss)
@@ -94,6 +96,7 @@ class AloneSteps:
                 if self._stop.is_set():
                     return
                 yield self._unit
+                self._progress.skip()  # what a step has not counted
             self._end_round()
         self._evaluate()
 
@@ -105,9 +108,9 @@ class AloneSteps:
 
     def _end_round(self) -> None:
         loss = self._progress.end_inner_steps(self.inner_step, self.inner_step * self._box.spec.unit_tokens)
-        assert loss is not None  # `train` reports every step's
-        log.info("round %d: loss %.4f, %s", self.round, loss, speed_text(self._progress.metrics()))
-        if not math.isfinite(loss):
+        told = UNKNOWN if loss is None else f"{loss:.4f}"  # None where all steps were skipped
+        log.info("round %d: loss %s, %s", self.round, told, speed_text(self._progress.metrics()))
+        if loss is not None and not math.isfinite(loss):
             raise ModelError(f"round {self.round}: the training has diverged: loss {loss}; lower the learning rate")
         self.round, self.inner_step, scaler = self.round + 1, 0, self._box.step.scaler
         document = {

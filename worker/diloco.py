@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -58,7 +59,7 @@ from worker.script.connecting import membership_of, told_on_stderr
 from worker.script.loader import unit_batches
 from worker.script.sampler import UnitSampler
 from worker.script.schedules import RunSchedules
-from worker.script.usable import FirstUnits, Writes, usable_optimizers
+from worker.script.usable import FirstUnits, InUse, Writes, reported_by, usable_optimizers
 from worker.signals import stop_on_signals
 from worker.state.fragments import Fragments
 from worker.state.frozen import frozen_summary
@@ -141,9 +142,12 @@ class DiLoCo:
         self.client = client
         self._run = run
         self._optimizers = usable_optimizers(model, inner_optimizer)
-        self._schedules = RunSchedules(scheduler, self._optimizers)
+        self._schedules = RunSchedules(scheduler, self._optimizers, run.spec.total_inner_steps)
+        if evaluate is not None and not callable(evaluate):
+            raise TypeError(f"evaluate is of type {type(evaluate).__name__}: give a function without parameters")
         self._files = StateDir(rank_directory(state_dir, ranks.rank)) if state_dir is not None else None
-        self._evaluate, self._initial, self._scaler = evaluate, initial, scaler
+        self._evaluate = None if evaluate is None else partial(reported_by, evaluate)
+        self._initial, self._scaler = initial, scaler
         if data is not None and run.spec.data.private:
             data = data.model_copy(update={"digest": None})
         tensors, device = tensor_specs(model), next(model.parameters()).device
@@ -165,6 +169,7 @@ class DiLoCo:
         )
         self._digests: list[bytes] | None = None  # of all fragments, as this worker leaves
         self._steps = InnerSteps(run.spec)
+        self._has_entered = self._warms_up = False
         self._joined: Joined | None = None
         self._protection: Protection | None = None
         self._process = os.getpid()
@@ -196,21 +201,22 @@ class DiLoCo:
         none is, or none that is trusted.
         """
         ranks: Ranks = options.get("ranks") or Ranks.here()
+        level = logging.INFO if ranks.is_first else logging.WARNING
         tell = options.get("tell", "all")
         name = ranks.by_first(lambda: membership_of(run, url, token, name, tell=tell).name)
         who = membership_of(run, url, token, name, max_up=max_up, max_down=max_down)
         options = {"state_dir": who.directory} | options | {"ranks": ranks}
         http = open_http(who.url, who.ca)
         try:
-            up, down = who.rates(ranks.size)
-            client = Client(http, run, who.token, max_up=up, max_down=down)
-            client = with_own_token(client, who.name, options["state_dir"], ranks)
-            diloco = cls(model, inner_optimizer, client=client, run=client.run_detail(), name=who.name, **options)
+            with told_on_stderr(level):
+                up, down = who.rates(ranks.size)
+                client = Client(http, run, who.token, max_up=up, max_down=down)
+                client = with_own_token(client, who.name, options["state_dir"], ranks)
+                diloco = cls(model, inner_optimizer, client=client, run=client.run_detail(), name=who.name, **options)
         except BaseException:
             http.close()
             raise
         diloco._resources.callback(http.close)
-        level = logging.INFO if ranks.is_first else logging.WARNING
         diloco._surroundings = [told_on_stderr(level), stop_on_signals(client.stop)]
         return diloco
 
@@ -257,6 +263,7 @@ class DiLoCo:
     def warmup_scale(self) -> float:
         """Factor for the learning rate: below 1 during the first `inner.joiner_warmup_steps` inner steps of a worker
         that joined a run which was under way, because its inner optimizer starts cold."""
+        self._warms_up = True
         return self._steps.warmup_scale
 
     @property
@@ -299,6 +306,8 @@ class DiLoCo:
                 yield self.spec.number_in_set(unit)
                 first.end(stepped=self._steps.unit_stepped)
                 self._writes.look()
+                if not self._steps.unit_stepped:
+                    self._progress.skip()
                 self._steps.end_unit()
                 if self.finished or rounds.assignment is not assignment:
                     break
@@ -356,7 +365,14 @@ class DiLoCo:
     # --- lifetime -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        if self._has_entered:
+            raise RuntimeError(
+                "this DiLoCo has joined the run before: make another one by DiLoCo.connect(), which goes on from the "
+                "state directory"
+            )
+        self._has_entered = True
         with self._resources as resources:
+            resources.enter_context(InUse(self._optimizers))
             for surrounding in self._surroundings:
                 resources.enter_context(surrounding)
             if self._files is not None:
@@ -442,10 +458,20 @@ class DiLoCo:
         rounds, heartbeat = self.joined.rounds, self.joined.heartbeat
         # A GradScaler has a fused optimizer skip within its kernel, so that its step is called all the same.
         skipped = getattr(optimizer, "found_inf", None)
-        if rounds.finished or (skipped is not None and bool(skipped)):
+        if rounds.finished:
             return
+        if skipped is not None and bool(skipped):
+            self._progress.skip()
+            return
+        if self._steps.warmup_scale < 1 and not self._warms_up and self.ranks.is_first:
+            self._warms_up = True  # once
+            log.warning(
+                "this worker joined a run under way with a cold inner optimizer, and inner.joiner_warmup_steps = %d "
+                "has no effect on this loop: multiply its learning rate by diloco.warmup_scale",
+                self.spec.inner.joiner_warmup_steps,
+            )
         self._steps.step()
-        self._progress.step(self.inner_step, optimizer.param_groups[0]["lr"])
+        self._progress.step(self.inner_step, optimizer.param_groups[0].get("lr"))
         stopped, has_failed = self.client.stop.is_set(), heartbeat.failure is not None
         stop, failed, news = self.ranks.flags(stopped, has_failed, rounds.has_news)
         if stop:

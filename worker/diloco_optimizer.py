@@ -6,7 +6,7 @@
     )
     for batch in loader:
         loss_of(model, batch).backward()
-        optimizer.step()  # the H-th of a round synchronises as well
+        optimizer.step()  # the H-th of a round synchronises as well; with a GradScaler, optimizer.step(scaler)
         optimizer.zero_grad()
         if optimizer.finished:
             break
@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -27,6 +28,47 @@ from protocol.spec.run import RunSpec
 from worker.diloco import DiLoCo
 
 Parameters = list[nn.Parameter]
+
+_LINE = "transfers are retried for as long as they take: there is no timeout to set"
+_CODEC = "the codecs are sync.upload_codec and sync.download_codec of the run's spec"
+_CLOSING = "when a round closes without slow workers is in [members] of the run's spec"
+_OVERLAP = "training goes on during transfers if the run's spec has sync.overlap"
+
+# Parameters of OpenDiLoCo's DiLoCoOptimizer and of the hivemind.Optimizer below it -> what Outerstep has instead.
+_OF_OPEN_DILOCO = {
+    "dht": "workers meet at the coordinator: give url and token",
+    "run_id": "give run",
+    "optimizer": "give outer_optimizer",
+    "target_batch_size": "give batch_size and num_inner_steps",
+    "batch_size_per_step": "give batch_size",
+    "use_local_updates": "local steps are what DiLoCo is: leave it out",
+    "offload_optimizer": "the outer optimizer is always in host memory: leave it out",
+    "reuse_grad_buffers": "no gradients are accumulated here: leave it out",
+    "average_state_every": "all replicas have the same parameters after every round: leave it out",
+    "average_opt_statistics": "the inner optimizer's state is never averaged: leave it out",
+    "extra_tensors": "only trainable parameters are averaged: leave it out",
+    "grad_averager_factory": "the mean is taken by sync.aggregation of the run's spec",
+    "averager_opts": _LINE,
+    "averaging_timeout": _LINE,
+    "allreduce_timeout": _LINE,
+    "next_chunk_timeout": _LINE,
+    "load_state_timeout": _LINE,
+    "shutdown_timeout": _LINE,
+    "grad_compression": _CODEC,
+    "state_averaging_compression": _CODEC,
+    "load_state_compression": _CODEC,
+    "all_reduce_strategy": _CLOSING,
+    "timeout_waiting_for_peers": _CLOSING,
+    "matchmaking_time": _CLOSING,
+    "delay_optimizer_step": _OVERLAP,
+    "delay_grad_averaging": _OVERLAP,
+    "delay_state_averaging": _OVERLAP,
+    "client_mode": "every worker only makes outbound requests: leave it out",
+    "auxiliary": "the coordinator takes that part: leave it out",
+    "tracker_opts": "the coordinator keeps the progress: leave it out",
+    "performance_ema_alpha": "the coordinator keeps the progress: leave it out",
+    "verbose": "set the level of the logger `worker`",
+}
 
 
 class DiLoCoOptimizer(Optimizer):
@@ -36,7 +78,7 @@ class DiLoCoOptimizer(Optimizer):
                       name theirs alike
     batch_size        sequences of an inner step: the run's `inner.batch_size`
     num_inner_steps   H: the run's `sync.inner_steps`
-    inner_optimizer   makes the inner optimizer of the parameters
+    inner_optimizer   makes the inner optimizer of the parameters, or is it
     outer_optimizer   makes the outer one, torch's SGD with Nesterov momentum: compared with the run's `outer`, which
                       every worker and the coordinator take their steps by. None: the run's
     scheduler         makes the learning rate's schedule of the inner optimizer; it follows the run's step
@@ -46,8 +88,8 @@ class DiLoCoOptimizer(Optimizer):
     else, such as param_groups and state_dict(), is the inner optimizer's, as `inner_optimizer`. A loop that ends before
     `finished` leaves by `close()`, or a `with` block: otherwise it is as if it were killed.
 
-    Raises ValueError where the run has other values, and whatever DiLoCo.connect and entering it raise; `step` raises
-    RuntimeError once it has left.
+    Raises ValueError if the run has other values, TypeError for a parameter that only OpenDiLoCo has (the message names
+    what to give instead), and what DiLoCo.connect and entering it raise. `step` raises RuntimeError once it has left.
     """
 
     def __init__(
@@ -55,15 +97,21 @@ class DiLoCoOptimizer(Optimizer):
         params: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
         batch_size: int,
         num_inner_steps: int,
-        inner_optimizer: Callable[[Parameters], Optimizer],
+        inner_optimizer: Optimizer | Callable[[Parameters], Optimizer],
         outer_optimizer: Callable[[Parameters], Optimizer] | None = None,
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         *,
-        run: str,
+        run: str | None = None,
         **options: Any,
     ) -> None:
+        if foreign := [f"{name} ({_OF_OPEN_DILOCO[name]})" for name in options if name in _OF_OPEN_DILOCO]:
+            raise TypeError(f"OpenDiLoCo has these parameters, Outerstep has not: {', '.join(foreign)}")
+        if run is None:
+            raise TypeError("run is missing: give the name of the run to join")
         model = _Parameters(params)
-        self.inner_optimizer = inner_optimizer([*model.parameters()])
+        self.inner_optimizer = (
+            inner_optimizer if isinstance(inner_optimizer, Optimizer) else inner_optimizer([*model.parameters()])
+        )
         if scheduler is not None:
             options["scheduler"] = scheduler(self.inner_optimizer)
         self.diloco = DiLoCo.connect(model, self.inner_optimizer, run=run, **options)
@@ -84,15 +132,35 @@ class DiLoCoOptimizer(Optimizer):
             self.close()
         return self._has_left
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Take one inner step; after the H-th of a round the sync, as DiLoCo does."""
+    def step(
+        self,
+        closure: Callable[[], float] | GradScaler | None = None,
+        batch_size: int | None = None,
+        scaler: GradScaler | None = None,
+    ) -> Any:
+        """Take one inner step; after the H-th of a round the sync, as DiLoCo does.
+
+        `step(scaler)` and `step(scaler=scaler)` step through a GradScaler, which the loop updates afterwards. Gradients
+        are unscaled before, to clip them for example, by `scaler.unscale_(optimizer.inner_optimizer)`. `batch_size` can
+        only be the run's. Raises ValueError for another one, and for a closure together with a scaler.
+        """
+        if isinstance(closure, GradScaler):
+            closure, scaler = None, closure
+        if closure is not None and scaler is not None:
+            raise ValueError("step() takes a closure or a scaler, not both: the closure's loss would not be scaled")
+        spec = self.diloco.spec
+        if batch_size is not None and batch_size != spec.inner.batch_size:
+            raise ValueError(_differs("batch_size", batch_size, spec, "inner.batch_size", spec.inner.batch_size))
         if self._has_left:
             raise RuntimeError(
                 "this worker has left the run, so that a step would only change the model: leave the training loop "
                 "once `optimizer.finished`"
             )
         try:
-            loss = self.inner_optimizer.step(closure) if closure is not None else self.inner_optimizer.step()
+            if scaler is not None:
+                loss = scaler.step(self.inner_optimizer)
+            else:
+                loss = self.inner_optimizer.step(closure) if closure is not None else self.inner_optimizer.step()
         except BaseException as error:
             self._leave(error)
             raise
@@ -143,7 +211,7 @@ def _compare(
         ("num_inner_steps", num_inner_steps, "sync.inner_steps", spec.sync.inner_steps),
     ):
         if given != wanted:
-            raise ValueError(f"{name} = {given}, and the run {spec.name} has {key} = {wanted!r}, as all of its workers")
+            raise ValueError(_differs(name, given, spec, key, wanted))
     if outer_optimizer is None:
         return
     made = outer_optimizer([nn.Parameter(torch.zeros(1))])
@@ -157,3 +225,7 @@ def _compare(
             f"outer_optimizer is {type(made).__name__}({told}), and the run {spec.name} takes its outer steps by "
             f"{of_run}: see [outer] of its spec"
         )
+
+
+def _differs(name: str, given: int, spec: RunSpec, key: str, wanted: int | str) -> str:
+    return f"{name} = {given}, and the run {spec.name} has {key} = {wanted!r}, as all of its workers"

@@ -3,14 +3,16 @@
 import logging
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_model
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from protocol.messages import RunDetail
 from protocol.spec.presets import BYTES
+from protocol.spec.sections import ModelSpec
 from worker.allowing import permit_factory
 from worker.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from worker.errors import DataError, ModelError
@@ -65,7 +67,7 @@ def export(
     directory.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
         tokenizer.save(directory)
-        _end_generation(model, tokenizer)
+    _name_special_tokens(model, run.spec.model, tokenizer)
     if merge:
         model = model.merge_and_unload()  # type: ignore[operator]
     if adapted and not merge:
@@ -98,11 +100,48 @@ def _tokenizer(run: RunDetail) -> Tokenizer | None:
     return tokenizer
 
 
-def _end_generation(model: nn.Module, tokenizer: Tokenizer) -> None:
-    """Let the model end where a document ends, unless it says itself where it ends."""
-    generation_config = getattr(model, "generation_config", None)
-    if generation_config is not None and generation_config.eos_token_id is None:
-        generation_config.eos_token_id = tokenizer.end
+def _name_special_tokens(model: nn.Module, spec: ModelSpec, tokenizer: Tokenizer | None) -> None:
+    """Set the ids that end, begin and pad a text to those of the run's `tokenizer`.
+
+    The defaults of a configuration's class belong to another tokenizer. So a model of `model.config` keeps only what
+    the spec gives where the tokenizer names none, as bytes do; trained weights (`model.pretrained`) keep their own.
+    """
+    config, given = getattr(model, "config", None), spec.config or {}
+    if not isinstance(config, PreTrainedConfig):
+        return
+    if tokenizer is None:
+        if spec.config is not None and "eos_token_id" not in given and config.eos_token_id is not None:
+            log.warning(
+                "the run's tokenizer is not known here: eos_token_id = %s in the export is the default of %s, and may "
+                "be another token than the one that ends a document",
+                *(config.eos_token_id, type(config).__name__),
+            )
+        return
+    if spec.config is not None and "eos_token_id" in given and not _is_or_has(given["eos_token_id"], tokenizer.end):
+        log.warning(
+            "model.config.eos_token_id = %s, and the run's tokenizer ends documents with %s: the export has the latter",
+            *(given["eos_token_id"], tokenizer.end),
+        )
+    for key, token in (
+        ("eos_token_id", tokenizer.end),
+        ("bos_token_id", tokenizer.begin),
+        ("pad_token_id", tokenizer.pad),
+    ):
+        for each in (config, getattr(model, "generation_config", None)):
+            if each is None:
+                continue
+            present = getattr(each, key, None)
+            if key == "pad_token_id" and each is config and present is not None:
+                continue  # the model's layers were made with it: positions may begin after it
+            if token is None and spec.config is not None:
+                setattr(each, key, given.get(key))
+            elif token is not None and not _is_or_has(present, token):
+                setattr(each, key, token)
+
+
+def _is_or_has(ids: Any, token: int | None) -> bool:
+    """Return True if a configuration's `ids`, one or a list, are or contain `token`, or if there is none to contain."""
+    return token is None or token in (ids if isinstance(ids, list) else [ids])
 
 
 def _cache(model: PreTrainedModel) -> None:

@@ -42,6 +42,9 @@ OF_RUNS = (
     _family("runs_not_shown", "runs", (), "those beyond the bound, which have no series"),
     _of_runs("state", "1", "1 at the state that the run is in, 0 at the others", "state"),
     _of_runs("paused_by_guard", "1", "1 while the run is paused because the guard took its model for spoilt"),
+    _of_runs(
+        "held_up", "1", "1 at the cause that holds the run up, 0 at the others (`held_up_by`, docs/rest.md)", "cause"
+    ),
     _of_runs("round", "rounds", "the open or next round, counted from 0"),
     _of_runs("rounds_expected", "rounds", "how many the run has in all, as far as is known"),
     _of_runs("step", "inner steps", "inner steps of the schedule before that round"),
@@ -111,6 +114,13 @@ OF_THE_SERVER = (
     _of_the_server("backup_interval_seconds", "s", "from one backup of the schedule to the next; absent without one"),
     _of_the_server(
         "last_backup_timestamp_seconds", "s", "when its last good one was made, since 1970; absent before the first"
+    ),
+    _of_the_server("notifications_pending", "notifications", "that the webhook has not taken yet"),
+    _of_the_server(
+        "notification_attempts_total",
+        "attempts",
+        "to send one to the webhook, by outcome: `sent`, `failed`",
+        "outcome",
     ),
 )
 

@@ -65,7 +65,7 @@ def see(run: LiveRun) -> SeenRun:
                 .limit(WORKERS)
             ).all()
         )
-    with run.lock:
+    with run.looked_at():
         clock, opening = run.world.clock(), run.open
         events, outcomes = dict(run.tally.events), dict(run.tally.outcomes)
         quarantined = len(run.members.quarantined(run.round))

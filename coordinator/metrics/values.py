@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from coordinator.metrics.families import PREFIX
 from coordinator.metrics.seeing import SeenRun, SeenWorker
 from coordinator.runs.tally import Outcome
-from protocol.messages import RunState
+from protocol.messages import Cause, RunState
 
 Value = tuple[str, tuple[str, ...], float]  # the name of a family, the values of its labels, the value
 
@@ -50,6 +50,8 @@ def _plain(seen: SeenRun) -> Iterator[tuple[str, float | None]]:
 def _labelled(seen: SeenRun) -> Iterator[tuple[str, str, float]]:
     for state in RunState:
         yield "state", state, state is seen.info.state
+    for cause in Cause:
+        yield "held_up", cause, cause is seen.info.held_up_by
     for outcome in Outcome:  # all of them, as an increase is seen only from a value that was there
         yield "contributions_total", outcome, seen.outcomes.get(outcome, 0)
     for stage, seconds in seen.info.account.seconds.items():

@@ -11,6 +11,7 @@ from coordinator.runs.rounds import Close, advance, names_of
 from coordinator.runs.weights import weights
 from coordinator.store.tables import EventRow, FragmentRow
 from protocol.messages import RunState
+from protocol.telling import natural
 
 
 def close_due(settling: Settling) -> bool:
@@ -21,8 +22,10 @@ def close_due(settling: Settling) -> bool:
     now = run.world.clock()
     members, policy = run.members, run.spec.members
     expected, newcomers = members.waited_for(opening.assigned)
+    silent = members.silent(now)
     decisions = [
-        each.due(expected, newcomers, members.owners, policy, opening.opened_at, now) for each in opening.fragments
+        each.due(expected, newcomers, members.owners, policy, opening.opened_at, now, silent)
+        for each in opening.fragments
     ]
     if not any(decisions):
         return False
@@ -41,7 +44,7 @@ def _close(change: Change, opening: OpenRound, index: int, decision: Close, wait
     late = sorted((opening.assigned & run.members.live()) - contributors.keys())
     reason = decision.reason
     if ignored := [worker for worker in late if worker not in waited_for]:
-        reason += f"; nobody waited for {names_of(ignored)}"
+        reason += f"; nobody waited for {names_of(sorted(ignored, key=natural))}"
     row = change.session.get_one(FragmentRow, (run.id, opening.number, index))
     closed = advance(fragment.state, "closed")
     row.state, row.reason, row.contributors = closed, reason, contributors

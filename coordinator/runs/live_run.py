@@ -30,7 +30,7 @@ from coordinator.screening.measuring import Found
 from coordinator.store import audit
 from coordinator.store.blobs import Blobs, RunNames
 from coordinator.store.data_directory import DataDirectory
-from coordinator.store.database import Database
+from coordinator.store.database import Database, Fault
 from coordinator.store.identity import Actor
 from coordinator.store.tables import EventRow, RunRow, WorkerRow
 from coordinator.tuning.room import Room
@@ -44,6 +44,28 @@ from protocol.wire import ContributionHeader
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 1.0
+
+
+# Events of lost and spoilt files, of models that are not what they should be, and of what stands still: warnings.
+ALARMING = frozenset(
+    {
+        "backup-failed",
+        "contribution-lost",
+        "corrupt",
+        "diverged",
+        "epoch-broken",
+        "evaluations-differ",
+        "fault",
+        "mended",
+        "rederived",
+        "seeder-silent",
+        "spoilt",
+        "storage-full",
+        "storage-unavailable",
+    }
+)
+
 
 @dataclass(frozen=True)
 class World:
@@ -54,10 +76,13 @@ class World:
     blobs: Blobs
     submit: Callable[..., Future[None]]
     ring: Callable[[str, str | None], None]  # run, topic (None: all): wake the long polls that wait for it
-    storage_full: Callable[[], None]  # to be called when a write found the disk full
+    storage_failed: Callable[[BaseException], Fault | None]  # note an error of a write: what is wrong with the disk
+    storage_fault: Callable[[], Fault | None]  # what is wrong with disk or database now
     room: Room  # for payloads in memory
     closing: threading.Event  # the coordinator stops: long work on other threads ends early
     settle: Callable[["Settling"], None]  # bring a run to its fixpoint
+    # Session, run, kind, message, data of an event: notify of it, and return what follows once it is committed.
+    notify: Callable[[Session, str, str, str, dict[str, Any]], Callable[[], None] | None]
     secret: bytes  # from which the keys of sketches come (screening/measuring.py)
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
@@ -131,6 +156,17 @@ class LiveRun:
     def traced(self, name: str, number: int, fragment: int) -> AbstractContextManager[None]:
         """Trace the block, where there are traces, as a part of round `number`."""
         return tracing.in_round(name, self.name, self.created_at, number, fragment=fragment)
+
+    @contextmanager
+    def looked_at(self) -> Iterator[None]:
+        """Hold the lock within the block, if it can be had within LOOK_S: what is read is then of one moment. It is
+        kept for longer while a write waits for a locked database, and that has to be shown."""
+        held = self.lock.acquire(timeout=LOOK_S)
+        try:
+            yield
+        finally:
+            if held:
+                self.lock.release()
 
     # --- the one way to change it ---------------------------------------------------------------------------------
 
@@ -320,9 +356,13 @@ class Change:
         """Record an event, in the same transaction as the rows, and wake those who follow the events."""
         run = self.run
         about = {"run": run.name, "worker": data.get("worker"), "round": data.get("round")}
-        logger.info("%s: %s", run.name, message, extra=about)
+        level = logging.WARNING if kind in ALARMING else logging.INFO
         self.session.add(EventRow(run_id=run.id, at=run.world.now(), kind=kind, message=message, data=data))
+        # Once it is committed: on a full disk the same event is tried again many times.
+        self.then(partial(logger.log, level, "%s: %s", run.name, message, extra=about))
         self.then(partial(_count_event, run, kind))
+        if (committed := run.world.notify(self.session, run.name, kind, message, data)) is not None:
+            self.then(committed)
         self.wake(EVENTS)
 
     def audit(self, by: Actor, act: str, message: str) -> None:

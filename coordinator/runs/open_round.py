@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from coordinator.runs.rounds import Close, decide, has_quorum
+from coordinator.runs.rounds import NONE_SILENT, Close, Silence, decide, has_quorum
 from coordinator.screening.measuring import Found
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
@@ -29,6 +29,7 @@ class OpenFragment:
 
     contributed   the accepted contributions, by worker
     weights       what each of them weighs, in tokens, by worker; fixed when the fragment is closed
+    silent        True while it waits for a worker whose heartbeat is overdue
     contents      the payloads of those that are also in memory, by worker, until they are averaged
     """
 
@@ -39,6 +40,7 @@ class OpenFragment:
     contents: dict[str, memoryview] = field(default_factory=dict)
     quorum_at: float | None = None
     closes_at: float | None = None
+    silent: bool = False
 
     def due(
         self,
@@ -48,20 +50,25 @@ class OpenFragment:
         policy: MembersSpec,
         opened_at: float,
         now: float,
+        silent: Mapping[str, Silence] = NONE_SILENT,
     ) -> Close | None:
-        """Return with whom the fragment is to be closed now; None if it is not. Note why, and when to decide again. Of
-        `expected`, who are of these `owners`, the quorum is made; for `newcomers` the fragment waits too."""
+        """Decide whether this fragment closes now. Return the contributors to close it with, or None to keep
+        collecting; either way record the reason and when to decide again. The quorum is counted over `expected`
+        workers, one vote per token owner; `newcomers` are waited for but do not count. `silent`: as for `decide`."""
         if self.state is not FragmentState.COLLECTING:
             return None
         contributed = self.contributed.keys()
         if self.quorum_at is None and has_quorum(expected, contributed, policy, owners):
             self.quorum_at = now
         waited_for = expected | newcomers
-        decision = decide(waited_for, contributed, policy, opened_at=opened_at, quorum_at=self.quorum_at, now=now)
+        decision = decide(
+            waited_for, contributed, policy, opened_at=opened_at, quorum_at=self.quorum_at, now=now, silent=silent
+        )
         self.reason = decision.reason
         if isinstance(decision, Close):
+            self.silent = False
             return decision
-        self.closes_at = decision.until
+        self.closes_at, self.silent = decision.until, decision.silent
         return None
 
 

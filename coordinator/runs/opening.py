@@ -10,10 +10,12 @@ from coordinator.runs.live_run import LiveRun, Settling
 from coordinator.runs.open_round import OpenFragment, OpenRound, RoundAssignment
 from coordinator.runs.pools import pools_of
 from coordinator.runs.quarantine import kept_out
+from coordinator.runs.rounds import Silence, silence_of
 from coordinator.runs.steps import round_steps, share_of
 from coordinator.runs.units import deal_units, workers_with_units
+from coordinator.store.database import Fault
 from coordinator.store.tables import AssignmentRow, FragmentRow, RoundRow
-from protocol.messages import FragmentState, RunState
+from protocol.messages import Cause, FragmentState, RunState
 
 
 def status(run: LiveRun) -> str:
@@ -24,10 +26,38 @@ def status(run: LiveRun) -> str:
     opening = run.open
     if run.ended:
         return f"the run is {run.state}"
+    if (fault := fault_of(run)) is not None:
+        return fault.reason
     if opening is None:
         return why_not_open(run) or f"round {run.round} is about to open"
     so_far = f"round {opening.number} is open"
     return so_far if run.state is RunState.RUNNING else f"{so_far}, and the run is {run.state}: no other opens"
+
+
+def fault_of(run: LiveRun) -> Fault | None:
+    """Return what is wrong with the run's files, the disk or the database: the cause of all else that it waits for."""
+    if run.ended:
+        return None
+    if run.outer.damage is not None:
+        return Fault(Cause.FILES_DAMAGED, run.outer.damage)
+    return run.world.storage_fault()
+
+
+def waits_for(run: LiveRun, fragment: OpenFragment) -> str:
+    """Return what a fragment of the open round waits for."""
+    fault = fault_of(run)
+    return fragment.reason if fault is None else fault.reason
+
+
+def unheard(run: LiveRun) -> dict[str, Silence]:
+    """Return the silent workers that the next round, or state 0, waits for."""
+    silent = run.members.silent(run.world.clock())
+    if not run.seeded:
+        return {worker: each for worker, each in silent.items() if worker == run.members.seeder}
+    present = _candidates(run)
+    if len(present) >= run.spec.members.min_workers:
+        return {}
+    return {worker: each for worker, each in silent.items() if worker not in present}
 
 
 def why_not_open(run: LiveRun) -> str | None:
@@ -40,11 +70,16 @@ def why_not_open(run: LiveRun) -> str | None:
         return "waiting for the first worker"
     if not run.seeded:
         seeder = run.members.seeder
-        return "waiting for state 0" if seeder is None else f"{seeder} uploads state 0"
+        return _with_silence(run, "waiting for state 0" if seeder is None else f"{seeder} uploads state 0")
     ready, least = len(_candidates(run)), run.spec.members.min_workers
     if ready < least:
-        return f"round {run.round} waits for workers: {ready} of at least {least} are ready"
+        return _with_silence(run, f"round {run.round} waits for workers: {ready} of at least {least} are ready")
     return None
+
+
+def _with_silence(run: LiveRun, waiting: str) -> str:
+    silent = unheard(run)
+    return f"{silence_of(silent)}; {waiting}" if silent else waiting
 
 
 def _candidates(run: LiveRun) -> set[str]:

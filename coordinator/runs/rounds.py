@@ -10,11 +10,23 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
+from typing import NamedTuple
 
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
+from protocol.telling import counted, natural
 
 NOBODYS: Mapping[str, str] = MappingProxyType({})  # no worker's token is known
+
+
+class Silence(NamedTuple):
+    """A live worker whose heartbeat is overdue: seconds since the last one, and until its lease ends."""
+
+    heard_s: float
+    dropped_s: float
+
+
+NONE_SILENT: Mapping[str, Silence] = MappingProxyType({})
 
 # state -> what happens -> the state after it. docs/rounds.md is drawn from this.
 TRANSITIONS: dict[FragmentState, dict[str, FragmentState]] = {
@@ -39,10 +51,12 @@ def advance(state: FragmentState, what: str) -> FragmentState:
 
 @dataclass(frozen=True)
 class Wait:
-    """The decision to wait. `until`: when to decide again if nothing happens; None if only an event can change it."""
+    """The decision to wait. `until`: when to decide again if nothing happens; None if only an event can change it.
+    `silent`: True if the reason is a worker that is not heard of."""
 
     until: float | None
     reason: str
+    silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,42 +103,58 @@ def decide(
     opened_at: float,
     quorum_at: float | None,
     now: float,
+    silent: Mapping[str, Silence] = NONE_SILENT,
 ) -> Wait | Close:
     """Decide whether to wait or to close, with the reason in one sentence.
 
     `expected`: live workers that hold an assignment for this round and are waited for. `contributed`: workers whose
     contribution was accepted, live or not: what was acknowledged counts. `quorum_at`: when `has_quorum` became True;
-    None before.
+    None before. `silent`: the live workers whose heartbeat is overdue; they are still waited for, and named first.
     """
-    missing = sorted(expected - contributed)
-    everybody = len(expected | contributed)
+    missing = sorted(expected - contributed, key=natural)
+    everybody = counted(len(expected | contributed), "worker")
     if not missing:
         if len(contributed) >= policy.min_workers:
-            return Close(tuple(sorted(contributed)), f"all {len(contributed)} workers have contributed")
+            return Close(tuple(sorted(contributed)), f"{_all(len(contributed))} contributed")
         return Wait(
             None,
-            f"{len(contributed)} of at least {policy.min_workers} workers have contributed; "
+            f"{len(contributed)} of at least {counted(policy.min_workers, 'worker')} have contributed; "
             "waiting for more workers to join",
         )
-    waiting = f"waiting for {len(missing)} of {everybody} workers ({names_of(missing)})"
+    waiting = f"waiting for {len(missing)} of {everybody} ({names_of(missing)})"
+    unheard = {worker: silent[worker] for worker in missing if worker in silent}
+    if unheard:
+        waiting = f"{silence_of(unheard)}; {waiting}"
     capped_at = math.inf
     if policy.round_max_s is not None and len(contributed) >= policy.min_workers:
         capped_at = opened_at + policy.round_max_s
     graced_at = math.inf if quorum_at is None else quorum_at + grace_s(policy, opened_at, quorum_at)
     closes_at = min(capped_at, graced_at)
     if closes_at == math.inf:
-        return Wait(None, f"{waiting}; no deadline before a quorum has contributed")
+        return Wait(None, f"{waiting}; no deadline before a quorum has contributed", bool(unheard))
     if now < closes_at:
         latest = " at the latest" if quorum_at is None else ""
-        return Wait(closes_at, f"{waiting}; closes in {closes_at - now:.0f} s{latest}")
+        return Wait(closes_at, f"{waiting}; closes in {closes_at - now:.0f} s{latest}", bool(unheard))
     if quorum_at is not None and graced_at <= capped_at:
         why = f"after {graced_at - quorum_at:.0f} s of grace"
     else:
         why = f"by the cap of {policy.round_max_s:.0f} s per round"
     return Close(
         tuple(sorted(contributed)),
-        f"closed without {names_of(missing)} {why}; {len(contributed)} of {everybody} workers have contributed",
+        f"closed without {names_of(missing)} {why}; {len(contributed)} of {everybody} have contributed",
     )
+
+
+def _all(workers: int) -> str:
+    return "the only worker has" if workers == 1 else f"all {workers} workers have"
+
+
+def silence_of(unheard: Mapping[str, Silence]) -> str:
+    """Return in words who is silent, the one silent longest first, and since when that one is."""
+    longest_first = sorted(unheard, key=lambda worker: (-unheard[worker].heard_s, natural(worker)))
+    heard_s, dropped_s = unheard[longest_first[0]]
+    are = "is" if len(unheard) == 1 else "are"
+    return f"{names_of(longest_first)} {are} silent: last heard {heard_s:.0f} s ago, dropped in {dropped_s:.0f} s"
 
 
 def names_of(workers: list[str]) -> str:

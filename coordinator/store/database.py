@@ -7,8 +7,9 @@ exception. What differs between database systems is a module beside this one, in
 import errno
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from alembic import command
 from alembic.config import Config
@@ -24,6 +25,7 @@ from coordinator.store.data_directory import RESTORED
 from coordinator.store.tables import Base
 from protocol import __version__
 from protocol.errors import OuterstepError
+from protocol.messages import Cause
 
 
 class Backend(Protocol):
@@ -45,12 +47,16 @@ class Backend(Protocol):
     def folder(self, url: URL) -> Path | None:
         """Return the folder on this machine that a database at `url` lies in; None if it lies elsewhere."""
 
+    def size_bytes(self, url: URL) -> int:
+        """Return the bytes that the database takes."""
+
     def copy(self, url: URL, target: Path) -> None:
         """Copy the database, as it is at one moment, into the new file `target`, which is SQLite's whatever the
         database is. Raises OuterstepError where it cannot be read, and OSError."""
 
-    def disk_is_full(self, error: DBAPIError) -> bool:
-        """Return True if `error` says that the database found the disk full."""
+    def fault(self, error: DBAPIError) -> tuple[Cause, str] | None:
+        """Return what `error` says of the database itself and its disk, and in words; None if it is about a
+        statement."""
 
 
 BACKENDS: dict[str, Backend] = {"sqlite": sqlite}
@@ -98,7 +104,8 @@ class Database:
 
     def __init__(self, url: URL) -> None:
         backend = BACKENDS[url.get_backend_name()]
-        self.folder = backend.folder(url)
+        self.name, self.folder = url.get_backend_name(), backend.folder(url)
+        self._size_bytes = partial(backend.size_bytes, url)
         with ExitStack() as opened:
             opened.enter_context(backend.lock(url))
             self.reading, self.writing = backend.engines(url)
@@ -121,6 +128,20 @@ class Database:
         with Session(self.writing, expire_on_commit=False) as session, session.begin():
             yield session
 
+    def revision(self) -> str | None:
+        """Return the revision of its schema. Raises DBAPIError if it does not answer."""
+        with self.reading.connect() as connection:
+            return MigrationContext.configure(connection).get_current_revision()
+
+    def size_bytes(self) -> int:
+        """Return the bytes that it takes. Raises OSError."""
+        return self._size_bytes()
+
+    def probe(self) -> None:
+        """Begin a write and end it, without changing anything. Raises DBAPIError where it cannot begin."""
+        with self.write() as session:
+            session.connection()
+
     def close(self) -> None:
         self._opened.close()
 
@@ -135,11 +156,30 @@ def exists(url: URL) -> bool:
     return BACKENDS[url.get_backend_name()].exists(url)
 
 
+class Fault(NamedTuple):
+    """What stands in the way of every write, and a sentence that says so."""
+
+    cause: Cause
+    reason: str
+
+
+def fault_of(error: BaseException) -> Fault | None:
+    """Return what `error` says of the disk, of files or of the database, or of the database itself; None if it says
+    nothing of them."""
+    if isinstance(error, DBAPIError):
+        found = (backend.fault(error) for backend in BACKENDS.values())
+        return next((Fault(*each) for each in found if each is not None), None)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Fault(Cause.STORAGE_FULL, sqlite.DISK_FULL)
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return Fault(Cause.STORAGE_UNAVAILABLE, "the coordinator's disk is read-only")
+    return None
+
+
 def disk_is_full(error: BaseException) -> bool:
     """Return True if `error` says that the disk is full, of a file or of the database."""
-    if isinstance(error, DBAPIError):
-        return any(backend.disk_is_full(error) for backend in BACKENDS.values())
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    fault = fault_of(error)
+    return fault is not None and fault.cause is Cause.STORAGE_FULL
 
 
 def upgrade(engine: Engine) -> None:

@@ -1,5 +1,5 @@
-"""What is SQLite's own: where its file may be, its pragmas, how transactions begin, how a full disk is told,
-how it is copied while it is in use.
+"""What is SQLite's own: where its file may be, its pragmas, how transactions begin, what its errors say of disk and
+file, how it is copied while it is in use.
 
 WAL mode, every commit fsynced. A write begins IMMEDIATE, so it waits for others before it has done anything.
 """
@@ -17,9 +17,12 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from coordinator.store.locking import hold
 from protocol.errors import OuterstepError
+from protocol.messages import Cause
 
 FILE = "outerstep.db"  # in the data directory, unless a URL says otherwise
-BUSY_S = 60  # so long a transaction waits for one of another connection
+BUSY_S = 10  # so long a transaction waits for one of another connection; those of a coordinator take milliseconds
+
+DISK_FULL = "the coordinator's disk is full"
 
 _SLASHES = "three slashes before a relative path and four before an absolute one: sqlite:////var/lib/outerstep.db"
 
@@ -83,6 +86,13 @@ def folder(url: URL) -> Path | None:
     return Path(str(url.database)).resolve().parent
 
 
+def size_bytes(url: URL) -> int:
+    """Return the bytes of the database's file and of its write-ahead log."""
+    path = Path(str(url.database)).resolve()
+    wal = path.with_name(f"{path.name}-wal")
+    return path.stat().st_size + (wal.stat().st_size if wal.exists() else 0)
+
+
 def copy(url: URL, target: Path) -> None:
     """Copy the database as it is at one moment into the new file `target`, while others read and write it.
 
@@ -105,6 +115,15 @@ def copy(url: URL, target: Path) -> None:
         raise OuterstepError(f"the database {source} is damaged, so it was not copied: {found}")
 
 
-def disk_is_full(error: DBAPIError) -> bool:
-    """Return True if `error` says that the database found the disk full."""
-    return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+def fault(error: DBAPIError) -> tuple[Cause, str] | None:
+    """Return what `error` says of the database itself and its disk, and in words; None if it is about a statement."""
+    match getattr(error.orig, "sqlite_errorcode", 0) & 0xFF:  # the rest of an extended code is a detail
+        case sqlite3.SQLITE_FULL:
+            return Cause.STORAGE_FULL, DISK_FULL
+        case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
+            return Cause.STORAGE_UNAVAILABLE, "another process has locked the coordinator's database"
+        case sqlite3.SQLITE_READONLY:
+            return Cause.STORAGE_UNAVAILABLE, "the coordinator's database is read-only"
+        case sqlite3.SQLITE_IOERR | sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
+            return Cause.STORAGE_UNAVAILABLE, f"the coordinator's database fails: {error.orig}"
+    return None

@@ -4,7 +4,7 @@
 """
 
 from coordinator.runs.live_run import LiveRun
-from coordinator.runs.opening import status
+from coordinator.runs.opening import status, waits_for
 from coordinator.store.tables import FragmentRow
 from protocol.errors import Problem
 from protocol.messages import FragmentState
@@ -24,7 +24,7 @@ def from_memory(
     each = opening.fragments[fragment]
     if (member not in each.contributed and not early) or each.state is FragmentState.PUBLISHED:
         return None
-    return False, f"round {number}, fragment {fragment}: {each.reason}"
+    return False, f"round {number}, fragment {fragment}: {waits_for(run, each)}"
 
 
 def under_lock(run: LiveRun, number: int, fragment: int, member: str | None, early: bool) -> tuple[bool, bytes | str]:
@@ -49,7 +49,7 @@ def under_lock(run: LiveRun, number: int, fragment: int, member: str | None, ear
                     "contribution-lost",
                     f"there is no contribution of {member} to round {number}, fragment {fragment}; send it again",
                 )
-            return False, f"round {number}, fragment {fragment}: {each.reason}"
+            return False, f"round {number}, fragment {fragment}: {waits_for(run, each)}"
         with run.world.database.read() as session:
             row = session.get(FragmentRow, (run.id, number, fragment))
         if row is None:

@@ -19,7 +19,6 @@ from coordinator.runs.rounds import advance
 from coordinator.runs.steps import round_steps, steps_trained
 from coordinator.runs.units import merge_adjacent
 from coordinator.screening.judging import Judgement
-from coordinator.store.database import disk_is_full
 from coordinator.store.tables import FragmentRow, RoundRow
 from coordinator.sync import checkpointing, outer_state, retention, screened
 from coordinator.sync.deltas import ContributionsLost, lost_contributions, make_delta
@@ -74,12 +73,11 @@ def _work(run: LiveRun, index: int, job: Job) -> None:
     except Exception as error:  # nobody awaits the job: the log and the events say it
         with run.lock:
             job.running, job.retry_at = False, run.world.clock() + RETRY_S
-            if disk_is_full(error):
-                run.world.storage_full()
+            if run.world.storage_failed(error) is not None:
                 return
-            logger.exception("%s: fragment %d could not be published", run.name, index)
             if job.fault == str(error):
                 return
+            logger.exception("%s: fragment %d could not be published", run.name, index)
             with run.change() as change:
                 message = f"fragment {index} could not be published: {error}; trying again every {RETRY_S:.0f} s"
                 change.record("fault", message, fragment=index)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from coordinator.store.blobs import Reader
 from coordinator.store.payloads import StoredPayload
 from protocol.digest import StateHash
-from protocol.errors import WireError
+from protocol.errors import WireError, WireFault
 from protocol.outer_step import outer_step_by
 from protocol.spec.sections import OuterSpec
 from protocol.wire import CHUNK_ELEMENTS, Payload, StateHeader, chunk_sizes, pack_header
@@ -30,7 +30,7 @@ class StateReader(StoredPayload):
         start = self.offsets[0]
         if self.header.kind != "state" or self.total_bytes != start + 8 * self.elements:
             self.close()
-            raise WireError("the payload is not a state as this coordinator writes it")
+            raise WireError(WireFault.HEADER, "the payload is not a state as this coordinator writes it")
         self._theta_at, self._momentum_at = start, start + 4 * self.elements
 
     def read(self, start: int, n: int) -> tuple[F32, F32]:
@@ -39,7 +39,9 @@ class StateReader(StoredPayload):
         for values, at in zip(pair, (self._theta_at, self._momentum_at), strict=True):
             got = self._reader.read_into(values.data.cast("B"), at + 4 * start)
             if got != values.nbytes:
-                raise WireError(f"the state ends after {got} of {values.nbytes} bytes at element {start}")
+                raise WireError(
+                    WireFault.LENGTH, f"the state ends after {got} of {values.nbytes} bytes at element {start}"
+                )
         return pair[0], pair[1]
 
     def read_chunks(self) -> Iterator[tuple[F32, F32]]:

@@ -16,6 +16,7 @@ from coordinator.store.blobs import REMOVED, RunNames
 from coordinator.store.identity import Actor
 from coordinator.store.tables import Base, RunRow, TokenRow
 from protocol.errors import Problem
+from protocol.telling import natural
 
 _BUSY_S = 1.0
 
@@ -29,7 +30,7 @@ def remove_rows(run: LiveRun, by: Actor, *, verifying: bool) -> None:
     if not run.ended:
         raise Problem("run-not-ended", f"the run {run.name} is {run.state}; stop it first, or wait for its end")
     if len(run.members):
-        names = ", ".join(sorted(run.members.live()))
+        names = ", ".join(sorted(run.members.live(), key=natural))
         raise Problem("not-ready", f"workers are still leaving the run {run.name}: {names}", retry_after_s=_BUSY_S)
     if verifying or any(job.running for job in run.outer.jobs):
         raise Problem("not-ready", f"files of the run {run.name} are still being worked on", retry_after_s=_BUSY_S)

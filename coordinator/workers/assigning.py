@@ -156,11 +156,12 @@ def _take_part(change: Change, worker: str) -> AssignmentRow:
 
 def _is_seeder(run: LiveRun, worker: str) -> bool:
     """Return True if `worker` is to upload state 0. The first that asks is; a successor starts from the beginning."""
-    if run.members.seeder is None and run.members.may_seed(worker):
+    now = run.world.clock()
+    if run.members.seeder is None and run.members.may_seed(worker, now):
         with run.change() as change:
             change.session.execute(delete(CheckpointFragmentRow).where(CheckpointFragmentRow.run_id == run.id))
             change.record("seeding", f"{worker} uploads state 0", worker=worker)
-            change.then(partial(run.members.appoint_seeder, worker, run.world.clock()))
+            change.then(partial(run.members.appoint_seeder, worker, now))
     return run.members.seeder == worker
 
 

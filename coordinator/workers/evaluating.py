@@ -11,6 +11,7 @@ from coordinator.screening.agreeing import alone
 from coordinator.store.tables import AssignmentRow, EvaluationRow
 from protocol.errors import Problem
 from protocol.messages import Evaluation, EvaluationReport, RunState
+from protocol.telling import natural
 
 
 def evaluated(run: LiveRun, worker: str, round_: int, report: EvaluationReport) -> None:
@@ -48,7 +49,7 @@ def _compare(change: Change, round_: int, rows: Mapping[str, EvaluationRow]) -> 
     enough = len(rows) >= min(_asked(change, round_), USUALLY)
     for worker, row in rows.items():
         row.confirmed = enough and far is not None and worker not in far
-    said = ", ".join(f"{worker} says {rows[worker].loss:.4f}" for worker in sorted(rows))
+    said = ", ".join(f"{worker} says {rows[worker].loss:.4f}" for worker in sorted(rows, key=natural))
     if far is None and len(rows) == USUALLY:
         message = f"state {round_}: who measured the held-out loss differ: {said}; of the next one three are asked"
         change.record("evaluations-differ", message, round=round_, workers=sorted(rows))

@@ -1,37 +1,173 @@
-"""The command line. Each command imports what it needs when it runs, so that --help is quick and needs no extra."""
+"""The command line. A command is imported when it is asked for, so that `outerstep --help` is quick; and each imports
+what it needs when it runs, so that its own --help needs no extra."""
 
 import logging
-from typing import Annotated
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, NamedTuple, cast
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_group
 
 from outerstep import __version__
-from outerstep.cli import (
-    backup,
-    coordinator,
-    data,
-    demo,
-    doctor,
-    evaluate,
-    pin,
-    plan,
-    privacy,
-    rollback,
-    run,
-    token,
-    track,
-    watch,
-    worker,
-    workers,
-)
-from outerstep.cli.faults import CommandGroup
-from outerstep.cli.printing import say
+from protocol.errors import OuterstepError
 from protocol.exit_codes import IN_WORDS
 from protocol.printable import PrintableFormatter
 
+
+class CommandGroup(TyperGroup):
+    """A group of commands that turns the errors that are expected into a line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OuterstepError as error:
+            from outerstep.cli.faults import exit_code
+            from outerstep.cli.printing import say
+
+            say(f"outerstep: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(exit_code(error)) from error
+
+
+class Entry(NamedTuple):
+    """A command or a group of commands: how it is imported, and its line in the list of commands."""
+
+    load: Callable[[], typer.Typer]
+    help: str
+
+
+class Commands(CommandGroup):
+    """The top of the command line: the commands of `ENTRIES`."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = cast(Any, _Loaded())
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(ENTRIES)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.help) for name, entry in ENTRIES.items()])
+
+
+class _Loaded(Mapping[str, Any]):
+    """The commands of `ENTRIES`, each imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        return _load(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(ENTRIES)
+
+    def __len__(self) -> int:
+        return len(ENTRIES)
+
+
+@cache
+def _load(name: str) -> Any:
+    """Return the command `name`. Raises KeyError."""
+    return get_group(ENTRIES[name].load()).commands[name]
+
+
+def _command(name: str, function: Callable[..., None], epilog: str | None = None) -> typer.Typer:
+    within = typer.Typer(rich_markup_mode=None)
+    within.command(name, epilog=epilog)(function)
+    return within
+
+
+def _group(name: str, group: typer.Typer, *commands: Callable[..., None]) -> typer.Typer:
+    """`commands`: those of the group that have modules of their own."""
+    for each in commands:
+        group.command()(each)
+    within = typer.Typer(rich_markup_mode=None)
+    within.add_typer(group, name=name)
+    return within
+
+
+def _coordinator() -> typer.Typer:
+    from outerstep.cli import backup, coordinator, status
+
+    own = (backup.backup, backup.backups, backup.restore, status.status, coordinator.notify_test)
+    return _group("coordinator", coordinator.app, *own)
+
+
+def _migrate() -> typer.Typer:
+    from outerstep.cli import coordinator
+
+    return _command("migrate", coordinator.migrate)
+
+
+def _worker() -> typer.Typer:
+    from outerstep.cli import worker
+
+    return _command("worker", worker.worker, IN_WORDS)
+
+
+def _doctor() -> typer.Typer:
+    from outerstep.cli import doctor
+
+    return _command("doctor", doctor.doctor, IN_WORDS)
+
+
+def _run() -> typer.Typer:
+    from outerstep.cli import evaluate, pin, privacy, rollback, run, track, watch, workers
+
+    own = (workers.workers, workers.worker, watch.watch, watch.events, evaluate.evaluate, track.track)
+    return _group("run", run.app, *own, rollback.rollback, pin.pin, privacy.privacy)
+
+
+def _token() -> typer.Typer:
+    from outerstep.cli import token
+
+    return _group("token", token.app)
+
+
+def _data() -> typer.Typer:
+    from outerstep.cli import data
+
+    return _group("data", data.app)
+
+
+def _demo() -> typer.Typer:
+    from outerstep.cli import demo
+
+    return _command("demo", demo.demo)
+
+
+def _plan() -> typer.Typer:
+    from outerstep.cli import plan
+
+    return _command("plan", plan.plan)
+
+
+def _privacy() -> typer.Typer:
+    from outerstep.cli import privacy
+
+    return _command("privacy", privacy.preview)
+
+
+# By name, in the order of the list. A line is the first sentence of what the command itself says with --help.
+ENTRIES: dict[str, Entry] = {
+    "migrate": Entry(_migrate, "Bring a coordinator's database to the newest schema."),
+    "worker": Entry(_worker, "Join a run as a worker and train until it ends."),
+    "doctor": Entry(_doctor, "Say whether this machine can train a run as a worker, and what to fix where it cannot."),
+    "demo": Entry(
+        _demo, "See it work: a coordinator and several workers on this machine train a small model on real text."
+    ),
+    "plan": Entry(_plan, "Say what a run would cost on given lines, and recommend codecs and H for it."),
+    "privacy": Entry(_privacy, "Say what the [privacy] of a run spec would hold: epsilon at its delta, by rounds."),
+    "coordinator": Entry(_coordinator, "Run a coordinator until SIGTERM or Ctrl-C, or, with a command, do that."),
+    "run": Entry(_run, "Create, follow, steer and export runs."),
+    "token": Entry(_token, "Make, list, rotate and revoke tokens. Needs an admin token."),
+    "data": Entry(_data, "Prepare token sets to train on, and look into them."),
+}
+
+
 app = typer.Typer(
     name="outerstep",
-    cls=CommandGroup,
+    cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -41,7 +177,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        say(__version__)
+        typer.echo(__version__)
         raise typer.Exit
 
 
@@ -71,30 +207,6 @@ def outerstep(
     """
     if logging.lastResort is not None:  # what commands log that set up no logging
         logging.lastResort.setFormatter(PrintableFormatter())
-
-
-app.add_typer(coordinator.app, name="coordinator")
-coordinator.app.command("backup")(backup.backup)
-coordinator.app.command("backups")(backup.backups)
-coordinator.app.command("restore")(backup.restore)
-app.command()(coordinator.migrate)
-app.command(epilog=IN_WORDS)(worker.worker)
-app.command(epilog=IN_WORDS)(doctor.doctor)
-run.app.command()(workers.workers)
-run.app.command()(workers.worker)
-run.app.command()(watch.watch)
-run.app.command()(watch.events)
-run.app.command()(evaluate.evaluate)
-run.app.command()(track.track)
-run.app.command()(rollback.rollback)
-run.app.command()(pin.pin)
-run.app.command()(privacy.privacy)
-app.add_typer(run.app, name="run")
-app.add_typer(token.app, name="token")
-app.add_typer(data.app, name="data")
-app.command()(demo.demo)
-app.command()(plan.plan)
-app.command("privacy")(privacy.preview)
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def with_options_of_worker(command: Callable[..., None]) -> Callable[..., None]:
 
 @with_options_of_worker
 def doctor(*, output: FormatOption = Format.TABLE, **options: Any) -> None:
-    """Say whether this machine can train a run as a worker, and what to mend where it cannot.
+    """Say whether this machine can train a run as a worker, and what to fix where it cannot.
 
     Takes the same options as `outerstep worker`, and looks at everything that this would need: the address, the token,
     the run, the state directory, the data, the model. It takes a few inner steps on the device, measures the line, and

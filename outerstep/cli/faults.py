@@ -4,11 +4,8 @@ import importlib
 from types import ModuleType
 from typing import Any, TypeVar
 
-import typer
 from pydantic import BaseModel, ValidationError
-from typer.core import TyperGroup
 
-from outerstep.cli.printing import say
 from outerstep.shadowing import refuse_shadow
 from protocol.errors import OuterstepError, Problem, Remedy, SpecError, Transient
 from protocol.exit_codes import Exit
@@ -21,17 +18,6 @@ OUR_PACKAGES = frozenset({"coordinator", "migrations", "outerstep", "protocol", 
 
 class UsageError(OuterstepError):
     """A flag, a variable or a file whose value is wrong."""
-
-
-class CommandGroup(TyperGroup):
-    """The top of the command line: turns the errors that are expected into a line and an exit code."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except OuterstepError as error:
-            say(f"outerstep: {' '.join(str(error).split())}", err=True)
-            raise typer.Exit(exit_code(error)) from error
 
 
 def exit_code(error: OuterstepError) -> Exit:

@@ -75,7 +75,7 @@ def privacy(
     """
     with operator_client(url, token, token_file, ca) as client:
         spec = _privacy_of(client.run(run).spec, f"the run {run}")
-        workers = list(client.workers(run))
+        workers = client.workers(run)
     accountant = import_extra("outerstep.privacy", extra="privacy", command="outerstep run privacy")
     counts = {each.name: _contributions(each) for each in workers}
     found = {name: accountant.epsilon(spec, count) for name, count in counts.items()}

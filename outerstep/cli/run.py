@@ -28,6 +28,7 @@ from protocol.errors import SpecError
 from protocol.exit_codes import Exit
 from protocol.messages import SUCCESSIVE, Account, RunChange, RunDetail, RunInfo, WorkerChange
 from protocol.spec.run import RunSpec, parse_spec
+from protocol.telling import natural
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's name.")]
@@ -122,7 +123,7 @@ def show(
     """
     with operator_client(url, token, token_file, ca) as client:
         detail = client.run(run)
-        workers = list(client.workers(run))
+        workers = client.workers(run)
         rounds = list(islice(client.rounds(run), FIRST_ROUNDS))
     if output is Format.JSON:
         print_json({"run": detail, "workers": workers, "rounds": rounds})
@@ -166,7 +167,7 @@ def units(
             count_text(each.consumed),
             count_text(sum(each.assigned.values())),
             count_text(each.free),
-            ", ".join(each.assigned),
+            ", ".join(sorted(each.assigned, key=natural)),
         )
         for each in epochs
     ]
@@ -184,6 +185,8 @@ def checkpoints(
 ) -> None:
     """List the checkpoints that are kept of a run, newest first: the states that can be exported and evaluated.
 
+    One that the coordinator's disk has lost is marked with what is wrong.
+
     \b
     Example:
       outerstep run checkpoints my-run
@@ -193,8 +196,12 @@ def checkpoints(
     if output is Format.JSON:
         print_json(kept)
         return
-    rows = [(str(each.round), time_text(each.created_at), bytes_text(each.bytes), each.state_digest) for each in kept]
-    console().print(table([">round", "at", ">size", "~digest"], rows))
+    columns = [">round", "at", ">size", "~digest"]
+    rows = [[str(each.round), time_text(each.created_at), bytes_text(each.bytes), each.state_digest] for each in kept]
+    if any(each.damage for each in kept):
+        columns.append("~damage")
+        rows = [[*row, each.damage or ""] for row, each in zip(rows, kept, strict=True)]
+    console().print(table(columns, rows))
 
 
 @app.command()

@@ -33,7 +33,7 @@ def workers(
       outerstep run workers my-run
     """
     with operator_client(url, token, token_file, ca) as client:
-        found = list(client.workers(run))
+        found = client.workers(run)
     if output is Format.JSON:
         print_json(found)
         return

@@ -48,7 +48,7 @@ def run_demo(plan: Plan, display: Display) -> tuple[Summary, str]:
     started = time.monotonic()
     with trained(plan, display) as it:
         sample = _sample(it.client, it.admin_token, plan.directory / "model")
-        rounds, workers = list(it.client.rounds(RUN)), list(it.client.workers(RUN))
+        rounds, workers = list(it.client.rounds(RUN)), it.client.workers(RUN)
     summary = summarise(it.run, rounds, workers, seconds=time.monotonic() - started, sample=sample)
     return summary, summary_text(summary, it.run, PROMPT)
 

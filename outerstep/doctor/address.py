@@ -19,6 +19,7 @@ from protocol.answers import raise_for_problem, read_message
 from protocol.errors import NoCoordinator, NotUnderstood, OuterstepError, Transient
 from protocol.messages import Health
 from protocol.reaching import causes_of, check_address, in_words
+from protocol.versions import OURS, Said, why_not
 
 GREETING_BYTES = 1 << 16  # of an answer are read at most: another server may send anything
 ENDS_SOON_DAYS = 14
@@ -136,6 +137,9 @@ def judge_coordinator(url: str, seen: Greeting, own_version: str) -> list[Findin
     try:
         raise_for_problem(seen.answer)
         health = read_message(Health, seen.answer)
+        # The body says it too: a proxy may have removed the headers.
+        if (difference := why_not(OURS, Said(str(health.protocol), health.version))) is not None:
+            raise NotUnderstood(difference)
     except Transient as error:
         return [wrong("coordinator", str(error), "a proxy answers, and what is behind it does not", passing=True)]
     except NotUnderstood as error:

@@ -31,7 +31,7 @@ class Run:
 def look(client: rest.Client, settings: WorkerSettings) -> Run:
     """Raises what `rest.Client` does."""
     detail = client.run(settings.run)
-    workers = list(client.workers(settings.run))
+    workers = client.workers(settings.run)
     live = any(each.name == settings.name and each.state is WorkerState.LIVE for each in workers)
     token = token_to_read_with(settings.token, settings.run, settings.name, settings.directory)
     is_own = live and _holds_lease(client, settings)
@@ -64,7 +64,7 @@ def judge_run(seen: Run) -> list[Finding]:
     said = f"{run.name} is {run.state}: {run.reason}"
     if run.state in (RunState.FINISHED, RunState.STOPPED):
         return [wrong("run", said, "there is nothing left to train: join another run, or have one made")]
-    live = sorted(each.name for each in seen.workers if each.state is WorkerState.LIVE)
+    live = [each.name for each in seen.workers if each.state is WorkerState.LIVE]
     said += f"; {len(live)} live {'worker' if len(live) == 1 else 'workers'}"
     said += f" ({', '.join(live[:8])}{', …' if len(live) > 8 else ''})" if live else ""
     if run.state in (RunState.PAUSED, RunState.DRAINING):

@@ -7,6 +7,7 @@ import torch
 
 from outerstep import __version__
 from outerstep.doctor.finding import Finding, fine, warning
+from protocol import PROTOCOL_VERSION
 from protocol.compiled import COMPILED, KERNELS
 
 
@@ -24,7 +25,9 @@ def look() -> Software:
 
 
 def judge(seen: Software) -> list[Finding]:
-    versions = fine("versions", f"outerstep {seen.outerstep}, Python {seen.python}, torch {seen.torch}")
+    versions = fine(
+        "versions", f"outerstep {seen.outerstep}, protocol {PROTOCOL_VERSION}, Python {seen.python}, torch {seen.torch}"
+    )
     if seen.compiled:
         return [versions, fine("kernels", seen.kernels)]
     remedy = "install a C compiler and Python.h (gcc and python3-dev), then outerstep once more; the bits are the same"

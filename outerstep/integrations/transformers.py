@@ -27,7 +27,7 @@ class DiLoCoCallback(RunWorker, TrainerCallback):
 
     `TrainingArguments.max_steps` becomes the run's inner steps, so that the Trainer's schedule is as long. Raises what
     `DiLoCo.connect` raises, and BoxError for a run whose workers have each their own H: the Trainer counts its steps
-    beforehand; and for `load_best_model_at_end`.
+    beforehand; for `load_best_model_at_end`; and if its steps take another number of sequences than `inner.batch_size`.
     """
 
     def __init__(self, run: str, **options: Any) -> None:
@@ -45,6 +45,11 @@ class DiLoCoCallback(RunWorker, TrainerCallback):
                 "load_best_model_at_end=True would put an older model in the place of the run's before this worker "
                 "leaves it: set it to False, and take the model from the run, `outerstep run export`"
             )
+        self._check_batch(
+            ("the Trainer's train_batch_size", args.train_batch_size),
+            ("gradient_accumulation_steps", args.gradient_accumulation_steps),
+            ("processes", 1 if args.accelerator_config.split_batches else args.world_size),
+        )
         args.max_steps = self.spec.total_inner_steps
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **has: Any) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.codecs.figures import Figures
-from protocol.errors import CodecError, WireError
+from protocol.errors import CodecError, WireError, WireFault
 
 NAME = "bf16"
 ERROR_FEEDBACK = False
@@ -51,4 +51,5 @@ def check(data: U8, n: int, limit: float) -> None:
     bits = np.uint32((data.view("<u2") & _MAGNITUDE).max())  # the patterns of magnitudes are ordered as they are
     largest = (bits << np.uint32(16)).view(np.float32)
     if not largest <= limit:
-        raise WireError(f"bf16: a value has the magnitude {largest:g}, at most {limit:g} is allowed")
+        fault = WireFault.MAGNITUDE if np.isfinite(largest) else WireFault.CODES
+        raise WireError(fault, f"{NAME}: a value has the magnitude {largest:g}, at most {limit:g} is allowed")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import CodecError, WireError
+from protocol.errors import CodecError, WireError, WireFault
 
 MIN_SCALE_BITS = 0x0080  # 2^-126 as bf16
 MAX_SCALE_BITS = 0x7B80  # 2^120 as bf16: 127 of them are still finite
@@ -47,14 +47,20 @@ def unpack_scales(data: U8) -> F32:
     return (data.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def check_scales(name: str, data: U8, most: int, limit: float) -> None:
-    """Raise WireError unless the scales uint8[2b] are allowed, and `most` times the largest is at most `limit`."""
+def check_scales(name: str, data: U8) -> None:
+    """Raise WireError unless the scales uint8[2b] are allowed."""
     scales = data.view("<u2")
     if ((scales < MIN_SCALE_BITS) | (scales > MAX_SCALE_BITS)).any():
-        raise WireError(f"{name}: a block's scale is not between 2^-126 and 2^120")
-    largest = most * float((np.uint32(scales.max()) << np.uint32(16)).view(np.float32))
+        raise WireError(WireFault.CODES, f"{name}: a block's scale is not between 2^-126 and 2^120")
+
+
+def check_largest(name: str, data: U8, most: int, limit: float) -> None:
+    """Raise WireError unless `most` times the largest of the scales uint8[2b] is at most `limit`."""
+    largest = most * float((np.uint32(data.view("<u2").max()) << np.uint32(16)).view(np.float32))
     if largest > limit:
-        raise WireError(f"{name}: a block's values reach {largest:g}, at most {limit:g} is allowed")
+        raise WireError(
+            WireFault.MAGNITUDE, f"{name}: a block's values reach {largest:g}, at most {limit:g} is allowed"
+        )
 
 
 def scaled(codes: I8, scales: F32, block: int, out: F32) -> None:
@@ -172,4 +178,4 @@ def unpack_pairs(data: U8, n: int) -> I8:
 def check_padding(name: str, data: U8, n: int) -> None:
     """Raise WireError unless the 2-bit codes beyond the n-th are 0."""
     if unpack_pairs(data, 4 * len(data))[n:].any():
-        raise WireError(f"{name}: there are codes beyond the last value")
+        raise WireError(WireFault.CODES, f"{name}: there are codes beyond the last value")

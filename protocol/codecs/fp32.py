@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.codecs.figures import Figures
-from protocol.errors import CodecError, WireError
+from protocol.errors import CodecError, WireError, WireFault
 
 NAME = "fp32"
 ERROR_FEEDBACK = False
@@ -34,4 +34,5 @@ def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
 def check(data: U8, n: int, limit: float) -> None:
     largest = np.abs(data.view("<f4")).max()  # NaN where there is one
     if not largest <= limit:
-        raise WireError(f"fp32: a value has the magnitude {largest:g}, at most {limit:g} is allowed")
+        fault = WireFault.MAGNITUDE if np.isfinite(largest) else WireFault.CODES
+        raise WireError(fault, f"{NAME}: a value has the magnitude {largest:g}, at most {limit:g} is allowed")

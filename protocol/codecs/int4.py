@@ -15,7 +15,7 @@ import numpy as np
 from protocol.codecs import blocks
 from protocol.codecs.blocks import F32, I8, U8
 from protocol.codecs.figures import Figures
-from protocol.errors import WireError
+from protocol.errors import WireError, WireFault
 
 NAME = "int4"
 ERROR_FEEDBACK = False
@@ -59,9 +59,10 @@ def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
 
 def check(data: U8, n: int, limit: float) -> None:
     start = 2 * blocks.count(n, BLOCK)
-    blocks.check_scales(NAME, data[:start], MOST, limit)
+    blocks.check_scales(NAME, data[:start])
     packed = data[start:]
     if ((packed & np.uint8(0x0F)) == 0x08).any() or ((packed & np.uint8(0xF0)) == 0x80).any():
-        raise WireError("int4: a code is -8; codes are -7 to 7")
+        raise WireError(WireFault.CODES, "int4: a code is -8; codes are -7 to 7")
     if n % 2 and packed[-1] > 0x0F:
-        raise WireError("int4: there is a code beyond the last value")
+        raise WireError(WireFault.CODES, "int4: there is a code beyond the last value")
+    blocks.check_largest(NAME, data[:start], MOST, limit)

@@ -13,7 +13,7 @@ import numpy as np
 from protocol.codecs import blocks
 from protocol.codecs.blocks import F32, I8, U8
 from protocol.codecs.figures import Figures
-from protocol.errors import WireError
+from protocol.errors import WireError, WireFault
 
 NAME = "int8"
 ERROR_FEEDBACK = False
@@ -45,6 +45,7 @@ def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
 
 def check(data: U8, n: int, limit: float) -> None:
     start = 2 * blocks.count(n, BLOCK)
-    blocks.check_scales(NAME, data[:start], MOST, limit)
+    blocks.check_scales(NAME, data[:start])
     if data[start:].view(np.int8).min() == -128:
-        raise WireError("int8: a code is -128; codes are -127 to 127")
+        raise WireError(WireFault.CODES, "int8: a code is -128; codes are -127 to 127")
+    blocks.check_largest(NAME, data[:start], MOST, limit)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from protocol.codecs import blocks
 from protocol.codecs.blocks import F32, U8
 from protocol.codecs.figures import Figures
-from protocol.errors import WireError
+from protocol.errors import WireError, WireFault
 
 NAME = "sparse"
 ERROR_FEEDBACK = True
@@ -130,13 +130,14 @@ def add_weight(data: U8, weight: np.float32, total: F32) -> None:
 
 def check(data: U8, n: int, limit: float) -> None:
     uppers, lowers, values = _bounds(n)
-    blocks.check_scales(NAME, data[:uppers], LARGE, limit)
+    blocks.check_scales(NAME, data[:uppers])
     k = int(np.unpackbits(data[uppers:lowers]).sum())
     if k > most(n):
-        raise WireError(f"sparse: {k} indices, of {n} values at most {most(n)} are sent")
+        raise WireError(WireFault.CODES, f"sparse: {k} indices, of {n} values at most {most(n)} are sent")
     for start, stop, used in ((uppers, lowers, 2 * most(n)), (lowers, values, 6 * k), (values, len(data), 2 * k)):
         if np.unpackbits(data[start:stop], bitorder="little")[used:].any():
-            raise WireError(f"sparse: bytes {start} to {stop} have bits beyond the last of {k} values")
+            raise WireError(WireFault.CODES, f"sparse: bytes {start} to {stop} have bits beyond the last of {k} values")
     indices = _indices(data, n)
     if (indices >= n).any() or (np.diff(indices) <= 0).any():
-        raise WireError(f"sparse: the indices do not ascend, or not within {n}")
+        raise WireError(WireFault.CODES, f"sparse: the indices do not ascend, or not within {n}")
+    blocks.check_largest(NAME, data[:uppers], LARGE, limit)

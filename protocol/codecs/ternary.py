@@ -15,7 +15,7 @@ import numpy as np
 from protocol.codecs import blocks
 from protocol.codecs.blocks import F32, I8, U8
 from protocol.codecs.figures import Figures
-from protocol.errors import WireError
+from protocol.errors import WireError, WireFault
 
 NAME = "ternary"
 ERROR_FEEDBACK = True
@@ -58,8 +58,9 @@ def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
 
 def check(data: U8, n: int, limit: float) -> None:
     start = 2 * blocks.count(n, BLOCK)
-    blocks.check_scales(NAME, data[:start], 1, limit)
+    blocks.check_scales(NAME, data[:start])
     packed = data[start:]
     if (packed & ~(packed << np.uint8(1)) & np.uint8(0xAA)).any():
-        raise WireError("ternary: a code is -2; codes are -1 to 1")
+        raise WireError(WireFault.CODES, "ternary: a code is -2; codes are -1 to 1")
     blocks.check_padding(NAME, packed, n)
+    blocks.check_largest(NAME, data[:start], 1, limit)

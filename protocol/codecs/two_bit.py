@@ -61,5 +61,6 @@ def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
 
 def check(data: U8, n: int, limit: float) -> None:
     start = 2 * blocks.count(n, BLOCK)
-    blocks.check_scales(NAME, data[:start], LARGE, limit)
+    blocks.check_scales(NAME, data[:start])
     blocks.check_padding(NAME, data[start:], n)
+    blocks.check_largest(NAME, data[:start], LARGE, limit)

@@ -439,18 +439,84 @@ def test_an_outage_is_told_and_outlived(browser: Browser, tmp_path: Path) -> Non
         with tab(browser, **WIDE) as found:
             page = found.page
             page.goto(f"{running.url}/#token={running.admin_token}&run=r")
-            reason = sentence(found)
+            reason, badge = sentence(found), page.locator("h1 + span .badge")
+            steering = page.get_by_role("group", name="Steer the run").get_by_role("button")
             expect(reason).to_have_text(info(running, "r")["reason"])
+            expect(steering.first).to_be_enabled()
             coordinator.kill()
             expect(reason).to_contain_text("The coordinator does not answer; asking again.")
+            expect(badge).to_have_text("unreachable")
+            assert [each.is_enabled() for each in steering.all()] == [False, False, False]
             coordinator.start()
             expect(reason).to_have_text(info(running, "r")["reason"])
+            expect(badge).to_have_text("seeding")
+            expect(steering.first).to_be_enabled()
             with running.client() as admin:
                 admin.patch("/v1/runs/r", json={"state": "paused"}).raise_for_status()
             expect(page.locator("h1 + span .badge")).to_have_text("paused")
             expect(page.get_by_role("log")).to_contain_text("paused")
     finally:
         coordinator.stop()
+
+
+def test_what_was_last_known_is_not_shown_as_if_it_were_so_now(browser: Browser, played: Played) -> None:
+    """Badges stayed green, buttons could be pressed, and the time to go stood still."""
+    running = played.running
+    with tab(browser, **WIDE) as found:
+        page = found.page
+        page.goto(f"{running.url}/#token={running.admin_token}&run={played.run}")
+        expect(page.locator(".now")).to_contain_text(re.compile(r"\d\s(s|min) to go"))
+        expect(page.get_by_role("button", name="Evict bob")).to_be_enabled()
+        page.route("**/v1/**", lambda route: route.abort())
+        expect(page.locator(".now")).to_contain_text("– to go")
+        expect(page.locator("h1 + span .badge")).to_have_text("unreachable")
+        expect(page.get_by_role("button", name="Evict bob")).to_be_disabled()
+        expect(page.locator(".now .deadline")).to_be_hidden()
+        page.unroute("**/v1/**")
+        page.get_by_role("link", name="Runs").click()
+        card = page.get_by_role("link").filter(has=page.get_by_role("heading", name=played.run, exact=True))
+        expect(card.locator(".badge")).to_have_text("running")
+        page.route("**/v1/**", lambda route: route.abort())
+        expect(card.locator(".badge")).to_have_text("unreachable")
+
+
+def test_what_has_not_been_answered_yet_is_not_said_to_be_nothing(browser: Browser, played: Played) -> None:
+    with opened(browser, played.running, "") as found:
+        page = found.page
+        page.route("**/units?*", lambda _: None)  # its answer is not here yet
+        with page.expect_request("**/units?*") as asked:
+            page.goto(f"{played.running.url}/#run={played.run}")
+        units_panel = page.locator('section[aria-label="Work units"]')
+        expect(page.locator("table.workers tbody tr")).to_have_count(3)
+        expect(units_panel).to_contain_text("Asking")
+        assert "/units" in asked.value.url
+        assert "No epoch" not in units_panel.inner_text()
+
+
+def test_the_command_that_joins_has_the_coordinator_s_address(browser: Browser, running: InThread, run: str) -> None:
+    running.create_run(spec_toml(run))
+    with opened(browser, running, f"run={run}") as found:
+        workers = found.page.locator('section[aria-label="Workers"]')
+        expect(workers).to_contain_text(f"outerstep worker {running.url} --run {run}")
+
+
+def test_long_names_make_nothing_wider_and_box_4_comes_before_box_14(browser: Browser, running: InThread) -> None:
+    run, long_name = "r" + "w" * 62, "x" + "w" * 62
+    played = Played(running, run, crew(running, run, [long_name, "box-14", "box-4"], rounds=8))
+    played.play(4)
+    for options in (WIDE, PHONE):
+        with opened(browser, running, f"run={run}", **options) as found:
+            page = found.page
+            expect(page.locator("table.workers tbody th")).to_have_text(["box-4", "box-14", long_name])
+            box = page.get_by_text(long_name, exact=True).first.bounding_box()
+            assert box is not None
+            assert box["width"] < 250, "other columns have no room"
+            labels = page.locator('section[aria-label="Loss"] .xtick text')
+            expect(labels).to_have_text(["0", "1", "2", "3"])
+            for fragment, there in ((f"run={run}", ".tiles"), ("", ".card"), ("tokens", "table.tokens tbody tr")):
+                page.goto(f"{running.url}/#{fragment}")
+                expect(page.locator(there).first).to_be_visible()
+                assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), fragment
 
 
 def test_where_all_streams_of_a_token_are_taken_events_come_all_the_same(browser: Browser, played: Played) -> None:

@@ -2,6 +2,8 @@
 
 import itertools
 import logging
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -9,9 +11,10 @@ import pytest
 
 from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
 from benchmarks.harness.member import Member, spec_toml
+from coordinator.store import sqlite
 from coordinator.store.payloads import has_digest
 from coordinator.store.tables import ContributionRow, FragmentRow
-from coordinator.upkeep.full_disk import QUIET_S
+from coordinator.upkeep.storage import QUIET_S
 from protocol.digest import model_digest
 from tests.coordinator.crew import crew, events, info, play_round, problem
 from tests.support.full_disk import FullDisk, small_disk
@@ -112,7 +115,11 @@ def test_whichever_write_finds_the_disk_full_the_run_ends_as_if_it_had_not(
     assert transport.refusals > 20, "the test did not test"
 
 
-def test_a_disk_that_stays_full_for_a_while_is_told_once_and_then_that_it_has_room(tmp_path: Path) -> None:
+def test_a_disk_that_stays_full_for_a_while_is_told_once_and_then_that_it_has_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was logged at each tick, and the run said that it waited for a worker."""
+    caplog.set_level(logging.INFO, "coordinator")
     clock = SettableClock()
     with small_disk(tmp_path / "disk") as disk, coordinator_thread(disk.root / "data", clock=clock) as running:
         disk.watch(running.coordinator.database.reading)
@@ -129,8 +136,14 @@ def test_a_disk_that_stays_full_for_a_while_is_told_once_and_then_that_it_has_ro
                 assert "disk is full" in refused["detail"]
             running.coordinator.tick()
             clock.advance(1)
-        assert a.http.put(a.path("/lease"), json={}).status_code == 200, "whoever needs no room is served"
+        heartbeat = a.http.put(a.path("/lease"), json={}).raise_for_status().json()
         assert a.delta(0, 0).status_code == 200
+        shown = info(running, "r")
+        assert (shown["held_up_by"], shown["eta_s"]) == ("storage-full", None)
+        for told in (shown["reason"], info(running, "r", "/rounds/1")["reason"], heartbeat["reason"]):
+            assert "disk is full" in told, "no worker is to blame"
+        with running.client() as admin:
+            assert 'held_up{cause="storage-full",run="r"} 1.0' in admin.get("/metrics").text
         disk.make_room()
         for member in (a, b):
             member.take_part(1)
@@ -142,9 +155,40 @@ def test_a_disk_that_stays_full_for_a_while_is_told_once_and_then_that_it_has_ro
         clock.advance(QUIET_S)
         running.coordinator.tick()
         assert len(events(running, "r", "storage-full")) == len(events(running, "r", "storage-room")) == 1
+        assert info(running, "r")["held_up_by"] is None
+        about_it = [each for each in caplog.records if "coordinator's disk" in each.getMessage()]
+        levels = [each.levelname for each in about_it if each.name == "coordinator.upkeep.storage"]
+        assert levels == ["ERROR", "WARNING"], "when it began and when it was over, however many writes failed"
+        assert len(about_it) == len(levels) + 2, "and each of the events, once it was committed"
         play_round([a, b], 2)
         running.await_state("r", 3)
         assert_nothing_half_written(running, "r")
+
+
+def test_a_database_that_another_process_has_locked_is_told_as_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sqlite, "BUSY_S", 0.02)
+    clock = SettableClock()
+    with coordinator_thread(tmp_path / "data", clock=clock) as running:
+        a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2, members="lease_s = 1000")
+        for member in (a, b):
+            member.assignment(0)
+        with closing(sqlite3.connect(tmp_path / "data" / sqlite.FILE)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            for _ in range(5):
+                problem(a.contribute(a.assignment(0), 0, a.pseudo_gradients(0)[0]), "not-ready")
+            shown = info(running, "r")
+            assert (shown["held_up_by"], shown["eta_s"]) == ("storage-unavailable", None)
+            assert "has locked" in shown["reason"]
+        play_round([a, b], 0)
+        running.await_state("r", 1)
+        clock.advance(QUIET_S)
+        running.coordinator.tick()
+        assert info(running, "r")["held_up_by"] is None
+        assert len(events(running, "r", "storage-unavailable")) == 1
+    lines = [each.levelname for each in caplog.records if each.name == "coordinator.upkeep.storage"]
+    assert lines == ["ERROR", "WARNING"]
 
 
 def test_a_database_whose_own_disk_is_full_is_told_as_the_files_disk_is(tmp_path: Path) -> None:

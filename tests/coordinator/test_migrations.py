@@ -2,6 +2,7 @@
 
 import errno
 import json
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from alembic.migration import MigrationContext
 
 import migrations
 from coordinator.store import sqlite
-from coordinator.store.database import Database, disk_is_full
+from coordinator.store.database import Database, disk_is_full, fault_of
 from coordinator.store.tables import Base
+from protocol.messages import Cause
 from protocol.spec.run import RunSpec
 
 
@@ -170,7 +172,7 @@ def test_what_fails_within_a_write_leaves_nothing(tmp_path: Path) -> None:
     database.close()
 
 
-def test_a_full_disk_is_told_from_other_faults() -> None:
+def test_a_full_disk_is_told_from_other_faults(tmp_path: Path) -> None:
     engine = sa.create_engine("sqlite://")
     with engine.connect() as connection:
         connection.execute(sa.text("CREATE TABLE t (x)"))
@@ -179,6 +181,19 @@ def test_a_full_disk_is_told_from_other_faults() -> None:
             connection.execute(sa.text("INSERT INTO t VALUES (zeroblob(100000))"))
         with pytest.raises(sa.exc.OperationalError) as other:
             connection.execute(sa.text("INSERT INTO u VALUES (1)"))
+    engine = sa.create_engine(f"sqlite:///file:{tmp_path}/read-only.db?mode=ro&uri=true")
+    sqlite3.connect(tmp_path / "read-only.db").execute("CREATE TABLE t (x)")
+    with engine.connect() as connection, pytest.raises(sa.exc.OperationalError) as read_only:
+        connection.execute(sa.text("INSERT INTO t VALUES (1)"))
+    (tmp_path / "spoilt.db").write_bytes(b"no database" * 100)
+    engine = sa.create_engine(f"sqlite:///{tmp_path}/spoilt.db")
+    with engine.connect() as connection, pytest.raises(sa.exc.DatabaseError) as spoilt:
+        connection.execute(sa.text("CREATE TABLE t (x)"))
+    assert fault_of(other.value) is None
+    for error in (read_only.value, spoilt.value, OSError(errno.EROFS, "read-only")):
+        fault = fault_of(error)
+        assert fault is not None
+        assert fault.cause is Cause.STORAGE_UNAVAILABLE
     assert disk_is_full(full.value)
     assert not disk_is_full(other.value)
     assert disk_is_full(OSError(errno.ENOSPC, "no room"))

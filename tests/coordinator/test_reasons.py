@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.coordinator import InThread, SettableClock
 from benchmarks.harness.member import Member, spec_toml
 from tests.coordinator.crew import crew, enlist, info, play_round, problem
 
@@ -89,3 +89,31 @@ def test_once_the_run_is_finished(shared: InThread, run: str) -> None:
     play_round([a], 0)
     assert heartbeat(a) == ("stop", "the run is finished")
     assert info(shared, run)["reason"] == "the run is finished after 1 of 1 rounds"
+
+
+def test_a_silent_worker_is_the_reason_until_it_is_heard_of_again(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    """An open round said that it waits for the worker, as if that were training."""
+    a, b = crew(shared, run, ["a", "b"], rounds=2, min_workers=2, members="lease_s = 60")
+    for member in (a, b):
+        member.assignment(0)
+    a.take_part(0)
+    for round_ in (0, 1):  # the open one waits for b; then the next one, for b to be ready
+        for member in (a, b):
+            heartbeat(member)
+        if round_:
+            b.take_part(0)
+            a.step(0)
+            shared.await_state(run, 1)
+            a.assignment(1)
+        assert info(shared, run)["held_up_by"] is None
+        clock.advance(40)
+        heartbeat(a)
+        shared.live(run).settle()
+        shown = info(shared, run)
+        assert shown["held_up_by"] == "worker-silent"
+        assert "b is silent: last heard 40 s ago, dropped in 20 s" in shown["reason"]
+        heartbeat(b)
+        shared.live(run).settle()
+        assert info(shared, run)["held_up_by"] is None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coordinator.runs.rounds import TRANSITIONS, Close, Wait, advance, decide, grace_s, has_quorum
+from coordinator.runs.rounds import TRANSITIONS, Close, Silence, Wait, advance, decide, grace_s, has_quorum
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
 
@@ -77,6 +77,24 @@ def test_the_table_of_decisions(
     expected: set, contributed: set, quorum_at: float | None, now: float, decision: Wait | Close
 ) -> None:
     assert decide(expected, contributed, POLICY, opened_at=0, quorum_at=quorum_at, now=now) == decision
+
+
+def test_a_worker_that_is_silent_is_named_before_all_else_and_still_waited_for() -> None:
+    """It was waited for like any other until its lease ended, without a word of it."""
+    silent = {"w1": Silence(46.0, 14.0), "w0": Silence(50.0, 10.0)}
+
+    def decided(expected: set, contributed: set) -> Wait | Close:
+        return decide(expected, contributed, POLICY, opened_at=0, quorum_at=None, now=60, silent=silent)
+
+    assert decided({"w0", "w1", "w2"}, {"w0"}) == Wait(
+        None,
+        "w1 is silent: last heard 46 s ago, dropped in 14 s; waiting for 2 of 3 workers (w1, w2); "
+        "no deadline before a quorum has contributed",
+        silent=True,
+    )
+    others = decided({"w2", "w3"}, set())
+    assert isinstance(others, Wait)
+    assert not others.silent
 
 
 @given(situations())

@@ -168,6 +168,22 @@ def test_to_load_the_best_model_at_the_end_is_refused(tmp_path: Path) -> None:
             Trainer(nn.Linear(2, 2), arguments, eval_dataset=[0], callbacks=[callback])
 
 
+def test_another_batch_than_the_runs_is_refused(tmp_path: Path) -> None:
+    """Trainers with 16 and 64 sequences per step were counted as equal work."""
+    from transformers import Trainer, TrainingArguments
+
+    from outerstep.integrations.transformers import DiLoCoCallback
+
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=16, gradient_accumulation_steps=4, use_cpu=True
+    )
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(SPEC)
+        callback = DiLoCoCallback("trainer", url=running.url, token=running.token(Scope.WORKER))
+        with pytest.raises(BoxError, match=r"takes 64 sequences, 16 .* 4 .*inner.batch_size = 4"):
+            Trainer(nn.Linear(2, 2), arguments, callbacks=[callback])
+
+
 def test_a_run_whose_workers_have_their_own_h_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from outerstep.integrations.transformers import DiLoCoCallback
 

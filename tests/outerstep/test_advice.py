@@ -1,10 +1,13 @@
 """What is noted of a spec outside of what was found sound."""
 
+from pathlib import Path
+
 import pytest
 
 from outerstep.advice import advice
 from protocol.spec.run import parse_spec
 from tests.outerstep.conftest import Served
+from tests.support.tokenizers import write_tokenizer
 
 SOUND = """
 name = "sound"
@@ -44,6 +47,17 @@ def test_nothing_is_noted_of_what_is_sound() -> None:
 )
 def test_what_is_outside_is_noted(changes: dict[str, float], expected: list[str]) -> None:
     assert noted(**changes) == expected  # type: ignore[arg-type]
+
+
+def test_another_end_of_text_than_the_tokenizers_is_noted(tmp_path: Path) -> None:
+    text = 'name = "a"\nmodel.config = {{model_type = "llama"{more}}}\ndata.tokenizer = "{name}"\nsync = {{rounds = 2, inner_steps = 4}}'
+    directory = write_tokenizer(tmp_path)
+    wrong = parse_spec(text.format(more=", eos_token_id = 2", name=directory))
+    (note,) = advice(wrong)
+    assert "eos_token_id = 2" in note
+    assert "documents with 0" in note
+    for more, name in (("", directory), (", eos_token_id = 0", directory), (", eos_token_id = 2", "bytes")):
+        assert advice(parse_spec(text.format(more=more, name=name))) == []
 
 
 def test_few_rounds_are_told_what_they_cost_and_how_to_have_more() -> None:

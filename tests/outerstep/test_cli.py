@@ -11,9 +11,9 @@ import typer
 from typer.testing import CliRunner
 
 from docs.write_commands import commands
-from outerstep.cli import app
+from outerstep.cli import ENTRIES, CommandGroup, app
 from outerstep.cli.connection import checked_url, find_token
-from outerstep.cli.faults import CommandGroup, UsageError, exit_code, import_extra
+from outerstep.cli.faults import UsageError, exit_code, import_extra
 from protocol.errors import OuterstepError, Problem, SpecError, Transient, UnexpectedAnswer
 from protocol.exit_codes import IN_WORDS
 from tests.outerstep.examples import SPEC
@@ -34,10 +34,23 @@ def test_help_says_what_a_command_does_and_shows_an_example(command: tuple[str, 
     assert f"outerstep {' '.join(command)}" in out
 
 
+@pytest.mark.parametrize("name", ENTRIES)
+def test_the_list_of_commands_says_what_a_command_says_itself(name: str):
+    """It has its own copy, so that no command is imported for it."""
+    help_text = typer.main.get_command(app).commands[name].help
+    assert " ".join(help_text.split()).startswith(ENTRIES[name].help)
+
+
 # What shows nothing that a program could want: the exit code says it.
 SHOW_NOTHING = {
     *{("coordinator",), ("worker",)},  # processes, which log
-    *{("migrate",), ("run", "export"), ("run", "rm"), ("token", "revoke")},  # "it is done"
+    *{
+        ("migrate",),
+        ("coordinator", "notify-test"),
+        ("run", "export"),
+        ("run", "rm"),
+        ("token", "revoke"),
+    },  # "it is done"
     ("run", "track"),  # writes what it shows; `--to jsonl` is JSON
     ("run", "pin"),  # TOML for programs
 }

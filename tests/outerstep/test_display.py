@@ -52,6 +52,22 @@ def test_each_round_is_one_line_once_when_it_is_published():
     ]
 
 
+def test_a_round_s_line_has_the_rate_of_that_round():
+    """The present rate stood in the lines of past rounds too."""
+
+    def of(round_number: int, phase: str, rate: float) -> tuple[dict, ...]:
+        worker = worker_document("worker-0")
+        worker["metrics"] |= {"round": round_number, "phase": phase, "learning_rate": rate}
+        return (worker,)
+
+    printed = lines_of(
+        look(round_document(0), round_document(1), workers=of(2, "sync", 3e-4)),
+        look(round_document(2), workers=of(3, "train", 3e-4)),  # the rate that it had at the end of round 2
+        look(round_document(3), workers=of(3, "wait", 2e-4)),
+    )
+    assert [line.partition("  rate ")[2].split()[0] for line in printed] == ["–", "–", "3.00e-04", "2.00e-04"]
+
+
 def test_rounds_that_are_trained_anew_after_a_rollback_are_lines_again():
     ahead = look(*(round_document(number, loss=float(number)) for number in range(4)), round=4)
     back = look(round_document(1, loss=7.25), events=(rollback_document(9, 1),), round=2)
@@ -82,6 +98,12 @@ def test_an_outage_is_told_once_and_so_is_its_end():
         "cannot reach the coordinator at http://c; asking again",
         "the coordinator is back",
     ]
+
+
+def test_what_holds_a_run_up_is_told_once_and_so_is_its_end():
+    full = look(held_up_by="storage-full", reason="the disk is full")
+    goes_on = look(reason="round 3: waiting")
+    assert lines_of(goes_on, full, full, goes_on) == ["the disk is full", "the run goes on: round 3: waiting"]
 
 
 def test_the_end_is_told():

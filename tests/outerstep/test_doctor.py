@@ -35,6 +35,7 @@ from outerstep.doctor.examination import Examination, OutOfTime, _within
 from outerstep.doctor.finding import Finding, State, fine, verdict, wrong
 from outerstep.doctor.model import Model
 from outerstep.doctor.trial import Steps, take_steps, take_steps_apart
+from protocol import PROTOCOL_VERSION
 from protocol.errors import Problem
 from protocol.exit_codes import Exit
 from protocol.fragments import Layout
@@ -347,13 +348,24 @@ def test_a_token_over_the_internet_needs_tls(url: str, state: State) -> None:
 
 
 def test_another_version() -> None:
-    told = {"status": "ok", "version": "0.0.1", "protocol": 1}
-    answer = httpx.Response(200, json=told, request=httpx.Request("GET", "http://x"))
-    (found,) = address.judge_coordinator("http://x", address.Greeting(answer, None, 0.0, 0.0), "0.1.0")
+    (found,) = address.judge_coordinator("http://x", greeting_of("0.0.1", PROTOCOL_VERSION), "0.1.0")
     assert (found.state, found.said) == (
         State.FINE,
-        "an Outerstep coordinator, 0.0.1, and here is 0.1.0; both speak protocol 1",
+        f"an Outerstep coordinator, 0.0.1, and here is 0.1.0; both speak protocol {PROTOCOL_VERSION}",
     )
+
+
+def test_another_protocol_is_found_even_if_a_proxy_removes_the_headers() -> None:
+    (found,) = address.judge_coordinator("http://x", greeting_of("0.1.0", PROTOCOL_VERSION + 1), "0.1.0")
+    assert (found.state, code([found])) == (State.WRONG, Exit.REFUSED)
+    assert f"protocol {PROTOCOL_VERSION + 1}" in found.said
+    assert found.remedy == "upgrade this client to Outerstep 0.1.0"
+
+
+def greeting_of(version: str, protocol: int) -> address.Greeting:
+    health = {"status": "ok", "version": version, "protocol": protocol}
+    answer = httpx.Response(200, json=health, request=httpx.Request("GET", "http://x"))
+    return address.Greeting(answer, None, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from outerstep.units import bytes_text, count_text, duration_text, held_out_text, loss_text
 from protocol.quantities import parse_count, parse_rate, parse_seconds
-from protocol.telling import rate_text, sparkline, to_go_s
+from protocol.telling import counted, natural, rate_text, sparkline, to_go_s
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,19 @@ def test_what_is_to_go():
     assert to_go_s([5.0, 5.0, 3600.0, 5.0], 6) == 30.0, "a pause is no pace"
     assert to_go_s([5.0], 6, spent_s=2.0) == 28.0
     assert to_go_s([5.0], 6, spent_s=9.0) == 25.0, "the round that is overdue is over at once"
+    assert to_go_s([5.0], 6, spent_s=16.0) is None, "it is so late that it tells nothing of the others"
+    assert to_go_s([0.1], 6, spent_s=9.0) == 0.5, "of short rounds a moment is not late"
     assert to_go_s([5.0], 0, spent_s=9.0) == 0.0
     assert to_go_s([], 6) is None
     assert to_go_s([5.0], -1) is None, "nobody has said how many rounds there are"
     assert (rate_text(0.00038), rate_text(None)) == ("3.80e-04", "–")
+
+
+def test_names_are_sorted_as_people_count():
+    names = ["box-14", "box-4", "box-04", "a", "box-4b", "10", "9", "box-4.12", "box-4.2", "", "box-" + "9" * 5000]
+    in_order = ["", "9", "10", "a", "box-04", "box-4", "box-4.2", "box-4.12", "box-4b", "box-14", "box-" + "9" * 5000]
+    assert sorted(names, key=natural) == in_order
+
+
+def test_one_of_something_is_no_plural():
+    assert [counted(number, "worker") for number in (0, 1, 2)] == ["0 workers", "1 worker", "2 workers"]

@@ -80,7 +80,7 @@ def trained(tmp_path: Path, text: str) -> tuple[Sequence[Tensor], list[list[floa
     return diloco.joined.state.theta, path
 
 
-@pytest.mark.parametrize("alpha", [0.25, 1.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("sync", ["", 'offsets = "spread"', "overlap = 2", 'overlap = "eager"'])
 def test_it_is_the_papers_rule(tmp_path: Path, sync: str, alpha: float) -> None:
     """Without an overlap it was refused, though there are local parameters to mix then as well; and 1 was."""

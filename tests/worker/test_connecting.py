@@ -25,7 +25,8 @@ from outerstep import DiLoCo
 from tests.worker import toy
 
 model = toy.make_model()
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+first, *rest = model.parameters()  # of which it warns
+optimizer = torch.optim.AdamW(rest, lr=0.01)
 with DiLoCo.connect(model, optimizer, run="toy") as diloco:
     for unit in diloco.units():
         toy.step(diloco, model, optimizer, unit)
@@ -90,8 +91,14 @@ def test_a_script_that_is_killed_and_stopped_says_what_it_waits_for_and_leaves(t
         run = Toy(coordinator, toy.spec(min_workers=2), tmp_path)
         with script(run, tmp_path) as first:
             assert first.stderr is not None
-            told = next(line for line in first.stderr if "waiting" in line)
-            assert "1 of at least 2 are ready" in told
+            lines = []
+            for line in first.stderr:
+                lines.append(line)
+                if "waiting" in line:
+                    break
+            assert "1 of at least 2 are ready" in lines[-1]
+            assert all(re.match(r"\d{4}-\d\d-\d\d \S+ (INFO|WARNING) ", line) for line in lines), lines
+            assert any("WARNING" in line for line in lines)
             first.send_signal(signal.SIGKILL)
             first.wait()
         (state,) = (tmp_path / ".local/state/outerstep/toy").iterdir()

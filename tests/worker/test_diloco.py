@@ -297,6 +297,53 @@ def test_skipped_steps_do_not_count(tmp_path: Path) -> None:
     assert seen == [(0, 0), (1, 1), (2, 2), (2, 3), (4, 4), (5, 5), (6, 6), (7, 7)]
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("takes_units", [False, True])
+def test_the_infinite_loss_of_a_skipped_step_is_no_divergence(tmp_path: Path, fused: bool, takes_units: bool) -> None:
+    """A GradScaler skips the step of a loss that overflows, and what was reported for it ended the worker."""
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run, model = Toy(coordinator, toy.spec(rounds=2), tmp_path), toy.make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+        scaler = torch.amp.GradScaler("cpu")
+        with run.connect(model, optimizer) as diloco:
+            units = diloco.units() if takes_units else iter(range(1000))
+            for unit in units:
+                if diloco.finished:
+                    break
+                x, y = toy.batch(unit)
+                loss = torch.nn.functional.mse_loss(model(x), y) * (float("inf") if unit == 1 else 1)
+                diloco.report_loss(loss)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        assert run.info().state == "finished"
+        told = run.told("a").metrics.loss
+    assert told is not None
+    assert told < 1
+
+
+def test_an_optimizer_without_a_learning_rate_trains(tmp_path: Path) -> None:
+    """It was a KeyError after the first step."""
+
+    class Still(torch.optim.Optimizer):
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__(model.parameters(), {})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for each in group["params"]:
+                    each.data.sub_(each.grad, alpha=0.01)
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run, model = Toy(coordinator, toy.spec(rounds=1), tmp_path), toy.make_model()
+        optimizer = Still(model)
+        with run.connect(model, optimizer) as diloco:
+            for unit in diloco.units():
+                toy.step(diloco, model, optimizer, unit)
+        assert run.final().state == "finished"
+
+
 def test_a_step_that_a_fused_optimizer_skips_does_not_count(tmp_path: Path) -> None:
     """A GradScaler calls it all the same, and its kernel skips: the step counted, with a unit that nothing was learnt
     from."""

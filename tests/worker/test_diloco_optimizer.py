@@ -24,7 +24,7 @@ def spec(**options: Any) -> str:
     return toy.spec(rounds=ROUNDS, inner=f"batch_size = {BATCH}", **options)
 
 
-def make(run: Toy, model: nn.Module, *, name: str = "a", **changes: Any) -> DiLoCoOptimizer:
+def make(run: Toy, model: nn.Module, /, *, name: str = "a", **changes: Any) -> DiLoCoOptimizer:
     given: dict[str, Any] = {
         "params": model.named_parameters(),
         "batch_size": BATCH,
@@ -110,6 +110,39 @@ def test_its_schedule_follows_the_run_and_all_else_is_the_inner_optimizer_s(tmp_
     assert rates == pytest.approx([0.01 * (1 - step / TOTAL) for step in range(TOTAL)])
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_step_through_a_scaler_as_opendiloco_has_it(tmp_path: Path, by_name: bool) -> None:
+    """`optimizer.step(scaler)`, gradients unscaled and clipped before; a step that overflows is no inner step."""
+    model, scaler = toy.make_model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    inner, called, norms = AdamW(model.parameters(), lr=0.01), 0, list[float]()
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(), tmp_path)
+        optimizer = make(run, model, inner_optimizer=inner)
+        while not optimizer.finished:
+            factor = float("inf") if called == 1 else 1.0
+            scaler.scale(model(torch.ones(BATCH, 20)).square().mean() * factor).backward()
+            scaler.unscale_(optimizer.inner_optimizer)
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step(scaler=scaler, batch_size=BATCH) if by_name else optimizer.step(scaler)
+            scaler.update()
+            optimizer.zero_grad()
+            called += 1
+        assert run.final().state == "finished"
+    assert called == TOTAL + 1
+    assert max(norm for norm in norms if norm < float("inf")) < 10  # unscaled once
+
+
+def test_a_step_that_cannot_be_taken_so_is_refused(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run, scaler = Toy(coordinator, spec(), tmp_path), torch.amp.GradScaler("cpu")
+        with make(run, toy.make_model()) as optimizer:
+            with pytest.raises(ValueError, match="closure or a scaler"):
+                optimizer.step(lambda: 0.0, scaler=scaler)
+            with pytest.raises(ValueError, match="batch_size = 5"):
+                optimizer.step(batch_size=5)
+            assert optimizer.diloco.inner_step == 0
+
+
 def test_parameters_without_names_are_numbered(tmp_path: Path) -> None:
     model = toy.make_model()
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
@@ -127,6 +160,9 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"SGD\(lr=1.0, momentum=0, nesterov=False, .*takes its outer steps by SGD\(lr=1.0, momentum=0.9, nesterov=True",
     ),
     "another": ({"outer_optimizer": partial(AdamW, lr=1.0)}, ValueError, r"outer_optimizer is AdamW\(lr=1.0"),
+    "dht": ({"dht": object(), "run": None, "run_id": "toy"}, TypeError, r"dht \(.*run_id \(give run\)"),
+    "compression": ({"grad_compression": None}, TypeError, "sync.upload_codec"),
+    "no run": ({"run": None}, TypeError, "run is missing"),
     "groups": ({"params": [{"params": []}]}, TypeError, "params has groups"),
     "nothing": ({"params": []}, ValueError, "params is empty"),
 }

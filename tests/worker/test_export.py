@@ -1,5 +1,6 @@
 """Exports with their tokenizer: what `from_pretrained` makes of them."""
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.support.tokenizers import END, write_tokenizer
 from tests.worker import toy
 from tests.worker.runs import create, work
 from tests.worker.toy import Toy
+from worker.data.tokens.tokenizer import load_tokenizer
 from worker.errors import ModelError
 from worker.export import export
 from worker.link.client import Client, open_http
@@ -57,6 +59,43 @@ def test_an_export_has_the_runs_tokenizer_and_generates(trained: InThread, tmp_p
     assert len(set(modes.values())) == 1, modes  # whoever may read one may read all
     written = model.generate(**tokenizer(WORDS, return_tensors="pt"), max_new_tokens=5, do_sample=False)
     assert tokenizer.decode(written[0]).startswith(WORDS)
+
+
+LLAMA = (
+    'config = {{model_type = "llama", vocab_size = 300, hidden_size = 16, intermediate_size = 16, num_hidden_layers = 1, '
+    "num_attention_heads = 2, max_position_embeddings = 16{more}}}"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "tokenizer", "expected", "warned"),
+    [
+        ("", "tokenizer", (0, None, True), False),  # LlamaConfig's own defaults are 2, 1 and None
+        (", eos_token_id = 5, bos_token_id = 6", "tokenizer", (0, 6, True), True),
+        (", eos_token_id = [5, 0]", "tokenizer", ([5, 0], None, True), False),
+        ("", "bytes", (None, None, False), False),
+        (", eos_token_id = 10", "bytes", (10, None, False), False),
+    ],
+)
+def test_the_runs_tokenizer_decides_where_texts_end(
+    tmp_path: Path, more: str, tokenizer: str, expected: tuple[Any, ...], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A class's default named a quotation mark as the end, and every fourth sample stopped at one."""
+    directory = write_tokenizer(tmp_path / "tokenizer", WORDS)
+    names = {"eos_token": END, "pad_token": "Ġ", "bos_token": None}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    padding = load_tokenizer(str(directory)).pad
+    assert padding is not None
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        named = directory if tokenizer == "tokenizer" else "bytes"
+        create(running, tmp_path, "words", LLAMA.format(more=more), rounds=1, data=f'tokenizer = "{named}"')
+        assert work(running, tmp_path, "words") == Exit.DONE
+        model: Any = AutoModelForCausalLM.from_pretrained(exported(running, tmp_path / "model"))
+    end, begin, pads = expected
+    for each in (model.config, model.generation_config):
+        assert (each.eos_token_id, each.bos_token_id) == (end, begin)
+        assert each.pad_token_id == (padding if pads else None)
+    assert ("eos_token_id = 5" in caplog.text) == warned
 
 
 def test_a_machine_without_the_tokenizer_exports_without_it_and_says_so(

@@ -53,7 +53,7 @@ def expected(make: Callable[[Optimizer], schedulers.LRScheduler]) -> list[list[d
 @EVERY
 def test_any_step_has_the_value_of_that_step(make: Callable[[Optimizer], schedulers.LRScheduler]) -> None:
     optimizer, values = adam(), expected(make)
-    schedules = RunSchedules(make(optimizer), [optimizer])
+    schedules = RunSchedules(make(optimizer), [optimizer], TOTAL)
     optimizer.step()
     for step in (0, 1, 2, 5, 5, 6, 11, 4, 5, 0, 10):
         schedules.set(step)
@@ -63,7 +63,7 @@ def test_any_step_has_the_value_of_that_step(make: Callable[[Optimizer], schedul
 @EVERY
 def test_the_rates_that_a_snapshot_brings_do_not_matter(make: Callable[[Optimizer], schedulers.LRScheduler]) -> None:
     optimizer, other, values = adam(), adam(), expected(make)
-    schedules = RunSchedules(make(optimizer), [optimizer])
+    schedules = RunSchedules(make(optimizer), [optimizer], TOTAL)
     make(other)
     for group in other.param_groups:
         group["lr"] = 7.0
@@ -82,6 +82,16 @@ def test_the_rates_that_a_snapshot_brings_do_not_matter(make: Callable[[Optimize
             ValueError,
             "a LambdaLR, is not of an optimizer that DiLoCo was given",
         ),
+        (lambda own: schedulers.OneCycleLR(own, 0.5, total_steps=11), ValueError, "for 11 steps, and the run has 12"),
+        (
+            lambda own: schedulers.SequentialLR(
+                own,
+                [schedulers.OneCycleLR(own, 0.5, total_steps=4), schedulers.OneCycleLR(own, 0.5, total_steps=7)],
+                [4],
+            ),
+            ValueError,
+            "for 11 steps",
+        ),
     ],
 )
 def test_what_cannot_follow_the_run_is_refused(
@@ -89,7 +99,7 @@ def test_what_cannot_follow_the_run_is_refused(
 ) -> None:
     own = adam()
     with pytest.raises(error, match=told):
-        RunSchedules(give(own), [own])
+        RunSchedules(give(own), [own], TOTAL)
 
 
 @pytest.mark.parametrize("steps_itself", [True, False], ids=["that the loop steps", ""])

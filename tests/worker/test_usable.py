@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
-from worker.errors import ModelError, Stopped
+from worker.errors import ModelError, StateDirBusy, Stopped
 from worker.script.usable import usable_optimizers
 
 
@@ -27,6 +27,53 @@ class Wrapper(Optimizer):
 
 def sgd(*modules: nn.Module) -> Optimizer:
     return torch.optim.SGD([parameter for module in modules for parameter in module.parameters()], lr=0.1)
+
+
+@pytest.mark.parametrize(("evaluate", "told"), [(lambda: 1.5, "evaluate returned float"), (1.5, "is of type float")])
+def test_what_evaluate_returns_is_checked_before_the_first_step(tmp_path: Path, evaluate: Any, told: str) -> None:
+    model = toy.make_model()
+    with coordinator_thread(tmp_path) as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        with pytest.raises(TypeError, match=told), run.connect(model, sgd(model), evaluate=evaluate):
+            pytest.fail("it began to train")
+        assert run.info().live_workers == 0
+
+
+@pytest.mark.parametrize("warms_up", [True, False])
+def test_a_late_loop_without_warmup_is_warned_once(
+    tmp_path: Path, warms_up: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with coordinator_thread(tmp_path) as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=3, inner="joiner_warmup_steps = 3"), tmp_path)
+        for name, until in (("a", toy.STEPS), ("b", 3 * toy.STEPS)):
+            model = toy.make_model()
+            optimizer = sgd(model)
+            with run.connect(model, optimizer, name=name) as diloco:
+                for unit in diloco.units():
+                    if diloco.global_step == until:
+                        break
+                    if warms_up:
+                        optimizer.param_groups[0]["lr"] = 0.1 * diloco.warmup_scale
+                    toy.step(diloco, model, optimizer, unit)
+    assert caplog.text.count("inner.joiner_warmup_steps = 3") == (0 if warms_up else 1)
+
+
+def test_a_notebook_cell_that_runs_again_is_told_what_is_still_open(tmp_path: Path) -> None:
+    model = toy.make_model()
+    optimizer = sgd(model)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        with run.connect(model, optimizer, state_dir=tmp_path / "a") as diloco:
+            other = toy.make_model()
+            with pytest.raises(StateDirBusy, match="this process works in"):
+                run.connect(other, sgd(other), state_dir=tmp_path / "a").__enter__()
+            with pytest.raises(RuntimeError, match="has not left its run"):
+                run.connect(model, optimizer).__enter__()
+            assert not diloco.finished
+        with pytest.raises(RuntimeError, match="has joined the run before"):
+            diloco.__enter__()
+        with run.connect(model, optimizer, state_dir=tmp_path / "a") as again:
+            assert again.has_joined
 
 
 def test_of_a_wrapper_what_it_wraps_is_taken() -> None:

@@ -53,8 +53,9 @@ class Progress:
             stages.trace.phase(self._phase)
         self._shown = Metrics(phase="join")
         self._inner_step: int | None = None
-        self._losses: Tensor | None = None
-        self._reports = 0
+        self._losses: Tensor | None = None  # the sum over the inner steps
+        self._reports = 0  # inner steps whose loss was reported
+        self._of_step: list[Tensor] = []  # reported since the last inner step
         self._told_same_rows = False
         self._started = clock()
         self._bytes_before = (0, 0)
@@ -71,7 +72,7 @@ class Progress:
             self._shown = self._shown.model_copy(update={"phase": name, **values})
 
     def begin_round(self, round_number: int) -> None:
-        self._losses, self._reports = None, 0
+        self._losses, self._reports, self._of_step = None, 0, []
         if self._stages.trace is not None:
             self._stages.trace.begin_round(round_number)
         self._round, self._started = round_number, self._clock()
@@ -81,15 +82,24 @@ class Progress:
         self.phase("train", round=round_number)
 
     def step(self, inner_step: int, rate: float | Tensor | None = None) -> None:
-        """Note that this many inner steps of the round are done, the last one at the learning rate `rate`; they are
-        many, so it costs next to nothing."""
+        """Note that this many inner steps of the round are done, the last one at the learning rate `rate` (None if its
+        optimizer has none). Cheap, because there are many."""
         self._inner_step, self._rate = inner_step, rate
+        if self._of_step:
+            loss = self._of_step[0] if len(self._of_step) == 1 else _mean_of_finite(self._of_step)
+            self._losses = loss if self._losses is None else self._losses + loss
+            self._reports += 1
+            self._of_step = []
+
+    def skip(self) -> None:
+        """Drop the loss reported for a step that was skipped, as a GradScaler skips one whose gradient overflowed: that
+        loss may be infinite, and nothing was learnt from it."""
+        self._of_step = []
 
     def report_loss(self, loss: Tensor) -> None:
-        """Add one step's mean loss, nats per token. Stays on its device: no step waits for it."""
-        detached = loss.detach().float()
-        self._losses = detached.clone() if self._losses is None else self._losses + detached
-        self._reports += 1
+        """Note the mean loss of the step that comes next, nats per token; of several reports the mean counts. It stays
+        on its device: no step waits for it."""
+        self._of_step.append(loss.detach().float().clone())
 
     def mean_loss(self) -> float | None:
         """Return the mean loss of the round so far, over all processes; None where the training loop has reported none.
@@ -171,6 +181,14 @@ class Progress:
         with self._lock:
             now = {"inner_step": self._inner_step, "upload_bytes": up, "download_bytes": down}
             return self._shown.model_copy(update=now)
+
+
+def _mean_of_finite(losses: list[Tensor]) -> Tensor:
+    """Return the mean of those losses of one inner step that are finite; NaN if none is. The others were reported for
+    steps that a GradScaler has skipped without calling the optimizer."""
+    each = torch.stack(losses)
+    finite = each.isfinite()
+    return torch.where(finite, each, 0).sum() / finite.sum()
 
 
 def speed_text(metrics: Metrics) -> str:

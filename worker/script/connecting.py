@@ -13,6 +13,8 @@ from protocol.printable import PrintableFormatter
 from protocol.reaching import CA_VARIABLE
 from worker.settings import WorkerSettings
 
+_LOGGERS = ("worker", "protocol", "outerstep")  # the packages that run in a script's process
+
 URL_VARIABLE, TOKEN_VARIABLE = "OUTERSTEP_URL", "OUTERSTEP_TOKEN"
 
 
@@ -43,18 +45,17 @@ def membership_of(
 
 @contextmanager
 def told_on_stderr(level: int = logging.INFO) -> Iterator[None]:
-    """Tell on stderr what the worker tells, from `level` on, unless the script has set up logging itself: why it waits,
-    above all."""
-    logger = logging.getLogger("worker")
-    if logger.hasHandlers():
-        yield
-        return
-    handler, before = logging.StreamHandler(), logger.level
+    """Log on stderr what Outerstep logs, from `level` on, each line with time and level, unless the script has set up
+    logging itself: why it waits, above all."""
+    loggers = [each for each in map(logging.getLogger, _LOGGERS) if not each.hasHandlers()]
+    handler, before = logging.StreamHandler(), [each.level for each in loggers]
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(level)
+    for each in loggers:
+        each.addHandler(handler)
+        each.setLevel(level)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
+        for each, was in zip(loggers, before, strict=True):
+            each.removeHandler(handler)
+            each.setLevel(was)

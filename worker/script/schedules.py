@@ -1,12 +1,13 @@
 """A script's learning rate schedules, at the run's step wherever in the run this worker joins or goes on."""
 
 import copy
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from worker.script.usable import unwrapped
 
@@ -17,12 +18,13 @@ class RunSchedules:
     Where a scheduler has to go to another step than the next, it begins anew and takes the steps one by one: the value
     of many is only known from the one before. So a script's own `scheduler.step()` changes nothing.
 
-    Raises TypeError for what is no function of the step, ValueError for a scheduler of another optimizer.
+    `steps` are the run's inner steps. Raises TypeError for what is no function of the step, ValueError for a scheduler
+    of another optimizer, or of fewer steps.
     """
 
-    def __init__(self, given: Any, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, given: Any, optimizers: Sequence[Optimizer], steps: int) -> None:
         listed = given if isinstance(given, Sequence) else [] if given is None else [given]
-        self._schedules = [_Schedule(_usable(each, optimizers)) for each in listed]
+        self._schedules = [_Schedule(_usable(each, optimizers, steps)) for each in listed]
 
     def set(self, step: int) -> None:
         """Set what the schedulers schedule to what it is for inner step `step` of the run, counted from 0."""
@@ -55,7 +57,7 @@ def _scheduled(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _usable(given: Any, optimizers: Sequence[Optimizer]) -> LRScheduler:
+def _usable(given: Any, optimizers: Sequence[Optimizer], steps: int) -> LRScheduler:
     while isinstance(inner := getattr(given, "scheduler", None), LRScheduler):  # accelerate's wrapper
         given = inner
     kind = type(given).__name__
@@ -66,4 +68,23 @@ def _usable(given: Any, optimizers: Sequence[Optimizer]) -> LRScheduler:
         )
     if all(unwrapped(given.optimizer) is not each for each in optimizers):
         raise ValueError(f"the scheduler, a {kind}, is not of an optimizer that DiLoCo was given")
+    if (has := _steps_of(given)) < steps:
+        raise ValueError(
+            f"the scheduler, a {kind}, has rates for {has} steps, and the run has {steps} inner steps: make it for as "
+            "many, sync.rounds * sync.inner_steps of the spec"
+        )
     return given
+
+
+def _steps_of(scheduler: LRScheduler) -> float:
+    """Return the steps that the scheduler has rates for; infinity for one that has a rate for every step."""
+    if isinstance(scheduler, OneCycleLR):
+        return scheduler.total_steps
+    if isinstance(scheduler, ChainedScheduler):
+        return min(map(_steps_of, scheduler._schedulers))  # noqa: SLF001, which have no public name
+    if isinstance(scheduler, SequentialLR):
+        starts, parts = [0, *scheduler._milestones], scheduler._schedulers  # noqa: SLF001
+        for start, following, part in zip(starts, [*starts[1:], math.inf], parts, strict=True):
+            if (end := start + _steps_of(part)) < following:
+                return end
+    return math.inf

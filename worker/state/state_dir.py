@@ -20,6 +20,8 @@ _MEMBER = "member.json"
 OWN_TOKEN = "token.json"
 LOCK = "lock"
 
+_HELD: set[Path] = set()  # directories that this process works in
+
 
 @dataclass(frozen=True)
 class MemberTokens:
@@ -59,15 +61,23 @@ class StateDir:
         self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         if not files.lock_now(self._lock):
             os.close(self._lock)
+            if self.path.resolve() in _HELD:
+                raise StateDirBusy(
+                    f"this process works in {self.path} already: a DiLoCo made earlier, by a notebook cell that ran "
+                    "before for example, has not left its run; end its `with` block, close() the DiLoCoOptimizer, or "
+                    "restart the process"
+                )
             raise StateDirBusy(
                 f"another process works in {self.path}: one worker per state directory; "
                 "give this one another name (--name), or another directory (--state; in a script, state_dir)"
             )
+        _HELD.add(self.path.resolve())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _HELD.discard(self.path.resolve())
         os.close(self._lock)  # and with it the lock
 
     def replace(self, name: str, write: Callable[[Writer], object]) -> None:

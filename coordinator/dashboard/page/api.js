@@ -2,6 +2,7 @@
 
 const ATTEMPTS = 4; // at something that is refused for a moment
 const GIVEN_UP_S = 30;
+const ANSWERS_WITHIN_S = 15; // or it does not: a connection that was cut somewhere may stay open for many minutes
 
 /** The coordinator refused; the message is its own sentence, which says what to do. */
 export class Refused extends Error {
@@ -80,12 +81,14 @@ export class Api {
   }
 
   async send(method, path, headers, body, signal) {
+    const late = new AbortController();
+    const timer = setTimeout(() => late.abort(), 1000 * ANSWERS_WITHIN_S);
     try {
       return await fetch(new URL(`v1/${path}`, document.baseURI), {
         method,
         headers: { ...headers, Authorization: `Bearer ${this.token}` },
         body,
-        signal,
+        signal: AbortSignal.any([signal ?? late.signal, late.signal]),
         cache: "no-store",
         credentials: "omit",
       });
@@ -94,9 +97,17 @@ export class Api {
       throw new Unreachable(
         "The coordinator does not answer; asking again. Is it running, and is this machine online?",
       );
+    } finally {
+      clearTimeout(timer);
     }
   }
 }
+
+/** The coordinator's address, as the page was opened from it. */
+export const coordinator = new URL(".", document.baseURI).href.replace(/\/$/, "");
+
+/** Return the command that joins a run. */
+export const joinCommand = (run) => `outerstep worker ${coordinator} --run ${run}`;
 
 /** Return the address of a run, or of what belongs to it. */
 export const runPath = (run, ...rest) => ["runs", run, ...rest].map(encodeURIComponent).join("/");

@@ -37,7 +37,16 @@ function withoutStyles() {
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-function layout({ x, y, log }) {
+const FEW = 8; // whole numbers, between which the library would draw halves: it has up to ten labels
+
+/** Return what keeps the labels of an axis of whole numbers whole. */
+function whole(lines) {
+  const values = lines.flatMap((line) => line.x);
+  const few = Math.max(...values) - Math.min(...values) < FEW;
+  return { rangemode: "nonnegative", ...(few ? { dtick: 1, tick0: 0 } : {}) };
+}
+
+function layout({ x, y, log, counts }, lines) {
   const axis = {
     color: colour("quiet"),
     gridcolor: colour("line"),
@@ -56,7 +65,7 @@ function layout({ x, y, log }) {
     hoverlabel: { bgcolor: colour("raised"), bordercolor: colour("line"), font: { color: colour("text") } },
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 12 } },
     dragmode: false,
-    xaxis: { ...axis, title: title(x), showgrid: false },
+    xaxis: { ...axis, title: title(x), showgrid: false, ...(counts ? whole(lines) : {}) },
     yaxis: {
       ...axis,
       title: title(y),
@@ -66,7 +75,8 @@ function layout({ x, y, log }) {
   };
 }
 
-/** Return a chart: an element, and `draw(lines, axes)`, which draws lines of { name, x, y, colour, dash, hover }. */
+/** Return a chart: an element, and `draw(lines, axes)`, which draws lines of { name, x, y, colour, dash, hover }. With
+ * `axes.counts`, x is of whole numbers. */
 export function chart() {
   const element = document.createElement("div");
   element.className = "chart";
@@ -96,7 +106,7 @@ export function chart() {
         hovertemplate: line.hover,
         customdata: line.said,
       }));
-      await Plotly.react(element, traces, layout(axes), { displayModeBar: false, responsive: true });
+      await Plotly.react(element, traces, layout(axes, lines), { displayModeBar: false, responsive: true });
     } catch (error) {
       element.textContent = error.message;
     }

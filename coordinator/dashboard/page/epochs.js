@@ -1,7 +1,7 @@
 // The work units of the epoch, as a map of squares: trained on, assigned to whom, free.
 
 import { h, panel, write } from "./dom.js";
-import { amount, count, plural, share } from "./units.js";
+import { ASKING, amount, count, natural, plural, share } from "./units.js";
 
 const SQUARES = 400;
 const SHADES = 6; // of those that are assigned: neighbours differ
@@ -27,8 +27,8 @@ export function makeEpochs() {
   function update(model) {
     const [epoch] = model.epochs ?? [];
     map.hidden = legend.hidden = !epoch;
-    if (!epoch) return write(said, "No epoch has begun.");
-    const assigned = Object.entries(epoch.assigned).sort();
+    if (!epoch) return write(said, model.epochs === null ? ASKING : "No epoch has begun.");
+    const assigned = Object.entries(epoch.assigned);
     const taken = assigned.reduce((sum, [, units]) => sum + units, 0);
     const whole = epoch.units ?? epoch.consumed + taken;
     const whose = epoch.worker === null ? "" : ` of ${epoch.worker}'s own data`;
@@ -48,7 +48,7 @@ export function makeEpochs() {
     const state = JSON.stringify([epoch, ranges, each]);
     if (state === drawn) return;
     drawn = state;
-    const shades = new Map(Object.keys(epoch.assigned).sort().map((worker, i) => [worker, i % SHADES]));
+    const shades = new Map(Object.keys(epoch.assigned).sort(natural).map((worker, i) => [worker, i % SHADES]));
     const squares = [];
     let next = 0; // of the ranges
     for (let unit = epoch.first; unit < epoch.first + whole; unit += each) {

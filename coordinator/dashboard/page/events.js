@@ -18,6 +18,7 @@ const BAD = new Set([
   "epoch-broken",
   "fault",
   "storage-full",
+  "storage-unavailable",
   "corrupt",
   "spoilt",
   "rolled-back",

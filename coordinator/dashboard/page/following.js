@@ -8,6 +8,7 @@
 // these do not show for sure, as they may be older than the event, is asked for once more.
 
 import { Unreachable, pause, runPath } from "./api.js";
+import { natural } from "./units.js";
 
 export const SHOWN_ROUNDS = 24; // in the timeline: each is a request of its own
 const SHOWN_EVENTS = 100;
@@ -27,6 +28,7 @@ export class Following {
     this.asked_at = 0;
     this.rounds = new Map(); // by number
     this.details = new Map(); // the last ones, with their fragments and accounts
+    this.hasRounds = this.hasDetails = false; // whether they have been asked for: before that, none is unknown
     this.workers = null;
     this.workers_at = this.epochs_at = -Infinity; // when they were asked for last
     this.epochs = null; // and of the newest of them the ranges of its units
@@ -161,7 +163,8 @@ export class Following {
   async #workers(path, signal, age_s) {
     const every_s = IDLE_S * (1 + (this.workers?.length ?? 0) / 100);
     if (performance.now() - this.workers_at < 1000 * every_s - 100) return;
-    this.workers = await this.api.all(path, signal, age_s && Math.ceil(every_s / 5));
+    const workers = await this.api.all(path, signal, age_s && Math.ceil(every_s / 5));
+    this.workers = workers.sort((a, b) => natural(a.name, b.name));
     this.workers_at = performance.now();
     this.changed();
   }
@@ -178,6 +181,7 @@ export class Following {
       }
     }
     this.#keep(newest);
+    this.hasRounds = true;
     this.changed();
     await this.#details(path, signal, age_s);
   }
@@ -204,6 +208,8 @@ export class Following {
       found.forEach((each) => this.details.set(each.round, each));
       this.changed();
     }
+    this.hasDetails = true;
+    this.changed();
   }
 
   /** Follow the stream of events; where there may be no more of them, for many share a token, ask now and then. */

@@ -3,7 +3,7 @@
 import { SHOWN_ROUNDS } from "./following.js";
 import { judged } from "./course.js";
 import { h, panel, write } from "./dom.js";
-import { plural, share } from "./units.js";
+import { ASKING, plural, share } from "./units.js";
 
 const SHOWN = 12;
 
@@ -24,7 +24,8 @@ export function makeJudgements() {
     const agreed = times
       ? `A worker held another state than the run ${plural(times, "time")}, and took the run's again.`
       : "Every replica that was compared held the run's own bits.";
-    write(said, `${rounds ? counted : "No round has been judged yet."} ${agreed}`);
+    if (!rounds && !model.hasDetails) write(said, ASKING);
+    else write(said, `${rounds ? counted : "No round has been judged yet."} ${agreed}`);
     const lines = [
       ...diverged.map((each) => [each.name, `diverged ${plural(each.divergences, "time")}`]),
       ...found

@@ -2,7 +2,7 @@
 
 import { chart } from "./charts.js";
 import { button, h, panel, write } from "./dom.js";
-import { loss, plural } from "./units.js";
+import { ASKING, loss, plural } from "./units.js";
 
 const BY = {
   round: { label: "Round", x: "round", of: ({ round }) => round.round },
@@ -44,11 +44,11 @@ export function makeLosses() {
       training.x.push(of({ round, before: tokens, at_s: round.closed_at - model.run.created_at }));
       training.y.push(round.loss);
     }
-    draw([training, heldOut], { x, y: "nats per token" });
+    draw([training, heldOut], { x, y: "nats per token", counts: by === "round" });
     const went = [heldOut, training].filter((line) => line.y.length > 1);
     const ways = went.map((line) => `${line.name} ${loss(line.y[0])} → ${loss(line.y.at(-1))}`).join(", ");
     const text = `In nats per token, over ${plural(rounds.length, "round")}: ${ways}.`;
-    write(said, ways ? text : "No two rounds have closed yet.");
+    write(said, ways ? text : model.hasRounds ? "No two rounds have closed yet." : ASKING);
   }
 
   return { element: panel("Loss", "two-thirds", choices, element, said), update };

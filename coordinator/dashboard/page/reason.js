@@ -2,7 +2,7 @@
 
 import { openRound } from "./course.js";
 import { h, write } from "./dom.js";
-import { countdown, duration } from "./units.js";
+import { UNKNOWN, countdown, duration } from "./units.js";
 
 const STATES = {
   seeding: "waits for its first state",
@@ -13,8 +13,21 @@ const STATES = {
   stopped: "stopped",
 };
 
-export function stateBadge(state) {
-  return h("span", { class: `badge ${state}`, title: STATES[state] ?? state }, state);
+const CAUSES = {
+  "files-damaged": "files damaged",
+  "storage-full": "disk full",
+  "storage-unavailable": "storage unavailable",
+  "worker-silent": "worker silent",
+};
+
+/** Return the badge of a run: its state, or what holds it up where it should go on; nothing of that is known while nobody
+ * answers (`trouble`). */
+export function stateBadge({ state, held_up_by: cause }, trouble = null) {
+  if (trouble !== null) return h("span", { class: "badge unreachable", title: `${state} when last seen` }, "unreachable");
+  const title = STATES[state] ?? state;
+  if (cause && (state === "running" || state === "seeding"))
+    return h("span", { class: `badge held-up ${cause}`, title }, CAUSES[cause] ?? cause);
+  return h("span", { class: `badge ${state}`, title }, state);
 }
 
 export function makeReason() {
@@ -41,17 +54,19 @@ export function makeReason() {
   function update(model) {
     const { run } = model;
     const open = openRound(model.current);
-    element.classList.toggle("troubled", model.trouble !== null);
+    element.classList.toggle("troubled", model.trouble !== null || run.held_up_by !== null);
     write(sentence, model.trouble ?? run.reason);
-    write(aloud, sentence.textContent.replace(/; closes in [\d.]+ s/, ""));
+    write(aloud, sentence.textContent.replace(/; closes in [\d.]+ s|: last heard .*? s(?=;)/g, ""));
     done.max = run.rounds;
     done.value = run.round;
     const parts = [`${run.round} of ${run.rounds} rounds done`];
     if (open && run.live_workers)
       parts.push(`${open.sent.size} of ${run.live_workers} workers have sent all of round ${open.round}`);
-    if (run.eta_s && run.state === "running") parts.push(`${duration(run.eta_s)} to go`);
+    if (run.state === "running" && run.round && run.eta_s !== 0)
+      parts.push(`${model.trouble === null ? duration(run.eta_s) : UNKNOWN} to go`);
     write(progress, parts.join(" · "));
-    closes_at = open?.closes_in_s == null || run.state === "stopped" ? null : model.asked_at + 1000 * open.closes_in_s;
+    const isTimed = open?.closes_in_s != null && run.state !== "stopped" && model.trouble === null;
+    closes_at = isTimed ? model.asked_at + 1000 * open.closes_in_s : null;
     write(clockSays, closes_at === null ? "" : `until round ${open.round} closes`);
     tick();
   }

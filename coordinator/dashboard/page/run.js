@@ -47,7 +47,7 @@ export function showRun(root, session, ended, name) {
       if (following.run === null) return write(asking, following.trouble ?? asking.textContent);
       asking.remove();
       grid.hidden = false;
-      badge.replaceChildren(stateBadge(following.run.state));
+      badge.replaceChildren(stateBadge(following.run, following.trouble));
       for (const part of [steering, ...parts]) part.update(following);
     });
   }

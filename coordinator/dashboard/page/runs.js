@@ -3,7 +3,7 @@
 import { Unreachable, runPath } from "./api.js";
 import { createRun } from "./create.js";
 import { button, h, sparkline } from "./dom.js";
-import { UNKNOWN, amount, bytes, loss, share } from "./units.js";
+import { UNKNOWN, amount, bytes, loss, natural, share } from "./units.js";
 import { goodput } from "./course.js";
 import { stateBadge } from "./reason.js";
 
@@ -21,11 +21,21 @@ export function showRuns(root, session, ended) {
   root.append(h("div", { class: "title" }, h("h1", {}, "Runs"), create), trouble, cards);
 
   const losses = new Map(); // by run: the last ones, and of which round
-  let shown = null;
+  let [shown, runs] = [null, []];
+
+  function draw(unreachable = null) {
+    const state = JSON.stringify([runs, unreachable]);
+    if (state !== shown && (shown !== null || unreachable === null))
+      cards.replaceChildren(
+        ...(runs.length ? runs.map((run) => card(run, losses.get(run.name), unreachable)) : [empty(session)]),
+      );
+    if (create) create.disabled = unreachable !== null;
+    shown = state;
+  }
 
   async function refresh() {
     const age_s = shown === null ? 0 : AGE_S;
-    const runs = await session.api.all("runs", asking.signal, age_s);
+    runs = (await session.api.all("runs", asking.signal, age_s)).sort((a, b) => natural(a.name, b.name));
     await Promise.all(
       runs.slice(0, LINES).map(async (run) => {
         if (losses.get(run.name)?.round === run.round) return;
@@ -33,10 +43,7 @@ export function showRuns(root, session, ended) {
         losses.set(run.name, { round: run.round, values: page.items.map((each) => each.loss).reverse() });
       }),
     );
-    const state = JSON.stringify(runs);
-    if (state !== shown)
-      cards.replaceChildren(...(runs.length ? runs.map((run) => card(run, losses.get(run.name))) : [empty(session)]));
-    shown = state;
+    draw();
   }
 
   async function follow() {
@@ -48,6 +55,7 @@ export function showRuns(root, session, ended) {
         if (asking.signal.aborted) return;
         if (!(error instanceof Unreachable)) return ended(error);
         trouble.textContent = error.message;
+        draw(error.message);
       }
       await new Promise((done) => setTimeout(done, 1000 * EVERY_S));
     }
@@ -57,12 +65,12 @@ export function showRuns(root, session, ended) {
   return () => asking.abort();
 }
 
-function card(run, line) {
+function card(run, line, unreachable) {
   const figure = (label, value) => h("div", {}, h("dt", {}, label), h("dd", {}, value));
   return h(
     "a",
     { class: "card", href: `#${new URLSearchParams({ run: run.name })}` },
-    h("div", { class: "title" }, h("h2", {}, run.name), stateBadge(run.state)),
+    h("div", { class: "title" }, h("h2", {}, run.name), stateBadge(run, unreachable)),
     h("p", { class: "reason" }, run.reason),
     h("progress", { max: run.rounds, value: run.round, "aria-label": `round ${run.round} of ${run.rounds}` }),
     line ? sparkline(line.values, "training loss of the last rounds") : null,

@@ -24,9 +24,11 @@ export function makeSteering(session, name, refresh) {
 
   function update(model) {
     const { state } = model.run;
-    if (state === shown || !session.allows("operator", name)) return;
+    if (!session.allows("operator", name)) return;
+    if (state !== shown)
+      element.replaceChildren(...(MAY[state] ?? []).map((to) => button(ACTS[to].label, () => act(to), ACTS[to].kind)));
     shown = state;
-    element.replaceChildren(...(MAY[state] ?? []).map((to) => button(ACTS[to].label, () => act(to), ACTS[to].kind)));
+    for (const each of element.children) each.disabled = model.trouble !== null;
   }
 
   const change = (state) => session.api.ask("PATCH", runPath(name), { json: { state } });

@@ -1,6 +1,6 @@
 // Tokens: made, listed, revoked. For admins.
 
-import { Refused } from "./api.js";
+import { Refused, coordinator, joinCommand } from "./api.js";
 import { ask, tell } from "./dialogs.js";
 import { button, field, h, panel } from "./dom.js";
 import { UNKNOWN, moment } from "./units.js";
@@ -127,11 +127,10 @@ export function showTokens(root, session, ended) {
   /** Return what is shown once: the secret, and what is done with it. */
   function secret(made) {
     const run = made.run ?? "RUN";
-    const here = new URL(".", document.baseURI).href.replace(/\/$/, "");
-    const link = `${here}/#${new URLSearchParams({ token: made.token, ...(made.run ? { run: made.run } : {}) })}`;
+    const link = `${coordinator}/#${new URLSearchParams({ token: made.token, ...(made.run ? { run: made.run } : {}) })}`;
     const how = {
-      join: ["On each box:", `OUTERSTEP_TOKEN=${made.token} outerstep worker ${here} --run ${run}`],
-      worker: ["On the box:", `OUTERSTEP_TOKEN=${made.token} outerstep worker ${here} --run ${run}`],
+      join: ["On each box:", `OUTERSTEP_TOKEN=${made.token} ${joinCommand(run)}`],
+      worker: ["On the box:", `OUTERSTEP_TOKEN=${made.token} ${joinCommand(run)}`],
     }[made.scope] ?? ["Whoever opens this link sees this page with it:", link];
     return panel(
       "The new token",

@@ -3,7 +3,7 @@
 import { chart } from "./charts.js";
 import { traffic } from "./course.js";
 import { h, panel, write } from "./dom.js";
-import { bytes, count } from "./units.js";
+import { ASKING, bytes, count } from "./units.js";
 
 export function makeTraffic() {
   const { element, draw } = chart();
@@ -24,8 +24,8 @@ export function makeTraffic() {
     const lines = [line("up", "up", "accent"), line("down", "down", "second")];
     const last = moved.at(-1);
     if (last?.allreduce) lines.push(line("all-reduce", "allreduce", "quiet", "dot"));
-    draw(lines, { x: "round", y: "bytes per worker", log: true });
-    write(said, last ? compared(last) : "No round has closed yet.");
+    draw(lines, { x: "round", y: "bytes per worker", log: true, counts: true });
+    write(said, last ? compared(last) : model.hasRounds ? "No round has closed yet." : ASKING);
   }
 
   return { element: panel("Bytes", "third", element, said), update };

@@ -2,6 +2,7 @@
 // the unknown. Each has its unit.
 
 export const UNKNOWN = "–";
+export const ASKING = "Asking for it …"; // of the coordinator, which has not answered yet
 const PREFIXES = ["", "k", "M", "G", "T", "P"];
 const SPACE = "\u00a0"; // between a number and its unit no line ends
 
@@ -32,6 +33,9 @@ export function amount(value, unit) {
 export function plural(value, word) {
   return `${value < 1e5 ? value : count(value)} ${word}${value === 1 ? "" : "s"}`;
 }
+
+/** Compare names as people count: box-4 before box-14. */
+export const natural = (a, b) => a.localeCompare(b, undefined, { numeric: true }) || (a < b ? -1 : Number(a > b));
 
 /** Seconds: 75.2 -> "1 min 15 s" */
 export function duration(seconds) {

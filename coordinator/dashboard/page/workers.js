@@ -1,10 +1,10 @@
 // The workers as a table that can be sorted; on a phone each is a block of its own.
 
-import { runPath } from "./api.js";
+import { joinCommand, runPath } from "./api.js";
 import { KINDS, goodput, stages } from "./course.js";
 import { ask, attempt, tell } from "./dialogs.js";
 import { button, h, panel, write } from "./dom.js";
-import { UNKNOWN, amount, bytes, count, duration, loss, share } from "./units.js";
+import { ASKING, UNKNOWN, amount, bytes, count, duration, loss, natural, share } from "./units.js";
 
 const FEW = 25; // before the others are asked for: 200 rows are a long way to the events
 
@@ -14,7 +14,7 @@ const inRound = ({ metrics }) =>
 
 // By column: what it is called, what is shown of a worker, and by what it is sorted.
 const COLUMNS = [
-  ["Worker", (w) => w.name, (w) => w.name],
+  ["Worker", (w) => h("span", { class: "name", title: w.name }, w.name), (w) => w.name],
   ["State", (w) => h("span", { class: `badge ${w.state}` }, w.state), (w) => w.state],
   ["Doing", doing, doing],
   ["At", inRound, (w) => 1e6 * (w.metrics.round ?? -1) + (w.metrics.inner_step ?? 0), "number"],
@@ -102,8 +102,8 @@ export function makeWorkers(session, name, refresh) {
   function update(now) {
     model = now;
     const workers = model.workers ?? [];
-    const nobody = `No worker has joined yet. On each box: outerstep worker URL --run ${name}`;
-    write(none, model.workers === null ? "Asking for them …" : workers.length ? "" : nobody);
+    const nobody = `No worker has joined yet. On each box, with a join token in OUTERSTEP_TOKEN: ${joinCommand(name)}`;
+    write(none, model.workers === null ? ASKING : workers.length ? "" : nobody);
     heads.forEach((head, i) => head.setAttribute("aria-sort", i !== by ? "none" : down ? "descending" : "ascending"));
     const key = COLUMNS[by][2];
     const sorted = [...workers].sort((a, b) => compare(key(a), key(b)) * (down ? -1 : 1) || compare(a.name, b.name));
@@ -118,6 +118,8 @@ export function makeWorkers(session, name, refresh) {
     });
     if (elements.length !== body.children.length || elements.some((each, i) => each !== body.children[i]))
       body.replaceChildren(...elements);
+    for (const act of body.querySelectorAll(".acts button")) act.disabled = model.trouble !== null;
+    table.classList.toggle("stale", model.trouble !== null);
   }
 
   /** Return the row of a worker. The one that is there keeps its buttons, so that none goes away below a finger. */
@@ -174,6 +176,4 @@ export function makeWorkers(session, name, refresh) {
   return { element: panel("Workers", "wide", none, h("div", { class: "scrolls" }, table), more), update };
 }
 
-function compare(a, b) {
-  return typeof a === "number" ? a - b : String(a).localeCompare(String(b), undefined, { numeric: true });
-}
+const compare = (a, b) => (typeof a === "number" ? a - b : natural(String(a), String(b)));

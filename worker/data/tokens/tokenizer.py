@@ -22,7 +22,7 @@ from worker.errors import DataError
 
 IN_BYTES = "bytes"
 FILE = "tokenizer.json"
-_END_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # where an eos_token may be named
+_SPECIAL_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # where special tokens are named
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 Ids = npt.NDArray[np.uint32]
@@ -32,7 +32,8 @@ Ids = npt.NDArray[np.uint32]
 class Tokenizer:
     """A tokenizer, as it is told of and handed to other processes; `encoder` is what tokenises.
 
-    `digest`, `end` and `file` are None for bytes, which are put end to end. Ids are below `vocabulary`.
+    `digest`, `end` and `file` are None for bytes, which are put end to end. Ids are below `vocabulary`. `begin` and
+    `pad` are the ids of its bos_token and pad_token, None if it names none.
     """
 
     name: str
@@ -40,6 +41,8 @@ class Tokenizer:
     digest: str | None = None
     end: int | None = None
     file: Path | None = None
+    begin: int | None = None
+    pad: int | None = None
 
     def encoder(self) -> Callable[[Sequence[str]], list[Ids]]:
         """Return a function that makes ids of several texts at once, without special tokens."""
@@ -60,7 +63,7 @@ class Tokenizer:
         """Copy what describes it into `directory`, which `load_tokenizer` then takes; nothing for bytes."""
         if self.file is not None:
             directory.mkdir(exist_ok=True)
-            for name in (FILE, *_END_FILES):
+            for name in (FILE, *_SPECIAL_FILES):
                 if (path := self.file.parent / name).is_file():
                     shutil.copyfile(path, directory / name)
 
@@ -85,7 +88,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     content = file.read_bytes()
     fast = _fast(content, file)
     vocabulary = max(fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    return Tokenizer(name, vocabulary, _digest(content), _end(directory, fast, name), file)
+    begin, pad = (_special(directory, fast, token) for token in ("bos_token", "pad_token"))
+    end = _end(directory, fast, name)
+    return Tokenizer(name, vocabulary, _digest(content), end, file, begin, pad)
 
 
 def _fast(content: bytes, file: Path) -> Any:
@@ -114,23 +119,30 @@ def _digest(content: bytes) -> str:
 
 def _end(directory: Path, fast: Any, name: str) -> int:
     """Return the id that ends a document: that of the eos_token."""
-    for file in (directory / each for each in _END_FILES):
-        token = _read_json(file).get("eos_token") if file.is_file() else None
+    if (found := _special(directory, fast, "eos_token")) is not None:
+        return found
+    special = [str(each) for each in fast.get_added_tokens_decoder().values() if each.special]
+    raise DataError(
+        f"data.tokenizer = {name!r} does not say which token ends a document; name it in "
+        f'{directory / _SPECIAL_FILES[0]}, as {{"eos_token": "…"}}'
+        + (f"; its special tokens are {', '.join(special)}" if special else "")
+    )
+
+
+def _special(directory: Path, fast: Any, key: str) -> int | None:
+    """Return the id of the special token that its files name as `key`; None if they name none."""
+    for file in (directory / each for each in _SPECIAL_FILES):
+        token = _read_json(file).get(key) if file.is_file() else None
         if token is not None:
             text = str(token.get("content") if isinstance(token, dict) else token)
             found = fast.token_to_id(text)
             if found is None:
                 raise DataError(
-                    f"{file} names the eos_token {text!r}, which {directory / FILE} does not have; name one of its "
+                    f"{file} names the {key} {text!r}, which {directory / FILE} does not have; name one of its "
                     "tokens, or train it with that one among its special tokens"
                 )
             return int(found)
-    special = [str(each) for each in fast.get_added_tokens_decoder().values() if each.special]
-    raise DataError(
-        f"data.tokenizer = {name!r} does not say which token ends a document; name it in "
-        f'{directory / _END_FILES[0]}, as {{"eos_token": "…"}}'
-        + (f"; its special tokens are {', '.join(special)}" if special else "")
-    )
+    return None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -148,7 +160,7 @@ def _download(name: str) -> Path:
 
     try:
         file = Path(hf_hub_download(name, FILE))
-        for each in _END_FILES:
+        for each in _SPECIAL_FILES:
             try:
                 hf_hub_download(name, each)
             except EntryNotFoundError:
@@ -157,7 +169,7 @@ def _download(name: str) -> Path:
         reason = " ".join(str(error).split())
         raise DataError(
             f"data.tokenizer = {name!r} cannot be had from the hub ({type(error).__name__}: {reason}); name a "
-            f"directory with its {FILE} and {_END_FILES[0]}, or fetch it while the hub can be reached (a private one "
-            "needs HF_TOKEN)"
+            f"directory with its {FILE} and {_SPECIAL_FILES[0]}, or fetch it while the hub can be reached (a private "
+            "one needs HF_TOKEN)"
         ) from error
     return file.parent
