@@ -79,8 +79,8 @@ def _look_at_a_flat_loss(change: Change, losses: Sequence[tuple[int, float]]) ->
     if workers:
         message = (
             f"the held-out loss has not fallen since state {state} ({loss:.4f} nats per token). Since then, the "
-            f"contributions of {', '.join(workers)} were mostly shortened or left out, or had less than {LESS:.0%} of the "
-            "usual agreement with the others"
+            f"contributions of {', '.join(workers)} were mostly shortened or left out, or had less than {LESS:.0%} of "
+            "the usual agreement with the others"
         )
         change.record("suspected", message, state=state, workers=workers)
 
