@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS, NotUnderstood, Problem, Transient, UnexpectedAnswer
-from protocol.explaining import explain
+from protocol.explaining import explain_all
 from protocol.printable import printable
 from protocol.versions import OURS, said_by_coordinator, why_not
 
@@ -100,7 +100,7 @@ def read_message(reply: type[Reply], answer: Answer) -> Reply:
         if coordinator.protocol is not None and all(fault["type"] != "json_invalid" for fault in faults):
             raise NotUnderstood(
                 f"{_where(answer)} answered in words that Outerstep {OURS.version} does not know: "
-                f"{'; '.join(explain(fault) for fault in faults[:3])}. The coordinator is {coordinator}: give both "
+                f"{explain_all(faults, most=3)}. The coordinator is {coordinator}: give both "
                 "sides the same version"
             ) from error
         raise UnexpectedAnswer(

@@ -14,7 +14,7 @@ from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import Problem, WireError
-from protocol.explaining import explain
+from protocol.explaining import explain_all
 from protocol.messages import Cause
 from protocol.printable import printable
 
@@ -36,10 +36,9 @@ def answer_problems(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> Response:
-        faults: list[Any] = list(error.errors())
-        return problem_response(
-            Problem("invalid-message", "; ".join(explain(fault, echo=False) for fault in faults[:5]))
-        )
+        # The first part of a place says where in the request it is: in its body, its path or its query.
+        faults: list[Any] = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
+        return problem_response(Problem("invalid-message", explain_all(faults, echo=False, most=5)))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:

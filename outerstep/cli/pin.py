@@ -38,10 +38,10 @@ def pin(
       outerstep run create run.toml --token-file ./data/admin.token
     """
     _, parsed = read_spec(spec)
-    pinning = import_extra("outerstep.pinning", extra="worker", command=COMMAND)
     settings = import_extra("worker.settings", extra="worker", command=COMMAND)
     given: dict[str, Any] = {"data": data, "allow_factory": allow_factory or None, "data_root": data_root or None}
     box = validated(settings.BoxSettings, given, FLAGS)
+    pinning = import_extra("outerstep.pinning", extra="worker", command=COMMAND)
     found = pinning.pins_of(parsed, box, state=not without_state)
     say("")
     say("[pins]")
