@@ -46,6 +46,10 @@ events, `GET …/rounds/current` and the failure of a test show that same one.
   one that has missed three rounds in a row is not waited for until it contributes again. A newcomer is waited for in
   its first round, and no longer than the grace. Where nobody is proven, as in the first round, all are alike. So names
   that never contribute cost one grace each, and hold up nobody; what comes in time counts, whoever has sent it.
+- **Quarantine** (`coordinator/runs/quarantine.py`). A quarantined worker is left out of the round only if at least
+  `min_workers` others take part that have contributed before. A member that only sends heartbeats, or has not
+  contributed yet, is none of them. In a round that has lasted for `round_max_s` only those count that have contributed
+  to it.
 - **Everybody.** All expected workers have contributed, at least `min_workers` of them: the round closes at once.
 - **Quorum and grace.** A quorum is more than half of the voices and at least `min_workers` workers. Every token has one
   voice, which the proven workers of the round that joined with it share equally: with a token for each box that is more

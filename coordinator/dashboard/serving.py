@@ -31,7 +31,6 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
     "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
     "Vary": "Accept, Accept-Encoding",
 }
 FOR_GOOD, ASK_AGAIN = "public, max-age=31536000, immutable", "no-cache"

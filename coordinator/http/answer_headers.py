@@ -1,4 +1,5 @@
-"""Headers of every kind of answer: X-Request-Id, Cache-Control, and those that a handler has added."""
+"""Headers of every kind of answer: X-Request-Id, X-Content-Type-Options, Cache-Control, and those that a handler has
+added."""
 
 from fastapi import Request
 from starlette.datastructures import MutableHeaders
@@ -37,6 +38,7 @@ class AnswerHeaders:
                 started = True
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id(scope)
+                headers["X-Content-Type-Options"] = "nosniff"
                 if needs_a_token(scope["path"]):  # what needs a token is for nobody else
                     headers.setdefault("Cache-Control", "private, no-store")
                 headers.update(scope.get("state", {}).get(_ADDED, {}))

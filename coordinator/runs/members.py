@@ -10,6 +10,7 @@ from protocol.messages import Metrics
 MISSED = 3
 SILENT = 0.5  # of a lease: heartbeats come three times in one, so this one is overdue
 SEEDER_S = 1800.0  # for one fragment of state 0: half a gigabyte at 2 Mbit/s
+OTHERS_ASK_S = 120.0  # in which members that want an assignment have asked: a long poll lasts for 60 s
 LINGER_S = 1800.0  # for what is left to do once a run is over: the last deltas, an evaluation
 
 
@@ -50,7 +51,7 @@ class Members:
         self._previous: set[str] = set()  # of the round before the next or open one
         self._proven: set[str] = set()
         self._seeder_at = 0.0  # when the seeder was appointed, or has last uploaded a fragment
-        self._silent_seeders: set[str] = set()
+        self._dismissed_at: dict[str, float] = {}  # of the workers that were to upload state 0 and did not
         self._sent_home_at: float | None = None  # when all were told to leave; None: they were not
         self._missed: dict[str, int] = {}  # rounds in a row, by worker; as far as this process has seen them
         self._lock = threading.Lock()  # of the leases
@@ -210,9 +211,12 @@ class Members:
 
     # --- state 0 --------------------------------------------------------------------------------------------------
 
-    def may_seed(self, worker: str) -> bool:
-        """Return True unless the worker was to upload state 0 and did not, and somebody else is there who was not."""
-        return worker not in self._silent_seeders or self.live() <= self._silent_seeders
+    def may_seed(self, worker: str, now: float) -> bool:
+        """Return True unless the worker was to upload state 0 and did not, and another one may still ask to."""
+        dismissed_at = self._dismissed_at.get(worker)
+        if dismissed_at is None or now - dismissed_at > OTHERS_ASK_S:
+            return True
+        return self.live() <= self._dismissed_at.keys()
 
     def hear_seeder(self, now: float) -> None:
         """Note that the seeder has uploaded a fragment."""
@@ -222,10 +226,10 @@ class Members:
         """Return True if there is a seeder, and it has uploaded nothing for SEEDER_S."""
         return self.seeder is not None and now - self._seeder_at > SEEDER_S
 
-    def dismiss_seeder(self) -> None:
+    def dismiss_seeder(self, now: float) -> None:
         """Let somebody else upload state 0."""
         if self.seeder is not None:
-            self._silent_seeders.add(self.seeder)
+            self._dismissed_at[self.seeder] = now
         self.seeder = None
 
     def begin_round(self) -> None:
@@ -241,12 +245,15 @@ class Members:
         for worker in workers - contributed:
             self._missed[worker] = self._missed.get(worker, 0) + 1
 
+    def contributing(self, workers: Set[str]) -> set[str]:
+        """Return those of `workers` that are live, have contributed to the run and have not missed MISSED rounds in a
+        row."""
+        return {worker for worker in self.live() & workers & self._proven if self._missed.get(worker, 0) < MISSED}
+
     def waited_for(self, assigned: Set[str]) -> tuple[set[str], set[str]]:
         """Return for whom of those that hold an assignment a round waits: those of whom it makes its quorum, and those
         that have the grace alone. Where nobody is proven, as in the first round, all are alike."""
-        live = self.live() & assigned
-        missed = {worker: self._missed.get(worker, 0) for worker in live}
-        proven = {worker for worker in live & self._proven if missed[worker] < MISSED}
-        if not proven:
+        live, contributing = self.live() & assigned, self.contributing(assigned)
+        if not contributing:
             return live, set()
-        return proven, {worker for worker in live - self._proven if not missed[worker]}
+        return contributing, {worker for worker in live - self._proven if not self._missed.get(worker, 0)}

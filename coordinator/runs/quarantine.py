@@ -1,7 +1,8 @@
 """Workers whose contributions were left out again and again take no part for a while. Then they may try again.
 
-They keep their lease and follow the run. Nobody is kept out where the run would have fewer than `min_workers` without:
-each contribution is judged all the same, and a run that stands still is worse.
+They keep their lease and follow the run. Nobody is kept out if fewer than `min_workers` others contribute: each
+contribution is judged all the same, and a run that stands still is worse. A member counts as one of those others if it
+takes part in the open or next round and has contributed before. A heartbeat alone keeps a lease, but replaces nobody.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,9 +20,20 @@ from coordinator.store.tables import WorkerRow
 def kept_out(run: LiveRun, workers: Collection[str]) -> set[str]:
     """Return those of `workers` that take no part in the open or next round."""
     found = run.members.quarantined(run.round)
-    if len(run.members.live() - found) < run.spec.members.min_workers:
+    if len(_contributing(run) - found) < run.spec.members.min_workers:
         return set()
     return found & set(workers)
+
+
+def _contributing(run: LiveRun) -> set[str]:
+    """Return the workers that are expected to contribute to the open or next round. If the open round has lasted for
+    `round_max_s`: only those that have contributed to it."""
+    members, opening, longest_s = run.members, run.open, run.spec.members.round_max_s
+    if opening is None:
+        return members.contributing(members.candidates())
+    if longest_s is not None and run.world.clock() - opening.opened_at >= longest_s:
+        return opening.contributed
+    return members.contributing(opening.assigned)
 
 
 def standing_of(row: WorkerRow) -> Standing:

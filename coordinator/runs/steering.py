@@ -53,9 +53,11 @@ def must_leave(run: LiveRun, worker: str) -> bool:
         return False
     if run.open is None:
         return True
-    taking_part = run.open.assigned & run.members.live()
+    if worker in run.open.assigned & run.members.live():
+        return False
+    expected, _ = run.members.waited_for(run.open.assigned)
     contributed = min((len(fragment.contributed) for fragment in run.open.fragments), default=0)
-    return worker not in taking_part and max(len(taking_part), contributed) >= run.spec.members.min_workers
+    return max(len(expected), contributed) >= run.spec.members.min_workers
 
 
 def turns_away(run: LiveRun, worker: str) -> bool:

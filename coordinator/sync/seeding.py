@@ -1,6 +1,7 @@
 """State 0: made by one worker, from the seed in the run spec, and uploaded fragment by fragment."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +81,7 @@ def _check_pinned(run: LiveRun, worker: str, digests: list[bytes]) -> None:
         with run.change() as change:
             change.session.execute(delete(CheckpointFragmentRow).where(CheckpointFragmentRow.run_id == run.id))
             change.record("seeder-refused", f"state 0 of {worker} is refused: {problem.detail}", worker=worker)
-            change.then(run.members.dismiss_seeder)
+            change.then(partial(run.members.dismiss_seeder, run.world.clock()))
             change.wake()
         raise
 

@@ -25,13 +25,13 @@ def expire(run: LiveRun) -> None:
 def replace_silent_seeder(run: LiveRun) -> None:
     """Let somebody else upload state 0 where the worker that was asked to has done nothing of it for too long."""
     with run.lock:
-        members = run.members
-        if run.seeded or not members.seeder_is_silent(run.world.clock()):
+        members, now = run.members, run.world.clock()
+        if run.seeded or not members.seeder_is_silent(now):
             return
         with run.change() as change:
             message = f"{members.seeder} has uploaded nothing of state 0 for {SEEDER_S:.0f} s: another worker is asked"
             change.record("seeder-silent", message, worker=members.seeder)
-            change.then(members.dismiss_seeder)
+            change.then(partial(members.dismiss_seeder, now))
             change.wake()
 
 

@@ -1,5 +1,7 @@
 """What holds at every address: problems, request ids, limits, paging, OpenAPI with local assets, health."""
 
+import base64
+import hashlib
 import http.client
 import json
 import re
@@ -381,6 +383,34 @@ def test_the_documentation_loads_nothing_from_elsewhere(shared: InThread, page: 
         assert httpx.get(shared.url + asset, verify=False).status_code == 200, asset
     elsewhere = [url for url in re.findall(r"https?://[^\s\"'<]+", html) if not url.startswith(shared.url)]
     assert elsewhere == []
+
+
+@pytest.mark.parametrize("page", ["/docs", "/redoc"])
+def test_a_browser_runs_no_script_of_the_documentation_but_its_own(shared: InThread, page: str) -> None:
+    answer = httpx.get(shared.url + page, verify=False)
+    policy = answer.headers["content-security-policy"]
+    (scripts,) = re.findall(r"script-src ([^;]*)", policy)
+    assert "'unsafe-inline'" not in scripts
+    assert re.findall(r"'sha256-(.*?)'", scripts) == [
+        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        for script in re.findall(r"(?s)<script>(.*?)</script>", answer.text)
+    ]
+    assert {"default-src 'none'", "frame-ancestors 'none'"} < set(policy.split("; "))
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc", "/", "/openapi.json", "/healthz", "/v1/runs", "/nowhere"])
+def test_no_answer_is_taken_for_another_type_than_it_names(shared: InThread, path: str) -> None:
+    for token in (shared.admin_token, "none"):
+        with shared.client(token) as http:
+            assert http.get(path).headers["x-content-type-options"] == "nosniff"
+
+
+def test_no_answer_leads_to_the_host_that_the_request_names(shared: InThread) -> None:
+    with shared.client() as http:
+        for path in ("/v1/runs/", "/v1/tokens/", "/healthz/", "/docs/", "/static-offline-docs", "/dashboard"):
+            answer = http.get(path, headers={"Host": "evil.example"})
+            assert answer.status_code == 404, path
+            assert "location" not in answer.headers
 
 
 def test_openapi_tells_the_token_scheme_and_a_sentence_for_every_address(admin: httpx.Client) -> None:

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from benchmarks.harness.coordinator import InThread
+from benchmarks.harness.coordinator import InThread, SettableClock
 from benchmarks.harness.member import Member, spec_toml
 from coordinator.screening.standing import BACK, MOST_ROUNDS, QUARANTINED, Standing
 from protocol.messages import Scope
-from tests.coordinator.crew import crew, events, info, play_round, recovered
+from tests.coordinator.crew import crew, enlist, events, info, play_round, recovered
 from tests.coordinator.test_restart import Lives
 
 LONG = 1000.0  # times what is usual: left out
@@ -133,3 +133,38 @@ def test_another_name_of_the_same_token_is_no_way_out(shared: InThread, run: str
     other = Member(shared.client(), run, "o")
     other.join(tokens[0])
     assert info(shared, run, "/workers/o")["score"] == 1.0
+
+
+# --- a run that would stand still without it --------------------------------------------------------------------------
+
+
+def test_whoever_does_not_contribute_replaces_nobody(shared: InThread, run: str, clock: SettableClock) -> None:
+    *members, a = crew(shared, run, ["b", "c", "d", "a"], rounds=30, members="lease_s = 86400\nround_max_s = 600")
+    for round_ in range(5):
+        play(shared, members, a, round_)
+    b, *others = members
+    for member in others:
+        member.http.delete(member.path()).raise_for_status()
+
+    def goes_on_with_a_alone(round_: int) -> None:
+        a.take_part(round_, wait_s=0)
+        a.step(round_)
+        shared.await_state(run, round_ + 1)
+
+    # It has contributed, and asks for its assignment; then it only beats.
+    assert b.assignment(5).action == "train"
+    clock.advance(599)
+    assert a.assignment(5).action == "wait"
+    clock.advance(1)
+    goes_on_with_a_alone(5)
+    b.http.delete(b.path()).raise_for_status()
+
+    # It has never asked for anything.
+    beating = enlist(shared, run, "z")
+    for round_ in (6, 7):
+        beating.http.put(beating.path("/lease"), json={}).raise_for_status()
+        goes_on_with_a_alone(round_)
+
+    # It asks, and has never contributed.
+    assert beating.assignment(8).action == "train"
+    assert a.assignment(8).action == "train"
