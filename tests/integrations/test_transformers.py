@@ -70,6 +70,7 @@ class Watch(TrainerCallback):
 
 trainer = Trainer(model, arguments, train_dataset=Rows(), callbacks=[Watch(), callback])
 trainer.train()
+told["losses"] = [each["loss"] for each in trainer.state.log_history if "loss" in each]
 vector = torch.cat([each.detach().reshape(-1) for each in trainable_parameters(model).values()])
 print(json.dumps({**told, "digest": digest(vector.numpy().tobytes()).hex()}))
 """
@@ -141,6 +142,7 @@ def test_one_that_is_stopped_hands_in_and_a_late_one_is_at_the_run_s_step(tmp_pa
     assert b["steps"] == list(range(H + 1, ROUNDS * H)), "where the other one has left off"
     linear = [0.01 * (1 - step / (ROUNDS * H)) for step in b["steps"]]  # the Trainer's schedule, without warmup
     assert b["rates"] == pytest.approx(linear)
+    assert all(3 < loss < 5 for loss in a["losses"] + b["losses"]), "near log 64 nats, from the first on"
 
 
 def test_another_callback_may_end_the_training_and_that_the_run_goes_on_is_told(tmp_path: Path) -> None:
