@@ -8,7 +8,7 @@ from protocol.errors import SpecError
 from protocol.spec.run import parse_spec
 
 INTERNAL = re.compile(r"constrained|function-|literal\[|Value error|\b(int|str|path)\b[ :=]")
-BAD: dict[str, object] = {
+BAD: dict[str, list[object]] = {
     "sync.inner_steps": [-3, 1.5, '"later"', "[]"],
     "sync.rounds": [0, '"many"', "{}"],
     "inner.clip_norm": ['"some"', -1],
