@@ -1,13 +1,14 @@
 """The FastAPI application: routes, middleware, and the tick a few times a second."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator.api import checkpoints, events, health, line_check, metrics, rounds, runs, tokens, workers
+from coordinator.api import checkpoints, events, health, line_check, metrics, rounds, runs, status, tokens, workers
 from coordinator.dashboard import serving as dashboard
 from coordinator.http import documentation
 from coordinator.http.answer_headers import AnswerHeaders
@@ -25,6 +26,9 @@ from coordinator.service import Coordinator
 from protocol import __version__, tracing
 
 TICK_S = 0.2
+SEND_S = 1.0  # from one look at what is to be sent to the next
+
+logger = logging.getLogger(__name__)
 
 
 def create_app(coordinator: Coordinator, gate: Gate | None = None) -> FastAPI:
@@ -33,11 +37,14 @@ def create_app(coordinator: Coordinator, gate: Gate | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         coordinator.bell.attach(asyncio.get_running_loop())
-        ticking = asyncio.create_task(_tick(coordinator))
+        logging.getLogger().addHandler(coordinator.errors)
+        tasks = [asyncio.create_task(_tick(coordinator)), asyncio.create_task(_notify(coordinator))]
         yield
-        ticking.cancel()
-        await asyncio.gather(ticking, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await run_in_threadpool(coordinator.close)
+        logging.getLogger().removeHandler(coordinator.errors)
 
     app = FastAPI(
         title="Outerstep coordinator",
@@ -50,11 +57,11 @@ def create_app(coordinator: Coordinator, gate: Gate | None = None) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,  # the library makes its redirects of the Host header, which is the client's
     )
-    app.state.coordinator = coordinator
+    app.state.coordinator, app.state.gate = coordinator, gate
     app.state.meter = meter = Meter(coordinator, gate)
     answer_problems(app)
     describe(app)
-    for group in (runs, workers, rounds, checkpoints, events, tokens, line_check, health, metrics):
+    for group in (runs, workers, rounds, checkpoints, events, tokens, line_check, health, status, metrics):
         app.include_router(group.router)
     app.router.routes += [*documentation.routes(app), *dashboard.routes()]
     if tracing.is_on():
@@ -72,3 +79,12 @@ async def _tick(coordinator: Coordinator) -> None:
     while True:
         await run_in_threadpool(coordinator.tick)
         await asyncio.sleep(TICK_S)
+
+
+async def _notify(coordinator: Coordinator) -> None:
+    while coordinator.sender is not None:
+        try:
+            await coordinator.sender.deliver_due()
+        except Exception:  # nobody awaits it; the notification stays in the outbox
+            logger.exception("the sending of notifications failed")
+        await asyncio.sleep(SEND_S)

@@ -6,15 +6,26 @@ in its address. Whoever logs something may say it himself, by `extra`.
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from protocol.printable import PrintableFormatter, printable_json
+from protocol.printable import PrintableFormatter, printable, printable_json
 
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+RECENT = 50  # different warnings and errors that are kept
+MOST_CHARACTERS = 1000  # of one of them
+_HIDDEN = "…"
+_SECRETS = [
+    (re.compile(r"\b(ostj?_|whsec_)[A-Za-z0-9+/=_-]+"), rf"\1{_HIDDEN}"),
+    (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{8,}"), rf"\1 {_HIDDEN}"),
+    (re.compile(r"://[^/\s@]+@"), f"://{_HIDDEN}@"),
+    (re.compile(r"(?i)\b([a-z_-]*(?:token|secret|password|signature|credential|key))=[^&\s]+"), rf"\1={_HIDDEN}"),
+]
 SAID = ("run", "worker", "round")  # what `extra` may say; with a run, what of the others it does not say is not known
 
 _request: ContextVar[tuple[str, Mapping[str, Any]] | None] = ContextVar("request", default=None)
@@ -65,3 +76,58 @@ FORMATS: dict[str, Callable[[], logging.Formatter]] = {
     "console": lambda: PrintableFormatter(LINE),
     "json": JsonFormatter,
 }
+
+
+def scrubbed(text: str, secrets: Iterable[str] = ()) -> str:
+    """Return `text` without anything that looks like a secret, and without these `secrets`."""
+    for secret in sorted((each for each in secrets if len(each) >= 4), key=len, reverse=True):
+        text = text.replace(secret, _HIDDEN)
+    for pattern, shown in _SECRETS:
+        text = pattern.sub(shown, text)
+    return text
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A warning or an error, as it was logged last at `at`; `count`: how often since the start."""
+
+    at: float
+    level: str
+    logger: str
+    message: str
+    count: int
+
+
+class RecentErrors(logging.Handler):
+    """Keeps the last RECENT different warnings and errors, without secrets. Two are the same if they come from the same
+    statement."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._kept: dict[tuple[str, int, str], Logged] = {}
+
+    @property
+    def newest_first(self) -> list[Logged]:
+        with _held(self):
+            return list(reversed(self._kept.values()))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            message += f": {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
+        shown = printable(scrubbed(message[: 4 * MOST_CHARACTERS]))[:MOST_CHARACTERS]
+        key = record.pathname, record.lineno, record.levelname
+        earlier = self._kept.pop(key, None)
+        count = 1 if earlier is None else earlier.count + 1
+        self._kept[key] = Logged(record.created, record.levelname.lower(), record.name, shown, count)
+        if len(self._kept) > RECENT:
+            del self._kept[next(iter(self._kept))]
+
+
+@contextmanager
+def _held(handler: logging.Handler) -> Iterator[None]:
+    handler.acquire()
+    try:
+        yield
+    finally:
+        handler.release()

@@ -11,16 +11,17 @@ from coordinator.runs.eta import eta_s
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.quarantine import standing_of
 from coordinator.runs.steps import expected_rounds
-from coordinator.store.blobs import KINDS
+from coordinator.store.blobs import KINDS, Stored
 from coordinator.store.tables import (
     CheckpointFragmentRow,
     CheckpointRow,
     EvaluationRow,
     EventRow,
+    FragmentRow,
     RunRow,
     WorkerRow,
 )
-from coordinator.sync import checkpointing
+from coordinator.sync import checkpointing, retention
 from protocol.errors import Problem
 from protocol.host import shown_metrics
 from protocol.messages import (
@@ -40,6 +41,7 @@ from protocol.messages import (
 )
 
 CHECKPOINTS_NAMED = 5
+VERIFIED_S = 5.0  # until a client asks again for a file that was found missing
 
 
 def state_of(run: LiveRun) -> RunState:
@@ -169,19 +171,19 @@ def checkpoints(run: LiveRun, limit: int, before: int | None) -> Page[Checkpoint
         if before is not None:
             query = query.where(CheckpointRow.round < before)
         rows = session.scalars(query.limit(limit + 1)).all()
-        items = [CheckpointInfo(**_checkpoint_fields(session, row)) for row in rows[:limit]]
+        items = [CheckpointInfo(**_checkpoint_fields(run, session, row)) for row in rows[:limit]]
     return Page(items=items, next=str(items[-1].round) if len(rows) > limit else None)
 
 
 def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
-    """Return the checkpoint of `round_` (None: the latest)."""
+    """Return the checkpoint of `round_` (None: the latest that is not damaged). Raises Problem: not-found, gone,
+    file-lost."""
     with run.world.database.read() as session:
-        query = (
-            select(CheckpointRow).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round.desc()).limit(1)
-        )
+        query = select(CheckpointRow).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round.desc())
         if round_ is not None:
             query = query.where(CheckpointRow.round == round_)
-        row = session.scalars(query).one_or_none()
+        rows = session.scalars(query).all()
+        row = next((each for each in rows if each.round not in run.outer.spoilt), None)
         if row is None or run.model is None:
             raise _no_checkpoint(run, session, round_)
         fragments = session.scalars(
@@ -190,25 +192,66 @@ def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
             .order_by(CheckpointFragmentRow.fragment)
         )
         return CheckpointDetail(
-            **_checkpoint_fields(session, row),
+            **_checkpoint_fields(run, session, row),
             layout=run.model.layout,
             fragments=[checkpointing.describe(each, run.model.layout) for each in fragments],
         )
 
 
-def checkpoint_digest(run: LiveRun, round_: int, fragment: int) -> bytes:
-    """Return the digest of a fragment of the checkpoint of `round_`. Problem `gone` or `not-found` if there is none."""
+def stored_checkpoint(run: LiveRun, round_: int, fragment: int) -> Stored:
+    """Return the blob of a fragment of the checkpoint of `round_`. Raises Problem: not-found, gone, file-lost."""
     with run.world.database.read() as session:
         row = session.get(CheckpointFragmentRow, (run.id, round_, fragment))
-        if row is None:
+        if row is None or round_ in run.outer.spoilt:
             raise _no_checkpoint(run, session, round_)
-        return row.digest
+        return Stored(run.names.checkpoint(round_, fragment, row.digest), row.digest, row.size)
+
+
+def stored_delta(run: LiveRun, round_: int, fragment: int, digest: bytes) -> Stored:
+    """Return the blob of a published delta."""
+    with run.world.database.read() as session:
+        size = session.scalar(
+            select(FragmentRow.delta_bytes).where(
+                FragmentRow.run_id == run.id, FragmentRow.round == round_, FragmentRow.fragment == fragment
+            )
+        )
+    return Stored(run.names.delta(round_, fragment, digest), digest, size)
+
+
+def missing_checkpoint(run: LiveRun, round_: int, fragment: int) -> Problem:
+    """Return the Problem that the blob of a checkpoint's fragment is not there, or not whole; a verification will make
+    it again if possible. Raises Problem if the retention rule has just deleted it."""
+    stored_checkpoint(run, round_, fragment)
+    run.outer.suspect = True
+    return _being_verified(f"fragment {fragment} of checkpoint {round_}")
+
+
+def missing_delta(run: LiveRun, round_: int, fragment: int) -> Problem:
+    """Return the Problem that the blob of a delta is not there, or not whole."""
+    where = f"the delta of round {round_}, fragment {fragment},"
+    if not retention.keeps_delta(run, round_):
+        return Problem("gone", f"{where} was deleted by the retention rule; recover from the latest checkpoint")
+    if (round_, fragment) in run.outer.lost:
+        return Problem("gone", f"{where} was lost by the coordinator's disk; recover from the latest checkpoint")
+    run.outer.suspect = True
+    return _being_verified(where.removesuffix(","))
+
+
+def _being_verified(what: str) -> Problem:
+    detail = f"{what} is missing or damaged on the coordinator's disk; the coordinator is trying to make it again"
+    return Problem("not-ready", detail, retry_after_s=VERIFIED_S)
 
 
 def _no_checkpoint(run: LiveRun, session: Session, round_: int | None) -> Problem:
-    """Return the Problem that there is no checkpoint of `round_` (None: none at all): `gone` if the retention rule has
-    deleted those of so early states, otherwise `not-found`."""
+    """Return the Problem that there is no checkpoint of `round_` (None: none at all): `file-lost` if the disk has lost
+    it, `gone` if the retention rule has deleted those of so early states, otherwise `not-found`."""
     found = sorted(session.scalars(select(CheckpointRow.round).where(CheckpointRow.run_id == run.id)))
+    sound = [each for each in found if each not in run.outer.spoilt]
+    if (round_ is None and found and not sound) or round_ in run.outer.spoilt:
+        damage = run.outer.spoilt[found[-1] if round_ is None else round_]
+        there = ", ".join(map(str, sound[-CHECKPOINTS_NAMED:]))
+        others = f"take another checkpoint ({there})" if sound else "wait for the next checkpoint"
+        return Problem("file-lost", f"{damage}; {others}, or restore the data directory from a backup")
     if round_ is None or not found:
         return Problem("not-found", f"the run {run.name} has no checkpoint yet")
     if round_ < found[0]:
@@ -219,7 +262,7 @@ def _no_checkpoint(run: LiveRun, session: Session, round_: int | None) -> Proble
     return Problem("not-found", f"the run {run.name} has no checkpoint {round_}; the latest are {there}")
 
 
-def _checkpoint_fields(session: Session, row: CheckpointRow) -> dict[str, Any]:
+def _checkpoint_fields(run: LiveRun, session: Session, row: CheckpointRow) -> dict[str, Any]:
     size = session.scalar(
         select(func.sum(CheckpointFragmentRow.size)).where(
             CheckpointFragmentRow.run_id == row.run_id, CheckpointFragmentRow.round == row.round
@@ -230,6 +273,7 @@ def _checkpoint_fields(session: Session, row: CheckpointRow) -> dict[str, Any]:
         "created_at": row.created_at,
         "bytes": size or 0,
         "state_digest": row.state_digest.hex(),
+        "damage": run.outer.spoilt.get(row.round),
     }
 
 

@@ -4,6 +4,8 @@ import itertools
 import logging
 import math
 import os
+import random
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +21,10 @@ from coordinator.backup import places
 from coordinator.backup.making import Source
 from coordinator.backup.scheduled import Schedule, Scheduled
 from coordinator.callers import Callers
+from coordinator.logs import RecentErrors
+from coordinator.notifications.outbox import Outbox
+from coordinator.notifications.sending import Sender, receiver_of
+from coordinator.notifications.watching import Watch
 from coordinator.runs.bell import READS_AT_ONCE, Bell
 from coordinator.runs.live_run import Change, LiveRun, World
 from coordinator.settings import Settings
@@ -40,7 +46,7 @@ from coordinator.upkeep.storage import REMIND_S, Storage
 from coordinator.workers import ending, membership, names
 from protocol.digest import digest
 from protocol.errors import Problem, SpecError
-from protocol.messages import AuditEntry, Event, NewToken, Page, RollBack, RunState, TokenInfo, TokenRequest
+from protocol.messages import AuditEntry, Cause, Event, NewToken, Page, RollBack, RunState, TokenInfo, TokenRequest
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.suggesting import those_here
 
@@ -62,7 +68,7 @@ class Coordinator:
         store: Store = DirectoryBlobs,
         secret: bytes | None = None,
     ) -> None:
-        self.settings = settings
+        self.settings, self.clock, self.now = settings, clock, now
         self.bell = Bell()
         self.room = Room()
         self.wholes = Wholes(clock, settings.parts_bytes_per_member)
@@ -86,6 +92,14 @@ class Coordinator:
         self._tick_faults: dict[str, tuple[str, float]] = {}  # the last of each kind, and when it was logged
         self._closing = threading.Event()
         self.storage = Storage(self.data, self.database, clock)
+        receiver = receiver_of(settings.notify_url, settings.notify_format, settings.notify_secret)
+        self.outbox = None if receiver is None else Outbox(self.database, _notification_id, clock, now)
+        self.sender = None
+        if receiver is not None and self.outbox is not None:
+            self.sender = Sender(receiver, self.outbox, clock, now, random.random)
+        self.watch = Watch(clock, self.outbox)
+        self.errors = RecentErrors()
+        self.started_at = now()
         self._world = World(
             database=self.database,
             data=self.data,
@@ -97,6 +111,7 @@ class Coordinator:
             room=self.room,
             closing=self._closing,
             settle=settle,
+            notify=self.outbox.note_event if self.outbox else lambda *_: None,
             secret=secret or os.urandom(32),
             clock=clock,
             now=now,
@@ -143,10 +158,16 @@ class Coordinator:
         self._guarded("storage", self.storage.check)
         self._guarded("uploads", self.wholes.sweep)
         self._guarded("tokens", self._tick_tokens)
+        self._guarded("watch", self._tick_watch)
         if self.backups is not None:
             self._guarded("backups", self.backups.tick)
         for run in list(self._runs.values()):
             self._guarded(run.name, partial(self._tick_run, run))
+
+    def _tick_watch(self) -> None:
+        fault = self.storage.fault
+        full = fault is not None and fault.cause is Cause.STORAGE_FULL
+        self.watch.look(self.runs(), self.places(), self.backups, disk_is_full=full)
 
     def _tick_tokens(self) -> None:
         if self.tokens.drop_expired():
@@ -345,3 +366,7 @@ class Coordinator:
         for other in self.runs():
             if other.spec.model.run == run.name and not other.seeded and not other.ended:
                 raise Problem("run-not-ended", f"the run {other.name} is to start from {run.name}, and has not begun")
+
+
+def _notification_id() -> str:
+    return f"msg_{secrets.token_hex(12)}"

@@ -1,9 +1,12 @@
 """The coordinator's settings: flags of `outerstep coordinator`, or OUTERSTEP_COORDINATOR_* in the environment."""
 
+import base64
+import binascii
 import re
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -43,6 +46,23 @@ class Settings(BaseSettings):
     )
     backup_every_s: float = Field(3600.0, gt=0, description="seconds from one such backup to the next")
     backup_keep: int = Field(7, ge=1, description="so many backups, the newest, stay there")
+
+    notify_url: SecretStr | None = Field(
+        None,
+        repr=False,
+        description="the webhook that is notified of what an operator should know, or @FILE that holds its URL; "
+        "default: none",
+    )
+    notify_format: Literal["json", "slack", "discord", "ntfy"] | None = Field(
+        None,
+        description="what that webhook expects; default: by its host for Slack, Discord and ntfy.sh, otherwise json",
+    )
+    notify_secret: SecretStr | None = Field(
+        None,
+        repr=False,
+        description="the secret that notifications are signed with, whsec_ and 24 to 64 bytes in base64, or @FILE that "
+        "holds it; default: they are not signed",
+    )
 
     # What anybody may take, before a token was looked at.
     max_connections: int | None = Field(
@@ -98,6 +118,40 @@ class Settings(BaseSettings):
             )
         return secret
 
+    @field_validator("notify_url")
+    @classmethod
+    def _is_a_webhook(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is None:
+            return None
+        text = _read(secret)
+        try:
+            parts = urlsplit(text)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            valid = False
+        if not valid or not text.isascii() or not text.isprintable() or " " in text:
+            raise ValueError(
+                "a webhook's URL begins with https:// or http:// and a host; @FILE names a file that holds it"
+            )
+        return SecretStr(text)
+
+    @field_validator("notify_secret")
+    @classmethod
+    def _is_a_signing_secret(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is None:
+            return None
+        text = _read(secret)
+        try:
+            size = len(base64.b64decode(text.removeprefix("whsec_"), validate=True))
+        except (binascii.Error, ValueError):
+            size = 0
+        if not text.startswith("whsec_") or not 24 <= size <= 64:
+            raise ValueError(
+                "a signing secret is whsec_ and 24 to 64 bytes in base64: python3 -c 'import base64, secrets; "
+                'print("whsec_" + base64.b64encode(secrets.token_bytes(32)).decode())\' makes one'
+            )
+        return SecretStr(text)
+
     @field_validator("backup_dir", mode="before")
     @classmethod
     def _is_directory_or_url(cls, value: object) -> object:
@@ -110,3 +164,16 @@ class Settings(BaseSettings):
             if each.strip():
                 ip_network(each.strip())
         return text
+
+
+def _read(secret: SecretStr) -> str:
+    """Return a secret that is given as itself, or as @FILE that holds it. Raises ValueError."""
+    text = secret.get_secret_value().strip()
+    if not text.startswith("@"):
+        return text
+    path = Path(text[1:])
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ValueError(f"{path}: {reason}") from error

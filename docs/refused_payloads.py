@@ -150,6 +150,28 @@ def payloads() -> Iterator[tuple[str, str, bytes]]:
         yield "codes", f"{codec}: {name}", payload(bytes.fromhex(chunk), codec=codec, elements=elements)
     for codec, elements, chunk in TOO_LARGE:
         yield "magnitude", f"{codec}: above 2^100", payload(bytes.fromhex(chunk), codec=codec, elements=elements)
+    yield from several_faults(sound)
+
+
+def several_faults(sound: bytes) -> Iterator[tuple[str, str, bytes]]:
+    """Payloads with more than one fault, of which the first in the order of checks gives the kind."""
+    header = sound[12 : len(sound) - len(FRAME)]
+    yield "length", "too few bytes for a prefix, and another magic", b"OSTQ" + sound[4:11]
+    yield "magic", "another magic, and version 2", b"OSTQ" + prefix(len(header), version=2)[4:] + header + FRAME
+    yield "version", "version 2, and a header of more than 2^20 bytes", prefix((1 << 20) + 1, version=2)
+    yield "length", "a header that is not msgpack, and longer than what is there", prefix(2) + b"\xc1"
+    yield "header", "an empty frame, and no chunk for it", enclosed({**FIELDS, "frame_bytes": [7, 0]}, FRAME)
+    yield "header", "no tokens, and the last byte is missing", enclosed({**FIELDS, "tokens": 0}, FRAME[:-1])
+    yield "frames", "two frames for one chunk, and the last byte is missing", payload(FRAME[:3], FRAME[3:])[:-1]
+    yield "frames", "a frame that is longer than its chunk, and a byte too many", payload(FRAME + b"\0") + b"\0"
+    yield "length", "no zstd frame, and a byte too many", payload(b"\0" * 6) + b"\0"
+    two = {"codec": "fp32", "elements": 2, "chunk_elements": 1}
+    nan, huge = bytes.fromhex("0000c07f"), bytes.fromhex("01008071")
+    yield "codes", "a NaN in the first chunk, and no zstd frame for the second", payload(nan, b"\0\0\0", **two)
+    yield "zstd", "no zstd frame for the first chunk, and a NaN in the second", payload(b"\0\0\0", nan, **two)
+    yield "magnitude", "above 2^100 in the first chunk, and a NaN in the second", payload(huge, nan, **two)
+    yield "codes", "above 2^100, and a NaN", payload(huge + nan, codec="fp32", elements=2)
+    yield "codes", "above 2^100, and the code -128", payload(bytes.fromhex("0f6e 00 80"), elements=2)
 
 
 def payload(*frames: bytes, **changes: Any) -> bytes:

@@ -27,9 +27,9 @@ WIDTH = 120  # columns
 INTRODUCTION = """\
 One worker's way through a run of one round, from the run's creation to its leaving: every request with its answer. It
 is the example of [wire-format.md](wire-format.md#6-an-example), and was played on a real coordinator by
-`docs/write_life.py`. Tokens stand as `ADMIN_TOKEN`, `WORKER_TOKEN` and `MEMBER_TOKEN`, points in time as 1767225600.0,
-and payloads in hexadecimal. JSON is laid out to be read, so its `Content-Length` is left out. So are `Host`,
-`User-Agent`, `Accept`, `Accept-Encoding` and `Connection` of requests; `Date`, `Server`,
+`docs/write_life.py`. Tokens stand as `ADMIN_TOKEN`, `JOIN_TOKEN`, `WORKER_TOKEN` and `MEMBER_TOKEN`, points in time as
+1767225600.0, and payloads in hexadecimal. JSON is laid out to be read, so its `Content-Length` is left out. So are
+`Host`, `User-Agent`, `Accept`, `Accept-Encoding` and `Connection` of requests; `Date`, `Server`,
 `X-Request-Id`, `Outerstep-Version` and `Outerstep-Protocol` of answers.
 """
 
@@ -44,6 +44,10 @@ sequence_length = 256
 
 [inner]
 batch_size = 8
+
+[outer]
+learning_rate = 0.7
+momentum = 0.9
 
 [sync]
 rounds = 1
@@ -148,9 +152,22 @@ def perform(play: Play, await_state: Callable[[str, int], None]) -> None:
     )
     play.send("ADMIN_TOKEN", "POST", "/v1/runs", SPEC.encode(), Content_Type="application/toml")
 
-    play.scene("Make a token for the workers", "It is shown in this answer and nowhere else.")
-    made = play.send("ADMIN_TOKEN", "POST", "/v1/tokens", {"scope": "worker", "note": "boxes"}).json()
-    play.secrets |= {"WORKER_TOKEN": made["token"], "TOKEN_ID": made["id"], "MEMBER_TOKEN": "ost_" + "m" * 43}
+    play.scene(
+        "Make a join token",
+        "An admin does this once for all boxes. The secret is shown in this answer and nowhere else. With the scope "
+        "`worker` the token is used as it is, and nothing is exchanged.",
+    )
+    made = play.send("ADMIN_TOKEN", "POST", "/v1/tokens", {"scope": "join", "note": "boxes", "uses": 10}).json()
+    play.secrets |= {"JOIN_TOKEN": made["token"], "JOIN_TOKEN_ID": made["id"]}
+    play.secrets |= {"WORKER_TOKEN": "ost_" + "w" * 43, "MEMBER_TOKEN": "ost_" + "m" * 43}
+
+    play.scene(
+        "Exchange a join token",
+        "The worker has drawn the secret of its own worker token and saved it before it sends this. The same request "
+        "again is answered 200 with the same message. From here on the join token is not needed.",
+    )
+    exchanged = play.send("JOIN_TOKEN", "POST", f"{worker}/token", {"token": play.secrets["WORKER_TOKEN"]}).json()
+    play.secrets["WORKER_TOKEN_ID"] = exchanged["id"]
 
     play.scene(
         "Join",
@@ -208,6 +225,13 @@ def perform(play: Play, await_state: Callable[[str, int], None]) -> None:
     play.send("MEMBER_TOKEN", "PUT", f"{worker}/lease", {})
 
 
+def check_end(http: httpx.Client) -> None:
+    """Raise ValueError unless the worker on the page has left with the run's state."""
+    worker = http.get("/v1/runs/demo/workers/a").raise_for_status().json()
+    if worker["divergences"]:
+        raise ValueError("the worker of docs/rest.md has left with another state than the run's")
+
+
 def page() -> str:
     """The whole page: what stands before the section, and the section as it was just played."""
     before = PAGE.read_text(encoding="utf-8").partition(HEADING)[0]
@@ -218,6 +242,7 @@ def page() -> str:
     ):
         play = Play(http, running.admin_token)
         perform(play, running.await_state)
+        check_end(http)
     return before + HEADING + "\n" + INTRODUCTION + play.text
 
 

@@ -4,6 +4,7 @@ A test fails while the files are not what this writes. docs/wire-format.md says 
 is in docs/refused_payloads.py.
 """
 
+import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -157,10 +158,14 @@ def runs(values: F32, gap: int = 16) -> list[tuple[int, F32]]:
 
 
 def means() -> Document:
-    """The mean of three workers of unlike weights, by every codec; `contributions` are in the order of arrival."""
+    """The mean of three workers of unlike weights, by every codec: all factors 1 and `int8` as the download codec, then
+    factors below 1 with the other download codecs. `contributions` are in the order of arrival."""
     arrived = {"w9": 3 * 2048, "w10": 7 * 2048, "w-1": 5 * 2048}
+    whole, screened = dict.fromkeys(arrived, 1.0), {"w9": 0.3, "w10": 1.0, "w-1": 0.875}
+    cases = [(codec, whole, "int8") for codec in REFERENCE]
+    cases += zip(REFERENCE, itertools.repeat(screened), itertools.cycle(("int4", "fp32", "bf16")))
     result: Document = []
-    for codec in REFERENCE:
+    for codec, factors, download in cases:
         n = 640 if codec == "sparse" else 200
         sent = {worker: spread(n, seed) for seed, worker in enumerate(arrived, start=5)}
         for each, magnitude in zip(sent.values(), (1, 0.03, 5), strict=True):
@@ -171,34 +176,37 @@ def means() -> Document:
             for worker, tokens in arrived.items()
         }
         order, total = sorted(arrived, key=str.encode), sum(arrived.values())
-        weights = {worker: np.float32(arrived[worker] / total) for worker in order}
-        mean = mean_of(codec, [bodies[worker] for worker in order], list(weights.values()))
-        raw = encoded("int8", mean)
+        shares = [np.float32(arrived[worker] / total) for worker in order]
+        weights = [np.float32(arrived[worker] / total * factors[worker]) for worker in order]
+        mean = mean_of(codec, [bodies[worker] for worker in order], shares, weights)
+        raw = encoded(download, mean)
         result.append(
             {
                 "codec": codec,
                 "contributions": [bodies[worker].hex() for worker in arrived],
                 "order": order,
-                "weights": hexadecimal(np.array(list(weights.values()))),
+                "factors": [factors[worker] for worker in order],
+                "shares": hexadecimal(np.array(shares)),
+                "weights": hexadecimal(np.array(weights)),
                 "mean": hexadecimal(mean),
-                "download_codec": "int8",
+                "download_codec": download,
                 "encoded": raw.tobytes().hex(),
-                "decoded": hexadecimal(decoded("int8", raw, n)),
+                "decoded": hexadecimal(decoded(download, raw, n)),
             }
         )
     return result
 
 
-def mean_of(codec: str, bodies: list[bytes], weights: list[np.float32]) -> F32:
+def mean_of(codec: str, bodies: list[bytes], shares: list[np.float32], weights: list[np.float32]) -> F32:
     """The weighted mean of contributions of one chunk, in the order in which they are given."""
     payloads = [wire.Payload.from_bytes(body) for body in bodies]
     total = np.zeros(payloads[0].header.elements, np.float32)
-    sent = np.zeros_like(total)  # the weights of those that sent each value
+    sent = np.zeros_like(total)  # the shares of those that sent each value
     add_weight = REFERENCE[codec].add_weight
-    for payload, weight in zip(payloads, weights, strict=True):
+    for payload, share, weight in zip(payloads, shares, weights, strict=True):
         REFERENCE[codec].accumulate(payload.chunk(0), weight, total)
         if add_weight is not None:
-            add_weight(payload.chunk(0), weight, sent)
+            add_weight(payload.chunk(0), share, sent)
     return total if add_weight is None else np.divide(total, sent, out=total, where=sent != 0)
 
 

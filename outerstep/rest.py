@@ -32,6 +32,7 @@ from protocol.messages import (
     RunChange,
     RunDetail,
     RunInfo,
+    ServerStatus,
     TokenInfo,
     TokenRequest,
     WorkerChange,
@@ -139,6 +140,12 @@ class Client:
     def checkpoint(self, run: str) -> CheckpointDetail:
         """Return the latest checkpoint."""
         return self._ask("GET", _path(run, "checkpoints", "latest"), CheckpointDetail)
+
+    # --- the coordinator itself -----------------------------------------------------------------------------------
+
+    def status(self) -> ServerStatus:
+        """Return how the coordinator is."""
+        return self._ask("GET", "/v1/status", ServerStatus)
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS, NotUnderstood, Problem, Transient, UnexpectedAnswer
 from protocol.explaining import explain
 from protocol.printable import printable
-from protocol.versions import OURS, said_by_coordinator, why_not
+from protocol.versions import OURS, both_named, said_by_coordinator, why_not
 
 Reply = TypeVar("Reply", bound=BaseModel)
 
@@ -99,9 +99,8 @@ def read_message(reply: type[Reply], answer: Answer) -> Reply:
         coordinator, faults = said_by_coordinator(answer.headers), error.errors()
         if coordinator.protocol is not None and all(fault["type"] != "json_invalid" for fault in faults):
             raise NotUnderstood(
-                f"{_where(answer)} answered in words that Outerstep {OURS.version} does not know: "
-                f"{'; '.join(explain(fault) for fault in faults[:3])}. The coordinator is {coordinator}: give both "
-                "sides the same version"
+                f"{_where(answer)} answered in words that this client does not know: "
+                f"{'; '.join(explain(fault) for fault in faults[:3])}; {both_named(OURS, coordinator)}"
             ) from error
         raise UnexpectedAnswer(
             f"{_where(answer)} answered what is no {reply.__name__}: {_start(body)}; check the URL and what lies "

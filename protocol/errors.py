@@ -63,7 +63,8 @@ PROBLEMS: dict[str, ProblemType] = {
     "not-found": ProblemType(404, REFUSED, "There is nothing at this address."),
     "method-not-allowed": ProblemType(405, REFUSED, "This address does not take this method."),
     "not-published": ProblemType(404, ACT, "Not there yet; ask again. The detail says what is waited for."),
-    "gone": ProblemType(410, ACT, "Deleted by the retention rule; recover from the latest checkpoint."),
+    "gone": ProblemType(410, ACT, "No longer there, as the detail says; recover from the latest checkpoint."),
+    "file-lost": ProblemType(410, ACT, "The coordinator's disk has lost this file; take another checkpoint."),
     "range-not-satisfiable": ProblemType(416, ACT, "The Range lies outside the bytes."),
     "run-exists": ProblemType(
         409, REFUSED, "Another run has this name; a run's spec never changes. Choose a new name."

@@ -413,8 +413,8 @@ class FragmentState(StrEnum):
 
 class Verdict(_Reply):
     """What a contribution counts in its delta: `factor` times its weight; 0 where it is left out. `reason` says why it
-    is not 1. `ratio`: its norm, by the coordinator, as a multiple of the fragment's `reference`; `cosine`: its
-    direction's with the weighted sum of all others; null where there is nothing to compare with."""
+    is not 1. `ratio`: its norm, by the coordinator, as a multiple of the fragment's `reference`; `cosine`: the median
+    of its cosines with each of the others that count; null where there is nothing to compare with."""
 
     factor: float
     reason: str = ""
@@ -531,6 +531,7 @@ class CheckpointInfo(_Reply):
     created_at: float
     bytes: int
     state_digest: HexDigest
+    damage: str | None = None  # why it cannot be fetched: its file is missing or corrupt; null where it can
 
 
 class CheckpointDetail(CheckpointInfo):
@@ -650,3 +651,93 @@ class Readiness(Health):
     """`last_backup_at`: when the coordinator's last good backup by schedule was made; null where there is none."""
 
     last_backup_at: float | None
+
+
+# --- the coordinator itself ---------------------------------------------------------------------------------------
+
+
+class Finding(_Reply):
+    """Something that is wrong. `about`: the type of the notification of it, or `database` or `notifications`; `run`:
+    null if it is about the server; `remedy`: what to do next."""
+
+    about: str
+    run: str | None
+    message: str
+    remedy: str
+
+
+class DiskInfo(_Reply):
+    """A file system. `places`: what of the coordinator's lies on it, `data` or `database` or both."""
+
+    places: list[str]
+    free_bytes: int
+    size_bytes: int
+
+
+class DatabaseInfo(_Reply):
+    """`schema_revision`, `size_bytes` and `answer_s`, the time of one query, are null while it does not answer; `fault`
+    says why."""
+
+    backend: str
+    schema_revision: str | None
+    size_bytes: int | None
+    answer_s: float | None
+    fault: str
+
+
+class BackupInfo(_Reply):
+    """Scheduled backups. `fault`: why the last one failed; empty if it did not."""
+
+    every_s: float
+    last_at: float | None
+    failed_at: float | None
+    fault: str
+
+
+class ClientsInfo(_Reply):
+    """What is connected: workers that hold a lease, streams of events, connections."""
+
+    workers: int
+    streams: int
+    connections: int
+
+
+class LoggedError(_Reply):
+    """A warning or an error of the log, as it was logged last; `count`: how often since the start."""
+
+    at: float
+    level: str
+    logger: str
+    message: str
+    count: int
+
+
+class NotificationsInfo(_Reply):
+    """The webhook. `pending` wait to be sent; `dropped` were given up since the start; `fault`: why the last attempt
+    failed, empty if it did not."""
+
+    host: str
+    format: str
+    signed: bool
+    pending: int
+    dropped: int
+    sent_at: float | None
+    failed_at: float | None
+    fault: str
+
+
+class ServerStatus(_Reply):
+    """How the coordinator is. `findings`: what is wrong, and nothing else; `backup` and `notifications` are null where
+    there are none; `errors`: the newest first."""
+
+    version: str
+    protocol: int
+    started_at: float
+    now: float
+    findings: list[Finding]
+    disks: list[DiskInfo]
+    database: DatabaseInfo
+    backup: BackupInfo | None
+    notifications: NotificationsInfo | None
+    clients: ClientsInfo
+    errors: list[LoggedError]

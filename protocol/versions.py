@@ -32,7 +32,7 @@ class Said(NamedTuple):
 
     def __str__(self) -> str:
         software = "" if self.version is None else f"Outerstep {self.version}, "
-        return f"{software}protocol {self.protocol}"
+        return software + ("an unknown protocol" if self.protocol is None else f"protocol {self.protocol}")
 
 
 OURS = Said(str(PROTOCOL_VERSION), __version__)
@@ -70,6 +70,11 @@ def why_not(client: Said, coordinator: Said) -> str | None:
     else:
         remedy = f"upgrade the coordinator{_to(client)}, or give this client the coordinator's version"
     return f"this client ({client}) and the coordinator ({coordinator}) do not speak the same protocol: {remedy}"
+
+
+def both_named(client: Said, coordinator: Said) -> str:
+    """Return a sentence for two sides that speak one protocol and still do not know each other's fields."""
+    return f"the client is {client}, the coordinator {coordinator}: give both sides the same build of Outerstep"
 
 
 def _to(other: Said) -> str:

@@ -122,7 +122,7 @@ def test_a_message_or_what_came_in_its_place() -> None:
 def test_words_of_another_version_are_told_from_broken_ones() -> None:
     from_coordinator = {"Outerstep-Protocol": str(PROTOCOL_VERSION), "Outerstep-Version": "0.1.7"}
     later, broken = b'{"action": "hum", "reason": "", "round": 0}', b'{"action": "wa'
-    with pytest.raises(NotUnderstood, match="does not know: action = 'hum': .* The coordinator is Outerstep 0.1.7"):
+    with pytest.raises(NotUnderstood, match="does not know: action = 'hum': .* the coordinator Outerstep 0.1.7"):
         read_message(messages.Assignment, Answer(200, later, from_coordinator))
     for answer in (Answer(200, later), Answer(200, broken, from_coordinator)):
         with pytest.raises(UnexpectedAnswer, match="answered what is no Assignment") as caught:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgpack
 import pytest
 import sqlalchemy as sa
 
@@ -19,7 +20,9 @@ from benchmarks.harness.member import Member, spec_toml
 from coordinator.store import sqlite
 from protocol import PROTOCOL_VERSION, __version__
 from protocol.exit_codes import Exit
-from protocol.messages import Action, Scope
+from protocol.messages import Action, JoinRequest, Scope
+from protocol.versions import of_requests
+from protocol.wire import MAGIC, PREFIX, VERSION
 from tests.support.http_server import Handler, serving
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text
@@ -184,6 +187,32 @@ def test_a_coordinator_of_another_protocol_is_told_by_our_clients(tmp_path: Path
         later.stop()
 
 
+# --- other builds of the same protocol ----------------------------------------------------------------------------------
+
+
+def test_a_field_that_only_one_build_knows_is_named_with_both_versions(running: InThread) -> None:
+    running.create_run(spec_toml())
+    with running.client() as http:
+        http.headers.update(of_requests("worker") | {"User-Agent": "outerstep/0.1.7 (worker)"})
+        member = Member(http, "r", "w")
+        path, request = member.path(), JoinRequest(tensors=member.tensors, data=member.data).model_dump(mode="json")
+        refused = http.put(path, json=request | {"later": 1}).json()
+        assert refused["type"] == "urn:outerstep:problem:invalid-message"
+        assert "later: " in refused["detail"]
+        assert "Outerstep 0.1.7" in refused["detail"]
+        assert OURS in refused["detail"]
+        member.join(running.token(Scope.WORKER))
+        fields = msgpack.packb({"kind": "state", "later": 1})
+        body = PREFIX.pack(MAGIC, VERSION, 0, len(fields)) + fields
+        refused = member.put("/v1/runs/r/checkpoints/0/fragments/0", body).json()
+        assert refused["type"] == "urn:outerstep:problem:invalid-payload"
+        assert "header field state." in refused["detail"]
+        assert "Outerstep 0.1.7" in refused["detail"]
+        assert OURS in refused["detail"]
+        http.headers["User-Agent"] = "curl/8.1"  # of a client of somebody else there is nothing to say
+        assert OURS not in member.put("/v1/runs/r/checkpoints/0/fragments/0", body).json()["detail"]
+
+
 # --- later words of the same protocol ---------------------------------------------------------------------------------
 
 
@@ -252,9 +281,9 @@ def test_a_worker_that_is_told_to_do_what_it_does_not_know_ends_with_a_sentence(
         worker.start()
         assert worker.wait() == Exit.REFUSED
     last = worker.log.read_text().splitlines()[-1]
-    assert f"answered in words that Outerstep {__version__} does not know: action" in last
+    assert "does not know: action" in last
     assert "meditate" in last
-    assert f"The coordinator is {OURS}: give both sides the same version" in last
+    assert f"the client is {OURS}, the coordinator {OURS}" in last
     assert "Traceback" not in worker.log.read_text()
 
 

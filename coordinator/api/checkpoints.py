@@ -1,5 +1,6 @@
 """Checkpoints: seed the first, list them, fetch their bytes."""
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -74,7 +75,7 @@ async def list_checkpoints(
     return await told(http, reports.checkpoints, run, limit, after)
 
 
-@router.get("/{number}", response_model=CheckpointDetail, responses=refusing(*OF_A_RUN, "gone"))
+@router.get("/{number}", response_model=CheckpointDetail, responses=refusing(*OF_A_RUN, "gone", "file-lost"))
 async def get_checkpoint(
     http: Request, run: ReadableRun, _: Detail, number: Annotated[str, Path(pattern=r"^(latest|\d{1,18})$")]
 ) -> Response:
@@ -85,11 +86,11 @@ async def get_checkpoint(
 @router.get(
     "/{number}/fragments/{fragment}",
     response_class=Response,
-    responses=IMMUTABLE | refusing(*OF_A_RUN, "gone", "range-not-satisfiable"),
+    responses=IMMUTABLE | refusing(*OF_A_RUN, "gone", "file-lost", "range-not-satisfiable"),
     openapi_extra=ASKS_FOR_BYTES,
 )
 def get_checkpoint_fragment(http: Request, run: ReadableRun, number: Number, fragment: Number) -> Response:
     """One fragment's outer state, θ then u."""
     layout_with(run, fragment)
-    digest = reports.checkpoint_digest(run, number, fragment)
-    return blob(http, run.blobs, run.names.checkpoint(number, fragment, digest), digest)
+    stored = reports.stored_checkpoint(run, number, fragment)
+    return blob(http, run.blobs, stored, partial(reports.missing_checkpoint, run, number, fragment))

@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator import round_reports
+from coordinator import reports, round_reports
 from coordinator.http.access import (
     AnyMember,
     Caller,
@@ -163,4 +163,9 @@ async def get_delta(
     recent = run.world.room.delta(found) if (number, fragment) in run.outer.deltas else None
     if recent is not None:
         return blob_in_memory(http, recent, found)
-    return await run_in_threadpool(blob, http, run.blobs, run.names.delta(number, fragment, found), found)
+    return await run_in_threadpool(_stored_delta, http, run, number, fragment, found)
+
+
+def _stored_delta(http: Request, run: LiveRun, number: int, fragment: int, digest: bytes) -> Response:
+    stored = reports.stored_delta(run, number, fragment, digest)
+    return blob(http, run.blobs, stored, partial(reports.missing_delta, run, number, fragment))

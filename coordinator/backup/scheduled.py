@@ -44,6 +44,7 @@ class Scheduled:
     ) -> None:
         self.last_at: float | None = None
         self.fault = ""  # why the last one failed
+        self.failed_at: float | None = None  # when that was, in seconds since 1970
         self.schedule, self.source = schedule, source
         self._closing, self._clock, self._now = closing, clock, now
         self._lock = threading.Lock()
@@ -71,6 +72,10 @@ class Scheduled:
                     change.record("backup-made", "backups are made again")
                 self._told.discard(run.id)
 
+    def age_s(self, at: float) -> float:
+        """Return how long ago a backup was made, or failed, at `at`."""
+        return max(0.0, self._now() - at)
+
     def close(self) -> None:
         """End the work, which `closing` interrupts."""
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -82,14 +87,17 @@ class Scheduled:
         except Interrupted:
             logger.info("the backup is interrupted: the next one goes on with what was copied")
         except OuterstepError as error:
-            self.fault = str(error)
+            self._note_fault(error)
             logger.error("a backup failed: %s; it is tried again", error)
         except Exception as error:  # nobody awaits it: the log and the events say it
-            self.fault = str(error)
+            self._note_fault(error)
             logger.exception("a backup failed; it is tried again")
         finally:
             with self._lock:
                 self.due = self._clock() + wait_s
+
+    def _note_fault(self, error: Exception) -> None:
+        self.fault, self.failed_at = str(error) or type(error).__name__, self._now()
 
     def _make_if_due(self) -> float:
         """Make a backup unless the newest one is new enough; return in how many seconds the next one is due."""

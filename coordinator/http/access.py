@@ -1,6 +1,6 @@
-"""Who may call a route, as the types of its parameters: Admin, AdminOfSome, AdminOfRun, OperatorOfRun, Joiner,
-LineChecker, ExchangersRun, ReadableRun, MemberRun, AnyMember, MemberOrOperator; Caller is anybody with a token. `By` is
-who acts. And what else routes share: the coordinator, the path, paging.
+"""Who may call a route, as the types of its parameters: Admin, AdminOfSome, AdminOfRun, OperatorOfRun, OperatorOfAll,
+Joiner, LineChecker, ExchangersRun, ReadableRun, MemberRun, AnyMember, MemberOrOperator; Caller is anybody with a token.
+`By` is who acts. And what else routes share: the coordinator, the path, paging.
 
 A token that is for one run alone is refused where another run is meant, and where all are.
 """
@@ -106,6 +106,11 @@ async def operator(run: PathName, caller: Caller, service: Service) -> LiveRun:
     return service.run(run)
 
 
+async def operator_of_all(caller: Caller) -> Identity:
+    """Return the caller; Problem `forbidden` unless it is an operator, or an admin, of all runs."""
+    return _check(caller, Scope.OPERATOR, None, "this needs an operator token, or an admin's")
+
+
 async def joiner(run: PathName, caller: Caller) -> Identity:
     """Return the caller; Problem `forbidden` unless its token lets workers join the run of the path."""
     if caller.allows(Scope.JOIN, caller.run):
@@ -170,6 +175,7 @@ Admin = Annotated[Identity, Security(admin, scopes=["admin"])]
 AdminOfSome = Annotated[Identity, Security(admin_of_some, scopes=["admin"])]
 AdminOfRun = Annotated[LiveRun, Security(admin_of_run, scopes=["admin"])]
 OperatorOfRun = Annotated[LiveRun, Security(operator, scopes=["operator"])]
+OperatorOfAll = Annotated[Identity, Security(operator_of_all, scopes=["operator"])]
 Joiner = Annotated[Identity, Security(joiner, scopes=["worker"])]
 LineChecker = Annotated[Identity, Security(line_checker, scopes=["worker", "join"])]
 ExchangersRun = Annotated[LiveRun, Security(exchanger, scopes=["join"])]

@@ -13,12 +13,15 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
-from protocol.errors import Problem, WireError
+from protocol.errors import Problem, WireError, WireFault
 from protocol.explaining import explain
 from protocol.messages import Cause
 from protocol.printable import printable
+from protocol.versions import OURS, both_named, said_by_client
 
 MAX_DISCARDED_BYTES = 64 << 20  # more than a fragment's upload, which a worker sends whose lease has just ended
+
+OF_ANOTHER_BUILD = frozenset({"extra_forbidden", "missing", "enum", "literal_error"})  # pydantic's faults
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +34,16 @@ def answer_problems(app: FastAPI) -> None:
         return problem_response(error)
 
     @app.exception_handler(WireError)
-    async def _wire(_: Request, error: WireError) -> Response:
-        return problem_response(Problem("invalid-payload", str(error)))
+    async def _wire(request: Request, error: WireError) -> Response:
+        sides = _both_sides(request) if error.fault in (WireFault.VERSION, WireFault.HEADER) else ""
+        return problem_response(Problem("invalid-payload", f"{error}{sides}"))
 
     @app.exception_handler(RequestValidationError)
-    async def _invalid(_: Request, error: RequestValidationError) -> Response:
+    async def _invalid(request: Request, error: RequestValidationError) -> Response:
         faults: list[Any] = list(error.errors())
-        return problem_response(
-            Problem("invalid-message", "; ".join(explain(fault, echo=False) for fault in faults[:5]))
-        )
+        sides = _both_sides(request) if any(fault["type"] in OF_ANOTHER_BUILD for fault in faults) else ""
+        detail = "; ".join(explain(fault, echo=False) for fault in faults[:5])
+        return problem_response(Problem("invalid-message", f"{detail}{sides}"))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
@@ -56,6 +60,12 @@ def answer_problems(app: FastAPI) -> None:
     async def _gone(request: Request, _: ClientDisconnect) -> Response:
         logger.info("%s %s: the client went away", request.method, printable(request.url.path))
         return Response(status_code=499)  # nobody reads it
+
+
+def _both_sides(request: Request) -> str:
+    """Return which builds speak, for a field that only one of them knows; empty for a client of somebody else."""
+    client = said_by_client(request.headers)
+    return "" if client.version is None else f"; {both_named(client, OURS)}"
 
 
 def _not_allowed(request: Request, where: str, known: str) -> Response:

@@ -5,7 +5,7 @@ so deleting it meanwhile does no harm.
 """
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext
 
 from fastapi import Request
@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.http.head import wants_head_only
 from coordinator.http.problems import problem_response
-from coordinator.store.blobs import Blobs, Reader
+from coordinator.store.blobs import Blobs, Reader, Stored
 from protocol.digest import Buffer
 from protocol.errors import Problem
 from protocol.wire import MEDIA_TYPE
@@ -58,20 +58,22 @@ def _read(reader: Reader, start: int, stop: int) -> memoryview:
     return piece
 
 
-def blob(request: Request, blobs: Blobs, name: str, digest: bytes) -> Response:
+def blob(request: Request, blobs: Blobs, stored: Stored, missing: Callable[[], Problem]) -> Response:
     """Return the blob, or the range of it that is asked for, as an answer. Its BLAKE3 digest is its ETag.
 
-    If several ranges are asked for, the whole is the answer, as RFC 9110 allows. Problem `gone` if it was deleted.
+    If several ranges are asked for, the whole is the answer, as RFC 9110 allows. Raises the Problem that `missing`
+    makes if the blob is not there, or has lost some of its bytes.
     """
-    headers = _headers(digest)
+    headers = _headers(stored.digest)
     if _is_known(request, headers):
         return Response(status_code=304, headers=headers)
     try:
-        reader = blobs.open(name)
+        reader = blobs.open(stored.name)
     except FileNotFoundError:
-        raise Problem(
-            "gone", "these bytes were deleted by the retention rule; recover from the latest checkpoint"
-        ) from None
+        raise missing() from None
+    if stored.size not in (None, reader.size):
+        reader.close()
+        raise missing()
     return _answer(request, headers, reader, reader.size)
 
 

@@ -115,6 +115,13 @@ OF_THE_SERVER = (
     _of_the_server(
         "last_backup_timestamp_seconds", "s", "when its last good one was made, since 1970; absent before the first"
     ),
+    _of_the_server("notifications_pending", "notifications", "that the webhook has not taken yet"),
+    _of_the_server(
+        "notification_attempts_total",
+        "attempts",
+        "to send one to the webhook, by outcome: `sent`, `failed`",
+        "outcome",
+    ),
 )
 
 FAMILIES = (*OF_RUNS, *OF_THE_SERVER)

@@ -97,3 +97,7 @@ class _ServerCollector(Collector):
             yield f"{PREFIX}backup_interval_seconds", (), backups.schedule.every_s
             if backups.last_at is not None:
                 yield f"{PREFIX}last_backup_timestamp_seconds", (), backups.last_at
+        sender = self._service.sender
+        yield f"{PREFIX}notifications_pending", (), 0 if sender is None else len(sender.outbox.pending)
+        yield f"{PREFIX}notification_attempts_total", ("sent",), 0 if sender is None else sender.sent
+        yield f"{PREFIX}notification_attempts_total", ("failed",), 0 if sender is None else sender.failed

@@ -81,6 +81,8 @@ class World:
     room: Room  # for payloads in memory
     closing: threading.Event  # the coordinator stops: long work on other threads ends early
     settle: Callable[["Settling"], None]  # bring a run to its fixpoint
+    # Session, run, kind, message, data of an event: notify of it, and return what follows once it is committed.
+    notify: Callable[[Session, str, str, str, dict[str, Any]], Callable[[], None] | None]
     secret: bytes  # from which the keys of sketches come (screening/measuring.py)
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
@@ -264,6 +266,12 @@ class LiveRun:
         return bool(self.outer.states)
 
     @property
+    def trains_on_the_same(self) -> bool:
+        """True if all workers train on one data set, whose units the coordinator assigns; False if each of them may
+        have its own."""
+        return self.model is not None and self.model.data is not None and self.model.data.digest is not None
+
+    @property
     def ended(self) -> bool:
         """True if the run is finished or stopped."""
         return self.state in (RunState.FINISHED, RunState.STOPPED)
@@ -353,6 +361,8 @@ class Change:
         # Once it is committed: on a full disk the same event is tried again many times.
         self.then(partial(logger.log, level, "%s: %s", run.name, message, extra=about))
         self.then(partial(_count_event, run, kind))
+        if (committed := run.world.notify(self.session, run.name, kind, message, data)) is not None:
+            self.then(committed)
         self.wake(EVENTS)
 
     def audit(self, by: Actor, act: str, message: str) -> None:

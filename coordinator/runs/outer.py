@@ -37,6 +37,8 @@ class OuterState:
     jobs     of each fragment
     deltas   by round and fragment: the digests of the last rounds' deltas
     lost     rounds and fragments of deltas that cannot be made again
+    spoilt   rounds of the checkpoints that cannot be made again, each with what is wrong, in words
+    suspect  True where a blob was found missing: all of them are to be verified soon
     damage   why the run cannot go on until its files are restored; None if it can
     """
 
@@ -45,6 +47,8 @@ class OuterState:
         self.jobs: list[Job] = []
         self.deltas: dict[tuple[int, int], bytes] = {}
         self.lost: set[tuple[int, int]] = set()
+        self.spoilt: dict[int, str] = {}
+        self.suspect = False
         self.damage: str | None = None
         self._states: list[State] = []
         self._changed = threading.Condition(lock)
@@ -70,7 +74,7 @@ class OuterState:
 
     def forget_deltas(self) -> None:
         """Forget all deltas: rounds of the same numbers will have others."""
-        self.deltas, self.lost = {}, set()
+        self.deltas, self.lost, self.spoilt = {}, set(), {}
 
     def await_round(self, fragment: int, round_: int, timeout_s: float) -> bool:
         """Wait until the fragment's state is of `round_` or later; return False if time is up. Releases the run's lock

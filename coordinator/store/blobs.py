@@ -76,6 +76,15 @@ Store = Callable[[DataDirectory], Blobs]  # opens the store of a coordinator wit
 
 
 @dataclass(frozen=True)
+class Stored:
+    """A blob as the database has it: name, BLAKE3 digest, and bytes where they are known."""
+
+    name: str
+    digest: bytes
+    size: int | None
+
+
+@dataclass(frozen=True)
 class RunNames:
     """The names of one run's blobs."""
 

@@ -7,6 +7,7 @@ exception. What differs between database systems is a module beside this one, in
 import errno
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -45,6 +46,9 @@ class Backend(Protocol):
 
     def folder(self, url: URL) -> Path | None:
         """Return the folder on this machine that a database at `url` lies in; None if it lies elsewhere."""
+
+    def size_bytes(self, url: URL) -> int:
+        """Return the bytes that the database takes."""
 
     def copy(self, url: URL, target: Path) -> None:
         """Copy the database, as it is at one moment, into the new file `target`, which is SQLite's whatever the
@@ -100,7 +104,8 @@ class Database:
 
     def __init__(self, url: URL) -> None:
         backend = BACKENDS[url.get_backend_name()]
-        self.folder = backend.folder(url)
+        self.name, self.folder = url.get_backend_name(), backend.folder(url)
+        self._size_bytes = partial(backend.size_bytes, url)
         with ExitStack() as opened:
             opened.enter_context(backend.lock(url))
             self.reading, self.writing = backend.engines(url)
@@ -122,6 +127,15 @@ class Database:
         """Open a session whose transaction is committed, durably, at the end of the block."""
         with Session(self.writing, expire_on_commit=False) as session, session.begin():
             yield session
+
+    def revision(self) -> str | None:
+        """Return the revision of its schema. Raises DBAPIError if it does not answer."""
+        with self.reading.connect() as connection:
+            return MigrationContext.configure(connection).get_current_revision()
+
+    def size_bytes(self) -> int:
+        """Return the bytes that it takes. Raises OSError."""
+        return self._size_bytes()
 
     def probe(self) -> None:
         """Begin a write and end it, without changing anything. Raises DBAPIError where it cannot begin."""

@@ -119,8 +119,16 @@ def digest_of(reader: Reader) -> bytes:
 
 def has_digest(blobs: Blobs, name: str, digest: bytes) -> bool:
     """Return True if the blob is there, can be read and has this BLAKE3 digest."""
+    return fault_in(blobs, name, digest) is None
+
+
+def fault_in(blobs: Blobs, name: str, digest: bytes) -> str | None:
+    """Return what is wrong with a blob of this BLAKE3 digest, as in "the delta of round 3 is missing on disk"; None if
+    it is intact."""
     try:
         with blobs.open(name) as reader:
-            return digest_of(reader) == digest
-    except OSError:  # missing or unreadable
-        return False
+            return None if digest_of(reader) == digest else "corrupt"
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"unreadable ({error.strerror})"

@@ -86,6 +86,13 @@ def folder(url: URL) -> Path | None:
     return Path(str(url.database)).resolve().parent
 
 
+def size_bytes(url: URL) -> int:
+    """Return the bytes of the database's file and of its write-ahead log."""
+    path = Path(str(url.database)).resolve()
+    wal = path.with_name(f"{path.name}-wal")
+    return path.stat().st_size + (wal.stat().st_size if wal.exists() else 0)
+
+
 def copy(url: URL, target: Path) -> None:
     """Copy the database as it is at one moment into the new file `target`, while others read and write it.
 

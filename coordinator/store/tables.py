@@ -330,3 +330,23 @@ class EventRow(Base):
     kind: Mapped[str] = mapped_column(String(32))
     message: Mapped[str]
     data: Mapped[dict[str, Any]]
+
+
+class NotificationRow(Base):
+    """A notification to the webhook (`notifications/outbox.py`). `run` is a name, as it outlives the run; null if it is
+    about the server. `open`: it says that something has begun, which has not ended. `done_at` is null until it was
+    sent, or given up."""
+
+    __tablename__ = "notifications"
+
+    number: Mapped[int] = mapped_column(primary_key=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    at: Mapped[float]
+    kind: Mapped[str] = mapped_column(String(32))
+    message: Mapped[str]
+    state: Mapped[str | None] = mapped_column(String(16))
+    run: Mapped[str | None] = mapped_column(String(64))
+    worker: Mapped[str | None] = mapped_column(String(64))
+    round: Mapped[int | None]
+    open: Mapped[bool]
+    done_at: Mapped[float | None]

@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from coordinator.runs.live_run import Change, LiveRun
 from coordinator.store.files import FileReader
-from coordinator.store.payloads import digest_of, has_digest
+from coordinator.store.payloads import digest_of, fault_in
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow
 from coordinator.sync import retention
 from protocol.digest import model_digest
@@ -86,7 +86,12 @@ def record_if_complete(change: Change, round_: int) -> bool:
 
 def is_intact(run: LiveRun, row: CheckpointFragmentRow) -> bool:
     """Return True if the fragment's blob is there and has its digest."""
-    return has_digest(run.blobs, run.names.checkpoint(row.round, row.fragment, row.digest), row.digest)
+    return damage(run, row) is None
+
+
+def damage(run: LiveRun, row: CheckpointFragmentRow) -> str | None:
+    """Return what is wrong with the fragment's blob, in a word; None if it is intact."""
+    return fault_in(run.blobs, run.names.checkpoint(row.round, row.fragment, row.digest), row.digest)
 
 
 def describe(row: CheckpointFragmentRow, layout: Layout) -> CheckpointFragment:

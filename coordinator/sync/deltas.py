@@ -7,7 +7,7 @@ from sqlalchemy import select
 
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.open_round import AcceptedContribution
-from coordinator.store.payloads import HashedPayload, ReadBuffer, StoredPayload, has_digest
+from coordinator.store.payloads import HashedPayload, ReadBuffer, StoredPayload, fault_in, has_digest
 from coordinator.store.tables import ContributionRow, FragmentRow
 from coordinator.sync import retention
 from coordinator.sync.aggregating import aggregate
@@ -107,7 +107,7 @@ def lost_contributions(
 
 
 def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
-    """Check the published delta's blob; if it is corrupt, make it again from the contributions.
+    """Check the published delta's blob; if it is missing or corrupt, make it again from the contributions.
 
     Returns False if that is impossible. Then the blob is deleted: a checkpoint covers its round, and workers that ask
     for it are sent there.
@@ -117,7 +117,8 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
     if row is None or row.delta_digest is None:
         return True
     name = run.names.delta(round_, fragment, row.delta_digest)
-    if has_digest(run.blobs, name, row.delta_digest):
+    damage = fault_in(run.blobs, name, row.delta_digest)
+    if damage is None:
         return True
     with run.world.database.read() as session:
         contributions = session.scalars(
@@ -141,10 +142,10 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
     where = f"the delta of round {round_}, fragment {fragment}"
     with run.change() as change:
         if mended:
-            message = f"{where} was corrupt on disk; it was made again from its contributions, to the same bytes"
+            message = f"{where} was {damage} on disk; it was made again from its contributions, to the same bytes"
             change.record("mended", message, round=round_, fragment=fragment)
         else:
-            message = f"{where} is corrupt on disk and its contributions are gone; workers recover from a checkpoint"
+            message = f"{where} is {damage} on disk and its contributions are gone; workers recover from a checkpoint"
             change.record("corrupt", message, round=round_, fragment=fragment)
     return mended
 

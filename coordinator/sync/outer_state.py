@@ -36,11 +36,23 @@ def catch_up(run: LiveRun, fragment: int) -> None:
     Raises OuterstepError if the disk has lost what a step needs.
     """
     while (before := run.outer.states[fragment].round) < run.round:
+        if not _is_there(run.outer.files.path(fragment, before)):
+            go_back_to_checkpoint(run, fragment)
+            continue
         if _recent_delta(run, before, fragment) is None and not mend_delta(run, before, fragment):
-            _go_back_to_checkpoint(run, fragment, after=before)
+            go_back_to_checkpoint(run, fragment, after=before)
             continue
         with run.traced("outer-step", before, fragment):
             _step(run, fragment)
+
+
+def _is_there(path: Path) -> bool:
+    """Return True if the state file is there and has its whole length."""
+    try:
+        with StateReader(FileReader(path)):
+            return True
+    except (FileNotFoundError, WireError):
+        return False
 
 
 def _step(run: LiveRun, fragment: int) -> None:
@@ -126,7 +138,7 @@ def restore(run: LiveRun) -> None:
     try:
         for fragment, (round_, digest) in enumerate(outer.states):
             if not has_state_digest(outer.files.path(fragment, round_), digest):
-                _go_back_to_checkpoint(run, fragment)
+                go_back_to_checkpoint(run, fragment)
             catch_up(run, fragment)
     except (OuterstepError, OSError) as error:  # the other runs are served, and this one says what it needs
         if disk_is_full(error):
@@ -137,7 +149,7 @@ def restore(run: LiveRun) -> None:
     outer.files.remove_all_but({outer.files.path(fragment, each.round) for fragment, each in enumerate(outer.states)})
 
 
-def _go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None:
+def go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None:
     """Make the newest intact checkpoint of `fragment`, of a state later than `after`, its outer state."""
     with run.world.database.read() as session:
         saved = session.scalars(

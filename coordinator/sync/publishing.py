@@ -75,9 +75,9 @@ def _work(run: LiveRun, index: int, job: Job) -> None:
             job.running, job.retry_at = False, run.world.clock() + RETRY_S
             if run.world.storage_failed(error) is not None:
                 return
-            logger.exception("%s: fragment %d could not be published", run.name, index)
             if job.fault == str(error):
                 return
+            logger.exception("%s: fragment %d could not be published", run.name, index)
             with run.change() as change:
                 message = f"fragment {index} could not be published: {error}; trying again every {RETRY_S:.0f} s"
                 change.record("fault", message, fragment=index)

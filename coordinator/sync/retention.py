@@ -35,13 +35,12 @@ EVENTS_SLACK = 500  # so many events above the limit are not worth a deletion ye
 
 
 def complete_checkpoints(run: LiveRun) -> list[int]:
-    """Return the rounds of the complete checkpoints, newest first."""
+    """Return the rounds of the complete checkpoints, newest first, without those that the disk has spoilt for good."""
     with run.world.database.read() as session:
-        return list(
-            session.scalars(
-                select(CheckpointRow.round).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round.desc())
-            )
-        )
+        rounds = session.scalars(
+            select(CheckpointRow.round).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round.desc())
+        ).all()
+    return [round_ for round_ in rounds if round_ not in run.outer.spoilt]
 
 
 def oldest_checkpoint(run: LiveRun) -> int:

@@ -1,7 +1,9 @@
-"""The verification of blobs, after a start and every hour: disks corrupt what nobody reads.
+"""The verification of files, after a start, every hour, and once a reader finds one missing: disks corrupt what nobody
+reads, and people delete files.
 
-A corrupt checkpoint or delta is made again if what it was made from is still there, and must get the same digest;
-otherwise it is deleted, and an event says so. Contributions are verified when they are aggregated.
+A checkpoint or delta that is missing or corrupt is made again if what it was made from is still there, and must get the
+same digest; otherwise an event says that it is lost, and nobody is sent to it any more. Contributions are verified when
+they are aggregated.
 """
 
 import logging
@@ -10,44 +12,52 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from sqlalchemy import delete, select
+from sqlalchemy import select
 
 from coordinator.runs.guarding import Extent
 from coordinator.runs.live_run import LiveRun
 from coordinator.store.blobs import Reader
 from coordinator.store.files import FileReader
-from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow
+from coordinator.store.tables import CheckpointFragmentRow, FragmentRow
 from coordinator.sync import checkpointing, retention
 from coordinator.sync.deltas import mend_delta
-from coordinator.sync.outer_state import has_state_digest, step
+from coordinator.sync.outer_state import go_back_to_checkpoint, has_state_digest, step
 from coordinator.sync.state_file import StateReader
+from protocol.errors import OuterstepError
 
 logger = logging.getLogger(__name__)
 
 VERIFY_S = 3600.0
+RETRY_S = 5.0
 
 
 def start_when_due(run: LiveRun, due: dict[int, float], submit: Callable[..., object]) -> None:
-    """Start `verify` if it is due, by `submit` on another thread than those that publish. `due`: by run, when it is."""
+    """Start `verify` if it is due, or a blob was found missing, by `submit` on another thread than those that publish.
+    `due`: by run, when it is."""
     with run.lock:
         now = run.world.clock()
-        if now >= due.get(run.id, now):
-            due[run.id] = math.inf
+        when = due.get(run.id, now)
+        if when != math.inf and (now >= when or run.outer.suspect):
+            due[run.id], run.outer.suspect = math.inf, False
             submit(_verify, run, due)
 
 
 def _verify(run: LiveRun, due: dict[int, float]) -> None:
+    wait_s = VERIFY_S
     try:
-        verify(run)
+        if not verify(run):
+            wait_s = RETRY_S
     except Exception as error:  # nobody awaits it: the log says it
         if run.world.storage_failed(error) is None:
             logger.exception("%s: the files could not be verified", run.name)
     finally:
-        due[run.id] = run.world.clock() + VERIFY_S
+        due[run.id] = run.world.clock() + wait_s
 
 
-def verify(run: LiveRun) -> None:
-    """Verify every delta and then every checkpoint that the retention rule keeps; make the corrupt ones again."""
+def verify(run: LiveRun) -> bool:
+    """Verify every delta and every checkpoint that the retention rule keeps, and the outer state; make again what is
+    missing or corrupt. If no checkpoint is left, make one of the current state. Return False if this has to be tried
+    again soon, as a fragment was just being stepped."""
     with run.world.database.read() as session:
         deltas = session.execute(
             select(FragmentRow.round, FragmentRow.fragment)
@@ -61,36 +71,81 @@ def verify(run: LiveRun) -> None:
         ).all()
     for round_, fragment in deltas:
         if run.world.closing.is_set():
-            return
+            return True
         if retention.keeps_delta(run, round_):
             mend_delta(run, round_, fragment)
+    damaged = set[int]()
     for row in saved:
         if run.world.closing.is_set():
-            return
-        if not checkpointing.is_intact(run, row):
-            _mend_checkpoint(run, row)
+            return True
+        damage = checkpointing.damage(run, row)
+        if damage is not None and not _mend_checkpoint(run, row, damage):
+            damaged.add(row.round)
+    for round_ in run.outer.spoilt.keys() - damaged:
+        del run.outer.spoilt[round_]  # deleted by the retention rule, or somebody has put its files back
+    none_left = bool(run.outer.spoilt) and not retention.complete_checkpoints(run)
+    # Of a run with neither a checkpoint nor its state nothing can be made again: then `_mend_state` says so.
+    done = [_mend_state(run, fragment) for fragment in range(len(run.outer.states))]
+    return all(done) and not (none_left and not _checkpoint_now(run))
 
 
-def _mend_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
-    """Make the checkpoint's fragment again; if that is impossible, drop the checkpoint unless it is the only one."""
+def _mend_checkpoint(run: LiveRun, row: CheckpointFragmentRow, damage: str) -> bool:
+    """Make the checkpoint's fragment again. Return False if that is impossible: nobody is sent to the checkpoint any
+    more, until its file is back."""
     where = f"fragment {row.fragment} of checkpoint {row.round}"
-    if row.round not in retention.complete_checkpoints(run):  # the retention rule has deleted it meanwhile
-        return
+    if row.round not in [*retention.complete_checkpoints(run), *run.outer.spoilt]:
+        return True  # the retention rule has deleted it meanwhile
     if _make_again(run, row):
         with run.change() as change:
-            message = f"{where} was corrupt on disk; it was made again, to the same bytes"
+            message = f"{where} was {damage} on disk; it was made again, to the same bytes"
             change.record("mended", message, round=row.round, fragment=row.fragment)
-        return
-    with run.lock:
-        others = [round_ for round_ in retention.complete_checkpoints(run) if round_ != row.round]
+        return True
+    if row.round not in run.outer.spoilt:
         with run.change() as change:
-            if others:
-                for table in (CheckpointRow, CheckpointFragmentRow):
-                    change.session.execute(delete(table).where(table.run_id == run.id, table.round == row.round))
-                message = f"{where} is corrupt on disk and cannot be made again: the checkpoint is dropped"
-            else:
-                message = f"{where} is corrupt on disk and cannot be made again: no worker can join until the next one"
+            message = f"{where} is {damage} on disk and cannot be made again"
             change.record("corrupt", message, round=row.round, fragment=row.fragment)
+            change.then(partial(run.outer.spoilt.__setitem__, row.round, message))
+    return False
+
+
+def _mend_state(run: LiveRun, fragment: int) -> bool:
+    """Where the file of a fragment's current state is missing or corrupt, go back to a checkpoint, from which the
+    publishing job comes to the present. Return False while that is at work."""
+    with run.lock:
+        state = run.outer.states[fragment]
+    path = run.outer.files.path(fragment, state.round)
+    if run.outer.damage is not None or has_state_digest(path, state.digest):
+        return True
+    with run.lock:
+        if run.outer.jobs[fragment].running or run.outer.states[fragment] != state:
+            return False
+        if not has_state_digest(path, state.digest):  # once more: it may have been stepped over while it was read
+            try:
+                go_back_to_checkpoint(run, fragment)
+            except OuterstepError as error:
+                with run.change() as change:
+                    change.record("corrupt", str(error), round=state.round, fragment=fragment)
+                    change.then(partial(setattr, run.outer, "damage", str(error)))
+        return True
+
+
+def _checkpoint_now(run: LiveRun) -> bool:
+    """Make a checkpoint of the current state, though none is due. Return False while that is not possible."""
+    with run.lock:  # so that no fragment is stepped meanwhile
+        states = list(run.outer.states)
+        if any(each.round != run.round for each in states) or any(job.running for job in run.outer.jobs):
+            return False
+        for fragment, state in enumerate(states):
+            path = run.outer.files.path(fragment, state.round)
+            if not has_state_digest(path, state.digest):
+                return False
+            checkpointing.write_fragment(run, state.round, fragment, path, state.digest)
+        run.outer.spoilt.pop(run.round, None)
+        with run.change() as change:
+            completed = checkpointing.record_if_complete(change, run.round)
+        if completed:
+            retention.clean(run)
+        return True
 
 
 def _make_again(run: LiveRun, row: CheckpointFragmentRow) -> bool:

@@ -87,9 +87,10 @@ def _group(name: str, group: typer.Typer, *commands: Callable[..., None]) -> typ
 
 
 def _coordinator() -> typer.Typer:
-    from outerstep.cli import backup, coordinator
+    from outerstep.cli import backup, coordinator, status
 
-    return _group("coordinator", coordinator.app, backup.backup, backup.backups, backup.restore)
+    own = (backup.backup, backup.backups, backup.restore, status.status, coordinator.notify_test)
+    return _group("coordinator", coordinator.app, *own)
 
 
 def _migrate() -> typer.Typer:

@@ -27,6 +27,8 @@ FLAGS = {
     "backup_dir": "--backup",
     "backup_every_s": "--backup-every",
     "backup_keep": "--backup-keep",
+    "notify_url": "--notify",
+    "notify_format": "--notify-format",
 }
 
 app = typer.Typer()
@@ -43,6 +45,21 @@ DatabaseOption = Annotated[
         "--database-url",
         metavar="URL",
         help="The database, if not outerstep.db in the data directory: sqlite:////absolute/path or sqlite:///relative.",
+    ),
+]
+
+NotifyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--notify",
+        metavar="URL|@FILE",
+        help="The webhook to notify, or a file that holds its URL. See docs/operating.md.",
+    ),
+]
+NotifyFormatOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT", help="What that webhook expects: json, slack, discord or ntfy. Default: by its host."
     ),
 ]
 
@@ -74,13 +91,15 @@ def coordinator(
         str | None, typer.Option(metavar="TIME", help="From one such backup to the next: 30min, 12h. Default: 1h.")
     ] = None,
     backup_keep: Annotated[int | None, typer.Option(help="So many such backups stay. Default: 7.")] = None,
+    notify: NotifyOption = None,
+    notify_format: NotifyFormatOption = None,
 ) -> None:
     """Run a coordinator until SIGTERM or Ctrl-C, or, with a command, do that.
 
     It applies the database migrations, goes on where it stopped, and prints one line when it is ready. Its first start
     makes an admin token and writes it to admin.token in the data directory. Each option can also be set by an
     environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE_URL, _HOST, _PORT, _TLS_CERTIFICATE, _TLS_KEY,
-    _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE, _BACKUP_DIR, _BACKUP_EVERY_S, _BACKUP_KEEP.
+    _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE, _BACKUP_DIR, _BACKUP_EVERY_S, _BACKUP_KEEP, _NOTIFY_URL, _NOTIFY_FORMAT.
 
     \b
     Example:
@@ -100,6 +119,8 @@ def coordinator(
         "backup_dir": backup,
         "backup_every_s": _seconds(backup_every),
         "backup_keep": backup_keep,
+        "notify_url": notify,
+        "notify_format": notify_format,
     }
     if ctx.invoked_subcommand is not None:
         misplaced = [FLAGS[key] for key, value in given.items() if value is not None]
@@ -111,6 +132,8 @@ def coordinator(
     settings = settings_of(given)
     if settings.backup_dir is None and not (backup_every is None and backup_keep is None):
         raise UsageError("--backup-every and --backup-keep need --backup DIR|URL")
+    if settings.notify_url is None and not (settings.notify_format is None and settings.notify_secret is None):
+        raise UsageError("--notify-format and OUTERSTEP_COORDINATOR_NOTIFY_SECRET need --notify URL|@FILE")
     if settings.tls_key is not None and settings.tls_certificate is None:
         raise UsageError("--tls-key needs --tls-certificate")
     _check_certificate(settings.tls_certificate, settings.tls_key)
@@ -126,6 +149,25 @@ def coordinator(
         address = server.netloc(settings.host, settings.port)
         remedy = "; give another --port, or 0 for any that is free" if error.errno == errno.EADDRINUSE else ""
         raise UsageError(f"cannot serve at {address} from {settings.data_dir}: {in_words(error)}{remedy}") from error
+
+
+def notify_test(notify: NotifyOption = None, notify_format: NotifyFormatOption = None) -> None:
+    """Send a test notification to the webhook, once, and show what it answers.
+
+    Takes the coordinator's own settings, also from the environment; the coordinator need not run.
+
+    \b
+    Example:
+      outerstep coordinator notify-test --notify @/etc/outerstep/webhook
+    """
+    sending = import_extra("coordinator.notifications.sending", extra="coordinator", command="outerstep coordinator")
+    settings = settings_of({"notify_url": notify, "notify_format": notify_format})
+    receiver = sending.receiver_of(settings.notify_url, settings.notify_format, settings.notify_secret)
+    if receiver is None:
+        raise UsageError("give --notify URL|@FILE, or OUTERSTEP_COORDINATOR_NOTIFY_URL in the environment")
+    status = sending.send_test(receiver)
+    signed = "signed" if receiver.secret else "not signed"
+    say(f"{receiver.host} took it ({status}; {receiver.format}, {signed})")
 
 
 def migrate(data: DataOption = None, database_url: DatabaseOption = None) -> None:

@@ -185,6 +185,8 @@ def checkpoints(
 ) -> None:
     """List the checkpoints that are kept of a run, newest first: the states that can be exported and evaluated.
 
+    One that the coordinator's disk has lost is marked with what is wrong.
+
     \b
     Example:
       outerstep run checkpoints my-run
@@ -194,8 +196,12 @@ def checkpoints(
     if output is Format.JSON:
         print_json(kept)
         return
-    rows = [(str(each.round), time_text(each.created_at), bytes_text(each.bytes), each.state_digest) for each in kept]
-    console().print(table([">round", "at", ">size", "~digest"], rows))
+    columns = [">round", "at", ">size", "~digest"]
+    rows = [[str(each.round), time_text(each.created_at), bytes_text(each.bytes), each.state_digest] for each in kept]
+    if any(each.damage for each in kept):
+        columns.append("~damage")
+        rows = [[*row, each.damage or ""] for row, each in zip(rows, kept, strict=True)]
+    console().print(table(columns, rows))
 
 
 @app.command()

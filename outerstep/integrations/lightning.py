@@ -30,7 +30,7 @@ class DiLoCoCallback(RunWorker, Callback):
 
     How long to train is the run's to say: `max_steps` becomes its inner steps, so that schedules are as long, and
     `max_epochs` nothing. Raises what `DiLoCo.connect` raises, and BoxError for a learning rate that is scheduled by
-    epochs.
+    epochs, and if a step takes another number of rows than the run's `inner.batch_size`.
     """
 
     _order: int | None = None  # what seeds the order of the data in all processes of this worker, where it has several
@@ -57,7 +57,14 @@ class DiLoCoCallback(RunWorker, Callback):
             os.environ["PL_GLOBAL_SEED"] = str(self._order)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn where the order of the data is not what `data_seed` made it."""
+        """Check the batch size. Warn where the order of the data is not what `data_seed` made it."""
+        size = getattr(trainer.train_dataloader, "batch_size", None)
+        if size is not None:
+            self._check_batch(
+                ("the loader's batch_size", size),
+                ("accumulate_grad_batches", trainer.accumulate_grad_batches),
+                ("processes", trainer.world_size),
+            )
         sampler = getattr(trainer.train_dataloader, "sampler", None)
         if isinstance(sampler, DistributedSampler):
             own_order = sampler.shuffle and sampler.seed == self._order

@@ -1,5 +1,6 @@
 """One worker of a run in somebody else's trainer: it joins when that begins to train, and leaves when that ends."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from outerstep import DiLoCo
+from worker.errors import BoxError
 from worker.link.client import Client, open_http
 from worker.link.own_token import token_to_read_with
 from worker.script.connecting import membership_of
@@ -33,6 +35,18 @@ class RunWorker:
         if self._diloco is None:
             raise RuntimeError("the run is joined when the Trainer begins to train, and left when it ends")
         return self._diloco
+
+    def _check_batch(self, *factors: tuple[str, int]) -> None:
+        """Raise BoxError unless the product of these, the sequences of one optimizer step of the trainer, is the run's
+        batch size: contributions are weighted by it."""
+        sequences, unit = math.prod(factor for _, factor in factors), self.spec.inner.batch_size
+        if sequences != unit:
+            made_of = " * ".join(f"{factor} ({name})" for name, factor in factors)
+            raise BoxError(
+                f"a step of this trainer takes {sequences} sequences, {made_of}, and the run {self._run} counts it as "
+                f"inner.batch_size = {unit}, the same work as every other worker's: set these to {unit} in all, or "
+                f"create a run with inner.batch_size = {sequences}"
+            )
 
     def _join(
         self,

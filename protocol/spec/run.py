@@ -149,6 +149,7 @@ def parse_spec(text: str) -> RunSpec:
         spec = RunSpec.model_validate(document)
     except ValidationError as error:
         raise SpecError("; ".join(map(_explain, error.errors()))) from error
-    if faults := spec.inner.without_effect():
+    inner = spec.inner.without_effect(set(document.get("inner", {})), by_scripts=spec.data.source == "custom")
+    if faults := inner + spec.sync.without_effect(set(document["sync"])):
         raise SpecError("; ".join(faults))
     return spec

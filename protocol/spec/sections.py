@@ -22,6 +22,9 @@ OPTIMIZERS: dict[str, set[str]] = {
 }
 
 
+# Keys of [inner] that matter to workers that are scripts.
+READ_BY_SCRIPTS = {"batch_size", "joiner_warmup_steps"}
+
 BY_VALUE = {"trimmed", "median"}  # rules of aggregation that need all values of each worker
 
 
@@ -143,7 +146,8 @@ class DataSpec(Section):
 
 
 class InnerSpec(Section):
-    """The inner optimizer and its learning rates, keyed to global inner steps."""
+    """The inner optimizer and its learning rates, keyed to global inner steps. With `data.source = "custom"` scripts
+    bring both, and only `batch_size` and `joiner_warmup_steps` may be given."""
 
     batch_size: PositiveInt = Field(8, description="sequences per inner step; one batch is one work unit")
     optimizer: str = Field(
@@ -201,11 +205,21 @@ class InnerSpec(Section):
         10,
         ge=0,
         le=1_000_000,
-        description="inner steps of linear warmup, on top, of a worker that joins later: its optimizer starts cold",
+        description=(
+            "inner steps of linear warmup, on top, of a worker that joins later: its optimizer starts cold. A script "
+            "multiplies its learning rate by `diloco.warmup_scale`, and is warned if it does not"
+        ),
     )
 
-    def without_effect(self) -> list[str]:
-        """Return a sentence for each key that was given and that nothing would read."""
+    def without_effect(self, given: set[str], *, by_scripts: bool) -> list[str]:
+        """Return a sentence for each of the keys that were `given` and that nothing would read. With `by_scripts` the
+        workers are scripts, which bring optimizer and schedule themselves."""
+        if by_scripts:
+            return [
+                f'inner.{key} = {getattr(self, key)} does nothing with data.source = "custom", whose scripts make the '
+                "optimizer and its schedule themselves: leave it out"
+                for key in sorted(given - READ_BY_SCRIPTS)
+            ]
         of_some = set().union(*OPTIMIZERS.values())
         idle = dict.fromkeys(of_some - OPTIMIZERS.get(self.optimizer, of_some), f'optimizer = "{self.optimizer}"')
         if self.schedule != "wsd":
@@ -215,7 +229,7 @@ class InnerSpec(Section):
         return [
             f"inner.{key} = {getattr(self, key)} does nothing with {chosen}: leave it out"
             for key, chosen in sorted(idle.items())
-            if key in self.model_fields_set
+            if key in given
         ]
 
 
@@ -316,6 +330,16 @@ class SyncSpec(Section):
                 f"{self.min_inner_steps} to max_inner_steps = {self.max_inner_steps}"
             )
         return self
+
+    def without_effect(self, given: set[str]) -> list[str]:
+        """Return a sentence for each of the keys that were `given` and that nothing would read."""
+        only_auto = (
+            {"nominal_inner_steps", "min_inner_steps", "max_inner_steps"} if self.inner_steps != "auto" else set()
+        )
+        return [
+            f'sync.{key} = {getattr(self, key)} does nothing without inner_steps = "auto": leave it out'
+            for key in sorted(given & only_auto)
+        ]
 
     @property
     def most_inner_steps(self) -> int:

@@ -1,5 +1,6 @@
 """State 0: one worker makes it, and a successor begins afresh."""
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -8,6 +9,8 @@ from benchmarks.harness.member import spec_toml
 from benchmarks.harness.stores import the
 from coordinator.runs.members import OTHERS_ASK_S, SEEDER_S
 from coordinator.sync.state_file import StateReader
+from protocol.digest import digest
+from protocol.wire import MAGIC, PREFIX, VERSION, chunk_sizes
 from tests.coordinator.crew import crew, enlist, events, info, problem
 
 
@@ -21,6 +24,28 @@ def test_one_worker_seeds_and_the_others_wait_for_it(shared: InThread, run: str)
     assert info(shared, run)["state"] == "running"
     assert a.assignment(None).action == "recover"
     assert info(shared, run, "/checkpoints/latest")["round"] == 0
+
+
+def test_state_0_is_served_by_the_reply_s_digest_and_compared_by_its_state_digest(shared: InThread, run: str) -> None:
+    """Another order of keys and other chunks are other bytes, and the same state."""
+    shared.create_run(spec_toml(run))
+    a = enlist(shared, run, "a")
+    assert a.assignment(None).action == "seed"
+    elements = len(a.theta[0])
+    header = {"run": run, "round": 0, "fragment": 0, "codec": "fp32", "elements": 2 * elements, "chunk_elements": 100}
+    header |= {"kind": "state", "frame_bytes": [4 * n for n in chunk_sizes(2 * elements, 100)]}
+    packed = msgpack.packb(dict(sorted(header.items())))
+    body = PREFIX.pack(MAGIC, VERSION, 0, len(packed)) + packed + bytes(8 * elements)
+    path = f"/v1/runs/{run}/checkpoints/0/fragments/0"
+    first, again = a.put(path, body), a.seed_fragment(0, 0.0)
+    assert (first.status_code, again.status_code) == (201, 200)
+    reply = first.json()
+    assert reply == again.json()
+    assert (reply["digest"] == digest(body).hex(), reply["bytes"] == len(body)) == (False, False)
+    assert reply["state_digest"] == a.base(0).hex()
+    served = a.http.get(path)
+    assert served.headers["ETag"].strip('"') == reply["digest"] == digest(served.content).hex()
+    assert len(served.content) == reply["bytes"]
 
 
 def test_when_the_seeder_dies_the_next_one_seeds_afresh(shared: InThread, run: str, clock: SettableClock) -> None:

@@ -16,6 +16,7 @@ from outerstep.rest import connect
 
 PREFIX = "OUTERSTEP_COORDINATOR_"
 TOKEN = "ost_" + "a" * 43
+SIGNING = "whsec_" + "A" * 32
 
 
 def test_defaults_listen_on_this_host_alone() -> None:
@@ -38,6 +39,9 @@ def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> Non
         "backup_dir": "/backups",
         "backup_every_s": "600",
         "backup_keep": "3",
+        "notify_url": "https://example.org/hook",
+        "notify_format": "slack",
+        "notify_secret": SIGNING,
         "max_connections": "99",
         "max_connections_per_address": "9",
         "proxies": "10.0.0.0/8, 127.0.0.1",
@@ -68,6 +72,9 @@ def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> Non
         "backup_dir": Path("/backups"),
         "backup_every_s": 600.0,
         "backup_keep": 3,
+        "notify_url": SecretStr("https://example.org/hook"),
+        "notify_format": "slack",
+        "notify_secret": SecretStr(SIGNING),
         "max_connections": 99,
         "max_connections_per_address": 9,
         "proxies": "10.0.0.0/8, 127.0.0.1",

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from sqlalchemy import delete
 
@@ -165,18 +166,127 @@ def test_a_spoilt_checkpoint_is_made_again_from_an_older_one(shared: InThread, r
     assert "checkpoint 2 was corrupt" in events(shared, run, "mended")[0]["message"]
 
 
-def test_a_spoilt_checkpoint_that_cannot_be_made_again_is_dropped_unless_it_is_the_only_one(
+def fragment_of(running: InThread, run: str, checkpoint: int, fragment: int = 0) -> httpx.Response:
+    with running.client() as client:
+        return client.get(f"/v1/runs/{run}/checkpoints/{checkpoint}/fragments/{fragment}")
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_deleted_checkpoint_is_found_by_its_reader_and_made_again_without_a_restart(
+    shared: InThread, run: str, caplog: pytest.LogCaptureFixture, *, cut: bool
+) -> None:
+    """It was answered `gone`, deleted by the retention rule, and an export asked for it again for ever."""
+    crew(shared, run, ["a"], rounds=5)
+    live = shared.live(run)
+    name = the(live, "checkpoints", 0, 0)
+    before = read(live.blobs, name)
+    live.blobs.delete(name)
+    if cut:
+        live.blobs.put(name, before[:-1])
+    assert problem(fragment_of(shared, run, 0), "not-ready")
+    wait_until(lambda: fragment_of(shared, run, 0).status_code == 200)
+    assert fragment_of(shared, run, 0).content == before
+    (mended,) = events(shared, run, "mended")
+    assert ("corrupt" if cut else "missing") in mended["message"]
+    assert [each.levelname for each in caplog.records if mended["message"] in each.getMessage()] == ["WARNING"]
+
+
+def test_checkpoints_that_cannot_be_made_again_are_marked_and_nobody_is_sent_to_them(
     shared: InThread, run: str
 ) -> None:
+    """A dropped one was said to have been deleted by the retention rule."""
+    (a,) = crew(shared, run, ["a"], rounds=5, checkpoints="every_rounds = 1\nkeep = 3")
+    for round_ in range(2):
+        play_round([a], round_)
+        shared.await_state(run, round_ + 1)
+    live = shared.live(run)
+    deleted = {name: read(live.blobs, name) for name in (the(live, "checkpoints", round_, 0) for round_ in (0, 1))}
+    for name in deleted:
+        live.blobs.delete(name)
+    verify(live)
+    verify(live)
+    damaged = {each["round"]: each["damage"] for each in info(shared, run, "/checkpoints")["items"]}
+    assert damaged[2] is None
+    assert "missing" in damaged[0]
+    assert "missing" in damaged[1]
+    assert len(events(shared, run, "corrupt")) == 2
+    assert info(shared, run, "/checkpoints/latest")["round"] == 2
+    for round_ in (0, 1):
+        assert "take another checkpoint (2)" in problem(fragment_of(shared, run, round_), "file-lost")["detail"]
+    for name, content in deleted.items():
+        live.blobs.put(name, content)
+    verify(live)
+    assert {each["damage"] for each in info(shared, run, "/checkpoints")["items"]} == {None}
+    assert fragment_of(shared, run, 0).status_code == 200
+
+
+def test_the_only_checkpoint_is_replaced_by_one_of_the_current_state(shared: InThread, run: str) -> None:
+    """No worker could join until the next one was due."""
+    (a,) = crew(shared, run, ["a"], rounds=300, checkpoints="every_rounds = 100")
+    play_round([a], 0)
+    shared.await_state(run, 1)
+    live = shared.live(run)
+    live.blobs.delete(the(live, "checkpoints", 0, 1))
+    wait_until(lambda: verify(live))  # the job of a fragment may still be at work
+    assert [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == [1]
+    latest = info(shared, run, "/checkpoints/latest")
+    assert (latest["round"], fragment_of(shared, run, 1, 1).status_code) == (1, 200)
+    play_round([a], 1)
+    shared.await_state(run, 2)
+
+
+def test_a_run_that_has_lost_its_only_checkpoint_and_its_state_says_so(shared: InThread, run: str) -> None:
     crew(shared, run, ["a"], rounds=5, checkpoints="every_rounds = 2")
     live = shared.live(run)
     only = the(live, "checkpoints", 0, 0)
     spoil(live.blobs, only)
     live.outer.files.path(0, 0).unlink()
     verify(live)
-    assert "no worker can join" in events(shared, run, "corrupt")[0]["message"]
+    assert len(events(shared, run, "corrupt")) == 2
     assert live.blobs.stat(only) is not None
-    assert [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == [0]
+    shown = info(shared, run)
+    assert (shown["held_up_by"], "from a backup" in shown["reason"]) == ("files-damaged", True)
+    problem(fragment_of(shared, run, 0), "file-lost")
+    with shared.client() as client:
+        problem(client.get(f"/v1/runs/{run}/checkpoints/latest"), "file-lost")
+
+
+@pytest.mark.parametrize("how", ["deleted", "cut", "corrupt"])
+def test_a_state_file_that_is_no_longer_what_was_written_is_derived_again_without_a_restart(
+    shared: InThread, run: str, how: str
+) -> None:
+    """Its round was never over until a restart; of a flipped bit the next state was made."""
+    (a,) = crew(shared, run, ["a"], rounds=5, checkpoints="every_rounds = 100")
+    play_round([a], 0)
+    shared.await_state(run, 1)
+    live = shared.live(run)
+    path = live.outer.files.path(0, 1)
+    content = path.read_bytes()
+    path.unlink()
+    if how == "cut":
+        path.write_bytes(content[:-1])
+    if how == "corrupt":
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        wait_until(lambda: verify(live))
+    play_round([a], 1)
+    shared.await_state(run, 2)
+    assert len(events(shared, run, "rederived")) == 1
+    assert events(shared, run, "fault") == []
+    assert info(shared, run)["divergences"] == 0
+
+
+def test_a_deleted_delta_is_made_again_for_its_reader(shared: InThread, run: str) -> None:
+    a, b = crew(shared, run, ["a", "b"], rounds=5, checkpoints="every_rounds = 100")
+    for round_ in range(2):
+        play_round([a, b], round_)
+        shared.await_state(run, round_ + 1)
+    live = shared.live(run)
+    name = the(live, "deltas", 0, 0)
+    before = read(live.blobs, name)
+    live.blobs.delete(name)
+    problem(a.delta(0, 0), "not-ready")
+    wait_until(lambda: a.delta(0, 0).status_code == 200)
+    assert read(live.blobs, name) == before
 
 
 def test_the_state_is_derived_from_the_newest_sound_checkpoint_after_a_start(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ MAY: dict[str, set[str]] = {
     "member, operator": {"admin", "operator", "member"},
 }
 # Without a run in the path a token for one run does as well, but not here.
-FOR_ALL_RUNS = {("POST", "/v1/runs")}
+FOR_ALL_RUNS = {("POST", "/v1/runs"), ("GET", "/v1/status")}
 
 
 @dataclass(frozen=True)

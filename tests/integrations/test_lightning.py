@@ -174,6 +174,18 @@ def test_what_a_script_should_hear_of_is_told(tmp_path: Path, order: dict[str, b
         assert told(running, "a").tokens == 2 * 4 * 8, "what it did is handed in"
 
 
+def test_another_batch_than_the_runs_is_refused(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(SPEC.replace("batch_size = 4", "batch_size = 8"))
+        process = start(running, tmp_path)
+        _, errors = process.communicate()
+        assert process.returncode != 0
+        assert "takes 4 sequences" in errors
+        with running.client() as http:
+            wait_until(lambda: http.get("/v1/runs/light").json()["live_workers"] == 0)
+            assert http.get("/v1/runs/light").json()["tokens"] == 0
+
+
 def test_a_rate_by_epochs_is_refused_before_the_run_is_joined(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(SPEC)

@@ -44,7 +44,13 @@ def test_the_list_of_commands_says_what_a_command_says_itself(name: str):
 # What shows nothing that a program could want: the exit code says it.
 SHOW_NOTHING = {
     *{("coordinator",), ("worker",)},  # processes, which log
-    *{("migrate",), ("run", "export"), ("run", "rm"), ("token", "revoke")},  # "it is done"
+    *{
+        ("migrate",),
+        ("coordinator", "notify-test"),
+        ("run", "export"),
+        ("run", "rm"),
+        ("token", "revoke"),
+    },  # "it is done"
     ("run", "track"),  # writes what it shows; `--to jsonl` is JSON
     ("run", "pin"),  # TOML for programs
 }

@@ -103,6 +103,26 @@ def test_checkpoints_are_listed(served: Served):
     assert re.search(rf"^ +0 .*{kept['state_digest']}", table, re.MULTILINE)
 
 
+def test_an_export_of_a_checkpoint_that_the_disk_has_lost_ends_and_says_so(served: Served, tmp_path: Path):
+    """It asked again for ever, in silence."""
+    create(served, "lost")
+    with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.admin_token}"}) as http:
+        member = Member(http, "lost", "w")
+        member.join(served.admin_token)
+        assert member.assignment(None).action == "seed"
+        member.seed()
+        for file in (served.data / "runs" / "lost").glob("*/**/*"):
+            if file.is_file():
+                file.unlink()
+        fragment = "/v1/runs/lost/checkpoints/0/fragments/0"
+        wait_until(lambda: http.get(fragment).json()["type"].endswith("file-lost"))
+    (kept,) = json.loads(served.outerstep("run", "checkpoints", "lost", "--format", "json")[1])
+    assert "missing on disk" in kept["damage"]
+    assert "missing on disk" in " ".join(served.outerstep("run", "checkpoints", "lost")[1].split())
+    code, _, err = served.outerstep("run", "export", "lost", "--out", str(tmp_path / "out"))
+    assert (code, err.startswith("outerstep: file-lost: "), "from a backup" in err) == (3, True, True)
+
+
 def test_more_runs_than_a_page_holds_are_all_listed(served: Served):
     names = [f"many-{number:03d}" for number in range(105)]
     with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.admin_token}"}) as http:

@@ -82,6 +82,56 @@ def test_bytes_mean_what_the_page_says(case: dict[str, Any]) -> None:
     assert values.tobytes().hex() == case["decoded"]
 
 
+def top_half(x: F32) -> F32:
+    """The lower 16 bits set to zero; at least 2^-126."""
+    return max(F32(struct.unpack("<f", b"\0\0" + struct.pack("<f", x)[2:])[0]), F32(2.0**-126))
+
+
+def tree_mean(values: list[F32], block: int) -> F32:
+    sums = values + [F32(0)] * (block - len(values))
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [a + b for a, b in zip(sums[:half], sums[half:], strict=True)]
+    return sums[0] / F32(len(values))
+
+
+def quantised(codec: str, x: list[F32]) -> tuple[F32, dict[int, int]]:
+    """The scale of a block, and q by index of what is sent."""
+    match codec:
+        case "int8" | "int4":
+            most = 127 if codec == "int8" else 7
+            s = max(map(abs, x)) / F32(most)
+            cut = top_half(s)
+            s = cut if cut >= s else F32(np.uint32(cut.view(np.uint32) + 0x10000).view(F32))
+            return s, {i: int(np.rint(each * (F32(1) / s))) for i, each in enumerate(x)}
+        case "2bit":
+            s = top_half(np.sqrt(tree_mean([each * each for each in x], 256)) / F32(64))
+            return s, {i: (-1 if each < 0 else 1) * (97 if abs(each) >= 63 * s else 29) for i, each in enumerate(x)}
+        case "ternary":
+            s = top_half(np.sqrt(tree_mean([each * each for each in x], 64)) * F32(1.5))
+            return s, {i: int(np.sign(each)) if F32(1.5) * abs(each) >= s else 0 for i, each in enumerate(x)}
+    largest = sorted(range(len(x)), key=lambda i: (-abs(x[i]), i))[: -(-len(x) // 64)]
+    s = top_half(tree_mean([abs(x[i]) for i in sorted(largest)], 64) / F32(8))
+    sizes = {i: 10 if abs(x[i]) >= F32(8.5) * s else 7 for i in sorted(largest) if abs(x[i]) >= F32(3.5) * s}
+    return s, {i: -q if x[i] < 0 else q for i, q in sizes.items()}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in vectors("codecs") if "values" in case and case["codec"] in BLOCKS],
+    ids=lambda case: f"{case['codec']} {case['name']}",
+)
+def test_values_are_encoded_as_the_page_says(case: dict[str, Any]) -> None:
+    codec, n = case["codec"], case["elements"]
+    x, block = list(np.frombuffer(bytes.fromhex(case["values"]), "<f4").astype(F32)), BLOCKS[case["codec"]]
+    with np.errstate(all="ignore"):
+        blocks = [quantised(codec, x[start : start + block]) for start in range(0, n, block)]
+    encoded = bytes.fromhex(case["encoded"])
+    assert [scale(encoded, j) for j in range(len(blocks))] == [s for s, _ in blocks]
+    ours = {j * block + i: q for j, (_, sent) in enumerate(blocks) for i, q in sent.items()}
+    assert ours == codes(codec, encoded[2 * len(blocks) :], n)
+
+
 # --- sections 1 and 4 ---------------------------------------------------------------------------------------------
 
 
@@ -92,7 +142,7 @@ def opened(payload: bytes) -> tuple[dict[str, Any], bytes]:
     return msgpack.unpackb(payload[12 : 12 + length]), payload[12 + length :]
 
 
-@pytest.mark.parametrize("case", vectors("means"), ids=lambda case: case["codec"])
+@pytest.mark.parametrize("case", vectors("means"), ids=lambda case: f"{case['codec']} to {case['download_codec']}")
 def test_a_mean_is_what_the_page_says(case: dict[str, Any]) -> None:
     codec = case["codec"]
     arrived = {
@@ -100,16 +150,20 @@ def test_a_mean_is_what_the_page_says(case: dict[str, Any]) -> None:
     }
     total = sum(header["tokens"] for header, _ in arrived.values())
     n = next(header["elements"] for header, _ in arrived.values())
-    mean, weights = np.zeros(n, F32), np.zeros(n, F32)
-    for worker in sorted(arrived, key=str.encode):
+    mean, shares = np.zeros(n, F32), np.zeros(n, F32)
+    for worker, factor in zip(sorted(arrived, key=str.encode), case["factors"], strict=True):
         header, frame = arrived[worker]
-        w = F32(header["tokens"] / total)
+        w = F32(header["tokens"] / total * factor)
         for index, (q, s) in terms(codec, frame, n).items():
             mean[index] += q * F32(w * s)
-            weights[index] += w
+            shares[index] += F32(header["tokens"] / total)
     if codec == "sparse":
-        mean[weights != 0] /= weights[weights != 0]
+        mean[shares != 0] /= shares[shares != 0]
     assert mean.tobytes().hex() == case["mean"]
+    delta = np.zeros(n, F32)
+    for index, (q, s) in terms(case["download_codec"], bytes.fromhex(case["encoded"]), n).items():
+        delta[index] = q * s
+    assert delta.tobytes().hex() == case["decoded"]
 
 
 @pytest.mark.parametrize("case", vectors("outer-steps"), ids=lambda case: f"momentum {case['momentum']}")

@@ -127,6 +127,14 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
         edited("rounds = 4", 'rounds = 4\noverlap = "eager"\noffsets = "spread"'),
         ['overlap = "eager" needs offsets = "together"'],
     ),
+    "an optimizer for scripts": (
+        LEAST + '[data]\nsource = "custom"\n[inner]\nbatch_size = 4\njoiner_warmup_steps = 3\nlearning_rate = 0.1\n',
+        ['inner.learning_rate = 0.1 does nothing with data.source = "custom"'],
+    ),
+    "bounds of a fixed H": (
+        edited("rounds = 4", "rounds = 4\nmin_inner_steps = 4"),
+        ['sync.min_inner_steps = 4 does nothing without inner_steps = "auto"'],
+    ),
     "an alpha of more than all": (edited("rounds = 4", "rounds = 4\nalpha = 1.1"), ["sync.alpha", "or equal to 1"]),
     "an unknown preset": (edited('"tiny"', '"huge"'), ["model.preset = 'huge'", "'tiny', 'llama-150m' or 'llama-1b'"]),
     "no model chosen": (

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 
 import httpx
+import msgpack
 import pytest
 from blake3 import blake3
 
 from protocol import messages, wire
 from protocol.digest import parse_content_digest
-from protocol.errors import PROBLEMS, NoCoordinator, Problem, Remedy, UnexpectedAnswer
+from protocol.errors import PROBLEMS, NoCoordinator, NotUnderstood, Problem, Remedy, UnexpectedAnswer
 from protocol.fragments import Layout
 from protocol.reaching import in_words
+from protocol.versions import OF_ANSWERS, OURS
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
 from worker.errors import Stopped
@@ -588,9 +590,24 @@ def test_a_described_size_is_compared_with_the_limit() -> None:
 
 
 def test_valid_digest_of_an_invalid_payload() -> None:
-    data = b"OSTPgarbage that is no payload"
-    client, _, _ = make_client(BlobServer(data, []))
-    with pytest.raises(UnexpectedAnswer, match="same version"):
+    """Another download would bring the same bytes: the worker ended with the exit code for "retry"."""
+    client, _, _ = make_client(BlobServer(b"OSTPgarbage that is no payload", []))
+    with pytest.raises(NotUnderstood, match="^/v1/runs/r/rounds/0/fragments/0/delta: "):
+        client.delta(0, 0, LIMIT)
+
+
+def test_a_header_of_another_build_is_reported_by_its_field_and_both_versions() -> None:
+    header = zeros_of_state_0(5)[0]
+    fields = msgpack.packb(header.model_dump() | {"later": 1})
+    server = BlobServer(wire.PREFIX.pack(wire.MAGIC, wire.VERSION, 0, len(fields)) + fields, [])
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        response = server(request)
+        response.headers.update(OF_ANSWERS | {"Outerstep-Version": "0.1.7"})
+        return response
+
+    client, _, _ = make_client(answer)
+    with pytest.raises(NotUnderstood, match=f"header field .*later: .*{OURS}.* Outerstep 0.1.7, protocol"):
         client.delta(0, 0, LIMIT)
 
 

@@ -249,7 +249,7 @@ def trained(
 ) -> tuple[Toy, DiLoCo]:
     """A toy run of three rounds by one worker, whose loop is this."""
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, toy.spec(sync=sync, inner=f'optimizer = "{name}"'), tmp_path)
+        run = Toy(coordinator, toy.spec(sync=sync, inner=f'optimizer = "{name}"', source="python-stdlib"), tmp_path)
         model = toy.make_model()
         optimizers = build_inner_optimizers(model, run.info().spec.inner)
         with run.connect(model, optimizers) as diloco:
@@ -340,7 +340,8 @@ def test_a_resume_is_exact(tmp_path: Path, name: str, sync: str) -> None:
     for dies_at in ([], [9, 3]):
         directory = tmp_path / str(len(dies_at))
         with coordinator_thread(directory / "coordinator") as coordinator:
-            text = toy.spec(steps=6, sync=sync, inner=f'optimizer = "{name}"\nlearning_rate = 0.02\nwarmup_steps = 3')
+            inner = f'optimizer = "{name}"\nlearning_rate = 0.02\nwarmup_steps = 3'
+            text = toy.spec(steps=6, sync=sync, inner=inner, source="python-stdlib")
             run = Toy(coordinator, text, directory)
             for death in dies_at:
                 with pytest.raises(Killed):
@@ -353,7 +354,7 @@ def test_a_resume_is_exact(tmp_path: Path, name: str, sync: str) -> None:
 def test_a_snapshot_of_other_optimizers_is_told(tmp_path: Path) -> None:
     """A script that was changed between two starts."""
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, toy.spec(inner='optimizer = "muon"'), tmp_path)
+        run = Toy(coordinator, toy.spec(inner='optimizer = "muon"', source="python-stdlib"), tmp_path)
         with pytest.raises(Killed):
             work(run, tmp_path / "a", toy.STEPS + 1)
         with pytest.raises(ModelError, match="not those of the .* 1 of them, and 2 in"):
@@ -402,7 +403,7 @@ def test_the_point_of_a_schedule_free_optimizer_goes_where_the_parameters_go(tmp
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(AdamWScheduleFree, "step", noted)
         with coordinator_thread(tmp_path / "coordinator") as coordinator:
-            run = Toy(coordinator, toy.spec(sync=sync, inner=FREE_SPEC), tmp_path)
+            run = Toy(coordinator, toy.spec(sync=sync, inner=FREE_SPEC, source="python-stdlib"), tmp_path)
             model = toy.make_model()
             optimizers = build_inner_optimizers(model, run.info().spec.inner)
             evaluate = lambda: EvaluationReport(loss=1.0, tokens=1, bytes=None)  # noqa: E731
@@ -421,7 +422,7 @@ def test_a_schedule_free_optimizer_resumes_where_it_was_but_for_rounding(tmp_pat
     for dies_at in ([], [9, 3]):
         directory = tmp_path / str(len(dies_at))
         with coordinator_thread(directory / "coordinator") as coordinator:
-            text = toy.spec(steps=6, sync=sync, upload="fp32", download="fp32", inner=FREE_SPEC)
+            text = toy.spec(steps=6, sync=sync, upload="fp32", download="fp32", inner=FREE_SPEC, source="python-stdlib")
             run = Toy(coordinator, text, directory)
             for death in dies_at:
                 with pytest.raises(Killed):

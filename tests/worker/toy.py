@@ -42,14 +42,15 @@ def spec(
     steps: int = STEPS,
     inner: str = "",
     aggregation: str = "mean",
+    source: str = "custom",
 ) -> str:
-    """The run's spec. With the plain mean, for many a test has a worker that trains nothing, or needs its arithmetic."""
+    """The run's spec; [inner] has an optimizer only with another source than scripts bring. With the plain mean, for many a test has a worker that trains nothing, or needs its arithmetic."""
     return f"""
 name = "toy"
 [model]
 factory = "{FACTORY}"
 [data]
-source = "custom"
+source = "{source}"
 [inner]
 {inner}
 [outer]

@@ -33,7 +33,8 @@ def load_parameters(client: Client, model: nn.Module, state_round: int | None = 
 
     The latest of a finished run is its final state; this waits for it, because the coordinator takes its own last outer
     step a moment after the run has finished. Raises Problem `not-found` for a checkpoint that does not exist, `gone`
-    for one that was deleted, ModelError for a model of another shape, or with other frozen parameters than the run's.
+    for one that was deleted, `file-lost` for one that the coordinator's disk has lost; ModelError for a model of
+    another shape, or with other frozen parameters than the run's.
     """
     run = _settled(client, state_round)
     frozen = frozen_summary(model)
@@ -84,14 +85,18 @@ def _load(
     client: Client, outer: OuterSpec, state_round: int | None, model_for: Callable[[Layout], nn.Module]
 ) -> tuple[int, nn.Module]:
     """Put a checkpoint into the model for its layout; return its number, and the model."""
+    gone: int | None = None
     while True:
         checkpoint = client.checkpoint(state_round)
         model = model_for(checkpoint.layout)
         try:
             _fetch_into(model, client, checkpoint, outer)
         except Problem as problem:
-            if state_round is not None or problem.slug not in ("gone", "not-found"):
+            if state_round is not None or problem.slug not in ("gone", "not-found", "file-lost"):
                 raise
+            if checkpoint.round == gone:  # and yet it is still the latest: asking again would bring the same
+                raise
+            gone = checkpoint.round
             log.info("%s: asking again for the latest checkpoint", problem.detail)
             client.pause(_PAUSE_S)
         else:

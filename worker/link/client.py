@@ -23,7 +23,7 @@ from protocol.answers import Reply, raise_for_problem, read_message
 from protocol.digest import Buffer
 from protocol.errors import NotUnderstood, Problem, Transient, UnexpectedAnswer, WireError
 from protocol.reaching import trusting
-from protocol.versions import of_requests
+from protocol.versions import OURS, both_named, of_requests
 from worker.accounts.round_trace import RoundTrace
 from worker.accounts.stages import Stages
 from worker.accounts.traffic import Traffic
@@ -221,8 +221,7 @@ class Client:
         path = f"{self._path}/rounds/{round_number}/fragments/{p}/delta"
         headers, expected_bytes = self._headers(member_token) | _long_poll(), limit_bytes - wire.MAX_HEADER_BYTES
         to_ask = lambda: f"{path}?early=true" if early() else path  # noqa: E731
-        download = Download(self._channel, to_ask, headers, limit_bytes, max(expected_bytes, 1), again=again)
-        return _payload(path, download())
+        return _payload(Download(self._channel, to_ask, headers, limit_bytes, max(expected_bytes, 1), again=again))
 
     def newest_rounds(self, before: int, count: int) -> list[messages.RoundInfo]:
         """Return at most `count` (up to 1000) of the rounds before `before`, newest first."""
@@ -250,7 +249,7 @@ class Client:
         if fragment.bytes > limit_bytes:
             raise UnexpectedAnswer(f"{path} is told to have {fragment.bytes} bytes, at most {limit_bytes} can be right")
         size = fragment.bytes
-        return _payload(path, Download(self._channel, lambda: path, self._headers(), size, size, fragment.digest)())
+        return _payload(Download(self._channel, lambda: path, self._headers(), size, size, fragment.digest))
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -303,12 +302,14 @@ class Client:
         return {"Authorization": f"Bearer {token or self._token}"}
 
 
-def _payload(path: str, data: Buffer) -> wire.Payload:
+def _payload(download: Download) -> wire.Payload:
+    """Fetch a payload. Raises NotUnderstood if it breaks the format: its digest is right, so another download would
+    bring the same bytes."""
+    data = download()
     try:
         return wire.Payload.from_bytes(data)
     except WireError as error:
-        # Its digest is right, so asking again would bring the same bytes.
-        raise UnexpectedAnswer(f"{path}: {error}; do both sides have the same version?") from error
+        raise NotUnderstood(f"{download.path}: {error}; {both_named(OURS, download.coordinator)}") from error
 
 
 def _long_poll() -> dict[str, str]:

@@ -20,6 +20,7 @@ from worker.link.client import MAX_LISTED, Client
 from worker.state.outer_state import OuterState
 
 _REPLAYED = 4  # fragments at a time
+_LOST_S = 30.0
 _LOADED = 2  # fragments of a checkpoint at a time: each is held in memory as a whole
 
 T = TypeVar("T")
@@ -34,8 +35,8 @@ def recover(client: Client, spec: RunSpec, state: OuterState, target: int, *, he
     coordinator's own data disagree.
     """
     while True:
-        checkpoint = client.checkpoint()
         try:
+            checkpoint = client.checkpoint()
             if held is not None and held < target and _fewer_bytes_by_deltas(client, held, checkpoint):
                 start, held = held, None  # what fails once would fail again
                 try:
@@ -51,6 +52,10 @@ def recover(client: Client, spec: RunSpec, state: OuterState, target: int, *, he
             if problem.slug == "not-published":
                 log.warning("the run went back while this worker recovered: %s", problem.detail)
                 return  # without a state: the coordinator says which one it is to be
+            if problem.slug == "file-lost":  # the workers that hold the state go on, and so there will be another one
+                log.warning("%s; asking again in %.0f s", problem.detail, _LOST_S)
+                client.pause(_LOST_S)
+                continue
             # A newer checkpoint has replaced this one, or covers the deltas that we were about to fetch.
             if problem.slug not in ("gone", "not-found"):
                 raise

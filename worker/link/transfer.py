@@ -25,6 +25,7 @@ from protocol.answers import header_number, raise_for_problem, read_message
 from protocol.digest import Buffer, content_digest
 from protocol.errors import Problem, Transient, UnexpectedAnswer
 from protocol.messages import PartReply, Stage
+from protocol.versions import Said, said_by_coordinator
 from worker.accounts.stages import Stages
 from worker.accounts.traffic import Traffic
 from worker.errors import Stopped
@@ -202,6 +203,8 @@ class Download:
     expected_bytes   about the size
     digest           the blob's, BLAKE3 in hexadecimal; None: as its ETag says
     again            whether to ask again though it is not there, as a problem says
+
+    `path` is the one asked first, `coordinator` what the answer said of its sender.
     """
 
     def __init__(
@@ -215,8 +218,9 @@ class Download:
         again: Callable[[Problem], bool] = lambda problem: False,
     ) -> None:
         self._channel, self._path_now, self._limit_bytes, self._digest = channel, path, limit_bytes, digest
-        self._path, self._expected_bytes, self._again = path(), expected_bytes, again
+        self.path, self._expected_bytes, self._again = path(), expected_bytes, again
         self._headers = {**headers, "Accept-Encoding": "identity"}
+        self.coordinator = Said(None)
         self._lock = threading.Lock()
         self._etag, self._data = "", memory(0)
         self._not_published: Problem | None = None
@@ -237,7 +241,7 @@ class Download:
                 raise self._not_published
         # Of parts of several blobs, too, the digest is wrong.
         if blake3(self._data).hexdigest() != (self._digest or self._etag.strip('"')):
-            raise Transient(f"{self._path}: the bytes that arrived are not those of its digest")
+            raise Transient(f"{self.path}: the bytes that arrived are not those of its digest")
         return self._data
 
     def _carry(self, part: "_Part") -> None:
@@ -266,6 +270,7 @@ class Download:
                 self._check_behind(answer, part)
                 return
             raise_for_problem(answer)
+            self.coordinator = said_by_coordinator(answer.headers)
             at = self._begin(answer, part)
             for chunk in channel.received(answer, turn):
                 part.take(self._data, chunk, at)
@@ -273,24 +278,24 @@ class Download:
                 if part.complete and answer.status_code == 200:
                     return  # all else is of other parts
         if not part.complete:
-            raise Transient(f"{self._path} broke off at byte {part.next} of {part.stop}")
+            raise Transient(f"{self.path} broke off at byte {part.next} of {part.stop}")
 
     def _begin(self, answer: httpx.Response, part: "_Part") -> int:
         """Return where in the blob the answer begins; make memory for the blob if there is none."""
         etag, length = answer.headers.get("ETag", ""), header_number(answer.headers.get("Content-Length", ""))
         if not etag or length is None:
             raise UnexpectedAnswer(
-                f"{self._path} answered without ETag or Content-Length: not a coordinator, or a proxy that alters it"
+                f"{self.path} answered without ETag or Content-Length: not a coordinator, or a proxy that alters it"
             )
         start, total = 0, length  # a proxy that knows no ranges sends all of it
         if answer.status_code == 206:
             start, stop, total = _range_of(answer)
             if start != part.next or stop - start != length:
-                raise Transient(f"{self._path} answered another range than the one asked for")
+                raise Transient(f"{self.path} answered another range than the one asked for")
         elif answer.status_code != 200:
-            raise Transient(f"{self._path} answered {answer.status_code} to a request for bytes")
+            raise Transient(f"{self.path} answered {answer.status_code} to a request for bytes")
         if total > self._limit_bytes:
-            raise UnexpectedAnswer(f"{self._path} announces {total} bytes, at most {self._limit_bytes} can be right")
+            raise UnexpectedAnswer(f"{self.path} announces {total} bytes, at most {self._limit_bytes} can be right")
         with self._lock:
             if etag != self._etag or total != len(self._data):
                 self._etag, self._data = etag, memory(total)
@@ -304,7 +309,7 @@ class Download:
         total = _range_of(answer)[2]
         if part.start < total:
             part.restart()
-            raise Transient(f"{self._path} changed while it was fetched")
+            raise Transient(f"{self.path} changed while it was fetched")
         part.stop = part.next
 
 

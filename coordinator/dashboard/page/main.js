@@ -4,6 +4,7 @@ import { Api, Refused, Unreachable } from "./api.js";
 import { button, field, h } from "./dom.js";
 import { showRun } from "./run.js";
 import { showRuns } from "./runs.js";
+import { showServer } from "./server.js";
 import { Session, forgetToken, keepToken, keptToken, takeTokenFromAddress } from "./session.js";
 import { showTokens } from "./tokens.js";
 
@@ -11,6 +12,7 @@ const top_ = document.getElementById("top");
 const main = document.getElementById("main");
 
 const ASK_AGAIN_S = 3;
+const PAGES = { tokens: showTokens, server: showServer }; // by what is behind the #
 
 let session = null;
 let leave = () => {};
@@ -32,8 +34,9 @@ async function show() {
   }
   const asked = new URLSearchParams(location.hash.slice(1));
   const run = asked.get("run");
-  frame(run, asked.has("tokens"));
-  const view = run !== null ? showRun : asked.has("tokens") ? showTokens : showRuns;
+  const page = run !== null ? "run" : (Object.keys(PAGES).find((each) => asked.has(each)) ?? "runs");
+  frame(run, page);
+  const view = { run: showRun, runs: showRuns, ...PAGES }[page];
   main.replaceChildren();
   leave = view(main, session, ended, run);
 }
@@ -62,7 +65,7 @@ function ended(error) {
   );
 }
 
-function frame(run, onTokens) {
+function frame(run, page) {
   document.title = run === null ? "Outerstep" : `${run} · Outerstep`;
   const link = (href, label, current) => h("a", { href, "aria-current": current ? "page" : null }, label);
   const tokens = session.own.allows.includes("admin");
@@ -71,8 +74,9 @@ function frame(run, onTokens) {
     h(
       "nav",
       { "aria-label": "Pages" },
-      link("#", "Runs", run === null && !onTokens),
-      tokens && link("#tokens", "Tokens", onTokens),
+      link("#", "Runs", page === "runs"),
+      tokens && link("#tokens", "Tokens", page === "tokens"),
+      session.allows("operator") && link("#server", "Server", page === "server"),
     ),
     h("span", { class: "who" }, session.said),
     button("Sign out", () => signOut(), "plain"),

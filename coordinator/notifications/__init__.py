@@ -1,0 +1,1 @@
+"""Notifications: what an operator should know, sent to a webhook."""
