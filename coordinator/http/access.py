@@ -10,6 +10,7 @@ from typing import Annotated
 from fastapi import Depends, Path, Query, Request, Security
 from fastapi.security import HTTPBearer
 
+from coordinator.callers import lineage_of
 from coordinator.runs.live_run import LiveRun
 from coordinator.service import Coordinator
 from coordinator.store.identity import Actor, Identity
@@ -45,9 +46,10 @@ ITEMS_PER_REQUEST = 10
 
 
 def charge(request: Request, cost: float) -> None:
-    """Count a request as so many more of its caller's; not of an admin. Raises Problem `too-many-requests`."""
+    """Count what is read as so many more requests of its caller's; not of an admin. Raises Problem
+    `too-many-requests`."""
     if not request.state.identity.allows(Scope.ADMIN):
-        request.app.state.coordinator.callers.rates.take(request.state.caller, cost)
+        request.app.state.coordinator.callers.rates.take(lineage_of(request.state.identity), cost)
 
 
 async def items(request: Request, _: Caller, limit: Limit = 100) -> int:
