@@ -49,7 +49,7 @@ class _Reply(BaseModel):
 class Page(_Reply, Generic[Item]):
     """A page of a listing; `next` is the cursor for `?after=` of the following page, or null at the end."""
 
-    items: list[Item]
+    items: Annotated[list[Item], FailFast()]
     next: str | None = None
 
 

@@ -1,24 +1,30 @@
 """The command `outerstep worker`."""
 
+import logging
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import typer
 
-from outerstep.cli.allowing import AllowFactoryOption, DataRootOption, owner_at_terminal
+from outerstep.cli.allowing import AllowFactoryOption, DataRootOption, MaxParametersOption, owner_at_terminal
 from outerstep.cli.connection import (
     CaOption,
     LogFileOption,
     TokenFileOption,
     TokenOption,
+    check_log,
     checked_url,
     find_token,
     operator_client,
 )
 from outerstep.cli.faults import UsageError, import_extra, validated
 from outerstep.cli.run import read_spec
+from protocol import __version__
+
+log = logging.getLogger(__name__)
 
 FLAGS = {
     "url": "URL",
@@ -32,6 +38,7 @@ FLAGS = {
     "data": "--data",
     "allow_factory": "--allow-factory",
     "data_root": "--data-root",
+    "max_parameters": "--max-parameters",
     "tell": "--tell",
     "threads": "--threads",
     "data_cache": "--data-cache",
@@ -96,6 +103,7 @@ def worker(
     ] = None,
     allow_factory: AllowFactoryOption = None,
     data_root: DataRootOption = None,
+    max_parameters: MaxParametersOption = None,
     tell: Annotated[
         Literal["all", "some", "nothing"],
         typer.Option("--tell", help="What the coordinator is told of this machine; less than all needs a --name."),
@@ -158,7 +166,8 @@ def worker(
 
     The run's spec is somebody else's text: of code it runs what --allow-factory names, and it reads data, tokenizers
     and weights below --data-root alone, beside what comes with Outerstep and what --data names. At a terminal it asks
-    for what is missing; elsewhere it ends with exit code 3, and says what to add.
+    for what is missing; elsewhere it ends with exit code 3, and says what to add. So it does for a model of more
+    than --max-parameters.
 
     With --no-sync it joins nothing: it trains as long as one worker of the run does, on this machine's data, and tells
     the held-out loss as it goes.
@@ -169,7 +178,6 @@ def worker(
       outerstep worker https://coordinator.example.org --run my-run --gpus 8
       outerstep worker --no-sync --spec run.toml --log steps.jsonl
     """
-    agent = import_extra("worker.agent", extra="worker", command="outerstep worker")
     settings = import_extra("worker.settings", extra="worker", command="outerstep worker")
     box: dict[str, Any] = {
         "name": name,
@@ -179,6 +187,7 @@ def worker(
         "data": data,
         "allow_factory": allow_factory or None,
         "data_root": data_root or None,
+        "max_parameters": max_parameters,
         "tell": tell,
         "threads": threads,
         "data_cache": data_cache,
@@ -202,7 +211,8 @@ def worker(
         if url is not None or run is not None:
             raise UsageError("give --spec, or URL and --run, not both")
         _, parsed = read_spec(spec)
-        raise typer.Exit(agent.run_alone(validated(settings.BoxSettings, box, FLAGS), parsed, own_spec=True))
+        alone = _checked(settings.BoxSettings, box)
+        raise typer.Exit(_agent(alone).run_alone(alone, parsed, own_spec=True))
     if url is None:
         raise UsageError("Missing argument 'URL': the coordinator's address; --no-sync with --spec needs none")
     if run is None:
@@ -214,14 +224,31 @@ def worker(
         "ca": None if ca is None else str(ca),
     }
     if no_sync:
-        alone = validated(settings.BoxSettings, box, FLAGS)
+        alone = _checked(settings.BoxSettings, box)
         with operator_client(url, token, token_file, ca) as client:
             detail = client.run(run)
-        raise typer.Exit(agent.run_alone(alone, detail.spec, own_spec=False, ask=owner_at_terminal()))
-    joining = validated(settings.WorkerSettings, member | box, FLAGS)
+        raise typer.Exit(_agent(alone).run_alone(alone, detail.spec, own_spec=False, ask=owner_at_terminal()))
+    joining = _checked(settings.WorkerSettings, member | box)
     if gpus is not None and gpus > 1 and "LOCAL_RANK" not in os.environ:
         _start_on(gpus, joining.device)
-    raise typer.Exit(agent.run_worker(joining, ask=owner_at_terminal()))
+    raise typer.Exit(_agent(joining).run_worker(joining, ask=owner_at_terminal()))
+
+
+def _checked(model: Any, given: dict[str, Any]) -> Any:
+    """Return the settings, checked as far as they can be without torch, whose import takes many seconds. Raises
+    UsageError."""
+    found = validated(model, given, FLAGS)
+    for flag, path in (("--log", found.log), ("--log-file", found.log_file)):
+        check_log(flag, path)
+    return found
+
+
+def _agent(settings: Any) -> ModuleType:
+    """Return the module `worker.agent`, which imports torch: that this begins is the first line of the log."""
+    logs = import_extra("worker.logs", extra="worker", command="outerstep worker")
+    logs.log_to_stderr()
+    log.info("outerstep %s, worker %s: importing torch and transformers", __version__, settings.name)
+    return import_extra("worker.agent", extra="worker", command="outerstep worker")
 
 
 def _start_on(gpus: int, device: str) -> None:

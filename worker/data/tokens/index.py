@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 
 import numpy as np
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 
-from protocol.explaining import explain
+from protocol.explaining import explain_all
 from protocol.messages import HexDigest
 from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
@@ -68,8 +68,8 @@ class Index(_Part):
     end: _Count | None  # the id after each document; None if they are put end to end
     source: str
     made_from: HexDigest | None = None  # of everything that the set was made from, so that it is not made again
-    training: list[Shard]
-    held_out: list[Shard]
+    training: Annotated[list[Shard], FailFast()]
+    held_out: Annotated[list[Shard], FailFast()]
 
     @model_validator(mode="after")
     def _room_for_every_id(self) -> "Index":
@@ -149,7 +149,7 @@ def parse_index(content: bytes, name: str) -> Index:
     try:
         return Index.model_validate_json(content)
     except ValidationError as error:
-        faults = "; ".join(explain(fault) for fault in error.errors()[:3])
+        faults = explain_all(error.errors(), most=3)
         raise DataError(f"{name} is not the index of a token set: {faults}; prepare the set again") from error
 
 
