@@ -176,6 +176,33 @@ def test_the_list_of_commands_is_quick() -> None:
     assert [each for each in modules if each.startswith("outerstep.cli.")] == []
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["worker", "http://127.0.0.1:1", "--run", "r", "--token-file", "missing"],
+        ["worker", "http://127.0.0.1:1", "--run", "r", "--token", "t", "--log", "/missing/steps.jsonl"],
+        ["doctor", "http://127.0.0.1:1", "--run", "r", "--token-file", "missing"],
+        ["run", "export", "r", "--token", "t", "--out", "."],
+        ["run", "evaluate", "r", "--token-file", "missing"],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_a_wrong_argument_is_reported_before_torch_is_imported(command: list[str]) -> None:
+    """That takes many seconds."""
+    code = f"""
+import sys
+from outerstep.cli import main
+sys.argv = ["outerstep", *{command!r}]
+try:
+    main()
+except SystemExit as end:
+    assert end.code == 2, end.code
+else:
+    raise AssertionError
+"""
+    assert sorted(imported_by(code).intersection(TORCH)) == []
+
+
 def test_diloco_comes_lazily() -> None:
     imported_by("from outerstep import DiLoCoOptimizer as D; assert D.__module__ == 'worker.diloco_optimizer'")
     modules = imported_by("from outerstep import DiLoCo; assert DiLoCo.__module__ == 'worker.diloco'")
