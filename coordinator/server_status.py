@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from coordinator.logs import scrubbed
 from coordinator.notifications.outbox import Key
-from coordinator.notifications.watching import disks
 from coordinator.service import Coordinator
 from protocol import PROTOCOL_VERSION, __version__
 from protocol.messages import (
@@ -45,7 +45,7 @@ def status_of(service: Coordinator, connections: int) -> ServerStatus:
         findings=list(findings),
         disks=[
             DiskInfo(places=list(each.places), free_bytes=each.free_bytes, size_bytes=each.size_bytes)
-            for each in disks(service.places())
+            for each in service.watch.disks(service.places())
         ],
         database=database,
         backup=_backup(service),
@@ -69,7 +69,7 @@ def findings_of(
         if run is None:
             yield _finding(about, None, message)
     if notifications is not None and notifications.fault:
-        yield _finding("notifications", None, notifications.fault)
+        yield _finding("notifications", None, f"the webhook did not take a notification: {notifications.fault}")
     for (about, run), message in conditions.items():
         if run is not None:
             yield _finding(about, run, message)
@@ -100,7 +100,7 @@ def _backup(service: Coordinator) -> BackupInfo | None:
         every_s=backups.schedule.every_s,
         last_at=backups.last_at,
         failed_at=backups.failed_at,
-        fault=backups.fault,
+        fault=scrubbed(backups.fault),
     )
 
 

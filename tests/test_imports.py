@@ -73,7 +73,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "backup",
             "notifications",
         },
-        "server_status": {"notifications", "service"},
+        "server_status": {"logs", "notifications", "service"},
         "http": {"settings", "logs", "store", "tuning", "runs", "service"},
         "metrics": {"store", "runs", "round_reports", "reports", "service", "http"},
         "api": {"runs", "workers", "sync", "round_reports", "reports", "service", "server_status", "http", "metrics"},

@@ -18,17 +18,20 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import httpx
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from protocol import tracing
 from protocol.digest import model_digest
@@ -62,7 +65,8 @@ from worker.script.connecting import membership_of, told_on_stderr
 from worker.script.loader import unit_batches
 from worker.script.sampler import UnitSampler
 from worker.script.schedules import RunSchedules
-from worker.script.usable import FirstUnits, InUse, Writes, reported_by, usable_optimizers
+from worker.script.usable import FirstUnits, InUse, reported_by, usable_optimizers
+from worker.script.weights import Weights, lent
 from worker.signals import stop_on_signals
 from worker.state.fragments import Fragments
 from worker.state.frozen import frozen_summary
@@ -73,8 +77,12 @@ from worker.state.saver import Saver
 from worker.state.snapshot import identity
 from worker.state.state_dir import StateDir, rank_directory
 from worker.state.units import count, first_units, numbers
+from worker.state.writes import Writes
 
 log = logging.getLogger(__name__)
+
+# The hooks that refuse a step before the run is joined: one for each optimizer, of the latest DiLoCo that it was given.
+_unjoined: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -158,7 +166,7 @@ class DiLoCo:
         facts = (host_facts(device) if host is None else host) | ({"processes": ranks.size} if ranks.size > 1 else {})
         self._tell: Tell = tell
         request = JoinRequest(tensors=tensors, data=data, frozen=frozen_summary(model), host=told_facts(facts, tell))
-        self._writes = Writes(model)
+        self._writes = Writes(model, self._optimizers)
         use = use or DeviceUse(device)
         self._resources = ExitStack()
         if tracing.start("outerstep-worker"):
@@ -179,6 +187,7 @@ class DiLoCo:
         self._process = os.getpid()
         self._ended_by_stop = False  # the last inner step is done
         self._surroundings: list[AbstractContextManager[None]] = []
+        self._let_steps_be_refused()
 
     @classmethod
     def connect(
@@ -309,8 +318,8 @@ class DiLoCo:
                 self._steps.begin_unit()
                 yield self.spec.number_in_set(unit)
                 first.end(stepped=self._steps.unit_stepped)
-                self._writes.look()
                 if not self._steps.unit_stepped:
+                    self._writes.look()
                     self._progress.skip()
                 self._steps.end_unit()
                 if self.finished or rounds.assignment is not assignment:
@@ -324,7 +333,7 @@ class DiLoCo:
                     count(due),
                 )
                 rounds.advance(ended=True, news=any(self.ranks.flags(rounds.has_news)))
-                self._writes.forget()
+                self._writes.note()
 
     def upcoming(self) -> Iterator[int]:
         """Yield the numbers of the units that follow the one in hand, in order, as far as they are known: for a loader
@@ -385,13 +394,39 @@ class DiLoCo:
         """Report one inner step's mean loss (a scalar, nats per token) before `optimizer.step()`, without waiting for
         the device.
 
-        Without it nobody knows the training loss. Raises ModelError where another optimizer than the run's
-        has stepped since the last report, or since the last unit began.
+        Without it nobody knows the training loss. Raises ModelError where the parameters change from report to report
+        without a step of the run's optimizer.
         """
-        self._writes.look()
+        self._writes.look_between()
         self._progress.report_loss(loss)
 
+    @contextmanager
+    def weights(self, given: Weights) -> Iterator[None]:
+        """Have the model hold other values within the `with` block, to evaluate or save an average of the weights; at
+        its end it holds its own again, bit for bit. It must not be trained within.
+
+        `given` is a module of the same parameters, torch's AveragedModel for one, whose buffers are taken as well; a
+        mapping of names to tensors, as of its state_dict(); or the tensors of the trainable parameters, in order.
+        Raises ValueError where they do not suit.
+        """
+        with lent(self.model, given):
+            self._writes.borrowed = True
+            try:
+                yield
+            finally:
+                self._writes.borrowed = False
+
     # --- lifetime -------------------------------------------------------------------------------------------------
+
+    def _let_steps_be_refused(self) -> None:
+        self._let_steps_be()
+        for each in self._optimizers:
+            _unjoined[each] = each.register_step_pre_hook(_refuse_to_train_alone)
+
+    def _let_steps_be(self) -> None:
+        for each in self._optimizers:
+            if (hook := _unjoined.pop(each, None)) is not None:
+                hook.remove()
 
     def __enter__(self) -> Self:
         if self._has_entered:
@@ -400,6 +435,7 @@ class DiLoCo:
                 "state directory"
             )
         self._has_entered = True
+        self._let_steps_be()
         with self._resources as resources:
             resources.enter_context(InUse(self._optimizers))
             for surrounding in self._surroundings:
@@ -413,16 +449,19 @@ class DiLoCo:
                 )
             self._joined = joined = self._join(resources)
             joined.rounds.begin()
-            self._writes.forget()
+            self._writes.note()
             if not self.finished:
                 self._schedules.set(self.global_step)
             *others, last = self._optimizers
             for each in self._optimizers:
                 resources.callback(each.register_step_pre_hook(self._before_any).remove)
                 resources.callback(each.register_step_post_hook(self._after_any).remove)
+            resources.callback(last.register_step_pre_hook(self._before_another).remove)
             for each in others:
                 resources.callback(each.register_step_pre_hook(self._before_the_last).remove)
             resources.callback(last.register_step_post_hook(self._after_inner_step).remove)
+            resources.callback(register_optimizer_step_pre_hook(self._writes.before_other).remove)
+            resources.callback(register_optimizer_step_post_hook(self._writes.after_other).remove)
             self._resources = resources.pop_all()
         return self
 
@@ -453,6 +492,7 @@ class DiLoCo:
             self._evaluate if spec.privacy is None else None,  # it would be told without noise
             self._initial,
             self._scaler,
+            self._writes,
             self.ranks,
             points,
             self._protection,
@@ -463,9 +503,8 @@ class DiLoCo:
         return Joined(state, heartbeat, rounds)
 
     def _before_any(self, *_: Any) -> None:
-        """Note a step, which is at the run's learning rate, and refuse one that no round would have, as the hook of all
-        optimizers."""
-        self._writes.stepped = True
+        """Have a step be at the run's learning rate, and refuse one that no round would have or that others' writes
+        came before, as the hook of all optimizers."""
         if self.joined.rounds.finished:
             raise RuntimeError(
                 "the run is over for this worker, so that a step would only change the model: leave the training loop "
@@ -473,6 +512,8 @@ class DiLoCo:
             )
         if self._ended_by_stop:
             raise Stopped("asked to stop: leave the training loop once `diloco.finished`")
+        self._writes.before_step()
+        self._schedules.warn_of_others()
         self._schedules.set(self.global_step)
 
     def _before_the_last(self, *_: Any) -> None:
@@ -483,9 +524,18 @@ class DiLoCo:
                 "inner step: let them step in that order, each once per unit"
             )
 
+    def _before_another(self, *_: Any) -> None:
+        """Refuse a second step for one unit, as the hook of the last optimizer: it would count as another unit's."""
+        if self._steps.unit_stepped:
+            raise RuntimeError(
+                "the optimizer steps a second time for one unit of units(): each unit is for one inner step, and those "
+                "that were not trained on would count as trained. Accumulate the gradients of a unit's batches for one "
+                "step, or take no units and draw batches by diloco.data_seed: then every step is one"
+            )
+
     def _after_any(self, *_: Any) -> None:
-        """Note a step once more, as the hook of all optimizers: the loss may be reported within it, by a closure."""
-        self._writes.stepped = True
+        """Note what a step has written, as the hook of all optimizers."""
+        self._writes.after_step()
 
     def _after_inner_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Count one inner step, as the hook of the last optimizer."""
@@ -515,6 +565,7 @@ class DiLoCo:
         if failed:
             self.ranks.by_first(heartbeat.raise_failure)
         rounds.advance(ended=self.inner_step >= rounds.assignment.inner_steps, news=news)
+        self._writes.note_sync()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -564,3 +615,10 @@ class DiLoCo:
             self._membership.leave(round_number, state_digest, self._told_metrics(), report)
         except (httpx.TransportError, OuterstepError) as error:
             log.warning("could not say goodbye (%s): the lease ends by itself", error)
+
+
+def _refuse_to_train_alone(*_: Any) -> None:
+    raise RuntimeError(
+        "the optimizer steps, and the run was not joined: DiLoCo is a context manager, so train within "
+        "`with DiLoCo.connect(...) as diloco:`; to train alone first, do that before DiLoCo is made"
+    )

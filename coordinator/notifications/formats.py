@@ -29,7 +29,7 @@ class Words(NamedTuple):
 
 
 KINDS: dict[str, Words] = {
-    "run-stalled": Words("run stalled", "run goes on", 4),
+    "run-stalled": Words("run stalled", "no longer stalled", 4),
     "worker-lost": Words("worker lost", "", 3),
     "divergence": Words("divergence", "", 4),
     "guard": Words("the guard reports a spoilt model", "", 5),

@@ -12,6 +12,7 @@ from pathlib import Path
 from sqlalchemy import select
 
 from coordinator.backup.scheduled import Scheduled
+from coordinator.logs import scrubbed
 from coordinator.notifications.outbox import Key, Outbox
 from coordinator.round_reports import reason_of
 from coordinator.runs.live_run import LiveRun
@@ -145,7 +146,9 @@ class Watch:
         if backups is None:
             return None
         if backups.fault:
-            return f"{backups.fault}; {_last_backup(backups)}"
+            age_s = 0.0 if backups.failed_at is None else backups.age_s(backups.failed_at)
+            when = "just now" if age_s < 60 else f"{_time(age_s)} ago"
+            return f"backup failed {when}: {scrubbed(backups.fault)}; {_last_backup(backups)}"
         begun = self._outbox and self._outbox.is_open("backup-failed")
         if begun and (backups.last_at is None or backups.last_at < begun.at):  # before a restart, and none since
             return begun.message
@@ -157,8 +160,8 @@ class Watch:
 
 def _last_backup(backups: Scheduled) -> str:
     if backups.last_at is None:
-        return "there is no good one yet"
-    return f"the last good one is {_time(backups.age_s(backups.last_at))} old"
+        return "there is no good backup yet"
+    return f"the last good backup is {_time(backups.age_s(backups.last_at))} old"
 
 
 def _last_round_s(run: LiveRun) -> float:

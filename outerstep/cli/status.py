@@ -66,7 +66,8 @@ def rows_of(found: ServerStatus) -> Iterator[tuple[str, str]]:
 
 
 def _about(finding: Finding) -> str:
-    return finding.about if finding.run is None else f"{finding.run}: {finding.about}"
+    about = finding.about.replace("-", " ")
+    return about if finding.run is None else f"{finding.run}: {about}"
 
 
 def _ago(found: ServerStatus, at: float) -> str:

@@ -38,6 +38,9 @@ class DiLoCoCallback(RunWorker, TrainerCallback):
                 "the run a number of them, or train in a loop of your own"
             )
 
+    _logged_at = 0  # the Trainer's step when it logged a loss last
+    _steps_since = 0  # the steps that it has really taken since
+
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Make the Trainer's training as long as the run's."""
         if args.load_best_model_at_end:
@@ -56,6 +59,7 @@ class DiLoCoCallback(RunWorker, TrainerCallback):
         """Join the run."""
         diloco = self._join(has["model"], has["optimizer"], has["lr_scheduler"])
         atexit.register(self._leave, RuntimeError("the training ended before its end"))
+        self._logged_at, self._steps_since = state.global_step, 0  # as the Trainer has it, and as it was
         state.global_step = diloco.global_step
         control.should_training_stop = diloco.finished
         self._draw_other_data(has["train_dataloader"])
@@ -78,13 +82,26 @@ class DiLoCoCallback(RunWorker, TrainerCallback):
         state.global_step = self.diloco.global_step
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **has: Any) -> None:
-        """Report the training loss, as often as the Trainer logs it, averaged over its processes."""
-        if self._diloco is not None and "loss" in has["logs"] and self.diloco.ranks.is_first:
-            self.diloco.report_loss(torch.tensor(has["logs"]["loss"]))
+        """Report the training loss, as often as the Trainer logs it, averaged over its processes.
+
+        The Trainer divides its sum by the steps that `global_step` has gone on by, which jumps where this worker joins
+        late, is restarted, or trains a round anew: what it logs is put right as well.
+        """
+        logs: dict[str, float] = has["logs"]
+        if self._diloco is None:
+            return
+        if "loss" in logs and self._steps_since:
+            logs["loss"] *= (state.global_step - self._logged_at) / self._steps_since
+            self._logged_at, self._steps_since = state.global_step, 0
+            if state.log_history and "loss" in state.log_history[-1]:
+                state.log_history[-1]["loss"] = logs["loss"]
+            if self.diloco.ranks.is_first:
+                self.diloco.report_loss(torch.tensor(logs["loss"]))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop training where the run is over, this worker is asked to stop, or another callback wants it; but not
         because the Trainer has counted its steps: a round may be trained anew."""
+        self._steps_since += 1
         by_another = control.should_training_stop and state.global_step < state.max_steps
         control.should_training_stop = self.diloco.finished or by_another
         state.global_step = self.diloco.global_step

@@ -1,6 +1,7 @@
 """The dashboard in a real browser, with a real run behind it: what it shows, what is clicked, what strangers write."""
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from benchmarks.harness.browser import Tab, chromium, tab
 from benchmarks.harness.coordinator import CoordinatorProcess, InThread, coordinator_thread
 from benchmarks.harness.member import Member, spec_toml
 from coordinator.dashboard import assets
+from coordinator.notifications.watching import Disk
 from coordinator.store.tables import FragmentRow, RoundRow, WorkerRow
 from coordinator.store.tokens import secret_hash
 from outerstep import units
@@ -671,3 +673,27 @@ def test_the_last_of_many_events_are_found(browser: Browser, running: InThread, 
         expect(log).to_contain_text(f"number {events_kept - 1}")
         assert log.locator("li").count() >= min(25, events_kept)
         assert sum("/events?" in url for url in found.asked) < 20
+
+
+def test_the_server_page_says_what_is_wrong_and_what_to_do(
+    browser: Browser, running: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_as_wide_as_the_phone() -> bool:
+        return bool(found.page.evaluate("document.documentElement.scrollWidth") == PHONE["viewport"]["width"])
+
+    with opened(browser, running, "server", **PHONE) as found:
+        expect(found.page.locator(".fine")).to_be_visible()
+        expect(found.page.locator(".tile")).to_have_count(6)
+        assert is_as_wide_as_the_phone()
+        monkeypatch.setattr(running.coordinator.watch, "disks", lambda places: [Disk(tuple(places), 5, 100)])
+        logging.getLogger("coordinator.trial").error(HOSTILE + "x" * 500)
+        finding = found.page.locator(".finding")
+        expect(finding).to_contain_text("disk filling")
+        expect(finding.locator("code")).to_have_text("outerstep run rm RUN")
+        expect(found.page.locator(".errors li").first).to_contain_text(HOSTILE)
+        assert is_as_wide_as_the_phone()
+    with tab(browser, **WIDE) as found:
+        found.page.goto(f"{running.url}/#token={running.token(Scope.VIEWER)}&server")
+        expect(found.page.get_by_role("heading")).to_have_text("Not for this token")
+        expect(found.page.get_by_role("link", name="Server")).to_have_count(0)
+        assert [url for url in found.asked if url.endswith("/v1/status")] == []

@@ -64,7 +64,7 @@ def test_all_is_well_and_then_it_is_not(tmp_path: Path, monkeypatch: pytest.Monk
         command = ["coordinator", "status", "--url", running.url]
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
-        for said in ("r: run-stalled", "5.0% of the disk", found.version, "refused with"):
+        for said in ("r: run stalled", "5.0% of the disk", found.version, "refused with"):
             assert said in done.output
         done = CliRunner().invoke(app, [*command, "--format", "json"])
         assert json.loads(done.output)["clients"]["workers"] == 2

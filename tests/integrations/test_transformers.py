@@ -39,7 +39,7 @@ from protocol.digest import digest
 
 how = json.loads(sys.argv[1])
 name, stop_after, end_after = how["name"], how["stop_after"], how["end_after"]
-told = {"rows": [], "rates": [], "steps": []}
+told = {"rows": [], "rates": [], "steps": [], "losses": []}
 
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
@@ -64,11 +64,14 @@ class Watch(TrainerCallback):
         if len(told["steps"]) == stop_after:
             callback.diloco.client.stop.set()
 
+    def on_log(self, args, state, control, logs, **_):
+        told["losses"] += [logs["loss"]] if "loss" in logs else []
+
     def on_step_end(self, args, state, control, **_):
         if len(told["steps"]) == end_after:
             control.should_training_stop = True
 
-trainer = Trainer(model, arguments, train_dataset=Rows(), callbacks=[Watch(), callback])
+trainer = Trainer(model, arguments, train_dataset=Rows(), callbacks=[callback, Watch()])
 trainer.train()
 vector = torch.cat([each.detach().reshape(-1) for each in trainable_parameters(model).values()])
 print(json.dumps({**told, "digest": digest(vector.numpy().tobytes()).hex()}))
@@ -141,6 +144,7 @@ def test_one_that_is_stopped_hands_in_and_a_late_one_is_at_the_run_s_step(tmp_pa
     assert b["steps"] == list(range(H + 1, ROUNDS * H)), "where the other one has left off"
     linear = [0.01 * (1 - step / (ROUNDS * H)) for step in b["steps"]]  # the Trainer's schedule, without warmup
     assert b["rates"] == pytest.approx(linear)
+    assert all(3 < loss < 5 for loss in a["losses"] + b["losses"]), "near log 64 nats, from the first on"
 
 
 def test_another_callback_may_end_the_training_and_that_the_run_goes_on_is_told(tmp_path: Path) -> None:

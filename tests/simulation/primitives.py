@@ -21,13 +21,17 @@ class Lock:
         self._depth = 0
         self._waiters: list[Task] = []
 
-    def acquire(self) -> bool:
+    def acquire(self, *, timeout: float = -1) -> bool:
         self._scheduler.check_alive()
         task = self._scheduler.running
         if task is None:
             return True  # outside of any task, nothing else runs
+        until = self._scheduler.now + timeout
         while self._owner is not None and not (self._reentrant and self._owner is task):
-            self._scheduler.wait_in(self._waiters)
+            if timeout < 0:
+                self._scheduler.wait_in(self._waiters)
+            elif not self._scheduler.wait_in(self._waiters, until - self._scheduler.now):
+                return False
         self._owner = task
         self._depth += 1
         return True

@@ -1,6 +1,7 @@
 """A script's learning rate schedule follows the run's step, and not how often this process has stepped."""
 
 import copy
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,51 @@ def test_a_worker_that_joins_late_or_comes_again_has_the_rate_of_the_run(tmp_pat
     steps = {name: [step for step, _ in each] for name, each in seen.items()}
     assert steps == {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7], "a again": list(range(8, 16))}
     assert all(rate == rates[step] for each in seen.values() for step, rate in each)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("given", "warnings"), [({}, 1), ({"scheduler": []}, 0)], ids=["", "that follows the run"])
+def test_a_scheduler_that_diloco_does_not_know_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str, given: dict[str, Any], warnings: int
+) -> None:
+    model = toy.make_model()
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator, caplog.at_level(logging.WARNING, "worker"):
+        run = Toy(coordinator, toy.spec(rounds=1), tmp_path)
+        if when == "before":
+            schedulers.StepLR(optimizer, 3)
+        with run.connect(model, optimizer, **given) as diloco:
+            if when == "after":
+                schedulers.StepLR(optimizer, 3)
+            for unit in diloco.units():
+                toy.step(diloco, model, optimizer, unit)
+    assert len([each for each in caplog.records if "scheduler=scheduler" in each.message]) == warnings
+
+
+def test_a_restarted_script_keeps_the_settings_that_it_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And those that it changed on the way, as a scheduler of its own does, are the snapshot's."""
+    used: list[tuple[float, float, tuple[float, float]]] = []
+    with coordinator_thread(tmp_path / "coordinator") as coordinator, caplog.at_level(logging.WARNING, "worker"):
+        run = Toy(coordinator, toy.spec(rounds=4), tmp_path)
+
+        def work(until: int, **settings: Any) -> None:
+            model = toy.make_model()
+            optimizer = Adam(model.parameters(), **settings)
+            with run.connect(model, optimizer, state_dir=tmp_path / "a") as diloco:
+                group = optimizer.param_groups[0]
+                used.append((group["lr"], group["weight_decay"], group["betas"]))
+                for unit in diloco.units():
+                    if diloco.global_step == until:
+                        break
+                    toy.step(diloco, model, optimizer, unit)
+                    group["lr"] = 0.5e-3
+
+        work(4, lr=1e-3)
+        assert caplog.text == ""
+        work(8, lr=1e-3)
+        assert caplog.text == ""
+        work(12, lr=2e-3, betas=(0.8, 0.9))
+        assert "lr = 0.002, and 0.001 before; betas = (0.8, 0.9), and (0.9, 0.999) before" in caplog.text
+    assert used == [(1e-3, 0, (0.9, 0.999)), (0.5e-3, 0, (0.9, 0.999)), (2e-3, 0, (0.8, 0.9))]

@@ -110,7 +110,7 @@ def test_what_does_not_train_the_model_is_refused_before_the_run_is_joined(
 def test_parameters_that_no_optimizer_has_are_told(caplog: pytest.LogCaptureFixture) -> None:
     model = toy.make_model()
     usable_optimizers(model, sgd(model.get_submodule("0")))
-    assert "1 trainable parameters are in no optimizer, such as 2.weight" in caplog.text
+    assert "1 trainable parameters are in no optimizer that DiLoCo was given, such as 2.weight" in caplog.text
 
 
 def test_frozen_parameters_in_an_optimizer_are_no_fault(caplog: pytest.LogCaptureFixture) -> None:
@@ -165,20 +165,43 @@ def test_a_loop_that_does_not_hear_that_it_is_to_stop_is_ended_and_what_it_did_i
         assert run.told("a").state == "left"
 
 
-def test_the_steps_of_another_optimizer_are_noticed_at_the_first(joined: Joined) -> None:
-    diloco, model, _ = joined
-    units, other = diloco.units(), sgd(model)
-    toy.step(diloco, model, other, next(units))
-    with pytest.raises(ModelError, match="changed without a step of the optimizer that DiLoCo was given"):
-        next(units)
+@pytest.mark.parametrize("given_steps_first", [True, False])
+@pytest.mark.parametrize("takes_units", [True, False])
+def test_the_steps_of_another_optimizer_are_noticed_at_the_first(
+    joined: Joined, takes_units: bool, given_steps_first: bool
+) -> None:
+    """After a sync they would leave this worker with a model of its own."""
+    diloco, model, optimizer = joined
+    other = torch.optim.Adam(model.parameters())
+    unit = next(diloco.units()) if takes_units else 0
+    if given_steps_first:
+        toy.step(diloco, model, optimizer, unit)
+    with pytest.raises(ModelError, match=r"Adam, an optimizer that DiLoCo was not given.*0\.weight"):
+        toy.step(diloco, model, other, unit)
 
 
-def test_so_are_they_in_a_loop_that_draws_its_own_data(joined: Joined) -> None:
-    diloco, model, _ = joined
-    other = sgd(model)
-    toy.step(diloco, model, other, 0)
-    with pytest.raises(ModelError, match="changed without a step of the optimizer that DiLoCo was given"):
-        toy.step(diloco, model, other, 1)
+def test_a_step_before_the_run_is_joined_is_refused(tmp_path: Path) -> None:
+    model = toy.make_model()
+    optimizer = sgd(model)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=1), tmp_path)
+        run.connect(model, optimizer)
+        diloco = run.connect(model, optimizer)  # as where the cell of a notebook is run again
+        with pytest.raises(RuntimeError, match="the run was not joined"):
+            optimizer.step()
+        with diloco:
+            optimizer.step()
+        optimizer.step()
+
+
+def test_a_second_step_for_one_unit_is_refused(joined: Joined) -> None:
+    diloco, model, optimizer = joined
+    for unit in diloco.units():
+        toy.step(diloco, model, optimizer, unit)
+        if not diloco.finished:
+            with pytest.raises(RuntimeError, match="a second time for one unit"):
+                toy.step(diloco, model, optimizer, unit)
+    assert diloco.finished
 
 
 @pytest.mark.parametrize("takes_units", [True, False])

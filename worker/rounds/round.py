@@ -65,7 +65,7 @@ class Round:
     ) -> None:
         self._exchange, self._state, self._sync = exchange, exchange.state, exchange.spec.sync
         self._fragments, self._steps, self._progress = training.fragments, training.steps, training.progress
-        self._ranks, self._protection = training.ranks, training.protection
+        self._ranks, self._protection, self._writes = training.ranks, training.protection, training.writes
         self._save, self.assignment, self.carry = durable.save, assignment, carry
         last = assignment.step + assignment.schedule_steps == exchange.spec.total_inner_steps
         self._schedule = schedule(
@@ -92,6 +92,7 @@ class Round:
         if not fragments:
             return
         self._fragments.check()
+        self._writes.look_back()
         self._progress.phase("gather")
         self._note_loss()
         waited_for = [p for p in fragments if self._schedule.merged[p] <= self._step]
@@ -182,6 +183,7 @@ class Round:
         if not fragments or not (self._steps.units_used or self.carry.units):
             return []
         self._fragments.check()
+        self._writes.look_back()
         self.note_speed()
         self._note_loss()
         self._check_all_finite()

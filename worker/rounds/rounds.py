@@ -25,7 +25,7 @@ from worker.rounds.round import Durable, Round
 from worker.rounds.training import Training
 from worker.state.fragments import host_copy
 from worker.state.nested import with_each_tensor
-from worker.state.optimizer_state import load_local_state, local_state, stretches
+from worker.state.optimizer_state import keep_changed_settings, load_local_state, local_state, settings, stretches
 from worker.state.saver import Saver
 from worker.state.units import UnitRanges, first_units, units_left
 from worker.state.work import Carry, RoundStart, Work
@@ -49,6 +49,7 @@ class Rounds:
         self._assignments = Assignments(
             exchange, training.fragments, training.progress, training.initial, training.ranks
         )
+        self._settings = [settings(each) for each in training.optimizers]  # before a snapshot brings others
         self._running = self.algorithm()
         self.assignment = Assignment(action=Action.WAIT, reason="not asked yet", round=0)
         self.carry = Carry()
@@ -336,6 +337,7 @@ class Rounds:
             partial=partial,
             optimizers=optimizers,
             held=lambda: [stretches(each) for each in self._training.optimizers],
+            settings=self._settings,
             scaler=self._training.scaler_state,
             warmup_left=self._training.steps.warmup_left or 0,
         )
@@ -356,6 +358,8 @@ class Rounds:
                 raise ValueError(f"there are {len(optimizers)} of them, and {len(saved)} in the snapshot")
             for optimizer, state in zip(optimizers, saved, strict=True):
                 load_local_state(optimizer, state)
+            for optimizer, before, now in zip(optimizers, found.settings, self._settings, strict=False):
+                keep_changed_settings(optimizer, before, now)
         except ValueError as error:
             raise ModelError(
                 f"the inner optimizers are not those of the snapshot in this state_dir: {error}"
@@ -412,6 +416,15 @@ class Rounds:
         """Leaving in the middle of a round: contribute the inner steps that were done. The other units return to the
         pool as the worker leaves."""
         if self._round is None:
+            return
+        changed = [each for each in self._ranks.all(self._training.writes.changed()) if each is not None]
+        if changed:
+            log.warning(
+                "round %d: this round's inner steps are not handed in: the model's parameters, %s for one, hold other "
+                "values than the last step left, such as EMA weights that were swapped in",
+                self._round.assignment.round,
+                changed[0],
+            )
             return
         unsent = self._round.unsent()
         if all(self._ranks.all(len(unsent) == len(self._state.own))) and not self._sync.streams:

@@ -1,6 +1,7 @@
 """A script's learning rate schedules, at the run's step wherever in the run this worker joins or goes on."""
 
 import copy
+import logging
 import math
 import warnings
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, 
 
 from worker.script.usable import unwrapped
 
+log = logging.getLogger(__name__)
+
 
 class RunSchedules:
     """The schedulers in `given`, one or a sequence or None, whose step is the run's from the first `set` on.
@@ -18,11 +21,15 @@ class RunSchedules:
     Where a scheduler has to go to another step than the next, it begins anew and takes the steps one by one: the value
     of many is only known from the one before. So a script's own `scheduler.step()` changes nothing.
 
+    If `given` is None, `warn_of_others` warns of a scheduler. An empty sequence says that the script follows the run's
+    step by itself.
+
     `steps` are the run's inner steps. Raises TypeError for what is no function of the step, ValueError for a scheduler
     of another optimizer, or of fewer steps.
     """
 
     def __init__(self, given: Any, optimizers: Sequence[Optimizer], steps: int) -> None:
+        self._unknown_to = list(optimizers) if given is None else []  # that are to be without a scheduler
         listed = given if isinstance(given, Sequence) else [] if given is None else [given]
         self._schedules = [_Schedule(_usable(each, optimizers, steps)) for each in listed]
 
@@ -30,6 +37,18 @@ class RunSchedules:
         """Set what the schedulers schedule to what it is for inner step `step` of the run, counted from 0."""
         for schedule in self._schedules:
             schedule.set(step)
+
+    def warn_of_others(self) -> None:
+        """Warn once where a scheduler that is not known here schedules an optimizer."""
+        scheduled = [type(each).__name__ for each in self._unknown_to if _has_scheduler(each)]
+        if scheduled:
+            self._unknown_to = []
+            log.warning(
+                "the learning rate of %s has a scheduler that DiLoCo was not given: in a worker that joins late or is "
+                "restarted it begins anew, at another rate than the other workers'. Give "
+                "connect(…, scheduler=scheduler); scheduler=[] where it follows diloco.global_step by itself",
+                scheduled[0],
+            )
 
 
 class _Schedule:
@@ -51,6 +70,11 @@ class _Schedule:
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             while self._scheduler.last_epoch < step:
                 self._scheduler.step()
+
+
+def _has_scheduler(optimizer: Optimizer) -> bool:
+    """Return True if a scheduler was made for the optimizer: each notes the rate that it begins with."""
+    return any("initial_lr" in group for group in optimizer.param_groups)
 
 
 def _scheduled(group: dict[str, Any]) -> dict[str, Any]:

@@ -97,38 +97,12 @@ def _check_that_they_train(model: nn.Module, optimizers: Sequence[Optimizer]) ->
     left = [name for name, parameter in trainable_parameters(model).items() if id(parameter) not in stepped]
     if left:
         log.warning(
-            "%d trainable parameters are in no optimizer, such as %s: they are sent in every round and never change; "
-            "requires_grad_(False) leaves them out",
+            "%d trainable parameters are in no optimizer that DiLoCo was given, such as %s: if another optimizer steps "
+            "them, give DiLoCo both, in the order in which they step; if none does, requires_grad_(False) leaves them "
+            "out of what is sent",
             len(left),
             left[0],
         )
-
-
-class Writes:
-    """Watches whether anything but the run's optimizers trains the model.
-
-    stepped   one of them has stepped since the last look, be it that a GradScaler had it do nothing
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(trainable_parameters(model).values())
-        self.forget()
-
-    def forget(self) -> None:
-        """Take what was written so far for the run's own, as a sync is."""
-        self.stepped, self._seen = False, self._count()
-
-    def look(self) -> None:
-        """Raise ModelError where somebody else has written to the parameters since the last look."""
-        if not self.stepped and self._count() != self._seen:
-            raise ModelError(
-                "the model's parameters changed without a step of the optimizer that DiLoCo was given: another one "
-                "steps, whose steps are neither counted nor followed by a sync; give DiLoCo that one"
-            )
-        self.forget()
-
-    def _count(self) -> int:
-        return sum(each._version for each in self._parameters)  # noqa: SLF001, which autograd's documentation names
 
 
 class FirstUnits:

@@ -4,6 +4,7 @@ Under fully_shard each process has a stretch of every parameter, and of what its
 is what it saves. Who goes on with another number of processes takes the stretches that are its own from all of them.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from worker.state.parameters import held, is_sharded, local_part
 
 Stretch = tuple[int, int]
 
+log = logging.getLogger(__name__)
+
 
 def stretches(optimizer: Optimizer) -> list[Stretch]:
     """Return what is here of each of the optimizer's parameters, flattened, in the order of its state."""
@@ -26,6 +29,40 @@ def local_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's state_dict with what is here of sharded tensors in their place. Nothing is copied."""
     state: dict[str, Any] = with_each_tensor(optimizer.state_dict(), local_part)
     return state
+
+
+def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return what the script has set of each group of parameters, its learning rate for one: numbers and the like."""
+    return [
+        {key: value for key, value in group.items() if isinstance(value, bool | int | float | tuple)}
+        | {key: float(value) for key, value in group.items() if isinstance(value, Tensor) and value.numel() == 1}
+        for group in optimizer.param_groups
+    ]
+
+
+def keep_changed_settings(optimizer: Optimizer, before: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
+    """Have the optimizer, which has just loaded a state, keep the settings that the script changed: those that differ
+    between its last process, `before`, and this one, `now`. Warn of them. All others, such as a rate that has decayed
+    since, stay as they were loaded."""
+    told = {}
+    for group, was, values in zip(optimizer.param_groups, before, now, strict=False):
+        if "initial_lr" not in values:  # of a scheduler that is not there any more
+            group.pop("initial_lr", None)
+        for key, value in values.items():
+            if key not in was or was[key] == value:
+                continue
+            if isinstance(group[key], Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+            told[f"{key} = {value}, and {was[key]} before"] = None
+    if told:
+        log.warning(
+            "%s was changed in this script since the snapshot was written: %s; the script's values are used from now "
+            "on, and the optimizer's moments are those of the snapshot",
+            type(optimizer).__name__,
+            "; ".join(told),
+        )
 
 
 def load_local_state(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -37,8 +37,14 @@ def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return _parameters(model, trained=False)
 
 
+def named_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's buffers, by names like those of `trainable_parameters`."""
+    within = _wrapped(model)
+    return {_without(within, name): buffer for name, buffer in model.named_buffers()}
+
+
 def _parameters(model: nn.Module, *, trained: bool) -> dict[str, nn.Parameter]:
-    within = {path for name, module in model.named_modules() if (path := _path_within(name, module))}
+    within = _wrapped(model)
     found: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad is not trained:
@@ -48,6 +54,11 @@ def _parameters(model: nn.Module, *, trained: bool) -> dict[str, nn.Parameter]:
             raise ModelError(f"two parameters are called {plain}, one of them {name} within its wrapper; rename one")
         found[plain] = parameter
     return found
+
+
+def _wrapped(model: nn.Module) -> set[str]:
+    """The paths of the modules that others wrap."""
+    return {path for name, module in model.named_modules() if (path := _path_within(name, module))}
 
 
 def _path_within(name: str, module: nn.Module) -> str | None:

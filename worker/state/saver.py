@@ -85,6 +85,7 @@ class Saver:
         partial: bool,
         optimizers: Callable[[], list[dict[str, Any]]],
         held: Callable[[], list[list[Stretch]]] = list,
+        settings: list[list[dict[str, Any]]] | None = None,
         scaler: Callable[[], dict[str, Any] | None],
         warmup_left: int,
     ) -> Future[None] | None:
@@ -108,6 +109,7 @@ class Saver:
             self._work_slot,
             held=held(),
             ranks=(self._ranks.rank, self._ranks.size),
+            settings=settings or [],
         )
         write = self._stages.timed(Stage.SNAPSHOT, self._write)
         return self._thread.submit(write, self._files, self._digests, taken)

@@ -50,7 +50,8 @@ class Snapshot:
 
     `digests` are the outer state's, which is in a file of its own, number `slot`. `partial`: the worker left in the
     middle of the round. `warmup_left`: inner steps until a joiner is warm. `held`: of each optimizer's parameters, what
-    this process had of them, as `optimizer_state.stretches` has it. `ranks`: this process's, and how many there were.
+    this process had of them, as `optimizer_state.stretches` has it. `settings`: those of each optimizer as the
+    script began. `ranks`: this process's, and how many there were.
     """
 
     work: Work | RoundStart
@@ -62,6 +63,7 @@ class Snapshot:
     digests: list[bytes]
     held: list[list[Stretch]] = field(default_factory=list)
     ranks: tuple[int, int] = (0, 1)
+    settings: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
 def identity(run: RunDetail, layout: Layout, worker: str) -> str:
@@ -99,6 +101,7 @@ def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
         "digests": snapshot.digests,
         "held": snapshot.held,
         "ranks": snapshot.ranks,
+        "settings": snapshot.settings,
     }
     if snapshot.ranks[1] > 1 and (files.path / SNAPSHOT).exists():
         (files.path / SNAPSHOT).rename(files.path / BEFORE)
@@ -215,6 +218,7 @@ def _snapshot_of(document: dict[str, Any]) -> Snapshot:
         digests=document["digests"],
         held=document.get("held", []),
         ranks=_ranks_of(document),
+        settings=document.get("settings", []),  # which older processes did not write
     )
 
 

@@ -11,7 +11,7 @@ export function showServer(root, session, ended) {
   const asking = new AbortController();
   const trouble = h("p", { class: "trouble", role: "status" });
   const findings = h("div", { class: "findings", "aria-live": "polite" });
-  const tiles = h("dl", { class: "tiles" });
+  const tiles = h("dl", { class: "tiles server" });
   const errors = h("ul", { class: "lines errors" });
   const said = h("p", { class: "quiet" });
   root.append(
@@ -66,7 +66,7 @@ function findingsOf(findings) {
     h(
       "section",
       { class: "panel finding" },
-      h("h2", {}, each.run === null ? each.about : `${each.run}: ${each.about}`),
+      h("h2", {}, each.run === null ? "" : `${each.run}: `, each.about.replaceAll("-", " ")),
       h("p", { class: "sentence" }, each.message),
       h("p", { class: "quiet" }, coded(`${each.remedy}.`)),
     ),

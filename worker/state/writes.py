@@ -1,0 +1,212 @@
+"""Whether anything but the run's optimizers writes to the model's parameters: what does is sent as if it were trained.
+
+PyTorch counts writes in `Tensor._version`, but not those of fused optimizers, of `parameter.data.copy_(…)` or of
+`parameter.data = …`. So up to 64 elements of every parameter are compared, bit for bit, before each inner step with
+what the last one left: microseconds, however large the model is. On a GPU the result is read where version or memory
+changed, and otherwise before anything is sent, so that no step waits for the device.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from worker.errors import ModelError
+from worker.state.own_points import keeps_points
+from worker.state.parameters import is_sharded, local_part, trainable_parameters
+
+_SAMPLED = 64  # elements of a parameter
+_PATIENCE = 2  # changes between two inner steps that reported losses may show: SAM has one
+
+_Kind = tuple[torch.device, torch.dtype]
+_Samples = dict[_Kind, Tensor]
+
+
+class Writes:
+    """Watches the trainable parameters of `model`, which `optimizers` train; a schedule-free one moves its own between
+    its points."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+        self._optimizers = {id(each) for each in optimizers}
+        named = trainable_parameters(model)
+        self._names = {id(parameter): name for name, parameter in named.items()}
+        moving = {
+            id(parameter)
+            for each in optimizers
+            if keeps_points(each)
+            for group in each.param_groups
+            for parameter in group["params"]
+        }
+        self._named = {
+            name: each for name, each in named.items() if id(each) not in moving and _is_plain(local_part(each))
+        }
+        self._sharded = [is_sharded(each) for each in self._named.values()]
+        self._begun: dict[int, int] = {}  # other optimizers that are stepping, and the steps of the run's before
+        self._steps, self._stepping = 0, False
+        self._doubts: _Samples = {}  # as `_compared` returned it before a step that did not wait for it
+        self._changes = 0  # of reported losses, since the last step
+        self.borrowed = False  # the script has put other values into the model, for a while
+        self._see()
+        self.note()
+
+    # --- inner steps ----------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """One of the run's optimizers begins a step. Raises ModelError where anybody else has written since the last
+        one, on a GPU perhaps later. Raises RuntimeError while the model has other values."""
+        if self.borrowed:
+            raise RuntimeError(
+                "an inner optimizer steps within `with diloco.weights(…):`, which puts the model's own weights back "
+                "at its end: train outside"
+            )
+        self._stepping = True
+        found = self._compared()
+        if self._waits_for_nothing or self._places() != self._at:
+            self._refuse(self._named_in(found))
+        else:
+            self._doubts = found
+
+    def after_step(self) -> None:
+        """One of the run's optimizers has stepped."""
+        self._stepping, self._changes = False, 0
+        self._steps += 1
+        self.note()
+
+    def note(self) -> None:
+        """Take what the model holds now for the run's own, as after a sync."""
+        places = self._places()
+        if [pointer for _, pointer in places] != self._pointers:
+            self._see()
+        self._at = self._told = places
+        self._known = self._sample()
+
+    def note_sync(self) -> None:
+        """`note`, where anything was written since."""
+        if self._places() != self._at:
+            self.note()
+
+    def look(self) -> None:
+        """Raise ModelError where anybody but the run's optimizers has written to the parameters."""
+        self._refuse(self.changed())
+
+    def look_back(self) -> None:
+        """Raise ModelError where anybody else had written before an inner step that did not wait for the device."""
+        self._refuse(self._named_in(self._doubts))
+
+    def _refuse(self, name: str | None) -> None:
+        if name is not None:
+            raise ModelError(
+                f"the model's parameters, {name} for one, changed without a step of the optimizer that DiLoCo was "
+                "given: by a checkpoint that was loaded after the run was joined, EMA weights that were swapped in and "
+                "not out again, an optimizer that DiLoCo was not given, or the loop itself. What the run's workers "
+                "have in common would be lost: load before DiLoCo is made, evaluate other weights within "
+                "`with diloco.weights(ema):`, and clamp weights in optimizer.register_step_post_hook(…), before `with`"
+            )
+
+    def changed(self) -> str | None:
+        """Return the name of a parameter that somebody else has written to, None where nobody has; waits for the
+        device."""
+        return self._named_in(self._compared())
+
+    def _named_in(self, found: _Samples) -> str | None:
+        for kind, differs in found.items():
+            if bool(differs.any()):
+                lengths = [length for _, length in self._lengths[kind]]
+                parts = zip(self._lengths[kind], differs.split(lengths), strict=True)
+                return next(name for (name, _), part in parts if bool(part.any()))
+        return None
+
+    # --- without steps --------------------------------------------------------------------------------------------
+
+    def look_between(self) -> None:
+        """A loss is reported. Raises ModelError where the parameters go on changing without a step."""
+        places = self._places()
+        if places == self._told:
+            return
+        self._told, self._changes = places, self._changes + 1
+        if self._changes >= _PATIENCE:
+            self.look()
+
+    # --- other optimizers -----------------------------------------------------------------------------------------
+
+    def before_other(self, optimizer: Optimizer, *_: Any) -> None:
+        """Any optimizer of this process begins a step."""
+        if id(optimizer) not in self._optimizers:
+            self._begun[id(optimizer)] = self._steps
+
+    def after_other(self, optimizer: Optimizer, *_: Any) -> None:
+        """Any optimizer of this process has stepped. Raises ModelError where it trains the model's parameters, and is
+        neither one of the run's nor around or within one."""
+        before = self._begun.pop(id(optimizer), None)
+        if before is None or self._stepping or self._steps > before:
+            return
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        own = next((self._names[id(each)] for each in parameters if id(each) in self._names), None)
+        if own is not None:
+            raise ModelError(
+                f"{type(optimizer).__name__}, an optimizer that DiLoCo was not given, has stepped, and trains the "
+                f"model's {own}, for one: its steps are neither counted nor followed by a sync, and after one the "
+                "workers' models would differ; give DiLoCo all optimizers, in the order in which they step"
+            )
+
+    # --- samples --------------------------------------------------------------------------------------------------
+
+    def _places(self) -> list[tuple[int, int]]:
+        """Return of every parameter how often it was written to, as far as PyTorch counts, and where it is."""
+        found = []
+        for parameter, sharded in zip(self._named.values(), self._sharded, strict=True):
+            local = local_part(parameter) if sharded else parameter
+            found.append((local._version, local.data_ptr()))  # noqa: SLF001, which autograd's documentation names
+        return found
+
+    def _see(self) -> None:
+        """Find the elements to compare."""
+        self._pointers = [pointer for _, pointer in self._places()]
+        self._waits_for_nothing = all(local_part(each).device.type == "cpu" for each in self._named.values())
+        self._views: dict[_Kind, list[Tensor]] = {}
+        self._lengths: dict[_Kind, list[tuple[str, int]]] = {}
+        for name, parameter in self._named.items():
+            view = _sampled(local_part(parameter))
+            if view.numel():
+                kind = view.device, view.dtype
+                self._views.setdefault(kind, []).append(view)
+                self._lengths.setdefault(kind, []).append((name, view.numel()))
+
+    @torch.no_grad()
+    def _sample(self) -> _Samples:
+        return {
+            kind: _bits(torch.cat([view if view.ndim == 1 else view.reshape(-1) for view in views]))
+            for kind, views in self._views.items()
+        }
+
+    def _compared(self) -> _Samples:
+        """Return which elements are others than those known, or were before an earlier step: bool[n], on their device.
+        What cannot be compared, as it has another dtype or is on another device, is left to `Fragments.check`."""
+        if [pointer for _, pointer in self._places()] != self._pointers:
+            self._see()
+        now = self._sample()
+        if now.keys() != self._known.keys():
+            return self._doubts
+        found = {kind: now[kind] != known for kind, known in self._known.items()}
+        return {kind: each | self._doubts[kind] for kind, each in found.items()} if self._doubts else found
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    """Return a view of some elements, spread over the tensor where its memory has no gaps."""
+    if tensor.is_contiguous():
+        flat = tensor.view(-1)
+        return flat[:: max(1, -(-len(flat) // _SAMPLED))]
+    while tensor.numel() > _SAMPLED and tensor.ndim > 1:
+        tensor = tensor.select(0, len(tensor) // 2)
+    return tensor[:_SAMPLED] if tensor.ndim == 1 else tensor
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Return the values as integers, of which no NaN is unequal to itself."""
+    return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
