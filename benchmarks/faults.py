@@ -288,7 +288,7 @@ def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState
     )
     payload = Payload.from_bytes(pack_header(header) + b"".join(frames))
     state.step(p, payload)
-    return unpack_payload(payload, torch.device("cpu"))
+    return unpack_payload(payload, torch.device("cpu"), payload.header.elements)
 
 
 @dataclass(frozen=True)

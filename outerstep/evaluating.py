@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from protocol.messages import DataSummary, Evaluation, RunDetail
 from protocol.spec.run import RunSpec, parse_spec
+from protocol.spec.sizes import MOST_PARAMETERS
 from worker.allowing import permit_factory
 from worker.box import shard_cache
 from worker.data.opening import open_training_set
@@ -56,9 +57,9 @@ def evaluate_model(
     data = held_out_data(run, box)
     client = Client(http, run.name, token)
     if exported is None:
-        model = load_checkpoint(client, state, box.allow_factory)
+        model = load_checkpoint(client, state, box.allow_factory, box.max_parameters)
     else:
-        model = load_export(exported, run, box.allow_factory)
+        model = load_export(exported, run, box.allow_factory, box.max_parameters)
     check_vocabulary(model, data.vocabulary)
     check_finite(model)
     sizes = MicroBatches(None, max(TOKENS_AT_ONCE // run.spec.data.sequence_length, 1))
@@ -100,7 +101,12 @@ def _check_tokenizer(run: RunDetail, source: str, ours: DataSummary) -> None:
     )
 
 
-def load_export(directory: Path, run: RunDetail | None = None, factories: tuple[str, ...] = ()) -> nn.Module:
+def load_export(
+    directory: Path,
+    run: RunDetail | None = None,
+    factories: tuple[str, ...] = (),
+    max_parameters: int = MOST_PARAMETERS,
+) -> nn.Module:
     """Return the model of a directory that `outerstep run export` has written, on the CPU; of adapters, what they make
     with the model that they belong to. Of code that makes the model, that of `factories` may be run. Raises NotAllowed,
     and ModelError, also where `run` trains adapters on another model than that
@@ -111,7 +117,7 @@ def load_export(directory: Path, run: RunDetail | None = None, factories: tuple[
         else:
             spec = parse_spec((directory / "spec.toml").read_text())
             permit_factory(spec, factories)
-            model = build_model(spec, HOST)
+            model = build_model(spec, HOST, max_parameters)
             if (directory / ADAPTERS).is_file():
                 if run is not None:
                     _check_base(run, spec, model, directory)

@@ -6,6 +6,7 @@ import httpx
 from torch import nn
 from transformers.utils import logging
 
+from protocol.spec.sizes import MOST_PARAMETERS
 from worker.export import export
 from worker.link.client import Client
 
@@ -19,6 +20,7 @@ def export_model(
     *,
     merge: bool = False,
     factories: tuple[str, ...] = (),
+    max_parameters: int = MOST_PARAMETERS,
 ) -> nn.Module:
     """Write checkpoint `state` of `run` (None: the latest) into `directory`, with its adapters merged if `merge`, and
     return the model, which code of `factories` may make.
@@ -26,4 +28,5 @@ def export_model(
     Retries for ever while the coordinator cannot be reached. Raises what `worker.export.export` raises.
     """
     logging.disable_progress_bar()  # it is over in an instant, and would spoil our own display
-    return export(Client(http, run, token), directory, state, merge=merge, factories=factories)
+    client = Client(http, run, token)
+    return export(client, directory, state, merge=merge, factories=factories, max_parameters=max_parameters)

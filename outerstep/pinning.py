@@ -24,7 +24,7 @@ def pins_of(spec: RunSpec, settings: BoxSettings, *, state: bool) -> PinSpec:
     """
     permit(spec, allowed_by(settings))
     check_suited(spec, 1)
-    model = build_model(spec, torch.device("cpu"))
+    model = build_model(spec, torch.device("cpu"), settings.max_parameters)
     layout = planned(spec.sync, tensor_specs(model))
     frozen = frozen_summary(model)
     digest = None

@@ -5,19 +5,20 @@ Its methods raise one of three exceptions:
     Problem            the coordinator refused, or has a fault of its own; its remedy says which
     Transient          nobody answered, or a proxy did in the coordinator's place: worth trying again
     UnexpectedAnswer   the answer is not a coordinator's: the URL is wrong, or its certificate is not trusted; or it is
-                       one of another version
+                       one of another version, or larger than any
 """
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
 
-from protocol.answers import Reply, raise_for_problem, read_message
-from protocol.errors import Problem, Transient
+from protocol.answers import ERROR_BYTES, Reply, beginning, pieces_within, raise_for_problem, read_body, read_message
+from protocol.errors import Problem, Transient, UnexpectedAnswer
 from protocol.messages import (
     AuditEntry,
     CheckpointDetail,
@@ -42,7 +43,10 @@ from protocol.reaching import check_address, in_words, trusting
 from protocol.telling import natural
 from protocol.versions import of_requests
 
+T = TypeVar("T")
+
 PAGE_ITEMS = 100
+WATCHED_BYTES = 1 << 20  # of one stream of events: one event, and a comment now and then
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)  # seconds
 
 
@@ -73,8 +77,11 @@ class Client:
     def create_run(self, spec: str) -> tuple[RunInfo, bool]:
         """Create a run from a TOML spec. Return it, and True if it is new (False: it was there with the same spec)."""
         headers = {"content-type": "application/toml"}
-        response = self._send("POST", "/v1/runs", content=spec.encode(), headers=headers)
-        return read_message(RunInfo, response), response.status_code == httpx.codes.CREATED
+
+        def read(response: httpx.Response) -> tuple[RunInfo, bool]:
+            return read_message(RunInfo, response), response.status_code == httpx.codes.CREATED
+
+        return self._send("POST", "/v1/runs", read, content=spec.encode(), headers=headers)
 
     def change_run(self, run: str, change: RunChange) -> RunInfo:
         return self._ask("PATCH", _path(run), RunInfo, json=change.model_dump())
@@ -85,7 +92,7 @@ class Client:
 
     def remove_run(self, run: str) -> None:
         """Remove a run that has ended, with its files."""
-        self._send("DELETE", _path(run))
+        self._send("DELETE", _path(run), _pass_over)
 
     def workers(self, run: str) -> list[WorkerInfo]:
         """Return the run's workers, by name: box-4 before box-14."""
@@ -127,8 +134,10 @@ class Client:
         try:
             with self.http.stream("GET", _path(run, "events"), headers=headers, timeout=timeout) as response:
                 raise_for_problem(response)
-                for line in response.iter_lines():
-                    if line.startswith("data:"):  # comments, which keep the connection alive, begin with a colon
+                line = b""
+                for piece in pieces_within(response, WATCHED_BYTES):
+                    *lines, line = (line + piece).split(b"\n")
+                    if any(each.startswith(b"data:") for each in (*lines, line)):  # a comment begins with a colon
                         return
         except httpx.ReadTimeout:
             return
@@ -165,17 +174,18 @@ class Client:
         return self._pages("/v1/audit", AuditEntry)
 
     def revoke_token(self, token_id: str) -> None:
-        self._send("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
+        self._send("DELETE", f"/v1/tokens/{quote(token_id, safe='')}", _pass_over)
 
     # --- line checks ----------------------------------------------------------------------------------------------
 
     def line_check_down(self, count: int) -> None:
         """Fetch so many bytes of no meaning; none of them asks whether the token lets workers join."""
-        self._send("GET", "/v1/line-check", params={"bytes": str(count)})
+        read = partial(read_body, limit_bytes=count)
+        self._send("GET", "/v1/line-check", read, params={"bytes": str(count)})
 
     def line_check_up(self, content: bytes) -> None:
         """Send bytes of no meaning."""
-        self._send("POST", "/v1/line-check", content=content)
+        self._send("POST", "/v1/line-check", _pass_over, content=content)
 
     # --- the one way out ------------------------------------------------------------------------------------------
 
@@ -184,26 +194,26 @@ class Client:
             cursor = {} if after is None else {"after": after}
             page = self._ask("GET", path, Page[item], params={"limit": str(PAGE_ITEMS), **cursor})  # type: ignore[valid-type]
             yield from page.items
-            after = page.next
-            if after is None:
+            if page.next is None:
                 return
+            if not page.items or page.next == after:
+                raise UnexpectedAnswer(f"{self.http.base_url} answers {path} with a listing that does not end")
+            after = page.next
 
     def _ask(self, method: str, path: str, reply: type[Reply], **request: Any) -> Reply:
-        return read_message(reply, self._send(method, path, **request))
+        return self._send(method, path, partial(read_message, reply), **request)
 
-    def _send(self, method: str, path: str, **request: Any) -> httpx.Response:
-        """Send a request; again, when it may be, where the token has sent too many."""
+    def _send(self, method: str, path: str, read: Callable[[httpx.Response], T], **request: Any) -> T:
+        """Send a request, again where the token has sent too many; return what `read` makes of its answer."""
         while True:
             try:
-                response = self.http.request(method, path, **request)
+                with self.http.stream(method, path, **request) as response:
+                    raise_for_problem(response)
+                    return read(response)
             except httpx.TransportError as error:
                 raise self._unreachable(error) from error
-            try:
-                raise_for_problem(response)
             except Problem as problem:
                 self._wait_where_too_many(problem)
-            else:
-                return response
 
     def _wait_where_too_many(self, problem: Problem) -> None:
         """Wait as long as the coordinator says, where the token has sent too many requests; raise any other problem."""
@@ -223,6 +233,11 @@ def connect(url: str, token: str, *, ca: Path | None = None, trust_env: bool = T
     headers = {**of_requests("operator"), "authorization": f"Bearer {token}"}
     verify = trusting(ca)
     return Client(httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=trust_env, verify=verify))
+
+
+def _pass_over(response: httpx.Response) -> None:
+    """Read a body that says nothing, so that the connection can be used again."""
+    beginning(response, ERROR_BYTES)
 
 
 def _path(run: str, *rest: str) -> str:

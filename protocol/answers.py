@@ -1,22 +1,47 @@
 """Reading of HTTP responses, for both clients, the worker's and the operator's.
 
 A response is a message, a coordinator's problem, or something that another server sent, a proxy for example. It is
-anything shaped like an `httpx.Response`, so that nothing here needs httpx.
+anything shaped like an `httpx.Response` whose body has not been read yet, so that nothing here needs httpx.
+
+Whoever answers may be hostile, and no token protects against that. So every body has a limit by its kind, LIMITS, and
+is read piece by piece up to there. Clients ask for bodies that are not compressed, and refuse compressed ones: a
+kilobyte of gzip can hold a megabyte.
 """
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Protocol, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from protocol.errors import PROBLEM_PREFIX, PROBLEMS, NotUnderstood, Problem, Transient, UnexpectedAnswer
+from protocol.errors import PROBLEM_PREFIX, PROBLEMS, BeyondLimits, NotUnderstood, Problem, Transient, UnexpectedAnswer
 from protocol.explaining import explain
+from protocol.messages import Assignment, CheckpointDetail, JoinReply, Page, RoundDetail
 from protocol.printable import printable
 from protocol.versions import OURS, both_named, said_by_coordinator, why_not
 
 Reply = TypeVar("Reply", bound=BaseModel)
+
+
+class Limit(NamedTuple):
+    """The most bytes that a message has, and the most values: parsing one costs memory by either."""
+
+    most_bytes: int
+    most_values: int
+
+
+MESSAGE = Limit(1 << 20, 1 << 15)
+# The larger messages. A thousand workers in a round of a hundred fragments are 20 MB of verdicts; the largest layout,
+# of MAX_TENSORS and MAX_FRAGMENTS, is 38 MB as part of a checkpoint.
+LIMITS: dict[type[BaseModel], Limit] = {
+    Assignment: Limit(4 << 20, 1 << 18),  # with MAX_UNIT_RANGES
+    Page: Limit(16 << 20, 1 << 19),
+    RoundDetail: Limit(64 << 20, 1 << 22),
+    JoinReply: Limit(64 << 20, 1 << 22),
+    CheckpointDetail: Limit(64 << 20, 1 << 22),
+}
+ERROR_BYTES = 1 << 16  # of a refusal; what is longer is no coordinator's
 
 _SHOWN = 200  # characters of an answer that no coordinator gave
 _HEAD = 4096  # bytes of a page that have its title
@@ -35,7 +60,7 @@ class Request(Protocol):
 
 
 class Answer(Protocol):
-    """The part of `httpx.Response` that is used; `read` returns the whole body."""
+    """The part of `httpx.Response` that is used; `iter_bytes` yields the body as it arrives."""
 
     @property
     def request(self) -> Request: ...
@@ -43,13 +68,64 @@ class Answer(Protocol):
     def status_code(self) -> int: ...
     @property
     def headers(self) -> Mapping[str, str]: ...
-    def read(self) -> bytes: ...
+    def iter_bytes(self) -> Iterator[bytes]: ...
 
 
 def header_number(text: str) -> int | None:
     """Return the number that a header gives in digits of ASCII, as HTTP has them; None for anything else, such as the
     `²` that `str.isdigit` takes and `int` does not, and for more digits than bytes or seconds ever have."""
     return int(text) if _DIGITS.fullmatch(text) else None
+
+
+def limit_of(reply: type[BaseModel]) -> Limit:
+    """Return the limit of a message of this type."""
+    return next((limit for kind, limit in LIMITS.items() if issubclass(reply, kind)), MESSAGE)
+
+
+def values_of(body: bytes) -> int:
+    """Return an upper bound of the number of values in a body of JSON, without parsing it."""
+    return 1 + sum(map(body.count, (b",", b"[", b"{")))
+
+
+def check_not_encoded(answer: Answer) -> None:
+    """Raise BeyondLimits if the body is compressed."""
+    if (encoding := _encoding(answer)) is not None:
+        raise BeyondLimits(
+            f"{_where(answer)} answered with Content-Encoding {encoding}, though the request asked for identity; turn "
+            "off compression in the proxy or server that answers there"
+        )
+
+
+def pieces_within(answer: Answer, limit_bytes: int) -> Iterator[bytes]:
+    """Yield the body as it arrives. Raises BeyondLimits before anything is read if it is compressed or announced to be
+    longer than `limit_bytes`, and otherwise as soon as it is longer."""
+    check_not_encoded(answer)
+    announced, size = header_number(answer.headers.get("Content-Length", "")), 0
+    if announced is not None and announced > limit_bytes:
+        raise BeyondLimits(f"{_where(answer)} announces {announced} bytes; {_expected(limit_bytes)}")
+    for piece in answer.iter_bytes():
+        size += len(piece)
+        if size > limit_bytes:
+            raise BeyondLimits(f"{_where(answer)} answered with more than expected; {_expected(limit_bytes)}")
+        yield piece
+
+
+def read_body(answer: Answer, limit_bytes: int) -> bytes:
+    """Return the body. Raises BeyondLimits as `pieces_within` does."""
+    return b"".join(pieces_within(answer, limit_bytes))
+
+
+def beginning(answer: Answer, most_bytes: int) -> bytes:
+    """Return the body, of a longer one the first `most_bytes`; empty if it is compressed. It is read no further."""
+    if _encoding(answer) is not None:
+        return b""
+    pieces, size = [], 0
+    for piece in answer.iter_bytes():
+        pieces.append(piece)
+        size += len(piece)
+        if size > most_bytes:
+            break
+    return b"".join(pieces)[:most_bytes]
 
 
 def raise_for_problem(answer: Answer) -> None:
@@ -66,7 +142,7 @@ def raise_for_problem(answer: Answer) -> None:
         raise NotUnderstood(difference)
     if 200 <= status < 300:
         return
-    body = answer.read()
+    body = beginning(answer, ERROR_BYTES)
     retry_after_s = header_number(answer.headers.get("Retry-After", ""))
     said = f"{_where(answer)} answered {status}"
     try:
@@ -75,7 +151,7 @@ def raise_for_problem(answer: Answer) -> None:
         if slug.startswith(PROBLEM_PREFIX) and slug.removeprefix(PROBLEM_PREFIX) not in PROBLEMS:
             raise _unknown_problem(f"{said}: {printable(slug)[:_SHOWN]}: {detail}", status, retry_after_s)
         problem = Problem.from_document(document, retry_after_s=retry_after_s)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         # Not a coordinator's: a proxy's page, or nothing at all.
         if 300 <= status < 400 and "Location" in answer.headers:
             raise UnexpectedAnswer(
@@ -90,9 +166,12 @@ def raise_for_problem(answer: Answer) -> None:
 
 
 def read_message(reply: type[Reply], answer: Answer) -> Reply:
-    """Return the body as a `reply`. Raises NotUnderstood for words of another version, and UnexpectedAnswer for another
-    server's page or a broken body."""
-    body = answer.read()
+    """Return the body as a `reply`. Raises NotUnderstood for words of another version, BeyondLimits for a body that is
+    too large for it or compressed, and UnexpectedAnswer for another server's page or a broken body."""
+    limit = limit_of(reply)
+    body = read_body(answer, limit.most_bytes)
+    if values_of(body) > limit.most_values:
+        raise BeyondLimits(f"{_where(answer)} answered with a {reply.__name__} of more than {limit.most_values} values")
     try:
         return reply.model_validate_json(body)
     except ValidationError as error:
@@ -116,7 +195,19 @@ def _unknown_problem(said: str, status: int, retry_after_s: float | None) -> Tra
 
 
 def _where(answer: Answer) -> str:
-    return f"{answer.request.method} {answer.request.url}"
+    """Return what was asked, without the query, in which an address that a server redirected to may have a secret."""
+    return f"{answer.request.method} {str(answer.request.url).partition('?')[0]}"
+
+
+def _encoding(answer: Answer) -> str | None:
+    """Return how the body is compressed; None if it is not."""
+    named = [each.strip().lower() for each in answer.headers.get("Content-Encoding", "").split(",")]
+    encodings = [each for each in named if each not in ("", "identity")]
+    return printable(", ".join(encodings))[:_SHOWN] if encodings else None
+
+
+def _expected(limit_bytes: int) -> str:
+    return f"at most {limit_bytes} bytes can be right. Check the URL and what lies between"
 
 
 def _start(body: bytes) -> str:

@@ -8,6 +8,7 @@
     ├── Problem            a refusal as it travels over HTTP (RFC 9457); `slug` is one of PROBLEMS
     ├── Transient          a fault on the way to the coordinator that is worth another try
     └── UnexpectedAnswer   an answer that no coordinator of this version gives
+        ├── BeyondLimits    an answer that is compressed or larger than any of its kind
         ├── NoCoordinator   no coordinator is at the address, or none that is trusted: another try does not help
         └── NotUnderstood   a coordinator's answer, in words of another version
 
@@ -155,6 +156,10 @@ class Transient(OuterstepError):
 
 class UnexpectedAnswer(OuterstepError):
     """An answer that no coordinator gives."""
+
+
+class BeyondLimits(UnexpectedAnswer):
+    """An answer that is compressed or larger than any of its kind: it is not read."""
 
 
 class NoCoordinator(UnexpectedAnswer):

@@ -8,9 +8,9 @@ tensors; tied tensors are listed once.
 
 import re
 from math import prod
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from protocol.digest import digest
 from protocol.errors import LayoutError
@@ -49,8 +49,17 @@ class Slice(_Strict):
 class Layout(_Strict):
     """The tensors of a run and their fragments. Fragment p is the concatenation of its slices."""
 
-    tensors: list[TensorSpec]
-    fragments: list[list[Slice]]
+    tensors: Annotated[list[TensorSpec], FailFast()]
+    fragments: Annotated[list[Annotated[list[Slice], FailFast()]], FailFast()]
+
+    @model_validator(mode="after")
+    def _slices_are_of_its_tensors(self) -> Self:
+        sizes = [tensor.elements for tensor in self.tensors]
+        for p, fragment in enumerate(self.fragments):
+            for each in fragment:
+                if not (0 <= each.tensor < len(sizes) and 0 <= each.start < each.stop <= sizes[each.tensor]):
+                    raise ValueError(f"fragment {p} has a slice outside the tensors: {each}")
+        return self
 
     @property
     def elements(self) -> list[int]:

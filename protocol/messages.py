@@ -49,7 +49,7 @@ class _Reply(BaseModel):
 class Page(_Reply, Generic[Item]):
     """A page of a listing; `next` is the cursor for `?after=` of the following page, or null at the end."""
 
-    items: list[Item]
+    items: Annotated[list[Item], FailFast()]
     next: str | None = None
 
 
@@ -413,8 +413,8 @@ class FragmentState(StrEnum):
 
 class Verdict(_Reply):
     """What a contribution counts in its delta: `factor` times its weight; 0 where it is left out. `reason` says why it
-    is not 1. `ratio`: its norm, by the coordinator, as a multiple of the fragment's `reference`; `cosine`: its
-    direction's with the weighted sum of all others; null where there is nothing to compare with."""
+    is not 1. `ratio`: its norm, by the coordinator, as a multiple of the fragment's `reference`; `cosine`: the median
+    of its cosines with each of the others that count; null where there is nothing to compare with."""
 
     factor: float
     reason: str = ""

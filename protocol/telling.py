@@ -11,7 +11,7 @@ UNKNOWN = "–"
 SHOWN_LOSSES = 20
 PACE_ROUNDS = 20  # the last rounds, by which it is guessed what is to go
 OVERDUE = 3.0  # times its usual length, and at least OVERDUE_S: then a round tells nothing of how long others take
-OVERDUE_S = 10.0
+OVERDUE_S = 30.0
 _BARS = "▁▂▃▄▅▆▇█"
 
 

@@ -40,8 +40,13 @@ OF_ANSWERS = {VERSION_HEADER: __version__, PROTOCOL_HEADER: str(PROTOCOL_VERSION
 
 
 def of_requests(part: str) -> dict[str, str]:
-    """Return the headers of all requests of a client, which is this `part` of Outerstep."""
-    return {"User-Agent": f"outerstep/{__version__} ({part})", PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
+    """Return the headers of all requests of a client, which is this `part` of Outerstep. No answer is to be compressed:
+    answers.py refuses those that are."""
+    return {
+        "User-Agent": f"outerstep/{__version__} ({part})",
+        PROTOCOL_HEADER: str(PROTOCOL_VERSION),
+        "Accept-Encoding": "identity",
+    }
 
 
 def said_by_client(headers: Mapping[str, str]) -> Said:

@@ -1,7 +1,7 @@
 """Both clients, a worker's and an operator's, read answers in the same way and say the same of them."""
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -27,8 +27,8 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
     request: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(method="GET", url=URL))
 
-    def read(self) -> bytes:
-        return self.body
+    def iter_bytes(self) -> Iterator[bytes]:
+        yield self.body
 
 
 STRANGERS: dict[str, tuple[Answer, type[Exception], str]] = {
@@ -107,7 +107,7 @@ def test_a_problem_travels_between_the_processes_of_a_worker() -> None:
 
 def test_a_success_is_left_unread() -> None:
     class Stream(Answer):
-        def read(self) -> bytes:
+        def iter_bytes(self) -> Iterator[bytes]:
             raise AssertionError("the stream was read")
 
     raise_for_problem(Stream(206))

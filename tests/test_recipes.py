@@ -92,7 +92,7 @@ header = wire.ContributionHeader(
 )
 payload = wire.Payload.from_bytes(wire.pack_header(header) + b"".join(map(bytes, frames)))
 payload.check()
-assert torch.equal(unpack_payload(payload, torch.device("cpu")), values)
+assert torch.equal(unpack_payload(payload, torch.device("cpu"), payload.header.elements), values)
 assert bytes(aggregate([(payload, 1)], "big-endian", zstd=False)[0]) == bytes(frames[0])
 
 workload = plan.Workload(parameters=1000, up=1e6, down=1e6, step_s=1.0, workers=2, latency_s=0.0, steps=1000)

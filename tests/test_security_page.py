@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from coordinator.runs import guarding, pacing, weights
-from coordinator.screening import agreeing, judging, standing
+from coordinator.screening import agreeing, judging, spoilt, standing
 from coordinator.settings import Settings
+from coordinator.sync import checking
 from protocol import messages
 from protocol.messages import Scope
 from protocol.spec.sections import GuardSpec, RetentionSpec, SyncSpec
@@ -19,7 +20,7 @@ LINKS_OF = ["docs/security.md", "SECURITY.md"]
 
 # Where a limit that the page names is a default of these, or a constant of those.
 MODELS = (Settings, SyncSpec, GuardSpec, RetentionSpec)
-MODULES = (judging, agreeing, standing, guarding, pacing, weights, messages)
+MODULES = (judging, agreeing, spoilt, standing, checking, guarding, pacing, weights, messages)
 # Of an attack, and not of a limit.
 CLAIMED = {"inner_steps_per_second", "carried", "factory", "aggregation", "weights_only"}
 

@@ -73,7 +73,8 @@ def set_up(
     precision = precision_on(device, settings.precision, settings.parameters)
     check_suited(spec, ranks.size)
     # A sharded model is put together in host memory, and goes to the device layer by layer.
-    model = build_model(spec, device if ranks.size == 1 or settings.mode == "ddp" else torch.device("cpu"))
+    where = device if ranks.size == 1 or settings.mode == "ddp" else torch.device("cpu")
+    model = build_model(spec, where, settings.max_parameters)
     mode, reasons = None, []
     if ranks.size > 1:
         elements = sum(each.numel() for each in model.parameters())

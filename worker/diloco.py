@@ -410,11 +410,11 @@ class DiLoCo:
         Raises ValueError where they do not suit.
         """
         with lent(self.model, given):
-            self._writes.borrowed = True
+            around, self._writes.borrowed = self._writes.borrowed, True
             try:
                 yield
             finally:
-                self._writes.borrowed = False
+                self._writes.borrowed = around
 
     # --- lifetime -------------------------------------------------------------------------------------------------
 

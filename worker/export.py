@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from protocol.messages import RunDetail
 from protocol.spec.presets import BYTES
 from protocol.spec.sections import ModelSpec
+from protocol.spec.sizes import MOST_PARAMETERS
 from worker.allowing import permit_factory
 from worker.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from worker.errors import DataError, ModelError
@@ -27,7 +28,12 @@ TEMPERATURE = 0.8
 log = logging.getLogger(__name__)
 
 
-def load_checkpoint(client: Client, state_round: int | None = None, factories: tuple[str, ...] = ()) -> nn.Module:
+def load_checkpoint(
+    client: Client,
+    state_round: int | None = None,
+    factories: tuple[str, ...] = (),
+    max_parameters: int = MOST_PARAMETERS,
+) -> nn.Module:
     """Return the run's model with the parameters of checkpoint `state_round` (None: the latest, as `load_parameters`
     has it), on the CPU, for evaluation. Of code that makes the model, that of `factories` may be run.
 
@@ -35,7 +41,7 @@ def load_checkpoint(client: Client, state_round: int | None = None, factories: t
     """
     spec = client.run_detail().spec
     permit_factory(spec, factories)
-    model = build_model(spec, _HOST)
+    model = build_model(spec, _HOST, max_parameters)
     load_parameters(client, model, state_round)
     return model.eval()
 
@@ -47,6 +53,7 @@ def export(
     *,
     merge: bool = False,
     factories: tuple[str, ...] = (),
+    max_parameters: int = MOST_PARAMETERS,
 ) -> nn.Module:
     """Write checkpoint `state_round` (None: the latest) into `directory`, new or empty. Return the model.
 
@@ -64,6 +71,7 @@ def export(
     if merge and not adapted:
         raise ModelError(f"the run {run.name} has no adapters to merge: its export is the whole model")
     load = partial(load_checkpoint, factories=factories) if run.spec.model.is_said else load_bare_parameters
+    load = partial(load, max_parameters=max_parameters)
     model, tokenizer = load(client, state_round), _tokenizer(run)
     directory.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:

@@ -9,13 +9,18 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from protocol.host import Tell
-from protocol.quantities import parse_rate
+from protocol.quantities import parse_count, parse_rate
 from protocol.reaching import trusting
 from protocol.spec.sections import NAME_PATTERN, Name
+from protocol.spec.sizes import MOST_PARAMETERS
 
 
 def _rate(given: object) -> object:
     return parse_rate(given) if isinstance(given, str) else given
+
+
+def _count(given: object) -> object:
+    return parse_count(given) if isinstance(given, str) else given
 
 
 Rate = Annotated[float, BeforeValidator(_rate), Field(gt=0, allow_inf_nan=False)]
@@ -78,6 +83,13 @@ class BoxSettings(_Settings):
         description=(
             "where the run's spec may find data, tokenizers and weights: a directory, the beginning of an address, or "
             "hub:NAME, a repository or an organisation of the Hugging Face hub; once for each"
+        ),
+    )
+    max_parameters: Annotated[int, BeforeValidator(_count), Field(gt=0, lt=1 << 62)] = Field(
+        MOST_PARAMETERS,
+        description=(
+            "of the model that the run's spec describes, at most, such as 70B: a larger one is not built; what "
+            "model.factory returns is not counted"
         ),
     )
     tell: Tell = Field("all", description="what the coordinator is told of this machine, for all who may read the run")

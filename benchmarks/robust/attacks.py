@@ -1,55 +1,105 @@
-"""What hostile and broken workers send in place of their honest pseudo-gradients."""
+"""What hostile and broken workers send in place of their honest pseudo-gradients, and to which rounds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-ONCE, ONCE_ONLY = 4, "x100-once"  # the round of the attack that comes once
-
-# What all would send if they were honest, the hostile ones first, float32[workers, n]; how many those are; randomness
-# -> what they send, float32[hostile, n].
-Attack = Callable[[Tensor, int, np.random.Generator], Tensor]
-
-
-def times(factor: float) -> Attack:
-    return lambda honest, hostile, draw: honest[:hostile] * factor
+# The pseudo-gradients of a fragment that all workers would send if they were honest, the hostile ones first,
+# float32[workers, n]; how many are hostile; the deltas published so far, float32[n] each; randomness
+# -> what the hostile ones send, float32[hostile, n].
+Values = Callable[[Tensor, int, Sequence[Tensor], np.random.Generator], Tensor]
 
 
-def noise(factor: float) -> Attack:
-    def sent(honest: Tensor, hostile: int, draw: np.random.Generator) -> Tensor:
+@dataclass(frozen=True)
+class Attack:
+    """An attack. `every`: the hostile workers contribute to one of this many rounds and miss the others. `only`: the
+    round with the attack, before and after which they are honest; None: all rounds."""
+
+    values: Values
+    every: int = 1
+    only: int | None = None
+
+    def is_on(self, round_: int) -> bool:
+        return self.only is None or round_ == self.only
+
+    def misses(self, round_: int) -> bool:
+        return round_ % self.every != self.every - 1
+
+
+def times(factor: float) -> Values:
+    return lambda honest, hostile, past, draw: honest[:hostile] * factor
+
+
+def noise(factor: float) -> Values:
+    def sent(honest: Tensor, hostile: int, past: Sequence[Tensor], draw: np.random.Generator) -> Tensor:
         values = torch.from_numpy(draw.standard_normal((hostile, honest.shape[1])).astype(np.float32))
-        return values * (factor * honest[:hostile].norm(dim=1, keepdim=True) / values.norm(dim=1, keepdim=True))
+        return _as_long(values, honest[:hostile], factor)
 
     return sent
 
 
-def less_the_mean(honest: Tensor, hostile: int, draw: np.random.Generator) -> Tensor:
+def flipped(share: float, factor: float) -> Values:
+    """Flip the sign of this share of the values, always the same ones, evenly spread."""
+
+    def sent(honest: Tensor, hostile: int, past: Sequence[Tensor], draw: np.random.Generator) -> Tensor:
+        place = torch.arange(honest.shape[1], dtype=torch.float64) * share
+        signs = 1.0 - 2.0 * (torch.floor(place + share) - torch.floor(place)).to(torch.float32)
+        return honest[:hostile] * signs * factor
+
+    return sent
+
+
+def undo(honest: Tensor, hostile: int, past: Sequence[Tensor], draw: np.random.Generator) -> Tensor:
+    """Negate the last two deltas, and add noise of the norm of an honest pseudo-gradient."""
+    disguise = noise(1.0)(honest, hostile, past, draw)
+    return disguise - torch.stack([*past[-2:]]).sum(0) if past else disguise
+
+
+def less_the_mean(honest: Tensor, hostile: int, past: Sequence[Tensor], draw: np.random.Generator) -> Tensor:
     return (-0.5 * honest[hostile:].mean(0)).expand(hostile, -1)
 
 
-def a_little(honest: Tensor, hostile: int, draw: np.random.Generator) -> Tensor:
+def a_little(honest: Tensor, hostile: int, past: Sequence[Tensor], draw: np.random.Generator) -> Tensor:
     others = honest[hostile:]
     return (others.mean(0) - others.std(0)).expand(hostile, -1)
 
 
-def bias(honest: Tensor, hostile: int, draw: np.random.Generator) -> Tensor:
+def bias(honest: Tensor, hostile: int, past: Sequence[Tensor], draw: np.random.Generator) -> Tensor:
     direction = torch.from_numpy(draw.standard_normal(honest.shape[1]).astype(np.float32))
     return honest[:hostile] + 0.5 * honest.norm(dim=1).mean() * direction / direction.norm()
 
 
+def _as_long(values: Tensor, honest: Tensor, factor: float) -> Tensor:
+    return values * (factor * honest.norm(dim=1, keepdim=True) / values.norm(dim=1, keepdim=True))
+
+
+AWAY = "away"  # the hostile ones train, and send nothing at all: what their absence costs
+
 ATTACKS: dict[str, Attack] = {
-    "x1e6": times(1e6),
-    ONCE_ONLY: times(100.0),
-    "x10": times(10.0),
-    "noise-x10": noise(10.0),
-    "flipped": times(-1.0),
-    "flipped-x3": times(-3.0),
-    "zeros": times(0.0),
-    "noise": noise(1.0),
-    "less-the-mean": less_the_mean,
-    "a-little": a_little,
-    "bias": bias,
+    "x1e6": Attack(times(1e6)),
+    "x100-once": Attack(times(100.0), only=4),
+    "x10": Attack(times(10.0)),
+    "x1.2": Attack(times(1.2)),
+    "noise-x10": Attack(noise(10.0)),
+    "noise-x3.9": Attack(noise(3.9)),
+    "noise": Attack(noise(1.0)),
+    "flipped": Attack(times(-1.0)),
+    "flipped-x3": Attack(times(-3.0)),
+    "half-flipped-x3.9": Attack(flipped(1 / 2, 3.9)),
+    "half-flipped-x1.95": Attack(flipped(1 / 2, 1.95)),
+    "half-flipped": Attack(flipped(1 / 2, 1.0)),
+    "third-flipped-x1.2": Attack(flipped(1 / 3, 1.2)),
+    "quarter-flipped-x1.2": Attack(flipped(1 / 4, 1.2)),
+    "tenth-flipped-x1.2": Attack(flipped(1 / 10, 1.2)),
+    "undo": Attack(undo),
+    "hold-8-x15": Attack(times(15.0), every=8),
+    "hold-2-x1.5": Attack(times(1.5), every=2),
+    "hold-3-half-flipped-x1.5": Attack(flipped(1 / 2, 1.5), every=3),
+    "zeros": Attack(times(0.0)),
+    "less-the-mean": Attack(less_the_mean),
+    "a-little": Attack(a_little),
+    "bias": Attack(bias),
 }
-AWAY = "away"  # the hostile ones send nothing at all

@@ -22,7 +22,7 @@ def timed(elements: int, codec: str) -> dict[str, float]:
     those of one contribution as it is accepted, `checked` alone and `found`."""
     payloads = [_noise(elements, codec, worker) for worker in range(WORKERS)]
     weighted, first = [(payload, 1) for payload in payloads], payloads[0]
-    evidence = {f"{w}": Evidence(find(each, b"key").measure, 1 / WORKERS, 1.0) for w, each in enumerate(payloads)}
+    evidence = {f"{w}": Evidence(find(each, b"key"), 1 / WORKERS, 1.0) for w, each in enumerate(payloads)}
 
     def aggregated(rule: str) -> None:
         judged = judge(evidence, rule=rule)

@@ -1,4 +1,4 @@
-"""DiLoCo with 8 workers in one process, some of whom attack; judged, averaged and stepped by the real parts."""
+"""DiLoCo in one process, with some workers that attack; judged, averaged and stepped by the real parts."""
 
 import statistics
 from contextlib import suppress
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.faults import CPU, WORKERS, Replica, contribution
-from benchmarks.robust.attacks import ATTACKS, AWAY, ONCE, ONCE_ONLY
-from coordinator.screening.judging import Evidence, Judgement, judge
+from benchmarks.robust.attacks import ATTACKS, AWAY
+from coordinator.screening.judging import CLIPPED, CLIPPED_WITH_FEEDBACK, Evidence, Judgement, judge
 from coordinator.screening.measuring import find
 from coordinator.sync.aggregating import aggregate
 from coordinator.sync.screened import EARLIER_ROUNDS
@@ -19,7 +19,7 @@ from protocol.digest import digest
 from protocol.errors import CodecError
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.wire import CHUNK_ELEMENTS, DeltaHeader, Payload, pack_header
-from worker.codecs import round_trip
+from worker.codecs import round_trip, unpack_payload
 from worker.data.text import TextData
 from worker.inner.evaluation import evaluate
 from worker.state.outer_state import OuterState
@@ -67,29 +67,18 @@ QUICK = Size(5, 2, 2, 32, 2, 4096)
 
 
 class History:
-    """What was found in earlier rounds, as the coordinator keeps it; by fragment, and by worker."""
+    """The references of earlier rounds, as the coordinator keeps them, by fragment."""
 
     def __init__(self) -> None:
         self._references: dict[int, list[float]] = {}
-        self._ratios: dict[tuple[int, int], list[float]] = {}
 
     def usual(self, p: int) -> float | None:
-        return _median(self._references.get(p))
-
-    def usual_of(self, p: int, worker: int) -> float | None:
-        return _median(self._ratios.get((p, worker)))
+        known = self._references.get(p)
+        return statistics.median(known[-EARLIER_ROUNDS:]) if known else None
 
     def add(self, p: int, judgement: Judgement) -> None:
-        if judgement.reference is None:
-            return
-        self._references.setdefault(p, []).append(judgement.reference)
-        for worker, verdict in judgement.verdicts.items():
-            if verdict.factor > 0 and verdict.ratio is not None:
-                self._ratios.setdefault((p, int(worker)), []).append(verdict.ratio)
-
-
-def _median(known: list[float] | None) -> float | None:
-    return statistics.median(known[-EARLIER_ROUNDS:]) if known else None
+        if judgement.reference is not None:
+            self._references.setdefault(p, []).append(judgement.reference)
 
 
 @dataclass(frozen=True)
@@ -104,9 +93,9 @@ class Result:
     attacking: int
 
 
-def run(spec: RunSpec, data: TextData, attack: str | None, hostile: int) -> Result:
-    """Train a run of which the first `hostile` of the workers attack, or are away; None: all are honest."""
-    training = Training(spec, data, attack, hostile)
+def run(spec: RunSpec, data: TextData, attack: str | None, hostile: int, workers: int = WORKERS) -> Result:
+    """Train a run whose first `hostile` workers attack, or are away; None: all are honest."""
+    training = Training(spec, data, attack, hostile, workers)
     loss = None
     with suppress(CodecError):
         for number in range(spec.sync.rounds):
@@ -116,42 +105,47 @@ def run(spec: RunSpec, data: TextData, attack: str | None, hostile: int) -> Resu
 
 
 class Training:
-    """A run with an attack upon it, as in `run`."""
+    """A run under an attack, as in `run`."""
 
-    def __init__(self, spec: RunSpec, data: TextData, attack: str | None, hostile: int) -> None:
-        self.spec, self.data, self.attack, self.hostile = spec, data, attack, hostile
-        replicas = [Replica(spec, data) for _ in range(WORKERS)]
-        self.state = OuterState(replicas[0].layout, spec.outer, pin_memory=False)
+    def __init__(self, spec: RunSpec, data: TextData, attack: str | None, hostile: int, workers: int) -> None:
+        self.spec, self.data, self.hostile = spec, data, hostile
+        self.away, self.attack = attack == AWAY, ATTACKS.get(attack or "")
+        self.replicas = [Replica(spec, data) for _ in range(workers)]
+        self.state = OuterState(self.replicas[0].layout, spec.outer, pin_memory=False)
         for p in range(len(self.state)):
-            self.state.set(p, replicas[0].fragments.gather(p), None)
-        self.replicas = {w: each for w, each in enumerate(replicas) if attack != AWAY or w >= hostile}
+            self.state.set(p, self.replicas[0].fragments.gather(p), None)
         self.draw, self.history, self.next_unit = np.random.default_rng([spec.seed, 1]), History(), 0
+        self.deltas = [list[Tensor]() for _ in range(len(self.state))]  # published, by fragment
+        self.missed = 0  # rounds in a row, by the hostile workers
         self.refused = self.left_out = self.attacking = 0
 
     def play(self, number: int) -> None:
-        """Play a round."""
-        works = {worker: self._trained(replica, number) for worker, replica in self.replicas.items()}
-        attack = ATTACKS.get(self.attack or "")
-        if self.attack == ONCE_ONLY and number != ONCE:
-            attack = None
-        codec, carries = self.spec.sync.upload_codec, {worker: dict[int, Tensor]() for worker in works}
+        """Play a round. All train, so the honest workers train on the same units whatever the others do."""
+        works = [self._trained(replica, number) for replica in self.replicas]
+        attack = self.attack if self.attack is not None and self.attack.is_on(number) else None
+        absent = self.away or (attack is not None and attack.misses(number))
+        codec = self.spec.sync.upload_codec
+        carries = [dict[int, Tensor]() for _ in works]
         for p in range(len(self.state)):
-            own = torch.stack([work[p].delta for work in works.values()])
+            own = torch.stack([work[p].delta for work in works])
             deltas = own.clone()
             if attack is not None:
-                deltas[: self.hostile] = attack(own, self.hostile, self.draw)
+                deltas[: self.hostile] = attack.values(own, self.hostile, self.deltas[p], self.draw)
             sent = {}
-            for (worker, work), delta, honest in zip(works.items(), deltas, own, strict=True):
-                sent[worker] = contribution(worker, replace(work[p], delta=delta), self.state, self.spec)
+            for worker, work in enumerate(works):
+                if worker >= self.hostile or not absent:
+                    made = replace(work[p], delta=deltas[worker])
+                    sent[worker] = contribution(worker, made, self.state, self.spec)
                 if CODECS[codec].error_feedback:  # of its own work, or what is a million times too long would add up
-                    carries[worker][p] = honest - round_trip(honest, codec)
+                    carries[worker][p] = own[worker] - round_trip(own[worker], codec)
             for worker, factor in self._step(sent, p).items():
                 hostile = attack is not None and worker < self.hostile
                 self.attacking += hostile
                 self.left_out += hostile and factor == 0
                 self.refused += not hostile and factor < 1
-        for worker, unsent in carries.items():
-            self.replicas[worker].carry = Carry(unsent=unsent)
+        self.missed = self.missed + 1 if absent else 0
+        for replica, unsent in zip(self.replicas, carries, strict=True):
+            replica.carry = Carry(unsent=unsent)
 
     def held_out_loss(self) -> float:
         final = Replica(self.spec, self.data)
@@ -170,12 +164,17 @@ class Training:
         """Judge, aggregate and step, as the coordinator does. Return the factors by worker."""
         sync, history, (first, _) = self.spec.sync, self.history, next(iter(sent.values()))
         key, total = digest(f"{first.header.round}/{p}".encode()), sum(tokens for _, tokens in sent.values())
-        evidence = {}
-        for worker, (payload, tokens) in sent.items():
-            found, usual = find(payload, key), history.usual_of(p, worker)
-            share = tokens / total
-            evidence[str(worker)] = Evidence(found.measure, share, found.units, found.carried, usual, found.worked)
-        judgement = judge(evidence, history.usual(p), rule=sync.aggregation)
+        evidence = {
+            str(worker): Evidence(
+                find(payload, key),
+                weight=tokens / total,
+                work=tokens / self.spec.unit_tokens,
+                late=self.missed if worker < self.hostile else 0,
+            )
+            for worker, (payload, tokens) in sent.items()
+        }
+        clipped = CLIPPED_WITH_FEEDBACK if CODECS[sync.upload_codec].error_feedback else CLIPPED
+        judgement = judge(evidence, history.usual(p), rule=sync.aggregation, clipped=clipped)
         history.add(p, judgement)
         factors = {worker: judgement.verdicts[str(worker)].factor for worker in sent}
         counting = [worker for worker, factor in factors.items() if factor > 0]
@@ -197,5 +196,7 @@ class Training:
             base=self.state.digests[p],
             contributors=[],
         )
-        self.state.step(p, Payload.from_bytes(pack_header(delta) + b"".join(frames)))
+        payload = Payload.from_bytes(pack_header(delta) + b"".join(frames))
+        self.state.step(p, payload)
+        self.deltas[p].append(unpack_payload(payload, CPU))
         return factors

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from coordinator.runs import held_out
 from coordinator.runs.live_run import Change, LiveRun
-from coordinator.screening.spoilt import BOUND, Part, risen, suspects
+from coordinator.screening.spoilt import BOUND, LESS, Part, risen, stopped_falling, suspects
 from coordinator.store.tables import CheckpointRow, EvaluationRow, EventRow, FragmentRow
 from protocol.messages import Evaluation, RunState
 
@@ -49,16 +49,40 @@ def look_at_the_extent(change: Change, extent: Extent, state: int, fragment: int
 
 
 def look_at_the_loss(change: Change) -> None:
-    """After an evaluation: tell of a held-out loss that has risen, and pause the run unless the spec says otherwise."""
+    """After an evaluation: record a held-out loss that has risen, and pause the run unless the spec says otherwise; or
+    one that has stopped falling while the contributions of some workers differ from the others'."""
     guard = change.run.spec.guard
     change.session.flush()
-    rise = risen(_losses(change), guard.loss_rise)
-    if rise is not None:
+    losses = _losses(change)
+    rise = risen(losses, guard.loss_rise)
+    if rise is None:
+        _look_at_a_flat_loss(change, losses)
+    else:
         message = (
             f"the held-out loss has risen to {rise.loss:.4f} nats per token at state {rise.round}; the lowest was "
             f"{rise.lowest:.4f}, and state {rise.good} was the last one near it"
         )
         _spoilt(change, message, rise.round, good=rise.good, pauses=guard.action != "tell")
+
+
+def _look_at_a_flat_loss(change: Change, losses: Sequence[tuple[int, float]]) -> None:
+    """Record an event, once for the same workers, if the held-out loss has stopped falling and some stand out since."""
+    lowest = stopped_falling(losses)
+    if lowest is None:
+        return
+    state, loss = lowest
+    recorded = change.session.scalars(
+        select(EventRow.data).where(EventRow.run_id == change.run.id, EventRow.kind == "suspected")
+    )
+    known = {worker for data in recorded for worker in data["workers"]}
+    workers = [worker for worker in suspects(_parts(change, state), LESS) if worker not in known]
+    if workers:
+        message = (
+            f"the held-out loss has not fallen since state {state} ({loss:.4f} nats per token). Since then, the "
+            f"contributions of {', '.join(workers)} were mostly shortened or left out, or had less than {LESS:.0%} of "
+            "the usual agreement with the others"
+        )
+        change.record("suspected", message, state=state, workers=workers)
 
 
 def has_paused(session: Session, run: LiveRun) -> bool:

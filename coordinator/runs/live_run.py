@@ -266,6 +266,12 @@ class LiveRun:
         return bool(self.outer.states)
 
     @property
+    def trains_on_the_same(self) -> bool:
+        """True if all workers train on one data set, whose units the coordinator assigns; False if each of them may
+        have its own."""
+        return self.model is not None and self.model.data is not None and self.model.data.digest is not None
+
+    @property
     def ended(self) -> bool:
         """True if the run is finished or stopped."""
         return self.state in (RunState.FINISHED, RunState.STOPPED)

@@ -1,19 +1,22 @@
-"""What each contribution to a fragment may count: nothing, a part, or all of its weight. Pure.
+"""How much each contribution to a fragment counts: nothing, part of its weight, or all of it. Pure.
 
-Honest pseudo-gradients differ: by the work that is in them, by their data, by the hardware. What they have in common is
-a norm of the same order and a direction that does not oppose the others'. So
+Honest pseudo-gradients differ: in the work behind them, in their data, in the hardware. They share a norm of the same
+order and a direction. Everything here is measured by the coordinator or taken from its own record; nothing depends on
+what a contributor says about itself.
 
-- a norm is compared with the **reference**: the median of the round's, kept within reach of what was usual in the run's
-  last rounds. What is longer than CLIPPED times that is shortened to it, as by Karimireddy, He, Jaggi 2021 (centred
-  clipping); more than LEFT_OUT times is no training and is left out, and so is less than LAZY;
-- a **direction** is compared with the weighted sum of all others. Who opposes it, by more than chance and clearly, is
-  left out: the one that opposes it most, then the rest is looked at again, for two that collude hide each other. A
-  majority always stays.
+- **Norm.** A norm is compared with the **reference**: the round's median, kept within reach of what was usual in the
+  run's last rounds. One beyond CLIPPED times the reference is shortened to the reference, as in centred clipping
+  (Karimireddy, He, Jaggi 2021). More than LEFT_OUT times is left out, and so is less than LAZY times. Work of missed
+  rounds, by the record, may lengthen a norm to CLIPPED_UNEQUAL times, however many rounds were missed.
+- **Direction.** A worker's *agreement* is the median of its cosines with each other contribution, so a minority that
+  colludes cannot raise its own. Where all workers train on the same data, their agreement is similar; a contribution
+  with less than ALIKE of the usual agreement is left out, the worst one first. That includes noise, and a gradient
+  with every second sign flipped: both have an agreement of about 0. Where data differs by worker, only contributions
+  that clearly oppose the others are left out. A majority always stays.
+- **Copies.** Of contributions that are the same but for rounding, one counts.
 
-- who sends what another one has sent, but for rounding, brings no work of its own: one of them counts.
-
-Where everybody would be left out nobody is, but all are shortened: a round always has its delta. Of two that oppose
-each other nobody can say who is right.
+If everybody would be left out, nobody is, but all are shortened: a round always has a delta. Of two workers that oppose
+each other, nobody can say which is right.
 """
 
 import math
@@ -22,46 +25,48 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from coordinator.screening.measuring import Measure
 
-CLIPPED = 2.0  # times the reference
-CLIPPED_WITH_FEEDBACK = 3.0  # what a codec left out in earlier rounds is in the next ones; of newcomers nothing yet
-MOST_ALLOWED = 3.0  # times the reference, to a worker whose norms are always so long
-MOST_CARRIED = 2  # rounds of late work, each of which may add another reference: its own norm and that of its delta
+CLIPPED = 1.25  # times the reference; equal work on the same data gives norms within 1.2
+CLIPPED_UNEQUAL = 1.5  # of more steps than the others' or of late work, for that much work
+CLIPPED_OF_OTHER_DATA = 2.0
+CLIPPED_WITH_FEEDBACK = 1.5  # what a codec left out comes in later rounds; newcomers have none of it yet
 LEFT_OUT = 10.0
 LAZY = 0.1
 REACH, REACH_OF_TWO = 20.0, 5.0  # of the reference, from what is usual; the latter with one or two workers
-CHANCE = 4.0  # standard deviations of a sketch
-CHANCE_OF_NOISE = 6.0  # where each worker adds noise that drowns its direction: then all cosines are chance
-CLEARLY = 0.25  # of the cosine that half of the others have
-FEW = 64  # values other than 0: that so few are the same may be
-COPIED = 0.9999  # the cosine of two sketches above which, with norms as near, one is a copy; fp16 keeps three digits
+CHANCE = 4.0  # standard deviations of a cosine between sketches
+ALIKE = 0.25  # of the usual agreement, of workers that train on the same data
+OPPOSED = 0.25  # of the usual agreement, negated, of workers whose data differ
+FEW = 64  # values other than 0: that so few are the same may be chance
+COPIED = 0.9999  # the cosine of two sketches above which, with norms as close, one is a copy; fp16 keeps three digits
+
+F64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of one contribution.
+    """What the coordinator knows of one contribution.
 
-    weight  its share of the round, before it is judged
-    work    the work units that are in it, with those that it carries over
-    carried  from how many earlier rounds
-    worked  where work is carried, its norm without the deltas that it comes less; infinite where nobody knows
-    usual   the median of its worker's norms in earlier rounds, as multiples of their references; None without any
+    weight  its share of the round's weight, before it is judged
+    work    the work units that it weighs, checked against what its worker was assigned
+    late    the number of missed rounds whose work may be in it, by the coordinator's record
+    all_late  True if it contains no work of its own round
     """
 
     measure: Measure
     weight: float
     work: float
-    carried: int = 0
-    usual: float | None = None
-    worked: float = math.inf
+    late: int = 0
+    all_late: bool = False
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one contribution: its weight counts `factor` times, 0 where it is left out, with the reason; `ratio` is its
-    norm as a multiple of the reference, `cosine` that of it and all others that stay, where there are any."""
+    """The verdict on one contribution: its weight counts `factor` times, 0 if it is left out, with the reason. `ratio`
+    is its norm as a multiple of the reference. `cosine` is its agreement: the median of its cosines with each of the
+    other contributions that are not left out; None if there are none."""
 
     factor: float
     reason: str = ""
@@ -71,7 +76,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdicts by worker, and the reference, by which later rounds know what is usual; None where all are zero."""
+    """The verdicts by worker, and the reference, from which later rounds know what is usual; None if all are zero."""
 
     reference: float | None
     verdicts: dict[str, Verdict]
@@ -88,36 +93,37 @@ def judge(
     *,
     rule: str = "screened",
     clipped: float = CLIPPED,
-    chance: float = CHANCE,
+    alike: float = ALIKE,
 ) -> Judgement:
     """Judge the contributions to one fragment.
 
     usual      the median reference of the run's last rounds; None in its first one
-    plausible  a norm beyond which no first round of one or two workers goes
-    clipped    how many times as long as the reference an honest contribution with the run's codec may be
-    chance     standard deviations of a sketch up to which a cosine may be chance
+    plausible  a norm that no first round of one or two workers exceeds
+    clipped    the longest honest contribution with the run's codec and data, as a multiple of the reference
+    alike      the least agreement, as a share of the usual one: ALIKE if all workers train on the same data, 0 if not
     """
     copies = _copies(evidence) if rule in DIRECTIONS else {}
     if copies:
         own = {worker: each for worker, each in evidence.items() if worker not in copies}
-        judgement = judge(own, usual, plausible, rule=rule, clipped=clipped, chance=chance)
+        judgement = judge(own, usual, plausible, rule=rule, clipped=clipped, alike=alike)
         verdicts = judgement.verdicts | copies
         return replace(judgement, verdicts={worker: verdicts[worker] for worker in evidence})
     reference = _reference([each.measure.norm for each in evidence.values()], usual, plausible)
     if reference is None:
         return Judgement(None, {worker: Verdict(1.0) for worker in evidence})
     work = statistics.median(each.work for each in evidence.values())
-    room = clipped * min(max((usual or 0.0) / reference, 1.0), CLIPPED)
-    verdicts = {worker: _by_norm(each, reference, work, room) for worker, each in evidence.items()}
+    allowed = clipped * min(max((usual or 0.0) / reference, 1.0), clipped)
+    verdicts = {worker: _by_norm(each, reference, work, allowed) for worker, each in evidence.items()}
     if rule not in NORMS:
         verdicts = {worker: replace(each, factor=1.0, reason="") for worker, each in verdicts.items()}
     elif all(each.factor == 0 for each in verdicts.values()):
         verdicts = {worker: _shortened(each, evidence[worker], reference) for worker, each in verdicts.items()}
-    return Judgement(reference, _by_direction(evidence, verdicts, chance, leave_out=rule in DIRECTIONS))
+    judged = _by_direction(evidence, verdicts, work, alike, leave_out=rule in DIRECTIONS)
+    return Judgement(reference, judged)
 
 
 def _copies(evidence: Mapping[str, Evidence]) -> dict[str, Verdict]:
-    """Return the verdicts on those that have sent what somebody before them in the order of names has."""
+    """Return the verdicts on contributions that repeat another one, of a worker earlier in the order of names."""
     workers = sorted(worker for worker, each in evidence.items() if np.count_nonzero(each.measure.direction) >= FEW)
     products = _products(evidence, workers)
     found: dict[str, Verdict] = {}
@@ -132,13 +138,13 @@ def _copies(evidence: Mapping[str, Evidence]) -> dict[str, Verdict]:
 
 
 def _reference(norms: list[float], usual: float | None, plausible: float) -> float | None:
-    """Return the norm with which all are compared; None where none is above 0."""
+    """Return the norm that all are compared with; None if none is above 0."""
     positive = sorted(norm for norm in norms if norm > 0)
     if not positive:
         return usual
     low, high = positive[(len(positive) - 1) // 2], positive[len(positive) // 2]
     found = math.sqrt(low * high) if low >= LAZY * high else low
-    if len(positive) == 2 and found == low and high <= plausible:  # the longer one is honest, unless that cannot be
+    if len(positive) == 2 and found == low and high <= plausible:  # take the longer one for honest if it can be
         found = high
     if usual is not None:
         reach = REACH if len(norms) > 2 else REACH_OF_TWO
@@ -146,20 +152,22 @@ def _reference(norms: list[float], usual: float | None, plausible: float) -> flo
     return min(found, plausible)
 
 
-def _by_norm(each: Evidence, reference: float, work: float, room: float) -> Verdict:
-    """`room`: how many times as long a norm may be; where norms were longer before, more: among newcomers the others
-    are no longer than ever."""
-    norm, share = each.measure.norm, each.work / work if work > 0 else 1.0
+def _by_norm(each: Evidence, reference: float, work: float, clipped: float) -> Verdict:
+    """Judge a contribution by its norm. `work`: the round's median; `clipped`: the most that one of that much work may
+    have, as a multiple of the reference."""
+    norm = each.measure.norm
+    share = each.work / work if work > 0 else 1.0
     ratio = norm / reference
     told = f"its norm is {norm:.3g}, {ratio:.3g} times the round's {reference:.3g}"
     if ratio > LEFT_OUT * max(1.0, share):
         return Verdict(0.0, f"{told}: more than {LEFT_OUT:g} times is no training", ratio)
-    # Late work comes less what the others have done meanwhile, of which there may be nothing left to do.
-    if (each.worked if each.carried else norm) < LAZY * min(1.0, share) * reference:
+    # Late work comes less the delta of its round, so nothing may remain of it.
+    if norm < LAZY * min(1.0, share) * reference and not each.all_late:
         return Verdict(0.0, f"{told}: less than {LAZY:g} times brings next to nothing", ratio)
-    longer, late = max(room, min(each.usual or 0.0, MOST_ALLOWED)), min(each.carried, MOST_CARRIED)
-    if ratio > longer * max(1.0, share) + late:
-        length = max(1.0, share) + late
+    usual = max(1.0, share)
+    allowed = usual * (max(clipped, CLIPPED_UNEQUAL) if each.late or share > 1 else clipped)
+    if ratio > allowed:
+        length = allowed if each.late else usual
         return Verdict(length / ratio, f"{told}: shortened to {length:.3g} times", ratio)
     return Verdict(1.0, "", ratio)
 
@@ -172,36 +180,55 @@ def _shortened(verdict: Verdict, each: Evidence, reference: float) -> Verdict:
 
 
 def _by_direction(
-    evidence: Mapping[str, Evidence], verdicts: Mapping[str, Verdict], deviations: float, *, leave_out: bool
+    evidence: Mapping[str, Evidence],
+    verdicts: Mapping[str, Verdict],
+    work: float,
+    alike: float,
+    *,
+    leave_out: bool,
 ) -> dict[str, Verdict]:
-    """Tell each one's cosine with all others; leave out who opposes them, one after the other."""
+    """Note each contribution's agreement with the others; leave out those with too little, one after the other.
+
+    A contribution of less work has a noisier direction, so less is asked of it: noise averages out with the square root
+    of the steps.
+    """
     judged = dict(verdicts)
     staying = [worker for worker, verdict in judged.items() if verdict.factor > 0 and evidence[worker].measure.norm > 0]
     most_left_out = (len(staying) - 1) // 2 if leave_out else 0
-    products, weights = _products(evidence, staying), _lengths(evidence, judged, staying)
-    chance = deviations / math.sqrt(_dimensions(evidence, staying)) if staying else 0.0
+    products = _products(evidence, staying)
+    chance = CHANCE / math.sqrt(_dimensions(evidence, staying)) if staying else 0.0
     while len(staying) > 1:
-        cosines = _with_the_others(products, weights)
+        agreements = _agreements(products)
         judged |= {
-            worker: replace(judged[worker], cosine=cosine) for worker, cosine in zip(staying, cosines, strict=True)
+            worker: replace(judged[worker], cosine=cosine) for worker, cosine in zip(staying, agreements, strict=True)
         }
-        worst = min(range(len(staying)), key=cosines.__getitem__)
-        typical = statistics.median(cosines[:worst] + cosines[worst + 1 :])
-        bound = -max(chance, CLEARLY * max(typical, 0.0))
-        if most_left_out == 0 or cosines[worst] >= bound:
+        usual = [max(_upper_median([*agreements[:i], *agreements[i + 1 :]]), 0.0) for i in range(len(staying))]
+        bounds = [
+            _least_agreement(evidence[worker], typical, work, chance, alike if len(staying) > 2 else 0.0)
+            for worker, typical in zip(staying, usual, strict=True)
+        ]
+        worst = min(range(len(staying)), key=lambda i: agreements[i] - bounds[i])
+        if most_left_out == 0 or agreements[worst] >= bounds[worst]:
             break
-        reason = f"it opposes the others: its cosine with them is {cosines[worst]:.3f}, half of them have {typical:.3f}"
+        what = "it opposes the others" if agreements[worst] < -chance else "its direction is not that of the others"
+        reason = f"{what}: its median cosine with them is {agreements[worst]:.3f}, theirs is {usual[worst]:.3f}"
         judged[staying[worst]] = replace(judged[staying[worst]], factor=0.0, reason=reason)
         most_left_out -= 1
         del staying[worst]
         products = np.delete(np.delete(products, worst, 0), worst, 1)
-        weights = np.delete(weights, worst)
     return judged
 
 
-def _products(
-    evidence: Mapping[str, Evidence], workers: list[str]
-) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+def _least_agreement(each: Evidence, usual: float, work: float, chance: float, alike: float) -> float:
+    """Return the agreement below which a contribution is left out. Less is asked of one with less work, whose direction
+    is noisier, and of one that is late as a whole, which comes less the mean that it missed."""
+    if alike == 0 or each.all_late:
+        return -max(chance, OPPOSED * usual)
+    share = math.sqrt(min(1.0, each.work / work)) if work > 0 else 1.0
+    return alike * share * usual - max(chance - usual / 2, 0.0)
+
+
+def _products(evidence: Mapping[str, Evidence], workers: list[str]) -> F64:
     """Return the inner products of the directions, float64[workers, workers]."""
     if not workers:
         return np.zeros((0, 0))
@@ -209,27 +236,16 @@ def _products(
     return (sketches @ sketches.T).astype(np.float64)
 
 
-def _lengths(
-    evidence: Mapping[str, Evidence], verdicts: Mapping[str, Verdict], workers: list[str]
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return how long each one's part of the sum is, float64[workers]."""
-    parts = [evidence[each].weight * verdicts[each].factor * evidence[each].measure.norm for each in workers]
-    return np.array(parts, np.float64)
-
-
 def _dimensions(evidence: Mapping[str, Evidence], workers: list[str]) -> int:
     return len(evidence[workers[0]].measure.direction)
 
 
-def _with_the_others(
-    products: np.ndarray[tuple[int, int], np.dtype[np.float64]], lengths: np.ndarray[tuple[int], np.dtype[np.float64]]
-) -> list[float]:
-    """Return each one's cosine with the weighted sum of all others."""
-    with_all = products @ lengths
-    of_all = float(lengths @ with_all)
-    own = np.diagonal(products)
-    inner = with_all - lengths * own
-    # |sum of the others|² = |sum|² − 2 a (with all) + a² (own)
-    squared = of_all - 2 * lengths * with_all + lengths**2 * own
-    scale = np.sqrt(np.maximum(squared, 0.0) * own)
-    return [float(each) for each in np.divide(inner, scale, out=np.zeros_like(inner), where=scale > 0)]
+def _agreements(cosines: F64) -> list[float]:
+    """Return the median of each row of `cosines`, float64[workers, workers], without its diagonal."""
+    return [_upper_median(np.delete(row, i).tolist()) for i, row in enumerate(cosines)]
+
+
+def _upper_median(values: list[float]) -> float:
+    """Return the median; of an even number of values the higher of the middle two. Among three workers, of which one is
+    hostile, an honest one has one honest companion."""
+    return sorted(values)[len(values) // 2]

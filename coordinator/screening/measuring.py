@@ -11,14 +11,13 @@ that look alike to the sketch and are not.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from protocol.wire import ContributionHeader, Payload
+from protocol.wire import Payload
 
 SKETCHED = 1 << 15
 
@@ -37,31 +36,18 @@ class Measure:
 
 @dataclass(frozen=True)
 class Found:
-    """What the coordinator has found in a contribution, how many work units are in it, and from how many earlier rounds
-    work is in it. `worked`: the norm of the work alone, as far as the sketch tells; infinite where nobody knows."""
+    """What the coordinator knows of one contribution: its measure and, from its own record, the number of missed rounds
+    whose work may be in it. `all_late`: it contains no work of its own round."""
 
     measure: Measure
-    units: int
-    carried: int
-    worked: float
+    late: int
+    all_late: bool
 
 
-def find(payload: Payload, key: bytes, missed: Sequence[Payload] = ()) -> Found:
-    """Check a contribution and return what it is judged by, in bounded memory. `key` is the same for all that are
-    compared. Raises WireError unless all of it decodes to finite values.
-
-    Carried work comes less the deltas that its rounds published, so it opposes the others though its worker does not.
-    As far as these deltas are in `missed`, the direction is that of the work alone.
-    """
-    header = payload.header
-    assert isinstance(header, ContributionHeader)
-    own = sketched(payload, key)
-    sketch = own.values
-    for delta in missed:
-        sketch = sketch + np.float32(header.carried_share) * sketched(delta, key).values
-    units = sum(stop - start for start, stop in header.units)
-    worked = math.sqrt(_squares(sketch)) if len(missed) == len(header.carried) else math.inf
-    return Found(Measure(own.norm, unit(sketch)), units, len(header.carried), worked)
+def find(payload: Payload, key: bytes) -> Measure:
+    """Check a contribution and return its measure, in bounded memory. `key` is the same for all that are compared.
+    Raises WireError unless all of it decodes to finite values."""
+    return sketched(payload, key).measure()
 
 
 def sketched(payload: Payload, key: bytes) -> "Sketcher":

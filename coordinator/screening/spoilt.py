@@ -8,7 +8,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-CLEARLY = 0.25  # of the cosine that half of the others have
+HARDLY = 0.25  # of the cosine that half of the others have
+LESS = 0.5  # of it: no reason to leave somebody out, but to look at who it is once the loss falls no more
+FLAT = 4  # states in a row without a new lowest loss
 LEAST_ROUNDS = 2  # of one nobody can tell what is usual
 BOUND = 65_504.0  # of any value of θ and u, after which a copy in fp16 is infinite
 
@@ -48,9 +50,19 @@ def _is_above(loss: float, bound: float) -> bool:
     return not loss <= bound  # so is one that is no number
 
 
-def suspects(parts: Mapping[str, Sequence[Part]]) -> list[str]:
-    """Return the workers that stand out: which were shortened or left out most of the time, or whose direction was
-    hardly that of the others. Never half of those that took part, for then nobody stands out."""
+def stopped_falling(losses: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
+    """Return the state with the lowest loss, and that loss, if none of the newest FLAT states is lower than all before.
+    `losses`: (state, nats per token), oldest first. None also if they are too few."""
+    before, newest = losses[:-FLAT], losses[-FLAT:]
+    if not before:
+        return None
+    lowest = min(before, key=lambda each: each[1])
+    return lowest if all(_is_above(loss, lowest[1]) or loss == lowest[1] for _, loss in newest) else None
+
+
+def suspects(parts: Mapping[str, Sequence[Part]], share: float = HARDLY) -> list[str]:
+    """Return the workers that stand out: those shortened or left out most of the time, and those whose cosine with the
+    others was less than `share` of the usual one. Never half of those that took part, for then nobody stands out."""
     known = {worker: each for worker, each in parts.items() if len(each) >= LEAST_ROUNDS}
     cosines = {
         worker: statistics.fmean(part.cosine for part in each if part.cosine is not None)
@@ -60,14 +72,14 @@ def suspects(parts: Mapping[str, Sequence[Part]]) -> list[str]:
     found = {
         worker
         for worker, each in known.items()
-        if 2 * sum(part.factor < 1 for part in each) > len(each) or _hardly(cosines, worker)
+        if 2 * sum(part.factor < 1 for part in each) > len(each) or _differs(cosines, worker, share)
     }
     return sorted(found) if 2 * len(found) < len(parts) else []
 
 
-def _hardly(cosines: Mapping[str, float], worker: str) -> bool:
+def _differs(cosines: Mapping[str, float], worker: str, share: float) -> bool:
     others = [cosine for other, cosine in cosines.items() if other != worker]
     if worker not in cosines or len(others) < 2:
         return False
     typical = statistics.median(others)
-    return typical > 0 and cosines[worker] < CLEARLY * typical
+    return typical > 0 and cosines[worker] < share * typical

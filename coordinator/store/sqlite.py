@@ -22,7 +22,7 @@ from protocol.messages import Cause
 FILE = "outerstep.db"  # in the data directory, unless a URL says otherwise
 BUSY_S = 10  # so long a transaction waits for one of another connection; those of a coordinator take milliseconds
 
-DISK_FULL = "the coordinator's disk is full"
+DISK_FULL = "the coordinator's disk is full: uploads are refused until there is room"
 
 _SLASHES = "three slashes before a relative path and four before an absolute one: sqlite:////var/lib/outerstep.db"
 

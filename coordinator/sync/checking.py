@@ -5,6 +5,7 @@ from functools import partial
 
 from sqlalchemy import func, select
 
+from coordinator.runs import carrying
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.open_round import OpenRound
 from coordinator.runs.opening import status
@@ -17,6 +18,7 @@ from protocol.messages import FragmentState
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader
 
 STEP_WAIT_S = 30.0
+WEIGHED_ROUNDS = 8  # over which a worker's contributions weigh no more than what it was assigned
 
 
 def check_header(
@@ -104,8 +106,8 @@ def _check_base(run: LiveRun, opening: OpenRound, header: ContributionHeader) ->
 
 
 def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> None:
-    """Refuse it unless its weight is one round's work: the units of its own round or, if all of it is carried, at most
-    as many as it names of the last carried round.
+    """Reject it unless its weight is one round's work by the coordinator's own record: the units of its own round or,
+    if all of it is carried, at most as many as it names of the last carried round and as it was ever assigned at once.
 
     Where fragments are sent in the middle of a round, each has been trained on a whole round's units since it was last
     sent, of this round and the one before; but the contribution names only those that no earlier one has named.
@@ -118,17 +120,52 @@ def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) 
         )
     own, last_carried = by_round.pop(header.round, 0), by_round[max(by_round, default=0)]
     if run.spec.sync.streams:
-        least, most = 1, max(own + last_carried, inner_steps)
+        least, most = 1, min(max(own + last_carried, inner_steps), _unused_weight(run, header))
     elif own:
         least, most = own, own
     else:
-        least, most = 1, last_carried
+        least, most = 1, min(last_carried, _unused_weight(run, header))
     if not least <= weight <= most:
         raise Problem(
             "invalid-payload",
             f"header field tokens is {header.tokens}: {weight} units; the contribution names {units}, {own} of them of "
             f"its own round, and its weight is {least} to {most}",
         )
+
+
+def _unused_weight(run: LiveRun, header: ContributionHeader) -> int:
+    """Return the most units that a contribution may still weigh: what its worker was assigned in the last
+    WEIGHED_ROUNDS rounds, less what its contributions to the fragment weighed in them. One more assignment is allowed
+    for, as a fragment may contain work from just before these rounds. All carried, it weighs one assignment at most."""
+    worker, rounds = header.worker, range(max(header.round - WEIGHED_ROUNDS + 1, 0), header.round + 1)
+    with run.world.database.read() as session:
+        assigned = carrying.assigned_steps(session, run, worker, rounds)
+        used = carrying.weighed_tokens(session, run, worker, header.fragment, rounds[:-1])
+    largest = max(assigned.values(), default=0)
+    unused = sum(assigned.values()) + largest - used // run.spec.unit_tokens
+    return max(unused if run.spec.sync.streams else min(unused, largest), 0)
+
+
+def late_work(run: LiveRun, header: ContributionHeader) -> tuple[int, bool]:
+    """Return, from the coordinator's own record, how many missed rounds' work the contribution may contain, and whether
+    it contains none of its own round. Raises Problem `units-not-held` if `carried` names a round that the record
+    contradicts."""
+    if not header.carried:
+        return 0, False
+    worker, since = header.worker, range(header.carried[0], header.round)
+    with run.world.database.read() as session:
+        contributed = carrying.last_contribution(session, run, worker, header.fragment, since)
+        assigned = carrying.assigned_steps(session, run, worker, since)
+        known = carrying.known(session, run, header.carried, header.round)
+        own = count_by_round(session, run.id, worker, header.round, header.units)[header.round]
+    told = f"header field carried is {header.carried[:5]}: fragment {header.fragment} cannot carry work of round"
+    if contributed is not None:
+        detail = f"{told} {since.start}, as {worker} has contributed to round {contributed} since"
+        raise Problem("units-not-held", f"{detail}; drop that work")
+    for round_ in known:
+        if round_ not in assigned:
+            raise Problem("units-not-held", f"{told} {round_}, in which {worker} had no assignment; drop that work")
+    return len(known), own == 0
 
 
 def _named(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> tuple[Counter[int], int]:

@@ -8,7 +8,6 @@ import logging
 import math
 import statistics
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -19,11 +18,10 @@ from coordinator.runs.open_round import AcceptedContribution, OpenRound
 from coordinator.runs.quarantine import judge_round
 from coordinator.runs.units import unconsume_units
 from coordinator.screening.judging import (
-    CHANCE,
-    CHANCE_OF_NOISE,
+    ALIKE,
     CLIPPED,
+    CLIPPED_OF_OTHER_DATA,
     CLIPPED_WITH_FEEDBACK,
-    MOST_CARRIED,
     Evidence,
     Judgement,
     judge,
@@ -32,6 +30,7 @@ from coordinator.screening.measuring import Found, find
 from coordinator.store.files import FileReader
 from coordinator.store.payloads import StoredPayload
 from coordinator.store.tables import EventRow, FragmentRow
+from coordinator.sync.checking import late_work
 from coordinator.sync.state_file import StateReader
 from protocol.codecs import CODECS
 from protocol.digest import digest
@@ -44,15 +43,11 @@ logger = logging.getLogger(__name__)
 
 
 def found_in(run: LiveRun, header: ContributionHeader, payload: Payload) -> Found:
-    """Check a contribution and return what it is judged by. Raises WireError unless all of it is finite."""
+    """Check a contribution and return what it is judged by. Raises WireError unless all of it is finite, and Problem if
+    it claims to carry work that it cannot have."""
+    late, all_late = late_work(run, header)
     key = digest(run.world.secret + f"{run.name}/{header.round}/{header.fragment}".encode())
-    with ExitStack() as stack:
-        missed = [
-            stack.enter_context(delta)
-            for round_ in header.carried[-MOST_CARRIED:]
-            if (delta := _delta(run, round_, header.fragment, header.elements)) is not None
-        ]
-        return find(payload, key, missed)
+    return Found(find(payload, key), late, all_late)
 
 
 def kept(run: LiveRun, found: Found) -> Found | None:
@@ -66,46 +61,40 @@ def kept(run: LiveRun, found: Found) -> Found | None:
     return replace(found, measure=replace(found.measure, direction=direction))
 
 
-def _delta(run: LiveRun, round_: int, fragment: int, elements: int) -> StoredPayload | None:
-    """Open a published delta; None where it is not kept any more."""
-    with run.world.database.read() as session:
-        row = session.get(FragmentRow, (run.id, round_, fragment))
-    if row is None or row.delta_digest is None:
-        return None
-    try:
-        delta = StoredPayload(run.blobs.open(run.names.delta(round_, fragment, row.delta_digest)))
-    except FileNotFoundError:
-        return None
-    if delta.header.elements != elements:
-        delta.close()
-        return None
-    return delta
-
-
 def judged(run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, AcceptedContribution]) -> Judgement:
-    """Judge the contributions that closed the fragment. Raises OSError, WireError, ValueError or LookupError where a
-    blob that is looked at again is not what was acknowledged."""
+    """Judge the contributions that closed the fragment. Raises OSError, WireError, ValueError or LookupError if a blob
+    that is read again is not what was acknowledged."""
     found = {worker: each.found or _found(run, round_, fragment, worker, each) for worker, each in contributed.items()}
-    reference, by_worker = _usual(run, round_, fragment)
+    reference = _usual(run, round_, fragment)
     total = sum(each.tokens for each in contributed.values())
     evidence = {
         worker: Evidence(
             found[worker].measure,
-            each.tokens / total,
-            found[worker].units,
-            found[worker].carried,
-            by_worker.get(worker),
-            found[worker].worked,
+            weight=each.tokens / total,
+            work=each.tokens / run.spec.unit_tokens,
+            late=found[worker].late,
+            all_late=found[worker].all_late,
         )
         for worker, each in sorted(contributed.items())
     }
     spec = run.spec
     noisy = spec.privacy is not None and spec.privacy.noise > 0  # longer than any model, and chance in direction
     first_of_few = reference is None and len(contributed) <= 2 and not noisy
-    plausible = _plausible(run, round_, fragment) if first_of_few else math.inf
-    clipped = CLIPPED_WITH_FEEDBACK if CODECS[spec.sync.upload_codec].error_feedback else CLIPPED
-    chance = CHANCE_OF_NOISE if noisy else CHANCE
-    return judge(evidence, reference, plausible, rule=spec.sync.aggregation, clipped=clipped, chance=chance)
+    return judge(
+        evidence,
+        reference,
+        _plausible(run, round_, fragment) if first_of_few else math.inf,
+        rule=spec.sync.aggregation,
+        clipped=clipped(run),
+        alike=ALIKE if run.trains_on_the_same else 0.0,
+    )
+
+
+def clipped(run: LiveRun) -> float:
+    """Return the longest honest contribution of the run, as a multiple of the reference."""
+    if not run.trains_on_the_same:
+        return CLIPPED_OF_OTHER_DATA
+    return CLIPPED_WITH_FEEDBACK if CODECS[run.spec.sync.upload_codec].error_feedback else CLIPPED
 
 
 def _found(run: LiveRun, round_: int, fragment: int, worker: str, each: AcceptedContribution) -> Found:
@@ -115,24 +104,17 @@ def _found(run: LiveRun, round_: int, fragment: int, worker: str, each: Accepted
         return found_in(run, payload.header, payload)
 
 
-def _usual(run: LiveRun, round_: int, fragment: int) -> tuple[float | None, dict[str, float]]:
-    """Return the median reference of the fragment's last rounds, None where there are none, and the median ratio of
-    each worker's contributions that were in a delta."""
+def _usual(run: LiveRun, round_: int, fragment: int) -> float | None:
+    """Return the median reference of the fragment's last rounds; None if there are none."""
     earlier = (
-        select(FragmentRow.reference, FragmentRow.verdicts)
+        select(FragmentRow.reference)
         .where(FragmentRow.run_id == run.id, FragmentRow.fragment == fragment)
         .where(FragmentRow.round < round_, FragmentRow.round >= round_ - EARLIER_ROUNDS)
         .where(FragmentRow.reference.is_not(None))
     )
     with run.world.database.read() as session:
-        rows = session.execute(earlier).all()
-    ratios: dict[str, list[float]] = {}
-    for _, verdicts in rows:
-        for worker, verdict in verdicts.items():
-            if verdict["factor"] > 0 and verdict["ratio"] is not None:
-                ratios.setdefault(worker, []).append(verdict["ratio"])
-    reference = statistics.median(each for each, _ in rows) if rows else None
-    return reference, {worker: statistics.median(each) for worker, each in ratios.items()}
+        references = [each for each in session.scalars(earlier) if each is not None]
+    return statistics.median(references) if references else None
 
 
 def _plausible(run: LiveRun, round_: int, fragment: int) -> float:

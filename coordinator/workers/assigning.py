@@ -6,6 +6,7 @@ from functools import partial
 from sqlalchemy import delete, select
 
 from coordinator.runs import held_out, steering
+from coordinator.runs.carrying import carriable_units
 from coordinator.runs.evaluators import USUALLY, is_evaluated
 from coordinator.runs.live_run import Change, LiveRun
 from coordinator.runs.open_round import OpenRound, RoundAssignment
@@ -15,6 +16,7 @@ from coordinator.runs.quarantine import kept_out
 from coordinator.runs.steps import round_steps
 from coordinator.runs.units import assign_units, assigned_units, reclaim_units, return_forgotten_units
 from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow, WorkerRow
+from protocol.errors import Problem
 from protocol.messages import Action, Assignment, RunState
 
 
@@ -50,6 +52,7 @@ def assign(
         if carried or run.open is None:  # a crowd that asks about an open round changes nothing
             with run.change() as change:  # opens the round, if only this worker was missing
                 if carried:
+                    _check_carried(change, worker, carried)
                     pool = pools_of(change.session, run, [worker])[worker]
                     reclaim_units(change.session, pool, worker, run.round, carried)
                     if run.open is not None:
@@ -62,6 +65,15 @@ def assign(
         if assignment is None or not opening.agrees_on_earlier_units(worker, carried):
             assignment = _ensure_assignment(run, opening, worker, carried)
         return _training(run, opening, worker, assignment)
+
+
+def _check_carried(change: Change, worker: str, carried: Sequence[Sequence[int]]) -> None:
+    """Raise Problem `units-not-held` if the worker says to carry more units than it can have work on."""
+    claimed = sum(stop - start for start, stop in carried)
+    most = carriable_units(change.session, change.run, worker)
+    if claimed > most:
+        detail = f"{worker} carries {claimed} work units; since it contributed last it was assigned {most}"
+        raise Problem("units-not-held", f"{detail}: drop that work")
 
 
 def assign_from_memory(

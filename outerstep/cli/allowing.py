@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
+from outerstep.cli.faults import UsageError
 from protocol.printable import printable
+from protocol.quantities import parse_count
+from protocol.spec.sizes import MOST_PARAMETERS
 
 AllowFactoryOption = Annotated[
     list[str] | None,
@@ -29,6 +32,23 @@ DataRootOption = Annotated[
         show_default=False,
     ),
 ]
+MaxParametersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-parameters",
+        metavar="COUNT",
+        help="The largest model that is built where the run's spec describes it: 70B. Default: 20B.",
+        show_default=False,
+    ),
+]
+
+
+def parse_max_parameters(given: str | None) -> int:
+    """Return the value of MaxParametersOption, or its default. Raises UsageError."""
+    try:
+        return MOST_PARAMETERS if given is None else parse_count(given)
+    except ValueError as error:
+        raise UsageError(f"--max-parameters: {error}") from error
 
 
 def owner_at_terminal() -> Callable[[str], bool] | None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outerstep.cli.allowing import AllowFactoryOption
+from outerstep.cli.allowing import AllowFactoryOption, MaxParametersOption
 from outerstep.cli.connection import (
     DEFAULT_URL,
     CaOption,
@@ -54,6 +54,7 @@ def evaluate(
         ),
     ] = None,
     allow_factory: AllowFactoryOption = None,
+    max_parameters: MaxParametersOption = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps …")] = "auto",
     output: FormatOption = Format.TABLE,
     url: UrlOption = DEFAULT_URL,
@@ -78,7 +79,7 @@ def evaluate(
     evaluating = import_extra("outerstep.evaluating", extra="worker", command=COMMAND)
     settings = import_extra("worker.settings", extra="worker", command=COMMAND)
     given: dict[str, Any] = {"data": data, "data_cache": data_cache, "data_cache_gb": data_cache_gb, "device": device}
-    given["allow_factory"] = allow_factory or None
+    given |= {"allow_factory": allow_factory or None, "max_parameters": max_parameters}
     box = validated(settings.BoxSettings, given, FLAGS)
     secret = find_token(token, token_file, os.environ)
     with operator_client(url, secret, None, ca) as client:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outerstep.cli.allowing import AllowFactoryOption, DataRootOption
+from outerstep.cli.allowing import AllowFactoryOption, DataRootOption, MaxParametersOption
 from outerstep.cli.faults import import_extra, validated
 from outerstep.cli.printing import say
 from outerstep.cli.run import read_spec
@@ -25,6 +25,7 @@ def pin(
     ] = False,
     allow_factory: AllowFactoryOption = None,
     data_root: DataRootOption = None,
+    max_parameters: MaxParametersOption = None,
 ) -> None:
     """Write the section [pins] of a run spec: what its workers have to bring, as this machine has it.
 
@@ -40,7 +41,12 @@ def pin(
     _, parsed = read_spec(spec)
     pinning = import_extra("outerstep.pinning", extra="worker", command=COMMAND)
     settings = import_extra("worker.settings", extra="worker", command=COMMAND)
-    given: dict[str, Any] = {"data": data, "allow_factory": allow_factory or None, "data_root": data_root or None}
+    given: dict[str, Any] = {
+        "data": data,
+        "allow_factory": allow_factory or None,
+        "data_root": data_root or None,
+        "max_parameters": max_parameters,
+    }
     box = validated(settings.BoxSettings, given, FLAGS)
     found = pinning.pins_of(parsed, box, state=not without_state)
     say("")

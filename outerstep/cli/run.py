@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from outerstep.advice import advice
-from outerstep.cli.allowing import AllowFactoryOption
+from outerstep.cli.allowing import AllowFactoryOption, MaxParametersOption, parse_max_parameters
 from outerstep.cli.connection import (
     DEFAULT_URL,
     CaOption,
@@ -388,6 +388,7 @@ def export(
         ),
     ] = None,
     allow_factory: AllowFactoryOption = None,
+    max_parameters: MaxParametersOption = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a run with model.lora: write the whole model, not the adapters alone.")
     ] = False,
@@ -409,12 +410,21 @@ def export(
       outerstep run export my-run --out ./model
     """
     exporting = import_extra("outerstep.exporting", extra="worker", command="outerstep run export")
+    most = parse_max_parameters(max_parameters)
     secret = find_token(token, token_file, os.environ)
     with operator_client(url, secret, None, ca) as client:
         client.run(run)  # the export, below, would wait for ever for a coordinator that is not there
         try:
-            code = tuple(allow_factory or ())
-            exporting.export_model(client.http, run, secret, out, state, merge=merge, factories=code)
+            exporting.export_model(
+                client.http,
+                run,
+                secret,
+                out,
+                state,
+                merge=merge,
+                factories=tuple(allow_factory or ()),
+                max_parameters=most,
+            )
         except OSError as error:
             raise UsageError(f"--out: {error}") from error
     say(f"the model of the run {run} is in {out}")

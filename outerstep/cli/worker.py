@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from outerstep.cli.allowing import AllowFactoryOption, DataRootOption, owner_at_terminal
+from outerstep.cli.allowing import AllowFactoryOption, DataRootOption, MaxParametersOption, owner_at_terminal
 from outerstep.cli.connection import (
     CaOption,
     LogFileOption,
@@ -32,6 +32,7 @@ FLAGS = {
     "data": "--data",
     "allow_factory": "--allow-factory",
     "data_root": "--data-root",
+    "max_parameters": "--max-parameters",
     "tell": "--tell",
     "threads": "--threads",
     "data_cache": "--data-cache",
@@ -96,6 +97,7 @@ def worker(
     ] = None,
     allow_factory: AllowFactoryOption = None,
     data_root: DataRootOption = None,
+    max_parameters: MaxParametersOption = None,
     tell: Annotated[
         Literal["all", "some", "nothing"],
         typer.Option("--tell", help="What the coordinator is told of this machine; less than all needs a --name."),
@@ -158,7 +160,8 @@ def worker(
 
     The run's spec is somebody else's text: of code it runs what --allow-factory names, and it reads data, tokenizers
     and weights below --data-root alone, beside what comes with Outerstep and what --data names. At a terminal it asks
-    for what is missing; elsewhere it ends with exit code 3, and says what to add.
+    for what is missing; elsewhere it ends with exit code 3, and says what to add. So it does for a model of more
+    than --max-parameters.
 
     With --no-sync it joins nothing: it trains as long as one worker of the run does, on this machine's data, and tells
     the held-out loss as it goes.
@@ -179,6 +182,7 @@ def worker(
         "data": data,
         "allow_factory": allow_factory or None,
         "data_root": data_root or None,
+        "max_parameters": max_parameters,
         "tell": tell,
         "threads": threads,
         "data_cache": data_cache,

@@ -15,13 +15,12 @@ import httpx
 
 from outerstep.doctor.finding import Finding, fine, warning, wrong
 from outerstep.units import duration_text
-from protocol.answers import raise_for_problem, read_message
+from protocol.answers import ERROR_BYTES, beginning, raise_for_problem, read_message
 from protocol.errors import NoCoordinator, NotUnderstood, OuterstepError, Transient
 from protocol.messages import Health
 from protocol.reaching import causes_of, check_address, in_words
 from protocol.versions import OURS, Said, why_not
 
-GREETING_BYTES = 1 << 16  # of an answer are read at most: another server may send anything
 ENDS_SOON_DAYS = 14
 
 _DNS = "look at this machine's DNS (/etc/resolv.conf)"
@@ -69,18 +68,13 @@ def judge_host(url: str, proxy: str | None, resolved: list[str] | OSError) -> li
 def greet(
     http: httpx.Client, *, now: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic
 ) -> Greeting:
-    """Ask what needs no token. Raises httpx.HTTPError, and Transient for an answer that is endless."""
+    """Ask what needs no token. Raises httpx.HTTPError."""
     begun, at = clock(), now()
     with http.stream("GET", "/healthz") as response:
         took_s = clock() - begun
         socket_ = response.extensions["network_stream"].get_extra_info("ssl_object")
-        body = b""
-        for chunk in response.iter_bytes():
-            body += chunk
-            if len(body) > GREETING_BYTES:
-                break
-        plain = {name: value for name, value in response.headers.items() if name != "content-encoding"}
-        answer = httpx.Response(response.status_code, headers=plain, content=body, request=response.request)
+        body = beginning(response, ERROR_BYTES)
+        answer = httpx.Response(response.status_code, headers=response.headers, content=body, request=response.request)
     return Greeting(answer, None if socket_ is None else socket_.getpeercert(), at + took_s / 2, took_s)
 
 

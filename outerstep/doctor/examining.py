@@ -181,7 +181,7 @@ def _train(
     vocabulary = None if opened is None else opened.vocabulary
     built = exam.check(
         "model",
-        lambda _: model.look(run.detail, processes, vocabulary),
+        lambda _: model.look(run.detail, processes, vocabulary, settings.max_parameters),
         lambda seen: model.judge(seen, run.detail, run.layout),
         within_s=MODEL_S,
         late=partial(model.judge_lateness, MODEL_S),

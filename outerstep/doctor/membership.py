@@ -53,9 +53,10 @@ def _holds_lease(client: rest.Client, settings: WorkerSettings) -> bool:
     except (OSError, ValueError, KeyError):
         return False
     for token in filter(None, (saved.current, saved.proposed)):
-        answer = client.http.get(f"/v1/runs/{settings.run}", headers={"Authorization": f"Bearer {token}"})
-        if answer.is_success:  # a member token ends with its lease, and reading renews none
-            return True
+        headers = {"Authorization": f"Bearer {token}"}
+        with client.http.stream("GET", f"/v1/runs/{settings.run}", headers=headers) as answer:
+            if answer.is_success:  # a member token ends with its lease, and reading renews none
+                return True
     return False
 
 

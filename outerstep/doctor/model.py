@@ -10,6 +10,7 @@ from outerstep.units import count_text, duration_text
 from protocol.fragments import Layout, TensorSpec, first_difference
 from protocol.messages import FrozenSummary, RunDetail
 from protocol.spec.run import RunSpec
+from protocol.spec.sizes import MOST_PARAMETERS
 from worker.box import check_suited
 from worker.inner.layers import layers_of
 from worker.inner.optimizers import hidden_matrices
@@ -34,11 +35,12 @@ class Model:
     largest_layer: int
 
 
-def look(run: RunDetail, processes: int, vocabulary: int | None) -> Model:
-    """Build the model in host memory. Raises ModelError, DataError and BoxError, as a worker would at its start."""
+def look(run: RunDetail, processes: int, vocabulary: int | None, max_parameters: int = MOST_PARAMETERS) -> Model:
+    """Build the model in host memory, if it has at most `max_parameters`. Raises ModelError, DataError and BoxError, as
+    a worker would at its start."""
     spec = run.spec
     check_suited(spec, processes)
-    model = build_model(spec, torch.device("cpu"))
+    model = build_model(spec, torch.device("cpu"), max_parameters)
     if vocabulary is not None:
         check_vocabulary(model, vocabulary)
     tensors = tensor_specs(model)

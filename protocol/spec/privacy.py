@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from protocol.codecs import CODECS
-from protocol.spec.sections import DataSpec, Section, SyncSpec
+from protocol.spec.sections import DataSpec, Norm, Section, SyncSpec
 
 
 class PrivacySpec(Section):
@@ -11,9 +11,8 @@ class PrivacySpec(Section):
     anything leaves its machine; and tells no loss. Without this section nothing is clipped, and no noise added.
     docs/privacy.md says what that holds, and what it costs."""
 
-    clip_norm: float = Field(
+    clip_norm: Norm = Field(
         ...,
-        gt=0,
         description=(
             "S, the clipping norm: the largest L2 norm that a worker's pseudo-gradient of a whole round may have; a "
             "longer one is shortened to it"

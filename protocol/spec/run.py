@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 from protocol.codecs import CODECS
 from protocol.errors import SpecError
 from protocol.explaining import explain
+from protocol.fragments import MAX_FRAGMENTS
 from protocol.spec.defaults import inner_by_the_model
 from protocol.spec.pins import PinSpec
 from protocol.spec.privacy import PrivacySpec, conflicts
@@ -25,9 +26,11 @@ from protocol.spec.sections import (
     Section,
     SyncSpec,
 )
+from protocol.spec.sizes import least_parameters
 from protocol.suggesting import meant
 
 MAX_SPEC_BYTES = 1 << 16
+MOST_UNIT_TOKENS = 1 << 28
 
 # With private data worker k of a run, counted from 0 as they first joined, has the units [k, k + 1) times this.
 UNITS_PER_WORKER = 1 << 40
@@ -101,6 +104,27 @@ class RunSpec(Section):
             raise ValueError(
                 f"data.private = true has room for {UNITS_PER_WORKER - 1} units per worker; sync.rounds and inner "
                 f"steps make it {units}; give less of either"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_batch_fits_into_memory(self) -> "RunSpec":
+        if self.unit_tokens > MOST_UNIT_TOKENS:
+            raise ValueError(
+                f"inner.batch_size = {self.inner.batch_size:,} sequences of data.sequence_length = "
+                f"{self.data.sequence_length:,} are {self.unit_tokens:,} tokens per inner step; at most "
+                f"{MOST_UNIT_TOKENS:,} are allowed"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_model_can_be_cut(self) -> "RunSpec":
+        least, most = least_parameters(self.model.config or {}), MAX_FRAGMENTS * self.sync.fragment_elements
+        if least > most:
+            raise ValueError(
+                f"model.config has at least {least:,} parameters, and {MAX_FRAGMENTS:,} fragments of "
+                f"sync.fragment_elements = {self.sync.fragment_elements:,} hold {most:,}: give fewer "
+                "layers or less width"
             )
         return self
 

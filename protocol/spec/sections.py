@@ -5,11 +5,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from protocol.codecs import CODECS, CodecName, DownloadCodecName
+from protocol.spec.sizes import check_layers
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-PositiveInt = Annotated[int, Field(gt=0, lt=1 << 40)]
+
+# Bounds are far beyond any run, and far below what breaks a machine, or makes a number that nobody can store.
+Steps = Annotated[int, Field(gt=0, le=1 << 20)]  # inner steps per round
+Rounds = Annotated[int, Field(gt=0, le=100_000_000)]
+Rate = Annotated[float, Field(gt=0, le=1000)]
+Norm = Annotated[float, Field(gt=0, le=1e12)]
+Seconds = Annotated[float, Field(ge=0, le=31_536_000)]  # a year
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -36,8 +43,8 @@ class LoraSpec(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685), by peft, on a model that stays as it is: only they are trained and
     sent. Needs `model.pretrained`, and `pip install 'outerstep[peft]'` on the workers."""
 
-    rank: PositiveInt = Field(16, description="r, the inner dimension of an adapter")
-    alpha: float = Field(32.0, gt=0, description="what an adapter adds is scaled by alpha / rank")
+    rank: int = Field(16, gt=0, le=4096, description="r, the inner dimension of an adapter")
+    alpha: float = Field(32.0, gt=0, le=1e6, description="what an adapter adds is scaled by alpha / rank")
     dropout: Fraction = Field(0.0, description="dropout on the input of an adapter")
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
         "all-linear", description="the modules that get one, by the ends of their names; all linear ones but the head"
@@ -54,7 +61,7 @@ class ModelSpec(Section):
     preset: Literal["tiny", "llama-150m", "llama-1b"] | None = Field(
         None, description="a model that ships with Outerstep"
     )
-    vocab_size: PositiveInt | None = Field(
+    vocab_size: Annotated[int, Field(gt=0, le=1 << 24)] | None = Field(
         None, description="with a preset: its vocabulary, such as the tokenizer's; none: that of the preset"
     )
     config: dict[str, Any] | None = Field(
@@ -88,6 +95,7 @@ class ModelSpec(Section):
             raise ValueError(f"give exactly one of preset, config, factory and pretrained, not {given}")
         if self.config is not None and "model_type" not in self.config:
             raise ValueError('config needs a model_type, for example model_type = "llama"')
+        check_layers(self.config or {})
         for key, needed in (
             ("vocab_size", "preset"),
             ("revision", "pretrained"),
@@ -127,7 +135,7 @@ class DataSpec(Section):
     column: Annotated[str, Field(min_length=1)] = Field(
         "text", description="the member of JSON lines, or the column of parquet files and of the hub, that has the text"
     )
-    sequence_length: PositiveInt = Field(256, description="tokens per sequence")
+    sequence_length: int = Field(256, gt=0, le=1 << 24, description="tokens per sequence")
     holdout: Fraction = Field(
         0.05,
         description=(
@@ -149,7 +157,7 @@ class InnerSpec(Section):
     """The inner optimizer and its learning rates, keyed to global inner steps. With `data.source = "custom"` scripts
     bring both, and only `batch_size` and `joiner_warmup_steps` may be given."""
 
-    batch_size: PositiveInt = Field(8, description="sequences per inner step; one batch is one work unit")
+    batch_size: int = Field(8, gt=0, le=1 << 20, description="sequences per inner step; one batch is one work unit")
     optimizer: str = Field(
         "adamw",
         pattern=rf"^({'|'.join(OPTIMIZERS)}|[\w.]+:\w+)$",
@@ -161,18 +169,16 @@ class InnerSpec(Section):
         ),
         json_schema_extra={"default": "by the model"},
     )
-    learning_rate: float = Field(
+    learning_rate: Rate = Field(
         4e-4,
-        gt=0,
         description=(
             "peak learning rate. Default: 0.4 / width for model.preset and a model.config that says its hidden_size, "
             "0.0004 at least and 0.008 at most; 0.0004 for the others"
         ),
         json_schema_extra={"default": "by the model"},
     )
-    muon_learning_rate: float | None = Field(
+    muon_learning_rate: Rate | None = Field(
         None,
-        gt=0,
         description=(
             "Muon's own peak learning rate; none: learning_rate, for Muon's steps are scaled to be as long as AdamW's"
         ),
@@ -180,8 +186,10 @@ class InnerSpec(Section):
     beta1: Fraction = Field(0.9, description="AdamW's beta 1")
     beta2: Fraction = Field(0.95, description="AdamW's beta 2")
     momentum: Fraction = Field(0.9, description="momentum of SGD and Muon")
-    weight_decay: float = Field(0.1, ge=0, description="weight decay: AdamW's and Muon's, decoupled, or SGD's, L2")
-    clip_norm: Annotated[float, Field(gt=0)] | Literal["none"] = Field(
+    weight_decay: float = Field(
+        0.1, ge=0, le=1000, description="weight decay: AdamW's and Muon's, decoupled, or SGD's, L2"
+    )
+    clip_norm: Norm | Literal["none"] = Field(
         1.0, description='gradients are clipped to this global L2 norm; "none": they are not'
     )
     schedule: Literal["cosine", "wsd", "linear", "constant"] = Field(
@@ -196,6 +204,7 @@ class InnerSpec(Section):
     warmup_steps: int = Field(
         100,
         ge=0,
+        le=1_000_000_000,
         description=(
             "W, inner steps of linear warmup: step s, counted from 0, has (s + 1) / W of the peak, so that the first "
             "one trains as well; transformers' schedules have s / W, the same rates one step later"
@@ -236,28 +245,28 @@ class InnerSpec(Section):
 class OuterSpec(Section):
     """The outer optimizer: Nesterov SGD on the averaged pseudo-gradient."""
 
-    learning_rate: float = Field(1.0, gt=0, description="outer learning rate")
+    learning_rate: Rate = Field(1.0, description="outer learning rate")
     momentum: Fraction = Field(0.8, description="outer Nesterov momentum")
 
 
 class SyncSpec(Section):
     """When and how the workers synchronise."""
 
-    rounds: PositiveInt = Field(
+    rounds: Rounds = Field(
         ..., description="outer steps until the run is finished; more where all workers handed rounds in early"
     )
-    inner_steps: PositiveInt | Literal["auto"] = Field(
+    inner_steps: Steps | Literal["auto"] = Field(
         500, description='H, inner steps per round; "auto" gives each worker as many as it manages in round_s'
     )
-    round_s: float | None = Field(
-        None, gt=0, description='with inner_steps = "auto", which needs it: seconds of inner steps per round'
+    round_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = Field(
+        None, description='with inner_steps = "auto", which needs it: seconds of inner steps per round'
     )
-    nominal_inner_steps: PositiveInt = Field(
+    nominal_inner_steps: Steps = Field(
         500,
         description='with "auto": inner steps per round in the schedules, and of a worker whose speed is not known yet',
     )
-    min_inner_steps: PositiveInt = Field(10, description='with "auto": fewest inner steps per round')
-    max_inner_steps: PositiveInt = Field(10_000, description='with "auto": most inner steps per round')
+    min_inner_steps: Steps = Field(10, description='with "auto": fewest inner steps per round')
+    max_inner_steps: Steps = Field(10_000, description='with "auto": most inner steps per round')
     upload_codec: CodecName = Field(
         "int8", description='codec of contributions; "sparse" needs many rounds and outer.momentum = 0'
     )
@@ -283,7 +292,7 @@ class SyncSpec(Section):
     offsets: Literal["together", "spread"] = Field(
         "together", description="when fragments are due: all at the end of the round, or one after the other within it"
     )
-    overlap: Annotated[int, Field(ge=0)] | Literal["eager"] = Field(
+    overlap: Annotated[int, Field(ge=0, le=1 << 20)] | Literal["eager"] = Field(
         0,
         description=(
             "inner steps that go on while a fragment is sent, averaged and fetched (Streaming DiLoCo's tau); "
@@ -365,11 +374,10 @@ class MembersSpec(Section):
     grace_factor: float = Field(
         0.5, ge=0, le=100, description="stragglers get this share of the time that the quorum needed"
     )
-    grace_min_s: float = Field(5.0, ge=0, description="shortest grace")
-    grace_max_s: float = Field(600.0, ge=0, description="longest grace")
-    round_max_s: float | None = Field(
+    grace_min_s: Seconds = Field(5.0, description="shortest grace")
+    grace_max_s: Seconds = Field(600.0, description="longest grace")
+    round_max_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = Field(
         14_400.0,
-        gt=0,
         description="after so long a round closes even without a quorum, if min_workers have contributed",
     )
 
@@ -383,17 +391,15 @@ class MembersSpec(Section):
 class CheckpointSpec(Section):
     """Checkpoints of the outer state on the coordinator. The last state is always kept."""
 
-    every_rounds: PositiveInt = Field(10, description="rounds between checkpoints")
-    keep: PositiveInt = Field(2, description="checkpoints kept; deltas are kept back to the oldest of them")
+    every_rounds: Rounds = Field(10, description="rounds between checkpoints")
+    keep: int = Field(2, gt=0, le=100_000, description="checkpoints kept; deltas are kept back to the oldest of them")
 
 
 class EvaluationSpec(Section):
     """Held-out loss of the global model, by two workers of different tokens per evaluated round, or by the only one."""
 
-    every_rounds: PositiveInt = Field(
-        1, description="rounds between evaluations; the first and last state always count"
-    )
-    max_tokens: PositiveInt = Field(65_536, description="held-out tokens per evaluation, at most")
+    every_rounds: Rounds = Field(1, description="rounds between evaluations; the first and last state always count")
+    max_tokens: int = Field(65_536, gt=0, le=1 << 36, description="held-out tokens per evaluation, at most")
 
 
 class GuardSpec(Section):
@@ -407,15 +413,15 @@ class GuardSpec(Section):
         " contributors since, and goes on; if nobody does, or it happens again, it waits",
     )
     loss_rise: float = Field(
-        0.5, gt=0, description="nats per token above the lowest held-out loss so far that count as spoilt"
+        0.5, gt=0, le=1e6, description="nats per token above the lowest held-out loss so far that count as spoilt"
     )
 
 
 class RetentionSpec(Section):
     """History in the database. Files are kept as `checkpoints` says: what the newest checkpoint covers may go."""
 
-    rounds: PositiveInt = Field(
+    rounds: Rounds = Field(
         100,
         description="rounds of which each contribution and report is remembered; of older ones the sums and the loss",
     )
-    events: PositiveInt = Field(10_000, description="events kept; older ones are deleted")
+    events: int = Field(10_000, gt=0, le=100_000_000, description="events kept; older ones are deleted")

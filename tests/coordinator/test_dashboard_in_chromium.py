@@ -17,11 +17,13 @@ from benchmarks.harness.coordinator import CoordinatorProcess, InThread, coordin
 from benchmarks.harness.member import Member, spec_toml
 from coordinator.dashboard import assets
 from coordinator.notifications.watching import Disk
+from coordinator.store.database import Fault
 from coordinator.store.tables import FragmentRow, RoundRow, WorkerRow
 from coordinator.store.tokens import secret_hash
+from coordinator.upkeep.storage import Storage
 from outerstep import units
 from outerstep.plan import allreduce_bytes
-from protocol.messages import Scope
+from protocol.messages import Cause, Scope
 from tests.coordinator.crew import crew, events, info, play_round
 from tests.support.browser import needs_chromium
 from tests.support.waiting import wait_until
@@ -78,7 +80,9 @@ class Played:
 @pytest.fixture
 def played(running: InThread, run: str) -> Played:
     """A run of 3 workers, of which 4 rounds were played; in the fifth nobody has contributed."""
-    played = Played(running, run, crew(running, run, ["ann", "bob", "cas"], rounds=8, min_workers=3))
+    played = Played(
+        running, run, crew(running, run, ["ann", "bob", "cas"], rounds=8, min_workers=3, members="lease_s = 3600")
+    )
     played.play(4, slow="cas")
     return played
 
@@ -181,6 +185,22 @@ def test_the_open_round_counts_down_to_its_deadline(browser: Browser, running: I
         before = clock.inner_text()
         expect(clock).not_to_have_text(before)
         expect(found.page.locator(".now")).to_contain_text("until round 0 closes")
+
+
+def test_the_headline_and_the_badge_name_a_full_disk_and_not_a_worker(
+    browser: Browser, played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The badge was green, the sentence named a worker, and a time to go was shown all the while."""
+    full = Fault(Cause.STORAGE_FULL, "the coordinator's disk is full")
+    with opened(browser, played.running, f"run={played.run}") as found:
+        badge = found.page.locator("h1 + span .badge")
+        expect(badge).to_have_text("running")
+        with monkeypatch.context() as patch:
+            patch.setattr(Storage, "fault", full)
+            expect(badge).to_have_text("disk full")
+            expect(sentence(found)).to_contain_text("disk is full")
+            expect(found.page.locator(".now")).to_contain_text("– to go")
+        expect(badge).to_have_text("running")
 
 
 def test_steering_by_clicks(browser: Browser, played: Played) -> None:

@@ -3,11 +3,12 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.harness.coordinator import InThread
 from benchmarks.harness.member import Member, spec_toml
-from coordinator.screening.spoilt import BOUND, Part, Rise, risen, suspects
+from coordinator.screening.spoilt import BOUND, LESS, Part, Rise, risen, stopped_falling, suspects
 from coordinator.upkeep import rolling_back
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
 from tests.coordinator.test_restart import Lives
@@ -38,6 +39,20 @@ def test_two_losses_in_a_row_above_the_lowest_are_a_rise(losses: list[float], ex
     assert repr(risen(list(enumerate(losses)), 0.5)) == repr(expected)
 
 
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([3.0, 3.1, 3.0, 3.2], None),  # too few to tell
+        ([4.0, 3.0, 3.1, 3.0, 3.2, 3.1], (1, 3.0)),
+        ([4.0, 3.0, 3.1, 3.0, 3.2, 2.9], None),
+        ([4.0, 3.0, 3.1, 2.9, 3.2, 3.1], None),  # the lowest is one of the newest
+        ([4.0, 3.0, math.nan, 3.0, math.inf, 3.1], (1, 3.0)),
+    ],
+)
+def test_without_a_new_lowest_loss_it_has_stopped_falling(losses: list[float], expected: tuple[int, float] | None):
+    assert stopped_falling(list(enumerate(losses))) == expected
+
+
 def parts(*cosines: float | None, factor: float = 1.0) -> list[Part]:
     return [Part(factor, cosine) for cosine in cosines]
 
@@ -54,6 +69,7 @@ def test_whose_direction_was_hardly_that_of_the_others_stands_out():
     honest = {name: parts(0.5, 0.4, 0.6) for name in "abc"}
     assert suspects({**honest, "d": parts(0.1, 0.1, 0.1)}) == ["d"]
     assert suspects({**honest, "d": parts(0.2, 0.2, 0.2)}) == []
+    assert suspects({**honest, "d": parts(0.2, 0.2, 0.2)}, LESS) == ["d"]
     assert suspects({"a": parts(0.5, 0.5), "d": parts(-0.5, -0.5)}) == [], "of two nobody can tell"
 
 
@@ -104,6 +120,28 @@ def test_a_risen_loss_pauses_the_run_and_the_operator_may_go_on(shared: InThread
     assert len(events(shared, run, "spoilt")) == 1, "what was told once is judged anew"
     play(shared, members, run, [4.2, 4.2], first=10)
     assert len(events(shared, run, "spoilt")) == 2
+
+
+def test_a_loss_that_stops_falling_names_who_differs_and_nobody_else(shared: InThread, run: str):
+    """A third of the signs changed leaves a third of the agreement, which is no reason to leave anybody out."""
+    members = crew(shared, run, ["a", "b", "c", "m"], rounds=20)
+    flips = np.where(np.arange(max(len(theta) for theta in members[0].theta)) % 3, 1, -1).astype(np.float32)
+    for round_, loss in enumerate([5.0, 4.0, 4.1, 4.0, 4.1]):
+        evaluate(members, round_, loss)
+        assignments = {member.name: member.assignment(round_) for member in members}
+        for fragment, common in enumerate(members[0].pseudo_gradients(100 + round_)):
+            for member in members:
+                values = common + member.pseudo_gradients(round_)[fragment]
+                values = values * flips[: len(values)] if member.name == "m" else values
+                member.contribute(assignments[member.name], fragment, values).raise_for_status()
+        for member in members:
+            member.step(round_)
+        shared.await_state(run, round_ + 1)
+    assert events(shared, run, "suspected") == []
+    evaluate(members, 5, 4.05)
+    (event,) = events(shared, run, "suspected")
+    assert (event["data"]["workers"], event["data"]["state"]) == (["m"], 1)
+    assert info(shared, run)["state"] == "running"
 
 
 def test_where_the_spec_wants_no_more_it_is_only_told(shared: InThread, run: str):

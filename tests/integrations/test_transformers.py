@@ -39,7 +39,7 @@ from protocol.digest import digest
 
 how = json.loads(sys.argv[1])
 name, stop_after, end_after = how["name"], how["stop_after"], how["end_after"]
-told = {"rows": [], "rates": [], "steps": [], "losses": []}
+told = {"rows": [], "rates": [], "steps": []}
 
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
@@ -64,15 +64,13 @@ class Watch(TrainerCallback):
         if len(told["steps"]) == stop_after:
             callback.diloco.client.stop.set()
 
-    def on_log(self, args, state, control, logs, **_):
-        told["losses"] += [logs["loss"]] if "loss" in logs else []
-
     def on_step_end(self, args, state, control, **_):
         if len(told["steps"]) == end_after:
             control.should_training_stop = True
 
-trainer = Trainer(model, arguments, train_dataset=Rows(), callbacks=[callback, Watch()])
+trainer = Trainer(model, arguments, train_dataset=Rows(), callbacks=[Watch(), callback])
 trainer.train()
+told["losses"] = [each["loss"] for each in trainer.state.log_history if "loss" in each]
 vector = torch.cat([each.detach().reshape(-1) for each in trainable_parameters(model).values()])
 print(json.dumps({**told, "digest": digest(vector.numpy().tobytes()).hex()}))
 """

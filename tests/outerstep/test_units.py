@@ -112,8 +112,8 @@ def test_what_is_to_go():
     assert to_go_s([5.0, 5.0, 3600.0, 5.0], 6) == 30.0, "a pause is no pace"
     assert to_go_s([5.0], 6, spent_s=2.0) == 28.0
     assert to_go_s([5.0], 6, spent_s=9.0) == 25.0, "the round that is overdue is over at once"
-    assert to_go_s([5.0], 6, spent_s=16.0) is None, "it is so late that it tells nothing of the others"
-    assert to_go_s([0.1], 6, spent_s=9.0) == 0.5, "of short rounds a moment is not late"
+    assert to_go_s([5.0], 6, spent_s=31.0) is None, "it is so late that it tells nothing of the others"
+    assert to_go_s([0.1], 6, spent_s=29.0) == 0.5, "of short rounds a moment is not late"
     assert to_go_s([5.0], 0, spent_s=9.0) == 0.0
     assert to_go_s([], 6) is None
     assert to_go_s([5.0], -1) is None, "nobody has said how many rounds there are"

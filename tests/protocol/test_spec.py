@@ -1,5 +1,8 @@
 """The run spec: defaults, and errors that name the key, its value and what is allowed."""
 
+import re
+from typing import Any
+
 import pytest
 
 from protocol.codecs import CODECS
@@ -31,11 +34,11 @@ def test_private_units_have_room() -> None:
     spec = parse_spec(LEAST + private)
     assert [spec.number_in_set(unit) for unit in (0, 7, UNITS_PER_WORKER, 3 * UNITS_PER_WORKER + 7)] == [0, 7, 0, 7]
     assert parse_spec(LEAST).number_in_set(3 * UNITS_PER_WORKER) == 3 * UNITS_PER_WORKER
-    vast = LEAST.replace("rounds = 4", f"rounds = 4\ninner_steps = {UNITS_PER_WORKER // 4}")
-    assert parse_spec(vast).sync.most_inner_steps == UNITS_PER_WORKER // 4
+    vast = LEAST.replace("rounds = 4", f"rounds = {UNITS_PER_WORKER >> 20}\ninner_steps = {1 << 20}")
+    assert parse_spec(vast).sync.most_inner_steps == 1 << 20
     with pytest.raises(SpecError, match="give less of either"):
         parse_spec(vast + private)
-    auto = 'rounds = 1024\ninner_steps = "auto"\nround_s = 1.0\nmax_inner_steps = 1_073_741_824'
+    auto = 'rounds = 1_048_576\ninner_steps = "auto"\nround_s = 1.0\nmax_inner_steps = 1_048_576'
     with pytest.raises(SpecError, match="give less of either"):
         parse_spec(LEAST.replace("rounds = 4", auto) + private)
 
@@ -79,6 +82,64 @@ def test_a_spec_survives_json() -> None:
 def test_a_spec_does_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
         parse_spec(LEAST).seed = 1  # type: ignore[misc]
+
+
+VAST = {
+    "sync.inner_steps": 1 << 62,
+    "sync.overlap": 1 << 39,
+    "model.vocab_size": 1 << 39,
+    "data.sequence_length": 1 << 39,
+    "inner.batch_size": 1 << 39,
+    "inner.learning_rate": 1e300,
+    "inner.warmup_steps": 1 << 62,
+    "outer.learning_rate": 1e300,
+    "members.grace_max_s": 1e300,
+    "checkpoints.keep": 1 << 39,
+    "evaluation.max_tokens": 1 << 39,
+    "retention.events": 1 << 39,
+}
+
+
+@pytest.mark.parametrize("key", VAST)
+def test_numbers_beyond_all_runs_are_refused(key: str) -> None:
+    with pytest.raises(SpecError, match=rf"{key}.* less than or equal to"):
+        parse_spec(f"{key} = {VAST[key]}\nname = 'demo'\nmodel.preset = 'tiny'\nsync.rounds = 4\n")
+
+
+def test_no_number_of_a_spec_is_without_bounds() -> None:
+    def unbounded(schema: dict[str, Any]) -> bool:
+        kinds = [schema, *schema.get("anyOf", [])]
+        return any(
+            kind.get("type") in ("integer", "number") and not {"maximum", "exclusiveMaximum"} & kind.keys()
+            for kind in kinds
+        )
+
+    schema = RunSpec.model_json_schema()
+    sections = [schema, *schema["$defs"].values()]
+    found = [
+        f"{each['title']}.{key}" for each in sections for key, field in each["properties"].items() if unbounded(field)
+    ]
+    assert found == []
+
+
+def test_the_tokens_of_an_inner_step_are_bounded() -> None:
+    with pytest.raises(SpecError, match="1,099,511,627,776 tokens per inner step"):
+        parse_spec(LEAST + "[data]\nsequence_length = 1048576\n[inner]\nbatch_size = 1048576\n")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("num_hidden_layers = 100_000_000\nhidden_size = 64", "config.num_hidden_layers = 100,000,000"),
+        ("n_layer = 100_000_000\nn_embd = 64", "config.n_layer = 100,000,000"),
+        ("text_config = { num_hidden_layers = 100_000_000 }", "config.num_hidden_layers = 100,000,000"),
+        ("num_hidden_layers = 4\nhidden_size = 1_000_000", "at least 4,000,000,000,000 parameters"),
+    ],
+)
+def test_a_model_that_nobody_can_train_is_refused(config: str, said: str) -> None:
+    text = edited('[model]\npreset = "tiny"', f'[model.config]\nmodel_type = "llama"\n{config}')
+    with pytest.raises(SpecError, match=re.escape(said)):
+        parse_spec(text)
 
 
 def edited(old: str, new: str) -> str:

@@ -125,7 +125,10 @@ def test_payloads(case: dict[str, Any]) -> None:
     payload.decode(ours)
     assert ours.tobytes() == expected.tobytes()
     for device in DEVICES:
-        assert unpack_payload(payload, torch.device(device)).cpu().numpy().tobytes() == expected.tobytes()
+        assert (
+            unpack_payload(payload, torch.device(device), payload.header.elements).cpu().numpy().tobytes()
+            == expected.tobytes()
+        )
 
     assert digest(body).hex() == case["digest"]
     assert content_digest(digest(body)) == case["content_digest"]

@@ -1,8 +1,8 @@
 """A hostile worker: it speaks the protocol as it is written, and lies in what it says.
 
 It trains nothing. Each round it draws what to do: contributions that are scaled, flipped, zeros or noise; a weight of
-several rounds, or units of rounds that it has held back, with nothing said of carrying them; and at any time a pace that
-no machine has, and held-out losses that nobody asked for. What the run's outer state is, it is told by the simulation.
+several rounds, units of rounds that it has held back, with nothing said of carrying them, or rounds as carried that it
+has contributed to; and at any time a pace that no machine has, and held-out losses that nobody asked for. What the run's outer state is, it is told by the simulation.
 """
 
 import random
@@ -37,6 +37,7 @@ VALUES: dict[str, Values] = {
     "noise": lambda rng, honest: _noise(rng, len(honest)) * np.float32(10.0 ** rng.randint(-3, 6)),
 }
 WEIGHTS = (1, 1, 2, 5)  # times what it has
+LATE = (0, 0, 1, 3)  # rounds of which it says to carry work
 
 
 def _noise(rng: random.Random, elements: int) -> F32:
@@ -106,7 +107,8 @@ class Hostile:
             self._count("held units back")
             self._held += assignment.units
             return
-        kind = rng.choice(sorted(VALUES))
+        kind, late = rng.choice(sorted(VALUES)), rng.choice(LATE)
+        carried = list(range(max(assignment.round - late, 0), assignment.round))
         units = [*self._held, *assignment.units] if rng.random() < 0.5 else assignment.units
         named = [unit for start, stop in units for unit in range(start, stop)]
         weight = len(named) * rng.choice(WEIGHTS) * member.spec.unit_tokens
@@ -115,7 +117,9 @@ class Hostile:
         for p in range(len(member.theta)):
             member.theta[p], member.momentum[p] = ledger.states[assignment.round, p]
             values = VALUES[kind](rng, honest)
-            reply = member.contribute(assignment, p, values, units=units, tokens=weight, loss=LOSS, norm=1.0)
+            reply = member.contribute(
+                assignment, p, values, units=units, tokens=weight, carried=carried, loss=LOSS, norm=1.0
+            )
             if reply.is_error:  # as it weighs too much: what it may have it takes
                 self._count("was refused")
                 weight = sum(stop - start for start, stop in assignment.units) * member.spec.unit_tokens

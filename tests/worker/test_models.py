@@ -13,6 +13,7 @@ from protocol.spec.presets import PRESETS
 from protocol.spec.run import RunSpec, parse_spec
 from worker.errors import ModelError
 from worker.export import sample
+from worker.models import counting
 from worker.models.building import build_model, check_vocabulary, logits_of
 
 CPU = torch.device("cpu")
@@ -149,3 +150,58 @@ def test_sampling_is_repeatable() -> None:
     written = [sample(model, b"def ", 80, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
     assert len(written[0]) == 80
     assert written[0] == written[1] != written[2]
+
+
+LARGE = '[model.config]\nmodel_type = "llama"\nvocab_size = 300\nhidden_size = 65536\nnum_hidden_layers = 30'
+
+
+def test_a_model_is_counted_before_memory_is_taken_for_it() -> None:
+    """30 layers of this width and transformers' own intermediate_size are 1.2 TB in fp32."""
+    with pytest.raises(ModelError, match=r"model.config has ([0-9,]+) parameters, .*--max-parameters \d+") as refused:
+        build_model(spec(LARGE), CPU)
+    told = int(str(refused.value).rpartition(" ")[2])
+    with torch.device("meta"):
+        one, two = (
+            AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=300, hidden_size=65536, num_hidden_layers=layers))
+            for layers in (1, 2)
+        )
+    sizes = [sum(each.numel() for each in (*model.parameters(), *model.buffers())) for model in (one, two)]
+    assert told == sizes[0] + 29 * (sizes[1] - sizes[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ('[model]\npreset = "llama-1b"\nvocab_size = 16777216', "model.preset = 'llama-1b' has 69,"),
+        (
+            '[model.config]\nmodel_type = "gpt2"\nvocab_size = 300\nn_embd = 65536\nn_head = 1\nn_layer = 12',
+            "model.config has 618,[0-9,]+ parameters",
+        ),
+        ('[model.config]\nmodel_type = "mixtral"\nvocab_size = 300\nnum_local_experts = 1000000', "model.config has"),
+    ],
+)
+def test_no_product_of_widths_layers_and_experts_is_built(model: str, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        build_model(spec(model), CPU)
+
+
+def test_what_the_owner_allows_is_built() -> None:
+    tiny = spec(TINY)
+    with pytest.raises(ModelError, match="has 139,584 parameters, .* --max-parameters") as refused:
+        build_model(tiny, CPU, 139_583)
+    build_model(tiny, CPU, int(str(refused.value).rpartition(" ")[2]))
+
+
+def test_counting_ends_where_a_model_has_more_tensors_than_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting, "MAX_TENSORS", 15)
+    with pytest.raises(ModelError, match="more than 15 tensors"):
+        build_model(spec(TINY), CPU)
+    monkeypatch.undo()
+    build_model(spec(TINY), CPU)
+
+
+def test_a_directory_with_a_hundred_million_layers(tmp_path: Path) -> None:
+    """Nobody reads the config.json of a repository of the hub before it is named."""
+    LlamaConfig(num_hidden_layers=100_000_000).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="100,000,000 layers"):
+        build_model(spec(f'[model]\npretrained = "{tmp_path}"'), CPU)

@@ -17,6 +17,7 @@ from torch import Tensor
 from protocol import wire
 from protocol.codecs import CODECS, REFERENCE, Codec
 from protocol.digest import Buffer
+from protocol.errors import UnexpectedAnswer
 
 U8 = npt.NDArray[np.uint8]
 
@@ -79,10 +80,13 @@ def round_trip(vector: Tensor, codec: str) -> Tensor:
     return torch.cat([decode(encode(chunk), len(chunk)) for chunk in vector.split(wire.CHUNK_ELEMENTS)])
 
 
-def unpack_payload(payload: wire.Payload, device: torch.device) -> Tensor:
-    """Return all values of a payload, float32[elements] on `device`. Raises WireError if they are not finite."""
+def unpack_payload(payload: wire.Payload, device: torch.device, elements: int) -> Tensor:
+    """Return all values of a payload, float32[elements] on `device`. Raises UnexpectedAnswer before memory is taken if
+    the payload has another number of them, and WireError if they are not finite."""
+    if payload.header.elements != elements:
+        raise UnexpectedAnswer(f"a payload of {payload.header.elements} elements, where the layout has {elements}")
     codec = payload.codec
-    out = torch.empty(payload.header.elements, dtype=torch.float32, device=device)
+    out = torch.empty(elements, dtype=torch.float32, device=device)
     start = 0
     for index, n in enumerate(payload.chunks):
         raw, part = payload.chunk(index), out[start : start + n]

@@ -12,6 +12,7 @@ from protocol.fragments import Layout, first_difference
 from protocol.messages import CheckpointDetail, RunDetail, RunState
 from protocol.outer_step import reached
 from protocol.spec.sections import OuterSpec
+from protocol.spec.sizes import MOST_PARAMETERS
 from worker.codecs import unpack_payload
 from worker.errors import ModelError
 from worker.link.client import Client
@@ -53,11 +54,22 @@ def load_parameters(client: Client, model: nn.Module, state_round: int | None = 
     return _load(client, run.spec.outer, state_round, checked)[0]
 
 
-def load_bare_parameters(client: Client, state_round: int | None = None) -> nn.Module:
+def load_bare_parameters(
+    client: Client, state_round: int | None = None, max_parameters: int = MOST_PARAMETERS
+) -> nn.Module:
     """Return a module that is nothing but the trained parameters of a checkpoint, otherwise as `load_parameters` has
-    them, by their names."""
+    them, by their names. Raises ModelError if the checkpoint says that it has more than `max_parameters`."""
     run = _settled(client, state_round)
-    return _load(client, run.spec.outer, state_round, _bare)[1]
+
+    def bare(layout: Layout) -> nn.Module:
+        if layout.total_elements > max_parameters:
+            raise ModelError(
+                f"the run {client.run} has {layout.total_elements:,} parameters, and at most {max_parameters:,} are "
+                f"allowed here; if that is right, add: --max-parameters {layout.total_elements}"
+            )
+        return _bare(layout)
+
+    return _load(client, run.spec.outer, state_round, bare)[1]
 
 
 def _bare(layout: Layout) -> nn.Module:
@@ -108,6 +120,6 @@ def _fetch_into(model: nn.Module, client: Client, checkpoint: CheckpointDetail, 
     for p, elements in enumerate(checkpoint.layout.elements):
         limit_bytes = wire.max_payload_bytes("fp32", 2 * elements)
         payload = client.checkpoint_fragment(checkpoint.round, checkpoint.fragments[p], limit_bytes)
-        theta, momentum = unpack_payload(payload, _HOST).numpy().reshape(2, elements)
+        theta, momentum = unpack_payload(payload, _HOST, 2 * elements).numpy().reshape(2, elements)
         point = reached(theta, momentum, learning_rate=outer.learning_rate, beta=outer.momentum)
         fragments.scatter(p, torch.from_numpy(point))

@@ -12,17 +12,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import httpx
 from pydantic import BaseModel
 
 from protocol import messages, wire
-from protocol.answers import Reply, raise_for_problem, read_message
+from protocol.answers import ERROR_BYTES, Reply, beginning, raise_for_problem, read_body, read_message
 from protocol.digest import Buffer
-from protocol.errors import NotUnderstood, Problem, Transient, UnexpectedAnswer, WireError
+from protocol.errors import BeyondLimits, NotUnderstood, Problem, Transient, UnexpectedAnswer, WireError
 from protocol.reaching import trusting
+from protocol.spec.run import MAX_SPEC_BYTES
 from protocol.versions import OURS, both_named, of_requests
 from worker.accounts.round_trace import RoundTrace
 from worker.accounts.stages import Stages
@@ -38,6 +40,7 @@ OTHERS = 32  # connections, beside those of transfers
 LEAVE_ATTEMPTS = 3
 MAX_LISTED = 1000  # items of a listing in one answer
 
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +132,8 @@ class Client:
     def _open(self) -> None:
         channel = self._channel
         try:
-            channel.http.get("/healthz", timeout=CONNECT_S, extensions=channel.extensions)
+            with channel.http.stream("GET", "/healthz", timeout=CONNECT_S, extensions=channel.extensions) as response:
+                _pass_over(response)
         except httpx.TransportError as error:
             log.debug("no connection could be opened ahead: %s", error)  # who needs one will tell
 
@@ -140,7 +144,8 @@ class Client:
 
     def spec_text(self) -> str:
         """Return the run spec as it was given, TOML."""
-        return self._retry(lambda: self._answer("GET", f"{self._path}/spec", self._token)).text
+        read = partial(read_body, limit_bytes=MAX_SPEC_BYTES)
+        return self._retry(lambda: self._answer("GET", f"{self._path}/spec", self._token, read)).decode()
 
     # --- membership -----------------------------------------------------------------------------------------------
 
@@ -154,13 +159,13 @@ class Client:
     def give_up(self, member_token: str, worker: str) -> None:
         """Leave in order to join again. Retried for ever, like all requests without which a worker cannot go on."""
         path = f"{self._path}/workers/{worker}"
-        self._retry(lambda: self._answer("DELETE", path, member_token, messages.LeaveRequest()))
+        self._retry(lambda: self._answer("DELETE", path, member_token, _pass_over, messages.LeaveRequest()))
 
     def leave(self, member_token: str, worker: str, request: messages.LeaveRequest) -> None:
         """Leave. Retried a few times only, even after `stop`: without it the lease expires by itself, only later."""
         for attempt in range(1, LEAVE_ATTEMPTS + 1):
             try:
-                self._answer("DELETE", f"{self._path}/workers/{worker}", member_token, request)
+                self._answer("DELETE", f"{self._path}/workers/{worker}", member_token, _pass_over, request)
                 return
             except (httpx.TransportError, Transient):
                 if attempt == LEAVE_ATTEMPTS:
@@ -186,7 +191,7 @@ class Client:
 
     def report_evaluation(self, member_token: str, state_round: int, report: messages.EvaluationReport) -> None:
         path = f"{self._path}/rounds/{state_round}/evaluation"
-        self._retry(lambda: self._answer("PUT", path, member_token, report))
+        self._retry(lambda: self._answer("PUT", path, member_token, _pass_over, report))
 
     def contribute(
         self,
@@ -254,27 +259,35 @@ class Client:
     # --- requests -------------------------------------------------------------------------------------------------
 
     def _answer(
-        self, method: str, path: str, token: str, body: BaseModel | None = None, headers: dict[str, str] | None = None
-    ) -> httpx.Response:
-        """Send one request and return its answer, once."""
+        self,
+        method: str,
+        path: str,
+        token: str,
+        read: Callable[[httpx.Response], T],
+        body: BaseModel | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> T:
+        """Send one request, once, and return what `read` makes of its answer."""
         content = None if body is None else body.model_dump_json().encode()
         all_headers = self._headers(token) | (headers or {})
         if content is not None:
             all_headers["Content-Type"] = "application/json"
         waits, channel, begun = "Prefer" in all_headers, self._channel, self.clock()
-        with interruptible() if (waits or method == "GET") and channel.until is self.stop else nullcontext():
-            response = channel.http.request(
+        with (
+            interruptible() if (waits or method == "GET") and channel.until is self.stop else nullcontext(),
+            channel.http.stream(
                 method,
                 path,
                 content=content,
                 headers=all_headers,
                 timeout=channel.timeout(),
                 extensions=channel.extensions,
-            )
-        if not waits:
-            self.line.answered(self.clock() - begun)
-        raise_for_problem(response)
-        return response
+            ) as response,
+        ):
+            if not waits:
+                self.line.answered(self.clock() - begun)
+            raise_for_problem(response)
+            return read(response)
 
     def _json(
         self,
@@ -285,18 +298,18 @@ class Client:
         token: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> Reply:
-        def attempt() -> Reply:
-            response = self._answer(method, path, token or self._token, body, headers)
+        def read(response: httpx.Response) -> Reply:
             try:
                 return read_message(reply, response)
             except NotUnderstood:
                 raise
             except UnexpectedAnswer as error:
-                if not self._retry.has_answered and response.headers.get("Content-Type", "").startswith("text/html"):
-                    raise  # another server's page
+                is_page = response.headers.get("Content-Type", "").startswith("text/html")
+                if not self._retry.has_answered and (is_page or isinstance(error, BeyondLimits)):
+                    raise  # another server's
                 raise Transient(str(error)) from error  # a body may have been broken on the way
 
-        return self._retry(attempt)
+        return self._retry(lambda: self._answer(method, path, token or self._token, read, body, headers))
 
     def _headers(self, token: str | None = None) -> dict[str, str]:
         return {"Authorization": f"Bearer {token or self._token}"}
@@ -310,6 +323,11 @@ def _payload(download: Download) -> wire.Payload:
         return wire.Payload.from_bytes(data)
     except WireError as error:
         raise NotUnderstood(f"{download.path}: {error}; {both_named(OURS, download.coordinator)}") from error
+
+
+def _pass_over(response: httpx.Response) -> None:
+    """Read a body that says nothing, so that the connection can be used again."""
+    beginning(response, ERROR_BYTES)
 
 
 def _long_poll() -> dict[str, str]:

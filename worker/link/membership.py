@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from protocol.errors import Problem
+from protocol.errors import Problem, UnexpectedAnswer
+from protocol.fragments import first_difference
 from protocol.messages import DataSummary, JoinReply, JoinRequest, LeaveRequest, Metrics, RoundReport
 from worker.link.client import Client
 from worker.state.state_dir import MemberTokens, StateDir
@@ -95,6 +96,8 @@ class Membership:
             self._files.save_member_tokens(MemberTokens(previous, proposed))
         request = self._request.model_copy(update={"previous": previous, "member_token": proposed})
         reply = self.client.join(self.worker, request)
+        if difference := first_difference(reply.layout.tensors, request.tensors):  # memory is taken for the layout
+            raise UnexpectedAnswer(f"the coordinator's layout is not of this worker's model: {difference}")
         self._token, self.epoch = reply.member_token, reply.epoch
         if self._files:
             self._files.save_member_tokens(MemberTokens(reply.member_token, None))

@@ -21,9 +21,16 @@ import numpy as np
 from blake3 import blake3
 
 from protocol import wire
-from protocol.answers import header_number, raise_for_problem, read_message
+from protocol.answers import (
+    ERROR_BYTES,
+    beginning,
+    check_not_encoded,
+    header_number,
+    raise_for_problem,
+    read_message,
+)
 from protocol.digest import Buffer, content_digest
-from protocol.errors import Problem, Transient, UnexpectedAnswer
+from protocol.errors import BeyondLimits, Problem, Transient, UnexpectedAnswer
 from protocol.messages import PartReply, Stage
 from protocol.versions import Said, said_by_coordinator
 from worker.accounts.stages import Stages
@@ -153,18 +160,20 @@ class Upload:
         channel, pieces = self._channel, self._pieces(start, stop)
         with channel.line.up.turn() as turn, channel.line.stalls.watched():
             self._note_begun()
-            answer = channel.http.put(
+            with channel.http.stream(
+                "PUT",
                 self._path,
                 content=channel.sent(map(bytes, pieces), turn),
                 headers=self._headers | self._described(start, stop, pieces),
                 timeout=channel.timeout(),
                 extensions=channel.extensions,
-            )
-        raise_for_problem(answer)
-        if answer.status_code == 202:
-            self._missing = read_message(PartReply, answer).missing
-        else:
-            self._accepted = True
+            ) as answer:
+                raise_for_problem(answer)
+                if answer.status_code == 202:
+                    self._missing = read_message(PartReply, answer).missing
+                else:
+                    beginning(answer, ERROR_BYTES)  # it says nothing; once it is read, the connection is free
+                    self._accepted = True
 
     def _note_begun(self) -> None:
         with self._beginning:
@@ -271,23 +280,26 @@ class Download:
                 return
             raise_for_problem(answer)
             self.coordinator = said_by_coordinator(answer.headers)
-            at = self._begin(answer, part)
+            at, stop = self._begin(answer, part)
             for chunk in channel.received(answer, turn):
                 part.take(self._data, chunk, at)
                 at += len(chunk)
                 if part.complete and answer.status_code == 200:
                     return  # all else is of other parts
+                if at > stop:  # where its length is not that of its headers
+                    raise Transient(f"{self.path} answered with more bytes than it announced")
         if not part.complete:
             raise Transient(f"{self.path} broke off at byte {part.next} of {part.stop}")
 
-    def _begin(self, answer: httpx.Response, part: "_Part") -> int:
-        """Return where in the blob the answer begins; make memory for the blob if there is none."""
+    def _begin(self, answer: httpx.Response, part: "_Part") -> tuple[int, int]:
+        """Return where in the blob the answer begins and ends; make memory for the blob if there is none."""
+        check_not_encoded(answer)
         etag, length = answer.headers.get("ETag", ""), header_number(answer.headers.get("Content-Length", ""))
         if not etag or length is None:
             raise UnexpectedAnswer(
                 f"{self.path} answered without ETag or Content-Length: not a coordinator, or a proxy that alters it"
             )
-        start, total = 0, length  # a proxy that knows no ranges sends all of it
+        start, stop, total = 0, length, length  # a proxy that knows no ranges sends all of it
         if answer.status_code == 206:
             start, stop, total = _range_of(answer)
             if start != part.next or stop - start != length:
@@ -295,14 +307,14 @@ class Download:
         elif answer.status_code != 200:
             raise Transient(f"{self.path} answered {answer.status_code} to a request for bytes")
         if total > self._limit_bytes:
-            raise UnexpectedAnswer(f"{self.path} announces {total} bytes, at most {self._limit_bytes} can be right")
+            raise BeyondLimits(f"{self.path} announces {total} bytes, at most {self._limit_bytes} can be right")
         with self._lock:
             if etag != self._etag or total != len(self._data):
                 self._etag, self._data = etag, memory(total)
                 if start == 0:
                     part.restart()
         part.end_at(total)
-        return start
+        return start, stop
 
     def _check_behind(self, answer: httpx.Response, part: "_Part") -> None:
         """Return where a part begins behind the end of the blob; Transient where it does not."""

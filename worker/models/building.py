@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from protocol.spec.presets import EMBEDDINGS, PRESETS
 from protocol.spec.run import RunSpec
 from protocol.spec.sections import ModelSpec
+from protocol.spec.sizes import MOST_PARAMETERS
 from worker.errors import ModelError
 from worker.models.adapters import import_peft, with_adapters
+from worker.models.counting import check_size
 from worker.models.pretrained import Pretrained, names_code
 from worker.models.refusing import refusing
 from worker.user_code import called
@@ -26,15 +28,16 @@ _SEEDING = threading.Lock()
 log = logging.getLogger(__name__)
 
 
-def build_model(spec: RunSpec, device: torch.device) -> nn.Module:
+def build_model(spec: RunSpec, device: torch.device, max_parameters: int = MOST_PARAMETERS) -> nn.Module:
     """Return the run's model in float32 on `device`, with its initial parameters, unless `load_weights` brings them.
-    Raises ModelError if it cannot be built."""
+    Raises ModelError if it cannot be built, and before memory is taken for it if it has more than `max_parameters`; how
+    many one has that a function returns is known only afterwards."""
     if not spec.model.is_said:
         raise ModelError(f"the run {spec.name} does not say what its model is: its workers are scripts that bring it")
     # The lock: torch's default generator belongs to the whole process.
     with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        model = _factory_model(spec.model) if spec.model.factory else _transformers_model(spec, device)
+        model = _factory_model(spec.model) if spec.model.factory else _transformers_model(spec, device, max_parameters)
     return model.to(device)
 
 
@@ -89,14 +92,16 @@ def check_vocabulary(model: nn.Module, vocabulary: int) -> None:
         )
 
 
-def _transformers_model(spec: RunSpec, device: torch.device) -> nn.Module:
+def _transformers_model(spec: RunSpec, device: torch.device, max_parameters: int) -> nn.Module:
     if spec.model.pretrained is not None:
-        return _pretrained_model(spec, device)
+        return _pretrained_model(spec, device, max_parameters)
     config = _config(spec)
     if getattr(config, "vocab_size", None) is None:
         raise ModelError("model.config has no vocab_size: it is not the configuration of a causal language model")
+    said = "model.config" if spec.model.preset is None else f"model.preset = {spec.model.preset!r}"
+    check_size(config, said, max_parameters, _attention(device))
     config.use_cache = False
-    with refusing("transformers cannot build model.config"):
+    with refusing(f"transformers cannot build {said}"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, attn_implementation=_attention(device), trust_remote_code=False
         )
@@ -106,16 +111,17 @@ def _transformers_model(spec: RunSpec, device: torch.device) -> nn.Module:
     return model.float()
 
 
-def _pretrained_model(spec: RunSpec, device: torch.device) -> nn.Module:
+def _pretrained_model(spec: RunSpec, device: torch.device, max_parameters: int) -> nn.Module:
     if spec.model.lora is not None:
         import_peft()  # before gigabytes are fetched in vain
     trained = _pretrained(spec.model)
     config, generation_config = trained.config(), trained.generation_config()
+    attention, said = _attention(device), f"model.pretrained = {spec.model.pretrained!r}"
+    check_size(config, said, max_parameters, attention)
     config.use_cache = False
-    attention = _attention(device)
     if spec.model.lora is not None:
         return with_adapters(trained.model(config, attention), spec.model, spec.seed)
-    with refusing(f"transformers cannot build model.pretrained = {spec.model.pretrained!r}"):
+    with refusing(f"transformers cannot build {said}"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
         )

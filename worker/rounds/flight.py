@@ -173,7 +173,7 @@ class Flight:
                 return unsent.result()
             if isinstance(outcome, Superseded):
                 return outcome
-            return Missed(unpack_payload(delta, torch.device("cpu")), outcome)
+            return Missed(unpack_payload(delta, torch.device("cpu"), len(exchange.state.theta[p])), outcome)
 
     def _note_step(self, contribution: Contribution, outcome: Outcome) -> None:
         with self._lock:

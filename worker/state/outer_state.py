@@ -97,10 +97,10 @@ class OuterState:
         """Load fragment p from a payload of kind `state`: θ, then u. Raises Resync where that is something else."""
         if not isinstance(payload.header, StateHeader):
             raise Resync(f"fragment {p} of a checkpoint is a payload of kind {payload.header.kind!r}, not 'state'")
-        values = unpack_payload(payload, _HOST)
-        n = len(self.theta[p])
-        if len(values) != 2 * n:
-            raise Resync(f"fragment {p} of a checkpoint has {len(values)} values, the layout says {2 * n}")
+        n, given = len(self.theta[p]), payload.header.elements
+        if given != 2 * n:
+            raise Resync(f"fragment {p} of a checkpoint has {given} values, the layout says {2 * n}")
+        values = unpack_payload(payload, _HOST, 2 * n)
         self.set(p, values[:n], values[n:])
 
     def step(self, p: int, payload: Payload) -> None:

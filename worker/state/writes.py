@@ -84,7 +84,7 @@ class Writes:
 
     def note_sync(self) -> None:
         """`note`, where anything was written since."""
-        if self._places() != self._at:
+        if any(self._sharded) or self._places() != self._at:
             self.note()
 
     def look(self) -> None:
@@ -190,7 +190,7 @@ class Writes:
         if now.keys() != self._known.keys():
             return self._doubts
         found = {kind: now[kind] != known for kind, known in self._known.items()}
-        return {kind: each | self._doubts[kind] for kind, each in found.items()} if self._doubts else found
+        return {kind: each | self._doubts[kind] if kind in self._doubts else each for kind, each in found.items()}
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -15,8 +15,8 @@ from urllib.parse import quote
 
 import httpx
 
-from protocol.answers import header_number
-from protocol.errors import Transient
+from protocol.answers import check_not_encoded, header_number, read_body
+from protocol.errors import BeyondLimits, Transient
 from protocol.reaching import in_words
 from worker.errors import DataError
 
@@ -68,8 +68,13 @@ class HttpFiles:
 
     def read(self, name: str, start: int, stop: int) -> Iterator[bytes]:
         with self._get(name, {"Range": f"bytes={start}-{stop - 1}"}) as answer:
+            check_not_encoded(answer)
             ranged = answer.status_code == 206
-            size = answer.headers.get("Content-Range", "").rpartition("/")[2] if ranged else _length(answer)
+            size = (
+                answer.headers.get("Content-Range", "").rpartition("/")[2]
+                if ranged
+                else answer.headers.get("Content-Length", "")
+            )
             if (known := header_number(size)) is not None and known < stop:
                 raise _ends_early(self.url(name), known, stop)
             position = start if ranged else 0  # a server that knows no ranges sends the whole file
@@ -82,13 +87,8 @@ class HttpFiles:
                     return
 
     def whole(self, name: str, limit_bytes: int) -> bytes:
-        content = bytearray()
         with self._get(name, {}) as answer:
-            for piece in answer.iter_raw():
-                content += piece
-                if len(content) > limit_bytes:
-                    raise _too_long(self.url(name), limit_bytes)
-        return bytes(content)
+            return read_body(answer, limit_bytes)
 
     @contextmanager
     def _get(self, name: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
@@ -100,7 +100,7 @@ class HttpFiles:
             raise DataError(f"{self.url(name)} cannot be fetched: {error}") from error
         except httpx.TransportError as error:
             raise Transient(f"{self.url(name)} cannot be fetched: {in_words(error)}") from error
-        except httpx.RequestError as error:  # too many redirects
+        except (httpx.RequestError, BeyondLimits) as error:  # too many redirects; no token set's answer
             raise DataError(f"{self.url(name)} cannot be fetched: {error}") from error
 
     def _check(self, name: str, answer: httpx.Response) -> None:
@@ -197,11 +197,6 @@ class StoreFiles:
             raise DataError(f"{url}: this machine may not read it: {_first_line(error)}") from error
         except errors.BaseError as error:
             raise Transient(f"{url} cannot be fetched: {_first_line(error)}") from error
-
-
-def _length(answer: httpx.Response) -> str:
-    """Return the bytes of the file that an answer announces, if it does."""
-    return "" if "Content-Encoding" in answer.headers else answer.headers.get("Content-Length", "")
 
 
 def _missing(url: str, answer: str) -> DataError:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from protocol.answers import values_of
 from protocol.spec.run import RunSpec
 from worker.data.caches import cache_directory
 from worker.data.fetching.ahead import Closing, FetchAhead
@@ -26,7 +27,7 @@ from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
 from worker.link.retry import Retry
 
-_INDEX_BYTES = 256 << 20  # of a million shards
+_INDEX_BYTES, _INDEX_VALUES = 64 << 20, 1 << 22  # at most: of 350,000 shards
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,10 @@ def open_remote_set(
     """
     source = spec.data.source
     remote, retry = open_remote(source), Retry(stop, peer=f"data.source = {source!r}")
-    index = parse_index(retry(lambda: remote.whole(FILE, _INDEX_BYTES)), remote.url(FILE))
+    content = retry(lambda: remote.whole(FILE, _INDEX_BYTES))
+    if values_of(content) > _INDEX_VALUES:
+        raise DataError(f"{remote.url(FILE)} has more than {_INDEX_VALUES} values: it is not the index of a token set")
+    index = parse_index(content, remote.url(FILE))
     if tokenizer is not None:
         check_tokenizer(index, tokenizer, f"data.source = {source!r}")
     _check_room(index, settings)

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 
 from protocol.explaining import explain
 from protocol.messages import HexDigest
@@ -68,8 +68,8 @@ class Index(_Part):
     end: _Count | None  # the id after each document; None if they are put end to end
     source: str
     made_from: HexDigest | None = None  # of everything that the set was made from, so that it is not made again
-    training: list[Shard]
-    held_out: list[Shard]
+    training: Annotated[list[Shard], FailFast()]
+    held_out: Annotated[list[Shard], FailFast()]
 
     @model_validator(mode="after")
     def _room_for_every_id(self) -> "Index":
