@@ -87,6 +87,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "ranks": {"errors"},
         "user_code": {"errors"},
         "settings": set(),
+        "logs": set(),
         "signals": {"errors"},
         "accounts": {"ranks"},
         "codecs": set(),
@@ -112,7 +113,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "train": {"accounts", "data", "rounds", "box"},
         "alone": {"errors", "accounts", "state", "box", "train"},
         "agent": {
-            *("errors", "ranks", "settings", "signals", "accounts", "state", "link"),
+            *("errors", "ranks", "settings", "logs", "signals", "accounts", "state", "link"),
             *("diloco", "initial", "inner", "box", "starting", "train", "alone", "allowing"),
         },
     },

@@ -64,14 +64,14 @@ def prepare(
     with this run.toml:
       data.source = "/data/c4"
     """
-    command = "outerstep data prepare"
+    command, per_shard = "outerstep data prepare", _shard_tokens(shard_tokens)
     preparing = _load("worker.data.making.preparing", command=command)
     sources = _load("worker.data.sources.source", command=command)
     tokenizers = _load("worker.data.tokens.tokenizer", command=command)
     given = [sources.find_source(source, column, 0.0 if held_out else holdout)]
     if held_out is not None:
         given.append(sources.find_source(held_out, column, 1.0))
-    recipe = preparing.Recipe(given, tokenizers.load_tokenizer(tokenizer), _shard_tokens(shard_tokens))
+    recipe = preparing.Recipe(given, tokenizers.load_tokenizer(tokenizer), per_shard)
     with _bar() as tell:
         index = preparing.prepare(recipe, out, tell=tell)
     if output is Format.JSON:
