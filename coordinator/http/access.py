@@ -18,6 +18,7 @@ from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import Scope
 from protocol.spec.sections import NAME_PATTERN
+from protocol.telling import counted
 
 _bearer = HTTPBearer(auto_error=False)
 
@@ -189,6 +190,6 @@ def layout_with(run: LiveRun, fragment: int) -> Layout:
     """Return the run's layout; Problem `not-found` unless it has the fragment."""
     layout = None if run.model is None else run.model.layout
     if layout is None or fragment >= len(layout.fragments):
-        count = "no fragments yet" if layout is None else f"{len(layout.fragments)} fragments"
+        count = "no fragments yet" if layout is None else counted(len(layout.fragments), "fragment")
         raise Problem("not-found", f"there is no fragment {fragment}: the run {run.name} has {count}")
     return layout
