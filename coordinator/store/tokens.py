@@ -229,7 +229,7 @@ class Tokens:
 
     def write_last_uses(self) -> None:
         """Write when tokens were used last, at most once a minute."""
-        if self._now() < self._write_at:
+        if 0 < self._write_at - self._now() <= LAST_USES_S:  # more: the clock was set back meanwhile
             return
         self._write_at = self._now() + LAST_USES_S
         with self._changing:

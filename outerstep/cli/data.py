@@ -15,6 +15,7 @@ from outerstep.cli.printing import Format, FormatOption, console, print_json, sa
 from outerstep.display import table
 from outerstep.units import UNKNOWN, bytes_text, count_text
 from protocol.quantities import parse_count
+from protocol.spec.sections import DataSpec
 
 app = typer.Typer(help="Prepare token sets to train on, and look into them.", no_args_is_help=True)
 
@@ -40,7 +41,7 @@ def prepare(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory for the token set.")],
     holdout: Annotated[
         float, typer.Option("--holdout", min=0.0, max=0.99, help="Share of the documents that is held out.")
-    ] = 0.005,
+    ] = DataSpec.model_fields["holdout"].default,
     held_out: Annotated[
         str | None, typer.Option("--held-out", metavar="SOURCE", help="Hold out this source instead, all of it.")
     ] = None,

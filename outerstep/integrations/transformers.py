@@ -52,7 +52,7 @@ class DiLoCoCallback(RunWorker, TrainerCallback):
         self._check_batch(
             ("the Trainer's train_batch_size", args.train_batch_size),
             ("gradient_accumulation_steps", args.gradient_accumulation_steps),
-            ("processes", 1 if args.accelerator_config.split_batches else args.world_size),
+            ("processes", 1 if getattr(args.accelerator_config, "split_batches", False) else args.world_size),
         )
         args.max_steps = self.spec.total_inner_steps
 
