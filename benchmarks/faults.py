@@ -16,6 +16,9 @@ away is drawn.
   late        one worker misses every round, or each with probability 1/2, and carries on
   auto H      the workers' speeds are spread from 1 to 4, and the inner steps of a round dealt out in proportion
 
+"Left out, shortened" counts the contributions that the coordinator's screening would have left out or shortened. All of
+these workers are honest, so it should leave out none; it is not applied here.
+
 Perplexity is exp of the held-out loss, nats per byte. Time is virtual: a round lasts until the slowest worker has done
 its inner steps; 1 is a round of H steps by a worker of mean speed. Synchronisation itself takes none.
 """
@@ -24,9 +27,10 @@ import argparse
 import json
 import math
 import platform
+import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -37,7 +41,10 @@ from rich.table import Table
 from torch import Tensor
 
 from coordinator.runs import pacing
+from coordinator.screening.judging import Evidence, judge
+from coordinator.screening.measuring import find
 from coordinator.sync.aggregating import aggregate
+from coordinator.sync.screened import EARLIER_ROUNDS
 from protocol.fragments import plan_fragments
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.spec.sections import SyncSpec
@@ -267,6 +274,37 @@ def contribution(worker: int, work: Contribution, state: OuterState, spec: RunSp
     return Payload.from_bytes(pack_header(header) + b"".join(frames)), tokens
 
 
+class Screening:
+    """The coordinator's judging of the same contributions, which changes nothing here: all of these workers are honest.
+
+    left_out, shortened  how many of the `judged` contributions would have counted for nothing, or in part
+    """
+
+    def __init__(self) -> None:
+        self.judged = self.left_out = self.shortened = 0
+        self._references: dict[int, list[float]] = {}
+
+    def look_at(self, sent: Mapping[int, tuple[Payload, int]], works: Mapping[int, list[Contribution]], p: int) -> None:
+        """Judge the contributions to fragment p, (payload, tokens) by worker."""
+        total, known = sum(tokens for _, tokens in sent.values()), self._references.setdefault(p, [])
+        evidence = {
+            str(worker): Evidence(
+                find(payload, f"{payload.header.round}/{p}".encode()),
+                weight=tokens / total,
+                work=tokens,
+                late=0 if (late := works[worker][p].late) is None else len(late.rounds),
+            )
+            for worker, (payload, tokens) in sent.items()
+        }
+        judgement = judge(evidence, statistics.median(known[-EARLIER_ROUNDS:]) if known else None)
+        if judgement.reference is not None:
+            known.append(judgement.reference)
+        factors = [verdict.factor for verdict in judgement.verdicts.values()]
+        self.judged += len(factors)
+        self.left_out += factors.count(0.0)
+        self.shortened += sum(0 < factor < 1 for factor in factors)
+
+
 def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState, spec: RunSpec) -> Tensor:
     """Take the outer step by the coordinator's mean, encoded as a delta. Return its decoded values, float32[n]."""
     headers = [payload.header for payload, _ in contributions]
@@ -293,13 +331,17 @@ def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState
 
 @dataclass(frozen=True)
 class Result:
-    """A result. `loss`: held-out, nats per byte. `tokens`: trained on; `counted`: those in a delta. `time`: virtual."""
+    """A result. `loss`: held-out, nats per byte. `tokens`: trained on; `counted`: those in a delta. `time`: virtual.
+    `left_out`, `shortened` of `judged` contributions: as in `Screening`."""
 
     loss: float
     tokens: int
     counted: int
     time: float
     seconds: float
+    judged: int
+    left_out: int
+    shortened: int
 
 
 def run(scenario: Scenario, spec: RunSpec, data: TextData) -> Result:
@@ -313,7 +355,7 @@ def run(scenario: Scenario, spec: RunSpec, data: TextData) -> Result:
     draw = np.random.default_rng([spec.seed, 0])
     inner_steps = scenario.inner_steps(spec.sync)
     next_unit = tokens = counted = 0
-    virtual = 0.0
+    virtual, screening = 0.0, Screening()
     present = set(range(WORKERS))
     kept: set[int] = set()  # workers that go on from their own parameters
     for number in range(spec.sync.rounds):
@@ -334,8 +376,9 @@ def run(scenario: Scenario, spec: RunSpec, data: TextData) -> Result:
         on_time = sorted(present - late)
         means = {}
         for p in range(len(state)):
-            in_time = [contribution(worker, works[worker][p], state, spec) for worker in on_time]
-            means[p] = step(in_time, p, state, spec)
+            in_time = {worker: contribution(worker, works[worker][p], state, spec) for worker in on_time}
+            screening.look_at(in_time, works, p)
+            means[p] = step(list(in_time.values()), p, state, spec)
         for worker, work in works.items():
             if worker not in late:
                 counted += sum(stop - first for first, stop in work[0].units) * spec.unit_tokens
@@ -350,7 +393,9 @@ def run(scenario: Scenario, spec: RunSpec, data: TextData) -> Result:
     for p in range(len(state)):
         final.fragments.rebase(p, state.reached(p), None)
     loss = evaluate(final.model, data, spec.evaluation.max_tokens, CPU).loss
-    return Result(loss, tokens, counted, float(virtual) / spec.sync.schedule_steps, time.perf_counter() - began)
+    in_rounds = float(virtual) / spec.sync.schedule_steps
+    seconds, seen = time.perf_counter() - began, screening
+    return Result(loss, tokens, counted, in_rounds, seconds, seen.judged, seen.left_out, seen.shortened)
 
 
 def measure(size: Size, seed: int, names: Sequence[str]) -> dict[str, Any]:
@@ -384,7 +429,8 @@ def table(result: dict[str, Any]) -> Table:
     steps = f"{result['rounds']} rounds of {result['inner_steps']} inner steps"
     shown = Table(title=f"{result['workers']} workers, {steps}; seed {result['seed']}", title_justify="left")
     shown.add_column("scenario")
-    for name in ("loss", "perplexity", "against clean", "target", "tokens that counted", "time", "times as fast"):
+    columns = ("loss", "perplexity", "against clean", "target", "tokens that counted", "time", "times as fast")
+    for name in (*columns, "left out, shortened"):
         shown.add_column(name, justify="right")
     for name, row in result["scenarios"].items():
         shown.add_row(
@@ -396,6 +442,7 @@ def table(result: dict[str, Any]) -> Table:
             f"{row['counted'] / row['tokens']:.0%}",
             f"{row['time']:.1f}",
             f"{row['speedup']:.2f}",
+            f"{row['left_out']}, {row['shortened']} of {row['judged']}",
         )
     return shown
 

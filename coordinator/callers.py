@@ -1,20 +1,35 @@
-"""What one caller may take of the coordinator: requests per second, streams of events, bytes of messages at once.
+"""What one caller may take of the coordinator: requests per second; streams of events, long polls, line checks and
+bytes of messages at once.
 
-A caller is whoever holds a token, by the hash of its secret. What is beyond is refused with `too-many-requests`, which
-says when to ask again. All of it is on the event loop.
+Tokens that were exchanged for one join token are one caller, for whoever holds that one can make as many as it has
+uses. A member is a caller by itself in what training needs: heartbeats, assignments, contributions and deltas. Its
+listings and streams count with its token. What is beyond is refused with `too-many-requests`, which says when to ask
+again. All of it is on the event loop.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 from coordinator.settings import Settings
+from coordinator.store.identity import Identity
 from protocol.errors import Problem
 
 BURST_S = 5.0  # so many seconds' requests may come at once
 SWEEP_AT = 4096  # callers that are remembered, before those with nothing to remember of are forgotten
 ALL_TOKENS = 4  # so many times as many bytes of messages as one token may have, all together may
+LINE_CHECKS = 4  # at once, of all callers together; of one caller one
 FREE_IN_S = 5.0  # a guess at when a stream or a message of the same caller has ended
+
+
+def lineage_of(identity: Identity) -> Hashable:
+    """Return the caller that a token's reading counts with: all tokens that were exchanged for one join token."""
+    return identity.lineage or identity.secret_hash
+
+
+def caller_of(identity: Identity) -> Hashable:
+    """Return the caller that a request counts with: a member by itself, else `lineage_of`."""
+    return lineage_of(identity) if identity.member is None else identity.secret_hash
 
 
 class Rates:
@@ -23,13 +38,13 @@ class Rates:
 
     def __init__(self, per_s: float, clock: Callable[[], float]) -> None:
         self._per_s, self._most, self._clock = per_s, max(1.0, per_s * BURST_S), clock
-        self._left: dict[bytes, tuple[float, float]] = {}  # how many there were, and when
+        self._left: dict[Hashable, tuple[float, float]] = {}  # how many there were, and when
 
     def __len__(self) -> int:
         """How many callers are remembered."""
         return len(self._left)
 
-    def take(self, caller: bytes, cost: float = 1.0) -> None:
+    def take(self, caller: Hashable, cost: float = 1.0) -> None:
         """Count a request. Raises Problem `too-many-requests` where nothing is left.
 
         Whoever has one left may ask for what costs more, and then waits the longer.
@@ -53,16 +68,23 @@ class Callers:
     def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
         self._settings = settings
         self.rates = Rates(settings.requests_per_s, clock)
-        self._streams: Counter[bytes] = Counter()
-        self._bytes: Counter[bytes] = Counter()
+        self._streams: Counter[Hashable] = Counter()
+        self._polls: Counter[Hashable] = Counter()
+        self._line_checks: Counter[Hashable] = Counter()
+        self._bytes: Counter[Hashable] = Counter()
 
     @property
     def streams(self) -> int:
         """How many streams of events there are."""
         return self._streams.total()
 
+    @property
+    def polls(self) -> int:
+        """How many long polls there are, but for those of admins."""
+        return self._polls.total()
+
     @contextmanager
-    def stream(self, caller: bytes) -> Iterator[None]:
+    def stream(self, caller: Hashable) -> Iterator[None]:
         """Count a stream of events while the block runs. Raises Problem `too-many-requests`."""
         most = self._settings.streams_per_token
         if self._streams[caller] >= most:
@@ -71,7 +93,26 @@ class Callers:
             yield
 
     @contextmanager
-    def message(self, caller: bytes, size: int) -> Iterator[None]:
+    def poll(self, caller: Hashable) -> Iterator[None]:
+        """Count a long poll while the block runs. Raises Problem `too-many-requests`."""
+        most = self._settings.polls_per_token
+        if self._polls[caller] >= most:
+            raise _too_many(f"this token has {most} long polls, as many as it may have at once; end one")
+        with _counted(self._polls, caller, 1):
+            yield
+
+    @contextmanager
+    def line_check(self, caller: Hashable) -> Iterator[None]:
+        """Count a line check while the block runs. Raises Problem `too-many-requests`."""
+        if self._line_checks[caller]:
+            raise _too_many("this token has a line check under way, and may have one at once")
+        if self._line_checks.total() >= LINE_CHECKS:
+            raise _too_many(f"{LINE_CHECKS} line checks are under way, as many as there may be at once")
+        with _counted(self._line_checks, caller, 1):
+            yield
+
+    @contextmanager
+    def message(self, caller: Hashable, size: int) -> Iterator[None]:
         """Count the bytes of a message while the block runs. Raises Problem `too-many-requests`."""
         most = self._settings.message_bytes_per_token
         if self._bytes[caller] + size > most:
@@ -87,7 +128,7 @@ def _too_many(detail: str) -> Problem:
 
 
 @contextmanager
-def _counted(counts: Counter[bytes], caller: bytes, count: int) -> Iterator[None]:
+def _counted(counts: Counter[Hashable], caller: Hashable, count: int) -> Iterator[None]:
     counts[caller] += count
     try:
         yield

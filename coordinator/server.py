@@ -3,6 +3,7 @@
 import gc
 import logging
 import resource
+import shlex
 import signal
 import socket
 import ssl
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -23,11 +25,13 @@ from coordinator.settings import Settings
 from coordinator.store.blobs import Store
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.tuning.heap import keep_freed_memory
-from protocol import congestion, tracing
+from protocol import __version__, congestion, tracing
 from protocol.compiled import COMPILED, KERNELS
+from protocol.printable import printable
 from protocol.versions import OF_ANSWERS
 
 GRACE_S = 10
+ADMIN_TOKEN = "admin.token"  # in the data directory
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +47,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            print(f"outerstep coordinator ready at {self._address}", flush=True)
+            # In one write: whoever waits for the first line may read no further.
+            print("\n".join(banner(self._address, self.coordinator.settings.data_dir)), flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.coordinator.bell.close()
@@ -80,6 +85,24 @@ def make_server(
     scheme = "https" if settings.tls_certificate else "http"
     host, port = listening.getsockname()[:2]
     return Server(config, coordinator, gate, f"{scheme}://{netloc(host, port)}"), listening
+
+
+def banner(address: str, data_dir: Path) -> list[str]:
+    """Return what a ready coordinator prints: its address, and what somebody who has just started it needs."""
+    here = address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    token = data_dir.absolute() / ADMIN_TOKEN
+    admin = f" --token-file {shlex.quote(str(token))}" if token.exists() else ""
+    facts = {
+        "version": __version__,
+        "data": str(data_dir.absolute()),
+        "dashboard": f"{here}/",
+        "admin token": str(token) if admin else "not kept here; --token-file or OUTERSTEP_TOKEN has it",
+        "next": f"outerstep run create run.toml --url {here}{admin}",
+    }
+    return [
+        f"outerstep coordinator ready at {address}",
+        *(f"  {name:<13}{printable(fact)}" for name, fact in facts.items()),
+    ]
 
 
 def _tls(settings: Settings) -> ssl.SSLContext | None:
@@ -135,6 +158,7 @@ def _log(settings: Settings) -> None:
     for handler in handlers:
         handler.setFormatter(FORMATS[settings.log_format]())
     logging.basicConfig(level=settings.log_level.upper(), handlers=handlers, force=True)
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # each of its migrations is a line otherwise
 
 
 def serve(settings: Settings) -> None:

@@ -74,6 +74,7 @@ class Coordinator:
         self.wholes = Wholes(clock, settings.parts_bytes_per_member)
         self.callers = Callers(settings, clock)
         self.answers = Shared[bytes](len, ANSWERS_BYTES, clock)
+        self.metrics = Shared[bytes](len, ANSWERS_BYTES, clock)
         self.event_pages = Shared[Page[Event]](lambda page: EVENT_BYTES * len(page.items), ANSWERS_BYTES, clock)
         if settings.backup_dir is not None:
             places.check(settings.backup_dir, settings.data_dir)
@@ -279,7 +280,9 @@ class Coordinator:
         for run in list(self._runs.values()):
             worker = run.members.by_token.get(hashed)
             if worker is not None:
-                return Identity(None, run.name, worker, run.members.token(worker), secret_hash=hashed)
+                token = run.members.token(worker)
+                lineage = None if token is None else self.tokens.lineage(token)
+                return Identity(None, run.name, worker, token, secret_hash=hashed, lineage=lineage)
         return None
 
     def run(self, name: str) -> LiveRun:

@@ -88,7 +88,7 @@ class Settings(BaseSettings):
         512.0, ge=0, description="a body that brings fewer bytes per second, over upload_idle_s, is given up"
     )
 
-    # What the holder of one token may take.
+    # What the holder of one token may take. All tokens exchanged for one join token count as one.
     requests_per_s: float = Field(
         200.0,
         gt=0,
@@ -96,6 +96,9 @@ class Settings(BaseSettings):
         "that it asks for, a message as one for every 16 KiB; an admin's are not counted",
     )
     streams_per_token: int = Field(16, ge=1, description="streams of events at once of one token")
+    polls_per_token: int = Field(
+        16, ge=1, description="long polls at once of one token; of a member, for each thing that it waits for"
+    )
     message_bytes_per_token: int = Field(
         32 << 20, ge=16 << 20, description="bytes of large messages at once of one token; of all, four times as many"
     )

@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Any
 from outerstep.shadowing import refuse_shadow
 
 if TYPE_CHECKING:
-    from protocol.messages import EvaluationReport
+    from protocol.messages import DataSummary, EvaluationReport
     from worker.diloco import DiLoCo
     from worker.diloco_optimizer import DiLoCoOptimizer
 
-__all__ = ["DiLoCo", "DiLoCoOptimizer", "EvaluationReport", "__version__"]
+__all__ = ["DataSummary", "DiLoCo", "DiLoCoOptimizer", "EvaluationReport", "__version__"]
 
 _SCRIPTS = {
     "DiLoCo": "worker.diloco",
     "DiLoCoOptimizer": "worker.diloco_optimizer",
+    "DataSummary": "protocol.messages",
     "EvaluationReport": "protocol.messages",
 }
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS, BeyondLimits, NotUnderstood, Problem, Transient, UnexpectedAnswer
-from protocol.explaining import explain
+from protocol.explaining import explain_all
 from protocol.messages import Assignment, CheckpointDetail, JoinReply, Page, RoundDetail
 from protocol.printable import printable
 from protocol.versions import OURS, both_named, said_by_coordinator, why_not
@@ -179,7 +179,7 @@ def read_message(reply: type[Reply], answer: Answer) -> Reply:
         if coordinator.protocol is not None and all(fault["type"] != "json_invalid" for fault in faults):
             raise NotUnderstood(
                 f"{_where(answer)} answered in words that this client does not know: "
-                f"{'; '.join(explain(fault) for fault in faults[:3])}; {both_named(OURS, coordinator)}"
+                f"{explain_all(faults, most=3)}; {both_named(OURS, coordinator)}"
             ) from error
         raise UnexpectedAnswer(
             f"{_where(answer)} answered what is no {reply.__name__}: {_start(body)}; check the URL and what lies "

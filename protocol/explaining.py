@@ -3,6 +3,8 @@
 import difflib
 import re
 import reprlib
+from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,49 @@ from protocol.printable import printable
 from protocol.spec.sections import NAME_PATTERN
 
 _MOST = 200  # characters, or items, of a value that is told
+# What pydantic calls a member of a union, which it puts behind the key: none of it is in what was given.
+_MEMBER = re.compile(
+    r"constrained-\w+|(str|int|float|bool|bytes|path|none|list|dict|tuple|set|any|datetime|date|url)"
+    r"|[a-z][a-z-]*\[.*\]|[A-Z]\w*",
+    re.DOTALL,
+)
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = _MOST
 _short.maxlist = _short.maxtuple = 20
 
 
+def key_of(fault: Any) -> str:
+    """Return the dotted key that a fault is about, as whoever gave it knows it; empty for the whole."""
+    first, *rest = fault["loc"] or ("",)
+    # Behind the first part come the members of unions; a number is a place in a list.
+    parts = [first, *(part for part in rest if isinstance(part, int) or not _MEMBER.fullmatch(part))]
+    return printable(".".join(str(part)[:_MOST] for part in parts))
+
+
+def explain_all(
+    faults: Iterable[Any], *, echo: bool = True, most: int | None = None, one: Callable[..., str] | None = None
+) -> str:
+    """Return pydantic's faults as sentences, `most` of them at most, one for each key: where a key may be one of
+    several things, pydantic has a fault for each. `one` explains one, by default `explain`."""
+    sentences: dict[str, str] = {}
+    for fault in faults:
+        key = key_of(fault)
+        if key not in sentences:
+            sentences[key] = one(fault) if one else explain(fault, echo=echo)
+        elif (also := _said(fault, echo)) not in sentences[key]:
+            sentences[key] += f"; or {also}"
+    return "; ".join(islice(sentences.values(), most))
+
+
+def _said(fault: Any, echo: bool) -> str:
+    message = _message(fault, fault["input"] if echo else {}).removeprefix("Value error, ")
+    return f"{message[0].lower()}{message[1:]}"
+
+
 def explain(fault: Any, *, echo: bool = True) -> str:
     """Return one pydantic fault as a sentence: key, value, what is allowed. Without `echo` the value is not in it: it
     may be a secret, and the sentence be read by others than who gave it."""
-    key = printable(".".join(str(part)[:_MOST] for part in fault["loc"]))
+    key = key_of(fault)
     if fault["type"] == "extra_forbidden":
         return f"{key}: there is no such key"
     if fault["type"] == "missing":

@@ -263,7 +263,9 @@ def _read_header(read_at: Callable[[int, int], Buffer], total_bytes: int) -> tup
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise WireError(WireFault.HEADER, f"header field {where or '(all)'}: {first['msg']}") from error
+        raise WireError(
+            WireFault.HEADER, f"header field {where or '(all)'}: {first['msg'].removeprefix('Value error, ')}"
+        ) from error
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(WireFault.HEADER, f"the header is not msgpack: {str(error) or type(error).__name__}") from error
     return header, PREFIX.size + header_bytes

@@ -44,9 +44,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "coordinator": {
         "settings": set(),
         "logs": set(),
-        "callers": {"settings"},
         "sharing": set(),
         "store": set(),
+        "callers": {"settings", "store"},
         "tuning": set(),
         "screening": set(),
         "runs": {"store", "tuning", "screening"},
@@ -74,9 +74,20 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "notifications",
         },
         "server_status": {"logs", "notifications", "service"},
-        "http": {"settings", "logs", "store", "tuning", "runs", "service"},
+        "http": {"settings", "logs", "store", "callers", "tuning", "runs", "service"},
         "metrics": {"store", "runs", "round_reports", "reports", "service", "http"},
-        "api": {"runs", "workers", "sync", "round_reports", "reports", "service", "server_status", "http", "metrics"},
+        "api": {
+            "callers",
+            "runs",
+            "workers",
+            "sync",
+            "round_reports",
+            "reports",
+            "service",
+            "server_status",
+            "http",
+            "metrics",
+        },
         "dashboard": set(),
         "app": {"service", "http", "metrics", "api", "dashboard"},
         "server": {"settings", "logs", "store", "tuning", "service", "http", "app"},
@@ -87,6 +98,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "ranks": {"errors"},
         "user_code": {"errors"},
         "settings": set(),
+        "logs": set(),
         "signals": {"errors"},
         "accounts": {"ranks"},
         "codecs": set(),
@@ -98,10 +110,13 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "data": {"errors", "files", "tuning", "link"},
         "rounds": {"errors", "ranks", "accounts", "codecs", "tuning", "state", "privacy", "link"},
         "script": {"errors", "ranks", "settings", "data", "state"},
-        "diloco": {"errors", "ranks", "signals", "accounts", "state", "privacy", "link", "rounds", "script"},
-        "diloco_optimizer": {"diloco"},
         "allowing": {"errors", "settings", "data"},
-        "export": {"errors", "data", "models", "link", "allowing"},
+        "diloco": {
+            *("errors", "ranks", "signals", "accounts", "data", "allowing", "state", "privacy", "link", "rounds"),
+            "script",
+        },
+        "diloco_optimizer": {"diloco"},
+        "export": {"errors", "data", "models", "link", "state", "allowing"},
         "initial": {"errors", "models", "link"},
         "inner": {"errors", "user_code", "data", "models"},
         "box": {"errors", "ranks", "settings", "accounts", "data", "models", "inner"},
@@ -109,7 +124,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "train": {"accounts", "data", "rounds", "box"},
         "alone": {"errors", "accounts", "state", "box", "train"},
         "agent": {
-            *("errors", "ranks", "settings", "signals", "accounts", "state", "link"),
+            *("errors", "ranks", "settings", "logs", "signals", "accounts", "state", "link"),
             *("diloco", "initial", "inner", "box", "starting", "train", "alone", "allowing"),
         },
     },
@@ -173,6 +188,33 @@ def test_the_list_of_commands_is_quick() -> None:
     slow = ["pydantic", "httpx", "numpy", "rich", "msgpack", "asyncio", "ssl", *TORCH, *WEB, *DATABASE]
     assert sorted(modules.intersection([*slow, "protocol.messages", "protocol.spec", "coordinator", "worker"])) == []
     assert [each for each in modules if each.startswith("outerstep.cli.")] == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["worker", "http://127.0.0.1:1", "--run", "r", "--token-file", "missing"],
+        ["worker", "http://127.0.0.1:1", "--run", "r", "--token", "t", "--log", "/missing/steps.jsonl"],
+        ["doctor", "http://127.0.0.1:1", "--run", "r", "--token-file", "missing"],
+        ["run", "export", "r", "--token", "t", "--out", "."],
+        ["run", "evaluate", "r", "--token-file", "missing"],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_a_wrong_argument_is_reported_before_torch_is_imported(command: list[str]) -> None:
+    """That takes many seconds."""
+    code = f"""
+import sys
+from outerstep.cli import main
+sys.argv = ["outerstep", *{command!r}]
+try:
+    main()
+except SystemExit as end:
+    assert end.code == 2, end.code
+else:
+    raise AssertionError
+"""
+    assert sorted(imported_by(code).intersection(TORCH)) == []
 
 
 def test_diloco_comes_lazily() -> None:

@@ -8,6 +8,7 @@ nothing depends on them.
 
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -75,6 +76,13 @@ def test_every_block_is_typed_somewhere() -> None:
     assert set(re.findall(r"^```(\S+)", PAGE, re.MULTILINE)) == {"sh", "text"}
     assert PAGE.count("```sh") == len(blocks())
     assert all(pattern(line).search(line) for block in blocks() for line in block.expected)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no clone")
+@pytest.mark.parametrize("made", ["ca.key", "ca.pem", "coordinator.key", "join.token", "data/admin.token"])
+def test_no_secret_that_the_page_makes_is_added_to_the_clone(made: str) -> None:
+    assert made.partition("/")[0] in PAGE
+    subprocess.run(["git", "check-ignore", "--quiet", "--no-index", made], cwd=ROOT, check=True)
 
 
 @dataclass

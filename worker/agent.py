@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -16,7 +15,6 @@ from protocol.compiled import KERNELS
 from protocol.errors import CodecError, NoCoordinator, NotUnderstood, OuterstepError, Problem, Remedy
 from protocol.exit_codes import Exit
 from protocol.messages import RunDetail, RunState
-from protocol.printable import PrintableFormatter
 from protocol.reaching import in_words
 from protocol.spec.run import RunSpec
 from worker.accounts.host import host_facts
@@ -30,14 +28,13 @@ from worker.initial import initial_parameters
 from worker.inner.micro_batch import is_out_of_memory, memory_told
 from worker.link.client import Client, open_http
 from worker.link.own_token import with_own_token
+from worker.logs import log_to_stderr, logged_to
 from worker.ranks import ALONE, Ranks
 from worker.settings import BoxSettings, WorkerSettings, state_directory
 from worker.signals import stop_on_signals
 from worker.starting import group_of, start
 from worker.state.state_dir import StateDir, rank_directory
 from worker.train import train
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 log = logging.getLogger(__name__)
 
@@ -75,40 +72,19 @@ def _run(
     work: Callable[[torch.device, threading.Event], None],
     end_process: Callable[[int], object],
 ) -> Exit:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(PrintableFormatter(LOG_FORMAT))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    log_to_stderr()
     try:
-        with _logged_to(settings.log_file):
+        with logged_to(settings.log_file):
             return _ended(settings, work, end_process)
     except OSError as error:
         log.error("--log-file: %s", in_words(error))
         return Exit.USAGE
 
 
-@contextmanager
-def _logged_to(path: Path | None) -> Iterator[None]:
-    """Log to the file `path` too. Raises OSError."""
-    if path is None:
-        yield
-        return
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(PrintableFormatter(LOG_FORMAT))
-    logging.getLogger().addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.getLogger().removeHandler(handler)
-        handler.close()
-
-
 def _ended(
     settings: BoxSettings, work: Callable[[torch.device, threading.Event], None], end_process: Callable[[int], object]
 ) -> Exit:
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if rank:
-        logging.getLogger().setLevel(logging.WARNING)  # rank 0 tells of the worker
+    size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         device, why = start(settings, size)
     except ValueError as error:
@@ -157,6 +133,7 @@ def _ended(
 def _work(
     settings: WorkerSettings, ask: Callable[[str], bool] | None, device: torch.device, stop: threading.Event
 ) -> None:
+    log.info("asking the coordinator at %s for the run %s", settings.url, settings.run)
     with open_http(settings.url, settings.ca) as http:
         up, down = settings.rates(Ranks.here().size)
         client = Client(http, settings.run, settings.token, stop=stop, max_up=up, max_down=down)
@@ -204,6 +181,7 @@ def _train(
             use=box.use,
             ranks=ranks,
         )
+        log.info("joining the run")
         with closing(box.data), diloco:
             train(diloco, box, step_log)
 

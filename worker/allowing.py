@@ -80,6 +80,17 @@ def permit_factory(spec: RunSpec, factories: tuple[str, ...]) -> None:
         raise NotAllowed(f"{refused[0].what}. If you trust whoever wrote it, add: {typed(refused)}")
 
 
+def permit_data(spec: RunSpec, roots: tuple[str, ...], *, own_source: bool) -> None:
+    """Return if the spec's data and tokenizer lie below `roots`; with `own_source` the source is the owner's own.
+    Raises NotAllowed, and DataError for places that cannot be."""
+    refused = [
+        each for each in not_allowed(spec, Allowed((), roots, own_source=own_source)) if each.option == DATA_ROOT
+    ]
+    if refused := [each for each in refused if each.what.startswith("data.")]:
+        told, needed = "; ".join(each.what for each in refused), [each.value for each in refused]
+        raise NotAllowed(f"{told}. If you trust whoever wrote the spec, give training_set(data_root={needed})")
+
+
 def options_for(spec: RunSpec) -> list[str]:
     """Return the options with which a worker trains a run whose spec its owner wrote himself."""
     allowed = Allowed()

@@ -72,6 +72,7 @@ def set_up(
     device does not suit."""
     precision = precision_on(device, settings.precision, settings.parameters)
     check_suited(spec, ranks.size)
+    log.info("building the model")
     # A sharded model is put together in host memory, and goes to the device layer by layer.
     where = device if ranks.size == 1 or settings.mode == "ddp" else torch.device("cpu")
     model = build_model(spec, where, settings.max_parameters)
@@ -85,6 +86,7 @@ def set_up(
         raise BoxError(f"{wrong} does not go with a sharded model: leave it out, or use --mode ddp")
     model = model if mode == "fsdp" else model.to(device)
     check = partial(check_vocabulary, model)
+    log.info("opening the training set")
     data = open_training_set(spec.with_source(settings.data), check=check, stop=stop, shards=shard_cache(settings))
     if spec.data.holdout and not data.held_out_tokens:
         told = "nothing is held out, or less than a sequence of %d tokens: this worker measures no held-out loss"

@@ -44,6 +44,9 @@ from worker.accounts.device_use import DeviceUse
 from worker.accounts.host import host_facts, told_facts, told_metrics
 from worker.accounts.progress import Progress
 from worker.accounts.round_trace import RoundTrace
+from worker.allowing import permit_data
+from worker.data.opening import open_training_set
+from worker.data.training_set import TrainingSet
 from worker.errors import Stopped
 from worker.link.client import Client, open_http
 from worker.link.heartbeat import Heartbeat
@@ -69,7 +72,7 @@ from worker.state.fragments import Fragments
 from worker.state.frozen import frozen_summary
 from worker.state.outer_state import OuterState
 from worker.state.own_points import OwnPoints
-from worker.state.parameters import tensor_specs
+from worker.state.parameters import own_buffers, tensor_specs
 from worker.state.saver import Saver
 from worker.state.snapshot import identity
 from worker.state.state_dir import StateDir, rank_directory
@@ -101,9 +104,10 @@ class DiLoCo:
     `inner_optimizer` is one optimizer, or several in the order in which they step.
 
     state_dir   where the snapshot is kept that lets a killed process go on; None: a restart begins like a new worker
-    data        the training set, compared between workers; None if the script does not say. Of private data
-                length and tokenizer alone leave this machine
-    evaluate    measures the held-out loss of the model as it is; called when the coordinator asks this worker to
+    data        the training set, compared between workers (`training_set()` fills it in); None if the script does not
+                say. Of private data length and tokenizer alone leave this machine
+    evaluate    measures the held-out loss of the model as it is, and returns an outerstep.EvaluationReport; called when
+                the coordinator asks this worker to
     initial     puts state 0 into the model, called if this worker is to seed the run; None: the model holds it
     scheduler   the loop's LRScheduler, or several: brought to the run's step before each inner step, wherever in the
                 run this worker joins or goes on; where the loop steps it as well, that changes nothing
@@ -342,6 +346,31 @@ class DiLoCo:
         ranges = [] if self.finished else self.joined.rounds.units_to_come
         return map(self.spec.number_in_set, numbers(ranges))
 
+    def training_set(self, source: str | None = None, *, data_root: Sequence[str] = ()) -> TrainingSet:
+        """Return the run's own training set, of `data` in its spec, so that this loop can share the run with `outerstep
+        worker`: `training_set().unit(number)` is int64[batch_size, sequence_length + 1] for each number of units(). Of
+        several processes each takes its own rows, `[rank::size]`.
+
+        Call it before `with`: the coordinator compares the set between workers as they join. `source` is where this
+        machine has the data, if elsewhere than the spec says; `data_root` are the directories and addresses that the
+        spec may name, as `outerstep worker --data-root` has them. Raises RuntimeError once joined, ValueError for a run
+        whose scripts bring their data, NotAllowed, and DataError.
+        """
+        if self._has_entered:
+            raise RuntimeError("call training_set() before `with`: the training set is compared as the run is joined")
+        if self.spec.data.source == "custom" and source is None:
+            raise ValueError(
+                f'the run {self.spec.name} has data.source = "custom": its scripts bring their data, in the order of '
+                "unit_sampler() or batches()"
+            )
+        spec = self.spec.with_source(source)
+        permit_data(spec, tuple(data_root), own_source=source is not None)
+        data = open_training_set(spec, stop=self.client.stop)
+        self._resources.callback(data.close)
+        summary = data.summary
+        self._membership.describe(summary.model_copy(update={"digest": None}) if spec.data.private else summary)
+        return data
+
     def unit_sampler(self, dataset: Sized, micro_batch: int | None = None) -> UnitSampler:
         """Return a `batch_sampler` for a DataLoader over `dataset`, in place of units(): a loader loads ahead.
 
@@ -413,6 +442,11 @@ class DiLoCo:
                 resources.enter_context(surrounding)
             if self._files is not None:
                 resources.enter_context(self._files)
+            if (buffers := own_buffers(self.model)) and self.ranks.is_first:
+                log.warning(
+                    "%d buffers, such as %s, stay this worker's own: they are not averaged, and no export has them",
+                    *(len(buffers), buffers[0]),
+                )
             self._joined = joined = self._join(resources)
             joined.rounds.begin()
             self._writes.note()

@@ -20,6 +20,7 @@ from worker.errors import DataError, ModelError
 from worker.link.checkpoints import load_bare_parameters, load_parameters
 from worker.link.client import Client
 from worker.models.building import build_model, logits_of
+from worker.state.parameters import own_buffers
 
 _HOST = torch.device("cpu")
 TEMPERATURE = 0.8
@@ -76,6 +77,12 @@ def export(
     if tokenizer is not None:
         tokenizer.save(directory)
     _name_special_tokens(model, run.spec.model, tokenizer)
+    if buffers := own_buffers(model):
+        log.warning(
+            "%d buffers, such as %s, are as the model is made: the run does not average them; measure those of a batch "
+            "normalisation by torch.optim.swa_utils.update_bn",
+            *(len(buffers), buffers[0]),
+        )
     if merge:
         model = model.merge_and_unload()  # type: ignore[operator]
     if adapted and not merge:

@@ -198,5 +198,5 @@ class Training:
         )
         payload = Payload.from_bytes(pack_header(delta) + b"".join(frames))
         self.state.step(p, payload)
-        self.deltas[p].append(unpack_payload(payload, CPU))
+        self.deltas[p].append(unpack_payload(payload, CPU, first.header.elements))
         return factors

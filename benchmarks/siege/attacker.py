@@ -3,6 +3,7 @@ coordinator, workers and attackers share a machine, their work is not to be what
 
 import argparse
 import asyncio
+import itertools
 import os
 import resource
 
@@ -17,11 +18,14 @@ def main() -> None:
     parser.add_argument("port", type=int)
     for name in ("run", "worker_token", "viewer_token"):
         parser.add_argument(name)
+    parser.add_argument("exchanged_tokens", nargs="+")
     given = parser.parse_args()
     os.nice(19)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    target = Target(given.port, given.run, given.worker_token, given.viewer_token)
+    target = Target(
+        given.port, given.run, given.worker_token, given.viewer_token, itertools.cycle(given.exchanged_tokens)
+    )
     asyncio.run(attack_for(target, ROWS[given.row], given.at_once, given.seconds))
     print(told(target), flush=True)
 

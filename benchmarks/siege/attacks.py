@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 ADDRESSES = [f"127.0.0.{number}" for number in range(2, 18)]
 MIB = 1 << 20
 HEADERS = b"".join(b"X-%d: %s\r\n" % (number, b"a" * 1000) for number in range(1000))  # about 1 MB
+FAR_ROUND = 500_000  # which the run does not reach
 PAUSE_S = 0.01  # before a connection that was refused is opened again
 
 
@@ -25,6 +26,7 @@ class Target:
     run: str
     worker_token: str
     viewer_token: str
+    exchanged_tokens: "itertools.cycle[str]"  # worker tokens, all exchanged for one join token
     answered: Counter[str] = field(default_factory=Counter)
     sent_bytes: int = 0
     addresses: "itertools.cycle[str]" = field(default_factory=lambda: itertools.cycle(ADDRESSES))
@@ -117,10 +119,46 @@ async def reader(target: Target) -> None:
 
 async def stream(target: Target) -> None:
     """A stream of events, with a viewer token."""
+    await _stream(target, target.viewer_token)
+
+
+async def exchanged_stream(target: Target) -> None:
+    """A stream of events, with one of many tokens that were exchanged for one join token."""
+    await _stream(target, next(target.exchanged_tokens))
+
+
+async def poll(target: Target) -> None:
+    """Long polls for a delta that does not come, with a viewer token."""
+    await _ask(
+        target, f"/v1/runs/{target.run}/rounds/{FAR_ROUND}/fragments/0/delta", target.viewer_token, "Prefer: wait=60"
+    )
+
+
+async def scrape(target: Target) -> None:
+    """The metrics, as fast as they are answered, with a viewer token."""
+    await _ask(target, "/metrics", target.viewer_token)
+
+
+async def line_check(target: Target) -> None:
+    """Line checks down, as fast as they are answered, with one of many exchanged tokens."""
+    await _ask(target, f"/v1/line-check?bytes={8 * MIB}", next(target.exchanged_tokens))
+
+
+async def _ask(target: Target, path: str, token: str, *lines: str) -> None:
+    answers, writer = await target.open()
+    try:
+        while True:
+            await target.send(writer, request("GET", path, token, *lines))
+            await target.read(answers)
+    finally:
+        writer.close()
+
+
+async def _stream(target: Target, token: str) -> None:
     answers, writer = await target.open()
     path = f"/v1/runs/{target.run}/events"
     try:
-        await target.send(writer, request("GET", path, target.viewer_token, "Accept: text/event-stream"))
+        await target.send(writer, request("GET", path, token, "Accept: text/event-stream"))
         head = await answers.readuntil(b"\r\n\r\n")
         target.answered[head.split()[1].decode()] += 1
         while await answers.read(1 << 16):
@@ -155,6 +193,10 @@ ROWS = {
     "100 half-sent joins": Row(half_a_join, 100, 5),
     "4 readers of 1,000 rounds": Row(reader, 4, 2),
     "500 streams of events": Row(stream, 500, 30),
+    "480 streams of 40 exchanged tokens": Row(exchanged_stream, 480, 30),
+    "500 long polls of one viewer": Row(poll, 500, 50),
+    "20 scrapers of metrics": Row(scrape, 20, 4),
+    "20 line checks": Row(line_check, 20, 4),
     "1,100 idle connections": Row(idle, 1100, 400),
 }
 

@@ -15,12 +15,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.harness.coordinator import CoordinatorProcess, InProcess
+from coordinator.store.tokens import new_secret
 from protocol.messages import Scope
 
 RUN = "siege"
 OPEN_FILES = 1024
 BEYOND = 1_000_000  # the run's last round
 WORKERS = 2
+EXCHANGED = 40
 SPEC = """
 name = "{run}"
 [data]
@@ -79,7 +81,7 @@ class Besieged:
         before = self._span(self.size.before_s)
         viewer_token, worker_token = self.running.token(Scope.VIEWER), self.running.token(Scope.WORKER)
         command = [sys.executable, "-m", "benchmarks.siege.attacker", name, str(at_once), str(self.size.during_s)]
-        command += [str(self.running.port), RUN, worker_token, viewer_token]
+        command += [str(self.running.port), RUN, worker_token, viewer_token, *self._exchanged()]
         attacker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             during = self._span(self.size.during_s)
@@ -96,6 +98,15 @@ class Besieged:
             "slower": before.rounds_per_s / max(during.rounds_per_s, 1e-9),
             "larger": during.peak_rss / before.peak_rss,
         }
+
+    def _exchanged(self) -> list[str]:
+        """Return worker tokens that were exchanged for one join token."""
+        secrets = [new_secret()[0] for _ in range(EXCHANGED)]
+        with self.running.client(self.running.token(Scope.JOIN, run=RUN, uses=EXCHANGED)) as http:
+            for number, secret in enumerate(secrets):
+                reply = http.post(f"/v1/runs/{RUN}/workers/hostile-{number}/token", json={"token": secret})
+                reply.raise_for_status()
+        return secrets
 
     def await_training(self, workers: list[subprocess.Popen[bytes]], log: Path) -> None:
         """Return when all workers have taken part in a round. Raises RuntimeError if one of them ends before."""

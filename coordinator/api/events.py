@@ -11,6 +11,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
 from coordinator import reports
+from coordinator.callers import lineage_of
 from coordinator.http.access import Caller, Items, ReadableRun, Service, charge
 from coordinator.http.describing import OF_A_RUN, Answers, refusing
 from coordinator.http.limits import LimitedRoute
@@ -53,7 +54,7 @@ class _Counted(EventSourceResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service: Coordinator = scope["app"].state.coordinator
-        with service.callers.stream(scope["state"]["caller"]):
+        with service.callers.stream(lineage_of(scope["state"]["identity"])):
             await super().__call__(scope, receive, send)
 
 

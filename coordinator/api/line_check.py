@@ -7,12 +7,15 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from coordinator.callers import lineage_of
 from coordinator.http.access import LineChecker, Service
 from coordinator.http.arriving import pieces
 from coordinator.http.describing import Answers, Document, refusing
 from coordinator.http.limits import LimitedRoute, takes_up_to
 from coordinator.http.receiving import PIECE_BYTES
+from coordinator.service import Coordinator
 from protocol.messages import LINE_CHECK_BYTES
 
 router = APIRouter(prefix="/v1/line-check", tags=["line check"], route_class=LimitedRoute)
@@ -26,9 +29,9 @@ _SENT: Answers = {"200": {"description": "Random bytes, as many as were asked fo
 async def line_check_down(
     _: LineChecker, count: Annotated[int, Query(alias="bytes", ge=0, le=LINE_CHECK_BYTES)] = 0
 ) -> StreamingResponse:
-    """So many bytes; none says that the token lets workers join."""
+    """So many bytes; none says that the token lets workers join. One check at a time of one token."""
     headers = {"Content-Length": str(count), "Cache-Control": "private, no-store"}
-    return StreamingResponse(_noise(count), media_type=_MEDIA_TYPE, headers=headers)
+    return _Counted(_noise(count), media_type=_MEDIA_TYPE, headers=headers)
 
 
 @router.post(
@@ -38,11 +41,24 @@ async def line_check_down(
     openapi_extra={"requestBody": {"required": True, "content": _BYTES}},
 )
 @takes_up_to(LINE_CHECK_BYTES, streamed=True)
-async def line_check_up(request: Request, service: Service, _: LineChecker) -> Response:
-    """Take the body, and drop it as it arrives."""
-    async for _piece in pieces(request, service.settings):
-        pass
+async def line_check_up(request: Request, service: Service, caller: LineChecker) -> Response:
+    """Take the body, and drop it as it arrives. One check at a time of one token."""
+    with service.callers.line_check(lineage_of(caller)):
+        async for _piece in pieces(request, service.settings):
+            pass
     return Response(status_code=204)
+
+
+class _Counted(StreamingResponse):
+    """A line check that is counted among its caller's while it lasts. Problem `too-many-requests` where it has one."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not int(self.headers["content-length"]):
+            await super().__call__(scope, receive, send)
+            return
+        service: Coordinator = scope["app"].state.coordinator
+        with service.callers.line_check(lineage_of(scope["state"]["identity"])):
+            await super().__call__(scope, receive, send)
 
 
 async def _noise(count: int) -> AsyncIterator[bytes]:

@@ -155,8 +155,8 @@ async def get_delta(
 
     asked = run, number, fragment, caller.member, early
     from_memory, under_lock = partial(delta_status.from_memory, *asked), partial(delta_status.under_lock, *asked)
-    wait_s, check_still = preferred_wait_s(http), partial(service.check_still, caller)
-    found = await poll(service.bell, run.name, delta_of(fragment), wait_s, from_memory, under_lock, check_still)
+    wait_s = preferred_wait_s(http)
+    found = await poll(service, caller, run.name, delta_of(fragment), wait_s, from_memory, under_lock)
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
     # Only those of the last round: an older delta may still be in memory though the retention rule has deleted it.

@@ -1,6 +1,5 @@
 """Workers: join, heartbeat, be told what to do, leave, be sent away."""
 
-from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -150,8 +149,7 @@ async def get_assignment(
             assignment = assigning.assign(run, worker, request.state_round, request.carried)
         return assignment.action is not Action.WAIT, assignment
 
-    wait_s, check_still = preferred_wait_s(http), partial(service.check_still, caller)
-    return await poll(service.bell, run.name, ASSIGNMENTS, wait_s, from_memory, under_lock, check_still)
+    return await poll(service, caller, run.name, ASSIGNMENTS, preferred_wait_s(http), from_memory, under_lock)
 
 
 @router.get("", response_model=Page[WorkerInfo], responses=refusing(*OF_A_RUN))

@@ -10,6 +10,7 @@ from typing import Annotated
 from fastapi import Depends, Path, Query, Request, Security
 from fastapi.security import HTTPBearer
 
+from coordinator.callers import lineage_of
 from coordinator.runs.live_run import LiveRun
 from coordinator.service import Coordinator
 from coordinator.store.identity import Actor, Identity
@@ -17,6 +18,7 @@ from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import Scope
 from protocol.spec.sections import NAME_PATTERN
+from protocol.telling import counted
 
 _bearer = HTTPBearer(auto_error=False)
 
@@ -44,9 +46,10 @@ ITEMS_PER_REQUEST = 10
 
 
 def charge(request: Request, cost: float) -> None:
-    """Count a request as so many more of its caller's; not of an admin. Raises Problem `too-many-requests`."""
+    """Count what is read as so many more requests of its caller's; not of an admin. Raises Problem
+    `too-many-requests`."""
     if not request.state.identity.allows(Scope.ADMIN):
-        request.app.state.coordinator.callers.rates.take(request.state.caller, cost)
+        request.app.state.coordinator.callers.rates.take(lineage_of(request.state.identity), cost)
 
 
 async def items(request: Request, _: Caller, limit: Limit = 100) -> int:
@@ -187,6 +190,6 @@ def layout_with(run: LiveRun, fragment: int) -> Layout:
     """Return the run's layout; Problem `not-found` unless it has the fragment."""
     layout = None if run.model is None else run.model.layout
     if layout is None or fragment >= len(layout.fragments):
-        count = "no fragments yet" if layout is None else f"{len(layout.fragments)} fragments"
+        count = "no fragments yet" if layout is None else counted(len(layout.fragments), "fragment")
         raise Problem("not-found", f"there is no fragment {fragment}: the run {run.name} has {count}")
     return layout

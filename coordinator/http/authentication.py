@@ -7,8 +7,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
+from coordinator.callers import caller_of
 from coordinator.http.problems import refuse
-from coordinator.store.tokens import secret_hash
 from protocol.errors import Problem
 from protocol.messages import Scope
 
@@ -44,7 +44,7 @@ class Authenticate:
             detail = "this token is unknown, was revoked, has expired, or belongs to a lease that has ended"
             await refuse(Problem("unauthorized", detail), scope, receive, send)
             return
-        caller = secret_hash(secret)
+        caller = caller_of(identity)
         if not identity.allows(Scope.ADMIN):
             try:
                 coordinator.callers.rates.take(caller)

@@ -19,7 +19,6 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 from starlette.types import Message
 
-from coordinator.http.access import charge
 from coordinator.http.arriving import pieces
 from coordinator.http.authentication import REFUSED_IN_S
 from coordinator.http.parsing import parse
@@ -117,7 +116,8 @@ def _admit_large(request: Request, limit: Limit, size: int, held: ExitStack) -> 
     identity: Identity = request.state.identity
     if not limit.large_of(identity) and not identity.allows(Scope.ADMIN):
         raise Problem("forbidden", f"with this token a message has at most {MESSAGE_BYTES} bytes here")
-    charge(request, size / MESSAGE_BYTES)
+    if not identity.allows(Scope.ADMIN):
+        service.callers.rates.take(request.state.caller, size / MESSAGE_BYTES)
     held.enter_context(service.callers.message(request.state.caller, size))
 
 

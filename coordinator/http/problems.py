@@ -14,7 +14,7 @@ from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import Problem, WireError, WireFault
-from protocol.explaining import explain
+from protocol.explaining import explain_all
 from protocol.messages import Cause
 from protocol.printable import printable
 from protocol.versions import OURS, both_named, said_by_client
@@ -40,10 +40,10 @@ def answer_problems(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
-        faults: list[Any] = list(error.errors())
+        # The first part of a place says where in the request it is: in its body, its path or its query.
+        faults: list[Any] = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
         sides = _both_sides(request) if any(fault["type"] in OF_ANOTHER_BUILD for fault in faults) else ""
-        detail = "; ".join(explain(fault, echo=False) for fault in faults[:5])
-        return problem_response(Problem("invalid-message", f"{detail}{sides}"))
+        return problem_response(Problem("invalid-message", f"{explain_all(faults, echo=False, most=5)}{sides}"))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:

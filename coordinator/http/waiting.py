@@ -2,15 +2,21 @@
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from typing import TypeVar
 from urllib.request import parse_http_list
 
 import anyio.to_thread
 from fastapi import Request
 
+from coordinator.callers import caller_of
 from coordinator.http.answer_headers import add_answer_header
-from coordinator.runs.bell import Bell
+from coordinator.http.authentication import REFUSED_IN_S
+from coordinator.service import Coordinator
+from coordinator.store.identity import Identity
+from protocol.errors import Problem
+from protocol.messages import Scope
 
 MAX_WAIT_S = 60.0
 Answer = TypeVar("Answer")
@@ -30,17 +36,18 @@ def preferred_wait_s(request: Request) -> float:
 
 
 async def poll(
-    bell: Bell,
+    service: Coordinator,
+    caller: Identity,
     run: str,
     topic: str,
     wait_s: float,
     from_memory: Callable[[], tuple[bool, Answer] | None],
     under_lock: Callable[[], tuple[bool, Answer]],
-    check_still: Callable[[], None],
 ) -> Answer:
     """Ask now and at every ring of `topic`, until the result is (True, answer) or time is up; return the last answer.
 
-    `check_still` is called before each: it raises Problem where whoever waits may do so no more.
+    Before each it is checked that the caller's token is still good. Raises Problem if it is not, or if the caller has
+    too many long polls already. Members come first: others are woken slowly, and ask on the threads that only read.
 
     `under_lock` is asked on a thread. `from_memory` is asked first, on the event loop: it returns what `under_lock`
     would if it can tell without a lock and without the database, and otherwise None.
@@ -48,26 +55,51 @@ async def poll(
     The time is up to a fifth shorter than `wait_s`, so that those who began to wait together do not all ask again at
     the same moment.
     """
-    loop = asyncio.get_running_loop()
+    loop, bell, trains = asyncio.get_running_loop(), service.bell, caller.member is not None
     until = loop.time() + wait_s * (1 - bell.spread() / 5)
-    while True:
-        with bell.listening(run, topic) as ring:
-            check_still()
-            final, answer = from_memory() or await _ask_in_turn(bell, from_memory, under_lock)
-            remaining = until - loop.time()
-            if final or remaining <= 0 or bell.closed:
-                return answer
-            try:
-                await asyncio.wait_for(ring.wait(), remaining)
-            except TimeoutError:
-                return answer
+    async with _counted(service, caller, run, topic, wait_s):
+        while True:
+            with bell.listening(run, topic, slowly=not trains) as ring:
+                service.check_still(caller)
+                found = from_memory()
+                if found is None and trains:
+                    found = await _ask_in_turn(service, from_memory, under_lock)
+                elif found is None:
+                    found = await anyio.to_thread.run_sync(under_lock, limiter=service.reading)
+                final, answer = found
+                remaining = until - loop.time()
+                if final or remaining <= 0 or bell.closed:
+                    return answer
+                try:
+                    await asyncio.wait_for(ring.wait(), remaining)
+                except TimeoutError:
+                    return answer
+
+
+@asynccontextmanager
+async def _counted(service: Coordinator, caller: Identity, run: str, topic: str, wait_s: float) -> AsyncIterator[None]:
+    """Count a long poll while the block runs; of a member by what it waits for. Not an admin's."""
+    if not wait_s or caller.allows(Scope.ADMIN):
+        yield
+        return
+    key = caller_of(caller) if caller.member is None else (caller_of(caller), run, topic)
+    with ExitStack() as held:
+        try:
+            held.enter_context(service.callers.poll(key))
+        except Problem:
+            await asyncio.sleep(REFUSED_IN_S)
+            raise
+        yield
 
 
 async def _ask_in_turn(
-    bell: Bell, from_memory: Callable[[], tuple[bool, Answer] | None], under_lock: Callable[[], tuple[bool, Answer]]
+    service: Coordinator,
+    from_memory: Callable[[], tuple[bool, Answer] | None],
+    under_lock: Callable[[], tuple[bool, Answer]],
 ) -> tuple[bool, Answer]:
     """Ask `under_lock`, for a few requests at a time. While one waits for its turn, what the others do often brings its
     answer into memory, so `from_memory` is asked again first."""
+    bell = service.bell
     async with bell.reading:
         found = from_memory()
         if found is None:

@@ -43,6 +43,7 @@ OF_EVENTS = {
     "lost": "worker-lost",
     "diverged": "divergence",
     "evaluations-differ": "divergence",
+    "suspected": "divergence",
     "spoilt": "guard",
     "finished": "run-finished",
 }

@@ -2,8 +2,9 @@
 
 Every ring has a topic and wakes only those who wait for it: a thousand workers wait, and every contribution to a round
 is an event. The woken requests are released a few at a time, and other requests are answered in between: to answer a
-thousand takes a second, and heartbeats must not wait that long. Streams of events are released one after another with a
-pause between them: most are pages of a browser, which then ask for all that has changed.
+thousand takes a second, and heartbeats must not wait that long. Requests of others than members are released one after
+another with a pause between them: nobody trains on their answers. Most are streams of events, pages of a browser, which
+then ask for all that has changed.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ EVENTS, ASSIGNMENTS = "events", "assignments"
 # interpreter lock, and heartbeats would have to wait for them all.
 READS_AT_ONCE = 2
 RELEASED_AT_ONCE = 2  # of the woken requests, in one pass of the event loop
-PAUSE_S = 0.02  # between two streams of events
+PAUSE_S = 0.02  # between two that are woken slowly
 
 
 def delta_of(fragment: int) -> str:
@@ -34,12 +35,12 @@ class Bell:
     """
 
     def __init__(self) -> None:
-        # By run and topic. The dict is an ordered set: its order is the order of waking, its values mean nothing.
-        self._listening: defaultdict[str, defaultdict[str, dict[asyncio.Event, None]]] = defaultdict(
+        # By run and topic, in the order of waking; True for those that are woken one by one, with a pause between them.
+        self._listening: defaultdict[str, defaultdict[str, dict[asyncio.Event, bool]]] = defaultdict(
             lambda: defaultdict(dict)
         )
         self._woken: deque[asyncio.Event] = deque()
-        self._woken_streams: deque[asyncio.Event] = deque()
+        self._woken_slowly: deque[asyncio.Event] = deque()
         self._pausing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self.reading = asyncio.Semaphore(READS_AT_ONCE)
@@ -64,12 +65,12 @@ class Bell:
         self._rung[run] += 1
         idle = not self._woken
         for each in [topic] if topic is not None else list(self._listening[run]):
-            woken = self._woken_streams if each == EVENTS else self._woken
-            woken.extend(self._listening[run].pop(each, {}))
+            for ring, slowly in self._listening[run].pop(each, {}).items():
+                (self._woken_slowly if slowly else self._woken).append(ring)
         if idle:
             self._release()
         if not self._pausing:
-            self._release_stream()
+            self._release_slowly()
 
     def _release(self) -> None:
         for _ in range(min(RELEASED_AT_ONCE, len(self._woken))):
@@ -78,19 +79,20 @@ class Bell:
             assert self._loop is not None
             self._loop.call_soon(self._release)
 
-    def _release_stream(self) -> None:
-        self._pausing = bool(self._woken_streams) and not self.closed
+    def _release_slowly(self) -> None:
+        self._pausing = bool(self._woken_slowly) and not self.closed
         if self._pausing:
-            self._woken_streams.popleft().set()
+            self._woken_slowly.popleft().set()
             assert self._loop is not None
-            self._loop.call_later(PAUSE_S, self._release_stream)
+            self._loop.call_later(PAUSE_S, self._release_slowly)
 
     @contextmanager
-    def listening(self, run: str, topic: str) -> Iterator[asyncio.Event]:
-        """Give an event that the next ring of `topic` sets, for one request to wait for. On the event loop."""
+    def listening(self, run: str, topic: str, *, slowly: bool = False) -> Iterator[asyncio.Event]:
+        """Give an event that the next ring of `topic` sets, for one request to wait for. On the event loop. `slowly`:
+        nobody trains on the answer, as is so of all events."""
         ring = asyncio.Event()
         listening = self._listening[run][topic]
-        listening[ring] = None
+        listening[ring] = slowly or topic == EVENTS
         try:
             yield ring
         finally:
@@ -109,5 +111,5 @@ class Bell:
         self.closed = True
         for run in list(self._listening):
             self._ring(run, None)
-        while self._woken_streams:
-            self._woken_streams.popleft().set()
+        while self._woken_slowly:
+            self._woken_slowly.popleft().set()

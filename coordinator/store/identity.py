@@ -31,6 +31,7 @@ class Identity:
     worker    the member, or the only name that the token joins under; None: any
     token     the token's id, of a member that of the token that it joined with; None: it joined before these were kept
     names     under how many names workers may join with the token; None: any number
+    lineage   the id of the join token that the token was exchanged for, else the token's own: limits are shared by it
     """
 
     scope: Scope | None
@@ -39,6 +40,7 @@ class Identity:
     token: str | None = None
     names: int | None = None
     secret_hash: bytes = field(default=b"", repr=False)
+    lineage: str | None = None
 
     def allows(self, scope: Scope, run: str | None = None) -> bool:
         """Return True if the token has this scope, of the run (None: of all of them)."""

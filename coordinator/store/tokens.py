@@ -56,13 +56,13 @@ class Tokens:
         self._used: dict[str, float] = {}  # since the last writing
         self._write_at = now() + LAST_USES_S
         self._by_hash: dict[bytes, _Held] = {}
-        self._good: frozenset[str] = frozenset()  # ids
+        self._lineages: dict[str, str] = {}  # by id
         with database.read() as session:
             self._hold([_held(row) for row in session.scalars(select(TokenRow))])
 
     def _hold(self, held: list[_Held]) -> None:
         self._by_hash = {each.identity.secret_hash: each for each in held}
-        self._good = frozenset(str(each.identity.token) for each in held)
+        self._lineages = {str(each.identity.token): str(each.identity.lineage) for each in held}
 
     def _held_but(self, token_id: str) -> list[_Held]:
         return [each for each in self._by_hash.values() if each.identity.token != token_id]
@@ -82,7 +82,12 @@ class Tokens:
 
     def is_good(self, token_id: str) -> bool:
         """Return True if there is such a token, and it had not expired when `drop_expired` was called last."""
-        return token_id in self._good
+        return token_id in self._lineages
+
+    def lineage(self, token_id: str) -> str:
+        """Return the id by which limits are counted: that of the join token which the token was exchanged for, or its
+        own."""
+        return self._lineages.get(token_id, token_id)
 
     # --- what changes them ----------------------------------------------------------------------------------------
 
@@ -224,7 +229,7 @@ class Tokens:
 
     def write_last_uses(self) -> None:
         """Write when tokens were used last, at most once a minute."""
-        if self._now() < self._write_at:
+        if 0 < self._write_at - self._now() <= LAST_USES_S:  # more: the clock was set back meanwhile
             return
         self._write_at = self._now() + LAST_USES_S
         with self._changing:
@@ -254,7 +259,8 @@ class Tokens:
 
 
 def _held(row: TokenRow) -> _Held:
-    identity = Identity(Scope(row.scope), row.run, row.worker, row.id, row.names, row.secret_hash)
+    lineage = row.parent or row.id
+    identity = Identity(Scope(row.scope), row.run, row.worker, row.id, row.names, row.secret_hash, lineage)
     return _Held(identity, row.expires_at)
 
 

@@ -18,6 +18,7 @@ from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import CheckpointFragment
 from protocol.spec.pins import check_pin
+from protocol.telling import counted
 from protocol.wire import Payload
 
 
@@ -89,7 +90,7 @@ def _begin(change: Change, layout: Layout, digests: list[bytes]) -> None:
     """Begin the run with state 0, all of whose fragments were uploaded and are in place."""
     digest, now = model_digest(digests), change.run.world.now()
     change.session.add(CheckpointRow(run_id=change.run.id, round=0, created_at=now, state_digest=digest))
-    message = f"state 0 is there: {layout.total_elements} parameters in {len(digests)} fragments"
+    message = f"state 0 is there: {layout.total_elements} parameters in {counted(len(digests), 'fragment')}"
     change.record("seeded", message)
     outer_state.set_state_0(change, digests)
     change.wake()

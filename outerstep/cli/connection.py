@@ -10,7 +10,7 @@ import typer
 
 from outerstep import rest
 from outerstep.cli.faults import UsageError
-from protocol.reaching import CA_VARIABLE
+from protocol.reaching import CA_VARIABLE, in_words
 
 DEFAULT_URL = "http://127.0.0.1:8470"
 TOKEN_VARIABLE = "OUTERSTEP_TOKEN"
@@ -55,6 +55,16 @@ def checked_url(url: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise UsageError(f"{url}: not an address such as {DEFAULT_URL} or https://coordinator.example.org")
     return url
+
+
+def check_log(flag: str, path: Path | None) -> None:
+    """Raise UsageError unless the file that `flag` names can be appended to."""
+    if path is None:
+        return
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UsageError(f"{flag}: {in_words(error)}") from error
 
 
 def find_token(token: str | None, token_file: Path | None, environment: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outerstep.cli.connection import LogFileOption
+from outerstep.cli.connection import LogFileOption, check_log
 from outerstep.cli.faults import UsageError, import_extra, validated
 from outerstep.cli.printing import say
 from protocol.quantities import parse_seconds
@@ -96,10 +96,11 @@ def coordinator(
 ) -> None:
     """Run a coordinator until SIGTERM or Ctrl-C, or, with a command, do that.
 
-    It applies the database migrations, goes on where it stopped, and prints one line when it is ready. Its first start
-    makes an admin token and writes it to admin.token in the data directory. Each option can also be set by an
-    environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE_URL, _HOST, _PORT, _TLS_CERTIFICATE, _TLS_KEY,
-    _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE, _BACKUP_DIR, _BACKUP_EVERY_S, _BACKUP_KEEP, _NOTIFY_URL, _NOTIFY_FORMAT.
+    It applies the database migrations, goes on where it stopped, and prints its address and what to do next when it is
+    ready. Its first start makes an admin token and writes it to admin.token in the data directory. Each option can also
+    be set by an environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE_URL, _HOST, _PORT, _TLS_CERTIFICATE,
+    _TLS_KEY, _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE, _BACKUP_DIR, _BACKUP_EVERY_S, _BACKUP_KEEP, _NOTIFY_URL,
+    _NOTIFY_FORMAT.
 
     \b
     Example:
@@ -138,11 +139,7 @@ def coordinator(
         raise UsageError("--tls-key needs --tls-certificate")
     _check_certificate(settings.tls_certificate, settings.tls_key)
     database_url_of(settings)
-    if settings.log_file is not None:
-        try:
-            settings.log_file.open("a").close()
-        except OSError as error:
-            raise UsageError(f"--log-file: {in_words(error)}") from error
+    check_log("--log-file", settings.log_file)
     try:
         server.serve(settings)
     except OSError as error:  # a port that is taken, a host that is not ours, a directory that is none

@@ -15,6 +15,7 @@ from outerstep.cli.printing import Format, FormatOption, console, print_json, sa
 from outerstep.display import table
 from outerstep.units import UNKNOWN, bytes_text, count_text
 from protocol.quantities import parse_count
+from protocol.spec.sections import DataSpec
 
 app = typer.Typer(help="Prepare token sets to train on, and look into them.", no_args_is_help=True)
 
@@ -40,7 +41,7 @@ def prepare(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory for the token set.")],
     holdout: Annotated[
         float, typer.Option("--holdout", min=0.0, max=0.99, help="Share of the documents that is held out.")
-    ] = 0.005,
+    ] = DataSpec.model_fields["holdout"].default,
     held_out: Annotated[
         str | None, typer.Option("--held-out", metavar="SOURCE", help="Hold out this source instead, all of it.")
     ] = None,
@@ -63,14 +64,14 @@ def prepare(
     with this run.toml:
       data.source = "/data/c4"
     """
-    command = "outerstep data prepare"
+    command, per_shard = "outerstep data prepare", _shard_tokens(shard_tokens)
     preparing = _load("worker.data.making.preparing", command=command)
     sources = _load("worker.data.sources.source", command=command)
     tokenizers = _load("worker.data.tokens.tokenizer", command=command)
     given = [sources.find_source(source, column, 0.0 if held_out else holdout)]
     if held_out is not None:
         given.append(sources.find_source(held_out, column, 1.0))
-    recipe = preparing.Recipe(given, tokenizers.load_tokenizer(tokenizer), _shard_tokens(shard_tokens))
+    recipe = preparing.Recipe(given, tokenizers.load_tokenizer(tokenizer), per_shard)
     with _bar() as tell:
         index = preparing.prepare(recipe, out, tell=tell)
     if output is Format.JSON:

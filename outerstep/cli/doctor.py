@@ -42,9 +42,7 @@ def doctor(*, output: FormatOption = Format.TABLE, **options: Any) -> None:
     Example:
       OUTERSTEP_TOKEN=… outerstep doctor https://coordinator.example.org --run my-run
     """
-    examining = import_extra("outerstep.doctor.examining", extra="worker", command="outerstep doctor")
     settings_of = import_extra("worker.settings", extra="worker", command="outerstep doctor")
-    finding = import_extra("outerstep.doctor.finding", extra="worker", command="outerstep doctor")
     url, run = options["url"], options["run"]
     if url is None:
         raise UsageError("Missing argument 'URL': the coordinator's address")
@@ -57,6 +55,8 @@ def doctor(*, output: FormatOption = Format.TABLE, **options: Any) -> None:
     settings = validated(
         settings_of.WorkerSettings, given | {"url": checked_url(url), "run": run, "token": token}, FLAGS
     )
+    examining = import_extra("outerstep.doctor.examining", extra="worker", command="outerstep doctor")
+    finding = import_extra("outerstep.doctor.finding", extra="worker", command="outerstep doctor")
     teller = _Silent() if output is Format.JSON else _Lines()
     found = examining.examine(settings, options["gpus"] or 1, teller)
     command = worker_command(options)

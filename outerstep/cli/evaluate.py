@@ -76,7 +76,6 @@ def evaluate(
         raise UsageError("give --round or --export, not both")
     if tasks is not None and export is None:
         raise UsageError("--tasks needs --export: lm-eval's tasks are measured on what `outerstep run export` writes")
-    evaluating = import_extra("outerstep.evaluating", extra="worker", command=COMMAND)
     settings = import_extra("worker.settings", extra="worker", command=COMMAND)
     given: dict[str, Any] = {"data": data, "data_cache": data_cache, "data_cache_gb": data_cache_gb, "device": device}
     given |= {"allow_factory": allow_factory or None, "max_parameters": max_parameters}
@@ -84,6 +83,7 @@ def evaluate(
     secret = find_token(token, token_file, os.environ)
     with operator_client(url, secret, None, ca) as client:
         detail = client.run(run)
+        evaluating = import_extra("outerstep.evaluating", extra="worker", command=COMMAND)  # torch takes many seconds
         try:
             found = evaluating.evaluate_model(client.http, secret, detail, box, state=state, exported=export)
         except ValueError as error:

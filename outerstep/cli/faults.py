@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from outerstep.shadowing import refuse_shadow
 from protocol.errors import OuterstepError, Problem, Remedy, SpecError, Transient
 from protocol.exit_codes import Exit
-from protocol.explaining import explain
+from protocol.explaining import explain, explain_all
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -42,7 +42,7 @@ def validated(model: type[Model], given: dict[str, Any], flags: dict[str, str]) 
     try:
         return model(**{key: value for key, value in given.items() if value is not None})
     except ValidationError as error:
-        raise UsageError("; ".join(_explain(fault, model, given, flags) for fault in error.errors())) from error
+        raise UsageError(explain_all(error.errors(), one=lambda fault: _explain(fault, model, given, flags))) from error
 
 
 def _explain(fault: Any, model: type[BaseModel], given: dict[str, Any], flags: dict[str, str]) -> str:

@@ -39,7 +39,6 @@ def pin(
       outerstep run create run.toml --token-file ./data/admin.token
     """
     _, parsed = read_spec(spec)
-    pinning = import_extra("outerstep.pinning", extra="worker", command=COMMAND)
     settings = import_extra("worker.settings", extra="worker", command=COMMAND)
     given: dict[str, Any] = {
         "data": data,
@@ -48,6 +47,7 @@ def pin(
         "max_parameters": max_parameters,
     }
     box = validated(settings.BoxSettings, given, FLAGS)
+    pinning = import_extra("outerstep.pinning", extra="worker", command=COMMAND)
     found = pinning.pins_of(parsed, box, state=not without_state)
     say("")
     say("[pins]")

@@ -27,8 +27,9 @@ from outerstep.units import UNKNOWN, bytes_text, count_text, held_out_text
 from protocol.errors import SpecError
 from protocol.exit_codes import Exit
 from protocol.messages import SUCCESSIVE, Account, RunChange, RunDetail, RunInfo, WorkerChange
+from protocol.reaching import in_words
 from protocol.spec.run import RunSpec, parse_spec
-from protocol.telling import natural
+from protocol.telling import counted, natural
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's name.")]
@@ -409,11 +410,16 @@ def export(
     Example:
       outerstep run export my-run --out ./model
     """
-    exporting = import_extra("outerstep.exporting", extra="worker", command="outerstep run export")
     most = parse_max_parameters(max_parameters)
     secret = find_token(token, token_file, os.environ)
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UsageError(f"--out: {out} exists and is not an empty directory; choose another")
+    except OSError as error:
+        raise UsageError(f"--out: {in_words(error)}") from error
     with operator_client(url, secret, None, ca) as client:
         client.run(run)  # the export, below, would wait for ever for a coordinator that is not there
+        exporting = import_extra("outerstep.exporting", extra="worker", command="outerstep run export")
         try:
             exporting.export_model(
                 client.http,
@@ -514,7 +520,8 @@ def _model(run: RunDetail) -> str:
     name = model.preset or model.factory or model.pretrained or (model.config or {}).get("model_type") or "of a script"
     adapters = "" if model.lora is None else f" with adapters of rank {model.lora.rank}"
     start = "" if model.run is None else f" from the run {model.run}"
-    trained = f"{count_text(run.elements)} parameters in {run.fragments or UNKNOWN} fragments"
+    cut = UNKNOWN if run.fragments is None else counted(run.fragments, "fragment")
+    trained = f"{count_text(run.elements)} parameters in {cut}"
     frozen = "" if run.frozen is None else f", {count_text(run.frozen.elements)} frozen"
     return f"{name}{adapters}{start}, {trained}{frozen}"
 

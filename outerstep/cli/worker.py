@@ -1,8 +1,10 @@
 """The command `outerstep worker`."""
 
+import logging
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import typer
@@ -13,12 +15,16 @@ from outerstep.cli.connection import (
     LogFileOption,
     TokenFileOption,
     TokenOption,
+    check_log,
     checked_url,
     find_token,
     operator_client,
 )
 from outerstep.cli.faults import UsageError, import_extra, validated
 from outerstep.cli.run import read_spec
+from protocol import __version__
+
+log = logging.getLogger(__name__)
 
 FLAGS = {
     "url": "URL",
@@ -172,7 +178,6 @@ def worker(
       outerstep worker https://coordinator.example.org --run my-run --gpus 8
       outerstep worker --no-sync --spec run.toml --log steps.jsonl
     """
-    agent = import_extra("worker.agent", extra="worker", command="outerstep worker")
     settings = import_extra("worker.settings", extra="worker", command="outerstep worker")
     box: dict[str, Any] = {
         "name": name,
@@ -206,7 +211,8 @@ def worker(
         if url is not None or run is not None:
             raise UsageError("give --spec, or URL and --run, not both")
         _, parsed = read_spec(spec)
-        raise typer.Exit(agent.run_alone(validated(settings.BoxSettings, box, FLAGS), parsed, own_spec=True))
+        alone = _checked(settings.BoxSettings, box)
+        raise typer.Exit(_agent(alone).run_alone(alone, parsed, own_spec=True))
     if url is None:
         raise UsageError("Missing argument 'URL': the coordinator's address; --no-sync with --spec needs none")
     if run is None:
@@ -218,14 +224,31 @@ def worker(
         "ca": None if ca is None else str(ca),
     }
     if no_sync:
-        alone = validated(settings.BoxSettings, box, FLAGS)
+        alone = _checked(settings.BoxSettings, box)
         with operator_client(url, token, token_file, ca) as client:
             detail = client.run(run)
-        raise typer.Exit(agent.run_alone(alone, detail.spec, own_spec=False, ask=owner_at_terminal()))
-    joining = validated(settings.WorkerSettings, member | box, FLAGS)
+        raise typer.Exit(_agent(alone).run_alone(alone, detail.spec, own_spec=False, ask=owner_at_terminal()))
+    joining = _checked(settings.WorkerSettings, member | box)
     if gpus is not None and gpus > 1 and "LOCAL_RANK" not in os.environ:
         _start_on(gpus, joining.device)
-    raise typer.Exit(agent.run_worker(joining, ask=owner_at_terminal()))
+    raise typer.Exit(_agent(joining).run_worker(joining, ask=owner_at_terminal()))
+
+
+def _checked(model: Any, given: dict[str, Any]) -> Any:
+    """Return the settings, checked as far as they can be without torch, whose import takes many seconds. Raises
+    UsageError."""
+    found = validated(model, given, FLAGS)
+    for flag, path in (("--log", found.log), ("--log-file", found.log_file)):
+        check_log(flag, path)
+    return found
+
+
+def _agent(settings: Any) -> ModuleType:
+    """Return the module `worker.agent`, which imports torch: that this begins is the first line of the log."""
+    logs = import_extra("worker.logs", extra="worker", command="outerstep worker")
+    logs.log_to_stderr()
+    log.info("outerstep %s, worker %s: importing torch and transformers", __version__, settings.name)
+    return import_extra("worker.agent", extra="worker", command="outerstep worker")
 
 
 def _start_on(gpus: int, device: str) -> None:

@@ -11,6 +11,7 @@ from protocol.fragments import Layout, TensorSpec, first_difference
 from protocol.messages import FrozenSummary, RunDetail
 from protocol.spec.run import RunSpec
 from protocol.spec.sizes import MOST_PARAMETERS
+from protocol.telling import counted
 from worker.box import check_suited
 from worker.inner.layers import layers_of
 from worker.inner.optimizers import hidden_matrices
@@ -85,7 +86,7 @@ def judge(seen: Model, run: RunDetail, layout: Layout | None) -> list[Finding]:
     said += f" and {count_text(seen.frozen)} frozen" if seen.frozen else ""
     if layout is None:
         return [fine("model", f"{said}; the first worker's becomes the run's")]
-    return [fine("model", f"{said}, as the run's layout has them in {len(layout.fragments)} fragments")]
+    return [fine("model", f"{said}, as the run's layout has them in {counted(len(layout.fragments), 'fragment')}")]
 
 
 def judge_lateness(seconds: float) -> Finding:

@@ -40,6 +40,7 @@ class DiLoCoCallback(RunWorker, TrainerCallback):
 
     _logged_at = 0  # the Trainer's step when it logged a loss last
     _steps_since = 0  # the steps that it has really taken since
+    _steps = 0  # and since it began
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Make the Trainer's training as long as the run's."""
@@ -51,7 +52,7 @@ class DiLoCoCallback(RunWorker, TrainerCallback):
         self._check_batch(
             ("the Trainer's train_batch_size", args.train_batch_size),
             ("gradient_accumulation_steps", args.gradient_accumulation_steps),
-            ("processes", 1 if args.accelerator_config.split_batches else args.world_size),
+            ("processes", 1 if getattr(args.accelerator_config, "split_batches", False) else args.world_size),
         )
         args.max_steps = self.spec.total_inner_steps
 
@@ -90,6 +91,8 @@ class DiLoCoCallback(RunWorker, TrainerCallback):
         logs: dict[str, float] = has["logs"]
         if self._diloco is None:
             return
+        if "train_loss" in logs and self._steps:  # of all, at the end
+            logs["train_loss"] *= state.global_step / self._steps
         if "loss" in logs and self._steps_since:
             logs["loss"] *= (state.global_step - self._logged_at) / self._steps_since
             self._logged_at, self._steps_since = state.global_step, 0
@@ -102,6 +105,7 @@ class DiLoCoCallback(RunWorker, TrainerCallback):
         """Stop training where the run is over, this worker is asked to stop, or another callback wants it; but not
         because the Trainer has counted its steps: a round may be trained anew."""
         self._steps_since += 1
+        self._steps += 1
         by_another = control.should_training_stop and state.global_step < state.max_steps
         control.should_training_stop = self.diloco.finished or by_another
         state.global_step = self.diloco.global_step

@@ -7,7 +7,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from protocol.codecs import CODECS
 from protocol.errors import SpecError
-from protocol.explaining import explain
+from protocol.explaining import explain, explain_all
 from protocol.fragments import MAX_FRAGMENTS
 from protocol.spec.defaults import inner_by_the_model
 from protocol.spec.pins import PinSpec
@@ -172,7 +172,7 @@ def parse_spec(text: str) -> RunSpec:
     try:
         spec = RunSpec.model_validate(document)
     except ValidationError as error:
-        raise SpecError("; ".join(map(_explain, error.errors()))) from error
+        raise SpecError(explain_all(error.errors(), one=_explain)) from error
     inner = spec.inner.without_effect(set(document.get("inner", {})), by_scripts=spec.data.source == "custom")
     if faults := inner + spec.sync.without_effect(set(document["sync"])):
         raise SpecError("; ".join(faults))

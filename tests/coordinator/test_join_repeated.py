@@ -45,4 +45,4 @@ def test_a_token_of_another_worker_is_refused_in_this_run_and_in_others(shared: 
     Member(shared.client(), run, "w").ask_to_join(member_token=token).raise_for_status()
     for name in (run, f"{run}-other"):
         refused = Member(shared.client(), name, "v").ask_to_join(member_token=token)
-        assert "body.member_token: another worker has it" in problem(refused, "invalid-message")["detail"]
+        assert "member_token: another worker has it" in problem(refused, "invalid-message")["detail"]

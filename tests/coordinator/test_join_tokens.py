@@ -2,13 +2,19 @@
 
 import secrets
 import threading
+from contextlib import closing
+from pathlib import Path
 
 import httpx
 import pytest
 
 from benchmarks.harness.coordinator import InThread
 from benchmarks.harness.member import Member, spec_toml
-from protocol.messages import JOIN_PREFIX, Scope
+from coordinator.store import sqlite
+from coordinator.store.database import Database
+from coordinator.store.identity import Actor
+from coordinator.store.tokens import Tokens, secret_hash
+from protocol.messages import JOIN_PREFIX, Scope, TokenRequest
 from tests.coordinator.crew import crew, info, problem
 
 
@@ -116,3 +122,17 @@ def test_the_tokens_of_a_removed_run_go_with_it(shared: InThread, run: str) -> N
     shared.create_run(spec_toml(run))  # another one of this name
     with shared.client(viewer) as http:
         problem(http.get(f"/v1/runs/{run}"), "unauthorized")
+
+
+def test_last_uses_are_written_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    now = [1e9]
+    with closing(Database(sqlite.url_in(tmp_path))) as database:
+        tokens = Tokens(database, lambda: now[0])
+        made = tokens.create(TokenRequest(scope=Scope.VIEWER), Actor())
+        now[0] -= 365 * 86400
+        identity = tokens.find(secret_hash(made.token))
+        assert identity is not None
+        tokens.note_use(identity)
+        tokens.write_last_uses()
+        (again,) = Tokens(database, lambda: now[0]).listed(10, None)
+        assert again.last_used_at == now[0]

@@ -3,11 +3,13 @@
 import json
 import logging
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.logs import FORMATS, about_request
+from coordinator.server import banner
 
 
 def record(message: str, *arguments: object, error: BaseException | None = None, **extra: Any) -> logging.LogRecord:
@@ -70,3 +72,14 @@ def test_an_exception_comes_along() -> None:
 
 def test_lines_to_read_are_one_line_each() -> None:
     assert FORMATS["console"]().format(record("a\nb")).endswith("WARNING coordinator.x: a\\nb")
+
+
+def test_a_coordinator_that_is_ready_says_where_everything_is(tmp_path: Path) -> None:
+    (tmp_path / "admin.token").write_text("ost_x")
+    first, *facts = banner("https://0.0.0.0:8470", tmp_path)
+    assert first == "outerstep coordinator ready at https://0.0.0.0:8470"
+    said = {line[:15].strip(): line[15:] for line in facts}
+    assert said["data"] == str(tmp_path)
+    assert said["dashboard"] == "https://127.0.0.1:8470/"
+    assert said["admin token"] == str(tmp_path / "admin.token")
+    assert said["next"].startswith("outerstep run create")

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
 from benchmarks.harness.member import spec_toml
 from coordinator.notifications import outbox as outboxes
-from coordinator.notifications.formats import KINDS, Notification, format_of, request_of
+from coordinator.notifications.formats import KINDS, OF_EVENTS, Notification, format_of, request_of
 from coordinator.notifications.outbox import Outbox
 from coordinator.notifications.sending import (
     FIRST_PAUSE_S,
@@ -317,6 +317,13 @@ def test_the_command_sends_a_test(sink: Sink, monkeypatch: pytest.MonkeyPatch) -
     assert "403" in done.output
     assert "hook-of-9999" not in done.output
     assert CliRunner().invoke(app, ["coordinator", "notify-test"]).exit_code == Exit.USAGE
+
+
+def test_every_event_that_is_notified_is_one_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rest.md").read_text(encoding="utf-8")
+    for event, kind in OF_EVENTS.items():
+        assert f"\n| `{event}` |" in page, event
+        assert kind in KINDS
 
 
 # --- the outbox -------------------------------------------------------------------------------------------------------

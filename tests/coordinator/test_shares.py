@@ -1,6 +1,7 @@
 """What the holder of one token may take of a server: the rest is refused, told when to ask again, and others are served."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -8,8 +9,11 @@ import httpx
 import pytest
 
 from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
-from benchmarks.harness.member import spec_toml
+from benchmarks.harness.member import Member, spec_toml
+from coordinator.metrics.server import Meter
+from coordinator.runs.live_run import LiveRun
 from coordinator.store.assembling import BYTES_PER_OWNER, RETRY_S, Wholes
+from coordinator.store.tokens import new_secret
 from protocol.errors import Problem
 from protocol.messages import Scope
 from tests.coordinator.crew import crew, play_round, problem
@@ -22,7 +26,9 @@ REQUESTS = 100  # that may come at once, of one token
 def strict(tmp_path_factory: pytest.TempPathFactory, clock: SettableClock) -> Iterator[InThread]:
     """A coordinator with small shares."""
     data = tmp_path_factory.mktemp("strict") / "data"
-    with coordinator_thread(data, clock=clock, requests_per_s=REQUESTS / 5, streams_per_token=2) as running:
+    with coordinator_thread(
+        data, clock=clock, requests_per_s=REQUESTS / 5, streams_per_token=2, polls_per_token=2
+    ) as running:
         yield running
 
 
@@ -83,6 +89,94 @@ def test_streams_of_one_token_are_counted_while_they_last(strict: InThread, run:
                 return answer.status_code == 200
 
         wait_until(is_taken)
+
+
+@contextmanager
+def exchanged(running: InThread, run: str, count: int) -> Iterator[list[httpx.Client]]:
+    """As many clients as asked for, whose worker tokens were exchanged for one join token."""
+    join = running.token(Scope.JOIN, run=run, uses=count)
+    with ExitStack() as held:
+        clients = []
+        for number in range(count):
+            secret = new_secret()[0]
+            with running.client(join) as client:
+                client.post(f"/v1/runs/{run}/workers/w{number}/token", json={"token": secret}).raise_for_status()
+            clients.append(held.enter_context(running.client(secret)))
+        yield clients
+
+
+def test_tokens_exchanged_for_one_join_token_share_requests_streams_and_line_checks(
+    strict: InThread, run: str, clock: SettableClock
+) -> None:
+    strict.create_run(spec_toml(run))
+    clock.advance(60)
+    with exchanged(strict, run, 3) as (a, b, c), viewer(strict) as another, ExitStack() as held:
+        for each in (a, b):
+            held.enter_context(each.stream("GET", f"/v1/runs/{run}/events", headers={"Accept": "text/event-stream"}))
+        refused = c.get(f"/v1/runs/{run}/events", headers={"Accept": "text/event-stream"})
+        assert "2 streams" in problem(refused, "too-many-requests")["detail"]
+        (join,) = [each.id for each in strict.coordinator.tokens.listed(1000, None, run) if each.scope is Scope.JOIN]
+        with strict.coordinator.callers.line_check(join):
+            problem(a.get("/v1/line-check?bytes=1"), "too-many-requests")
+            problem(b.post("/v1/line-check", content=b"x"), "too-many-requests")
+            assert a.get("/v1/line-check?bytes=0").status_code == 200, "which measures nothing"
+        assert a.get("/v1/line-check?bytes=1").status_code == 200
+        clock.advance(60)
+        assert a.get("/v1/runs?limit=1000").status_code == 200
+        problem(b.get("/v1/runs?limit=1"), "too-many-requests")
+        assert another.get("/v1/runs?limit=1").status_code == 200
+
+
+def test_a_members_reading_counts_with_its_token_and_its_training_does_not(
+    strict: InThread, run: str, clock: SettableClock
+) -> None:
+    clock.advance(60)
+    token = strict.token(Scope.WORKER, names=2)
+    (a,) = crew(strict, run, ["a"], rounds=1)
+    b = Member(strict.client(), run, "b")
+    b.join(token)
+    with strict.client(token) as client:
+        assert client.get("/v1/runs?limit=1000").status_code == 200
+    problem(b.http.get("/v1/runs?limit=1"), "too-many-requests")
+    assert b.http.put(b.path("/lease"), json={}).status_code == 200
+    a.http.close()
+    b.http.close()
+
+
+def test_long_polls_of_one_token_are_bounded_and_members_are_woken_first(strict: InThread, run: str) -> None:
+    (a,) = crew(strict, run, ["a"], rounds=2)
+    delta, callers = f"/v1/runs/{run}/rounds/0/fragments/0/delta", strict.coordinator.callers
+    with viewer(strict) as client, ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(client.get, delta, headers={"Prefer": "wait=30"}) for _ in range(2)]
+        wait_until(lambda: callers.polls == 2)
+        refused = client.get(delta, headers={"Prefer": "wait=30"})
+        assert "2 long polls" in problem(refused, "too-many-requests")["detail"]
+        problem(client.get(delta), "not-published")  # which does not wait
+        play_round([a], 0)
+        assert [each.result().status_code for each in waiting] == [200, 200]
+    wait_until(lambda: callers.polls == 0)
+
+
+def test_metrics_are_made_once_a_second_for_all_but_an_admin(
+    strict: InThread, clock: SettableClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock.advance(60)
+    made: list[object] = []
+    exposition = Meter.exposition
+
+    def counted(meter: Meter, run: LiveRun | None) -> bytes:
+        made.append(run)
+        return exposition(meter, run)
+
+    monkeypatch.setattr(Meter, "exposition", counted)
+    with viewer(strict) as client, viewer(strict) as another, strict.client() as admin:
+        texts = {each.get("/metrics").text for each in (client, another, client)}
+        assert (len(texts), len(made)) == (1, 1)
+        clock.advance(1.1)
+        client.get("/metrics")
+        assert len(made) == 2
+        admin.get("/metrics")
+        assert len(made) == 3
 
 
 def test_payloads_of_which_parts_are_missing_are_bounded_by_owner() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_model
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.harness.coordinator import InThread, coordinator_thread
@@ -123,6 +124,22 @@ def test_of_a_run_whose_scripts_bring_the_model_the_parameters_are_exported(tmp_
     model = toy.make_model()
     load_model(model, tmp_path / "model" / "model.safetensors")
     assert all(map(torch.equal, model.parameters(), trained.parameters()))
+
+
+def test_buffers_are_named_at_join_and_export(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = toy.spec(rounds=1).replace("toy:make_model", "test_export:with_buffers")
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        run = Toy(running, text, tmp_path)
+        run.worker("a", model=with_buffers)
+        assert caplog.text.count("2 buffers, such as 1.running_mean") == 1
+        with open_http(running.url) as http:
+            client = Client(http, "toy", running.token(Scope.VIEWER))
+            export(client, tmp_path / "model", factories=("tests.worker.test_export:with_buffers",))
+    assert caplog.text.count("2 buffers, such as 1.running_mean") == 2
+
+
+def with_buffers() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 1), nn.BatchNorm1d(1))
 
 
 def test_another_tokenizer_is_not_exported(trained: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -150,7 +150,7 @@ def stepped(model: nn.Module, optimizer: Optimizer, writes: Writes) -> None:
     writes.after_step()
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS: dict[str, Callable[[], Any]] = {
     "fp32": toy.make_model,
     "bf16": lambda: toy.make_model().bfloat16(),
     "of two dtypes": lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 70).double()),
@@ -190,7 +190,7 @@ class Perturbed(Optimizer):
         self.base = base(self.param_groups, **options)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         parameters = [each for group in self.param_groups for each in group["params"]]
         kept = [each.data.clone() for each in parameters]
         for each in parameters:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from protocol.errors import Problem, UnexpectedAnswer
 from protocol.fragments import first_difference
-from protocol.messages import JoinReply, JoinRequest, LeaveRequest, Metrics, RoundReport
+from protocol.messages import DataSummary, JoinReply, JoinRequest, LeaveRequest, Metrics, RoundReport
 from worker.link.client import Client
 from worker.state.state_dir import MemberTokens, StateDir
 
@@ -31,6 +31,10 @@ class Membership:
         self._lock = threading.Lock()
         self._token = ""
         self.epoch = 0  # changes whenever the worker has joined again
+
+    def describe(self, data: DataSummary) -> None:
+        """Join with this training set, which the coordinator compares between workers."""
+        self._request = self._request.model_copy(update={"data": data})
 
     def join(self) -> JoinReply:
         """Join or rejoin. Raises Problem where the coordinator refuses for good."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from protocol.explaining import explain
+from protocol.explaining import explain_all
 from protocol.printable import PrintableFormatter
 from protocol.reaching import CA_VARIABLE
 from worker.settings import WorkerSettings
@@ -40,7 +40,7 @@ def membership_of(
     try:
         return WorkerSettings(**given)
     except ValidationError as error:
-        raise ValueError("; ".join(explain(fault) for fault in error.errors())) from error
+        raise ValueError(explain_all(error.errors())) from error
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def keep_changed_settings(optimizer: Optimizer, before: list[dict[str, Any]], no
     """Have the optimizer, which has just loaded a state, keep the settings that the script changed: those that differ
     between its last process, `before`, and this one, `now`. Warn of them. All others, such as a rate that has decayed
     since, stay as they were loaded."""
-    told = {}
+    told: dict[str, None] = {}
     for group, was, values in zip(optimizer.param_groups, before, now, strict=False):
         if "initial_lr" not in values:  # of a scheduler that is not there any more
             group.pop("initial_lr", None)

@@ -16,6 +16,13 @@ from worker.errors import ModelError
 _FINE = "what is fine: fully_shard, DistributedDataParallel, torch.compile"
 
 
+def own_buffers(model: nn.Module) -> list[str]:
+    """Return the names of the buffers that would be saved with the model and that may change as it trains, such as the
+    statistics of a batch normalisation: they are not averaged."""
+    kept = model.state_dict().keys()
+    return [name for name, each in model.named_buffers() if each.is_floating_point() and name in kept]
+
+
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by the names that they have without torch.compile, DistributedDataParallel and
     DataParallel around the model or parts of it, so that workers with and without them share a run.

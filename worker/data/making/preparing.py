@@ -25,6 +25,7 @@ from typing import NamedTuple
 from blake3 import blake3
 from pydantic import BaseModel, Field, ValidationError
 
+from protocol.explaining import explain_all
 from worker.data.making.growing import BEGIN_AGAIN, GrowingPart, Grown
 from worker.data.making.tokenising import Result, tokenised
 from worker.data.sources.pieces import TASK_BYTES
@@ -181,7 +182,9 @@ def _read_progress(out: Path, made_from: str, item: Item) -> _Progress:
         _write(out / PROGRESS, progress.model_dump_json())  # before any shard: from now on this is a beginning
         return progress
     except ValidationError as error:
-        raise DataError(f"{out / PROGRESS} cannot be read: {error}; {BEGIN_AGAIN}") from error
+        raise DataError(
+            f"{out / PROGRESS} cannot be read: {explain_all(error.errors(), most=3)}; {BEGIN_AGAIN}"
+        ) from error
     if progress.made_from != made_from:
         raise DataError(
             f"{out} has the beginning of a set of other text, or of the same by another tokenizer or other options; "

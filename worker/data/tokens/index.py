@@ -14,7 +14,7 @@ import numpy as np
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 
-from protocol.explaining import explain
+from protocol.explaining import explain_all
 from protocol.messages import HexDigest
 from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
@@ -149,7 +149,7 @@ def parse_index(content: bytes, name: str) -> Index:
     try:
         return Index.model_validate_json(content)
     except ValidationError as error:
-        faults = "; ".join(explain(fault) for fault in error.errors()[:3])
+        faults = explain_all(error.errors(), most=3)
         raise DataError(f"{name} is not the index of a token set: {faults}; prepare the set again") from error
 
 
