@@ -22,7 +22,7 @@ each other, nobody can say which is right.
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ REACH, REACH_OF_TWO = 20.0, 5.0  # of the reference, from what is usual; the lat
 CHANCE = 4.0  # standard deviations of a cosine between sketches
 ALIKE = 0.25  # of the usual agreement, of workers that train on the same data
 OPPOSED = 0.25  # of the usual agreement, negated, of workers whose data differ
+CLOSE = 0.9  # of the usual distance of two directions; honest pairs had 0.88 to 1.1 of it
 FEW = 64  # values other than 0: that so few are the same may be chance
 COPIED = 0.9999  # the cosine of two sketches above which, with norms as close, one is a copy; fp16 keeps three digits
 
@@ -76,10 +77,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdicts by worker, and the reference, from which later rounds know what is usual; None if all are zero."""
+    """The verdicts by worker, and the reference, from which later rounds know what is usual; None if all are zero.
+    `alike`: pairs of workers whose directions are closer than their agreement with the others explains, with how far
+    they are from each other as a share of that: 0 for the same direction, 1 for what is usual."""
 
     reference: float | None
     verdicts: dict[str, Verdict]
+    alike: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
 # What each rule of aggregation (`sync.aggregation`) looks at; all others tell, and leave out nobody.
@@ -118,8 +122,8 @@ def judge(
         verdicts = {worker: replace(each, factor=1.0, reason="") for worker, each in verdicts.items()}
     elif all(each.factor == 0 for each in verdicts.values()):
         verdicts = {worker: _shortened(each, evidence[worker], reference) for worker, each in verdicts.items()}
-    judged = _by_direction(evidence, verdicts, work, alike, leave_out=rule in DIRECTIONS)
-    return Judgement(reference, judged)
+    judged, close = _by_direction(evidence, verdicts, work, alike, leave_out=rule in DIRECTIONS)
+    return Judgement(reference, judged, close)
 
 
 def _copies(evidence: Mapping[str, Evidence]) -> dict[str, Verdict]:
@@ -186,8 +190,9 @@ def _by_direction(
     alike: float,
     *,
     leave_out: bool,
-) -> dict[str, Verdict]:
-    """Note each contribution's agreement with the others; leave out those with too little, one after the other.
+) -> tuple[dict[str, Verdict], dict[tuple[str, str], float]]:
+    """Note each contribution's agreement with the others; leave out those with too little, one after the other. Return
+    the verdicts, and the pairs that are close.
 
     A contribution of less work has a noisier direction, so less is asked of it: noise averages out with the square root
     of the steps.
@@ -216,7 +221,24 @@ def _by_direction(
         most_left_out -= 1
         del staying[worst]
         products = np.delete(np.delete(products, worst, 0), worst, 1)
-    return judged
+    in_time = [i for i, worker in enumerate(staying) if not evidence[worker].late]
+    return judged, _close([staying[i] for i in in_time], products[np.ix_(in_time, in_time)], chance)
+
+
+def _close(workers: list[str], cosines: F64, chance: float) -> dict[tuple[str, str], float]:
+    """Return the pairs of workers with less than CLOSE of the distance that is usual for two with their agreements.
+    Among three workers, two that are close are what is usual; nor can it be said where all directions are nearly the
+    same, as in a first round of few steps."""
+    agreements = np.array(_agreements(cosines)) if len(workers) > 3 else np.zeros(0)
+    usual = float(np.median(agreements)) if len(agreements) else 0.0
+    if usual <= 2 * chance or agreements.min() <= 0:
+        return {}
+    expected = np.outer(agreements, agreements) / usual
+    told = expected < 1 - 2 * chance
+    distances = np.divide(1 - cosines, 1 - expected, out=np.ones_like(cosines), where=told)
+    return {
+        (workers[i], workers[j]): float(distances[i, j]) for i, j in np.argwhere(np.triu(distances < CLOSE, 1)).tolist()
+    }
 
 
 def _least_agreement(each: Evidence, usual: float, work: float, chance: float, alike: float) -> float:
