@@ -21,7 +21,7 @@ each other, nobody can say which is right.
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -195,7 +195,8 @@ def _by_direction(
     the verdicts, and the pairs that are close.
 
     A contribution of less work has a noisier direction, so less is asked of it: noise averages out with the square root
-    of the steps.
+    of the steps. Late work comes less the mean that it missed, which all that missed it have in common: so everybody is
+    compared with those that are in time, and nobody is left out who has not two of them to be compared with.
     """
     judged = dict(verdicts)
     staying = [worker for worker, verdict in judged.items() if verdict.factor > 0 and evidence[worker].measure.norm > 0]
@@ -203,14 +204,15 @@ def _by_direction(
     products = _products(evidence, staying)
     chance = CHANCE / math.sqrt(_dimensions(evidence, staying)) if staying else 0.0
     while len(staying) > 1:
-        agreements = _agreements(products)
+        peers = [[j for j, one in enumerate(staying) if j != i and not evidence[one].late] for i in range(len(staying))]
+        agreements = _agreements(products, peers)
         judged |= {
             worker: replace(judged[worker], cosine=cosine) for worker, cosine in zip(staying, agreements, strict=True)
         }
-        usual = [max(_upper_median([*agreements[:i], *agreements[i + 1 :]]), 0.0) for i in range(len(staying))]
+        usual = [max(_upper_median([agreements[j] for j in others] or [0.0]), 0.0) for others in peers]
         bounds = [
-            _least_agreement(evidence[worker], typical, work, chance, alike if len(staying) > 2 else 0.0)
-            for worker, typical in zip(staying, usual, strict=True)
+            _least_agreement(evidence[worker], typical, work, chance, alike) if len(others) > 1 else -math.inf
+            for worker, typical, others in zip(staying, usual, peers, strict=True)
         ]
         worst = min(range(len(staying)), key=lambda i: agreements[i] - bounds[i])
         if most_left_out == 0 or agreements[worst] >= bounds[worst]:
@@ -229,7 +231,9 @@ def _close(workers: list[str], cosines: F64, chance: float) -> dict[tuple[str, s
     """Return the pairs of workers with less than CLOSE of the distance that is usual for two with their agreements.
     Among three workers, two that are close are what is usual; nor can it be said where all directions are nearly the
     same, as in a first round of few steps."""
-    agreements = np.array(_agreements(cosines)) if len(workers) > 3 else np.zeros(0)
+    everybody = range(len(workers))
+    peers = [[j for j in everybody if j != i] for i in everybody]
+    agreements = np.array(_agreements(cosines, peers)) if len(workers) > 3 else np.zeros(0)
     usual = float(np.median(agreements)) if len(agreements) else 0.0
     if usual <= 2 * chance or agreements.min() <= 0:
         return {}
@@ -262,9 +266,11 @@ def _dimensions(evidence: Mapping[str, Evidence], workers: list[str]) -> int:
     return len(evidence[workers[0]].measure.direction)
 
 
-def _agreements(cosines: F64) -> list[float]:
-    """Return the median of each row of `cosines`, float64[workers, workers], without its diagonal."""
-    return [_upper_median(np.delete(row, i).tolist()) for i, row in enumerate(cosines)]
+def _agreements(cosines: F64, peers: Sequence[Sequence[int]]) -> list[float]:
+    """Return for each worker the median of its cosines with its peers or, if it has none, with all others. `cosines`:
+    float64[workers, workers]."""
+    others = [list(each) or [j for j in range(len(peers)) if j != i] for i, each in enumerate(peers)]
+    return [_upper_median(row[own].tolist()) for row, own in zip(cosines, others, strict=True)]
 
 
 def _upper_median(values: list[float]) -> float:
