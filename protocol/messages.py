@@ -354,11 +354,14 @@ class AssignmentRequest(_Request):
     carried      half-open ranges of earlier rounds' work units whose work will be in its next contribution; its other
                  units of earlier rounds return to the pool when it is told to train. Null: none returns
     report       the latest one; sent again, it counts once
+    rows         of the data set from which a script's loader draws the run's units; null: none does, or each worker has
+                 data of its own
     """
 
     state_round: Count | None = None
     carried: Annotated[list[UnitRange], Field(max_length=MAX_UNIT_RANGES, fail_fast=True)] | None = None
     report: RoundReport | None = None
+    rows: Annotated[int, Field(gt=0, lt=1 << 60)] | None = None
 
 
 class Assignment(_Reply):

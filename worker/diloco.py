@@ -377,9 +377,14 @@ class DiLoCo:
         One pass of the loader is a round, so the loop around it is `while not diloco.finished`. A row of the data set
         is a sequence, and a unit `inner.batch_size` of them, in equal parts for the processes of this worker.
         `micro_batch` is the rows of one of the loader's batches, where several make an inner step. Raises ValueError
-        for a size that does not suit.
+        for a size that does not suit, and Problem `data-mismatch` if the data set of another worker has another length,
+        once both have joined.
         """
-        return UnitSampler(self.spec, len(dataset), micro_batch, self._steps, lambda: self.finished, self.ranks)
+        rows = len(dataset)
+        sampler = UnitSampler(self.spec, rows, micro_batch, self._steps, lambda: self.finished, self.ranks)
+        if not self.spec.data.private and self.ranks.rank == 0:  # the same unit is of the same rows on all workers
+            self._membership.has_rows(rows, joined=self.has_joined)
+        return sampler
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield batches of a DataLoader until `finished`, of as many rows as it makes them, in place of a loop over its

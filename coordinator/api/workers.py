@@ -125,7 +125,7 @@ async def renew_lease(run: MemberRun, worker: PathName, metrics: Metrics) -> Lea
 
 @router.put(
     "/{worker}/assignment",
-    responses=WAITED | refusing(*OF_A_RUN, "units-not-held", *OF_A_CHANGE),
+    responses=WAITED | refusing(*OF_A_RUN, "units-not-held", "data-mismatch", *OF_A_CHANGE),
     openapi_extra=ASKS_TO_WAIT,
 )
 @takes_up_to(4 << 20, values=ASSIGNMENT_VALUES, large_of=is_a_member)  # with the units that are carried
@@ -134,6 +134,8 @@ async def get_assignment(
 ) -> Assignment:
     """What to do next. Long-polls with `Prefer: wait=SECONDS` while there is nothing to do."""
 
+    if request.rows is not None:
+        membership.check_rows(run, worker, request.rows)
     queued = None if request.report is None else accounting.queue_report(run, worker, request.report)
 
     def from_memory() -> tuple[bool, Assignment] | None:

@@ -1,10 +1,11 @@
-"""Workers that have sent the same: they train on the same data, and the run has the work of one of them."""
+"""Workers that have sent the same, or nearly: they train on the same data, and the run has the work of one of them."""
 
 from collections import defaultdict
 
 from sqlalchemy import select
 
 from coordinator.runs.live_run import Change
+from coordinator.screening.judging import Judgement
 from coordinator.store.tables import ContributionRow, EventRow
 
 
@@ -31,6 +32,25 @@ def tell_equal_work(change: Change, round_: int, fragment: int) -> None:
                 round=round_,
                 fragment=fragment,
                 workers=workers,
+            )
+
+
+def tell_like_work(change: Change, round_: int, fragment: int, judgement: Judgement) -> None:
+    """Record an event where two workers keep sending nearly the same, as if they trained on the same data with another
+    dropout seed or precision; once for the same workers."""
+    run = change.run
+    for pair in run.likeness.see(judgement.alike, judgement.verdicts):
+        if not _is_recorded(change, list(pair)):
+            one, other = pair
+            distance = f"{judgement.alike[pair]:.2f} of the usual distance"
+            change.record(
+                "equal",
+                f"round {round_}: {one} and {other} keep sending nearly the same, at {distance}, as if they trained on "
+                "the same data with another dropout seed or precision: they count twice and bring little more than the "
+                "work of one; a script takes units(), or seeds its own batches by diloco.data_seed",
+                round=round_,
+                fragment=fragment,
+                workers=list(pair),
             )
 
 

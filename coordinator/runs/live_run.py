@@ -26,6 +26,7 @@ from coordinator.runs.open_round import OpenRound
 from coordinator.runs.outer import OuterState
 from coordinator.runs.pacing import Paces
 from coordinator.runs.tally import Tally
+from coordinator.screening.likeness import Likeness
 from coordinator.screening.measuring import Found
 from coordinator.store import audit
 from coordinator.store.blobs import Blobs, RunNames
@@ -151,6 +152,7 @@ class LiveRun:
         self.reports: deque[QueuedReport] = deque()  # not booked yet
         self.arrivals: deque[Arrival] = deque()  # contributions to be committed, by whoever gets the lock next
         self.events_recorded = 0  # since the last trimming
+        self.likeness = Likeness()
         self.tally = Tally()
 
     def traced(self, name: str, number: int, fragment: int) -> AbstractContextManager[None]:

@@ -54,6 +54,8 @@ class Members:
         self._dismissed_at: dict[str, float] = {}  # of the workers that were to upload state 0 and did not
         self._sent_home_at: float | None = None  # when all were told to leave; None: they were not
         self._missed: dict[str, int] = {}  # rounds in a row, by worker; as far as this process has seen them
+        self._rows: int | None = None  # of the data set that scripts draw the run's units from
+        self._rows_of: set[str] = set()  # the workers that said so
         self._lock = threading.Lock()  # of the leases
 
     def join(
@@ -119,6 +121,18 @@ class Members:
         """Return how many seconds ago the worker was last heard of; None if it holds no lease."""
         lease = self._leases.get(worker)
         return None if lease is None else now - lease.seen_at
+
+    def agree_on_rows(self, worker: str, rows: int) -> tuple[str, int] | None:
+        """Note that the worker draws the run's units from a data set of so many rows. Return another live worker and
+        its number, if it differs; then nothing is noted."""
+        with self._lock:
+            if rows != self._rows:
+                others = sorted(name for name in self._rows_of if name in self._leases and name != worker)
+                if others and self._rows is not None:
+                    return others[0], self._rows
+                self._rows, self._rows_of = rows, set()
+            self._rows_of.add(worker)
+            return None
 
     def silent(self, now: float) -> dict[str, Silence]:
         """Return the live workers whose heartbeat is overdue."""

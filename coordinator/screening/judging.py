@@ -21,8 +21,8 @@ each other, nobody can say which is right.
 
 import math
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ REACH, REACH_OF_TWO = 20.0, 5.0  # of the reference, from what is usual; the lat
 CHANCE = 4.0  # standard deviations of a cosine between sketches
 ALIKE = 0.25  # of the usual agreement, of workers that train on the same data
 OPPOSED = 0.25  # of the usual agreement, negated, of workers whose data differ
+CLOSE = 0.9  # of the usual distance of two directions; honest pairs had 0.88 to 1.1 of it
 FEW = 64  # values other than 0: that so few are the same may be chance
 COPIED = 0.9999  # the cosine of two sketches above which, with norms as close, one is a copy; fp16 keeps three digits
 
@@ -76,10 +77,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdicts by worker, and the reference, from which later rounds know what is usual; None if all are zero."""
+    """The verdicts by worker, and the reference, from which later rounds know what is usual; None if all are zero.
+    `alike`: pairs of workers whose directions are closer than their agreement with the others explains, with how far
+    they are from each other as a share of that: 0 for the same direction, 1 for what is usual."""
 
     reference: float | None
     verdicts: dict[str, Verdict]
+    alike: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
 # What each rule of aggregation (`sync.aggregation`) looks at; all others tell, and leave out nobody.
@@ -118,8 +122,8 @@ def judge(
         verdicts = {worker: replace(each, factor=1.0, reason="") for worker, each in verdicts.items()}
     elif all(each.factor == 0 for each in verdicts.values()):
         verdicts = {worker: _shortened(each, evidence[worker], reference) for worker, each in verdicts.items()}
-    judged = _by_direction(evidence, verdicts, work, alike, leave_out=rule in DIRECTIONS)
-    return Judgement(reference, judged)
+    judged, close = _by_direction(evidence, verdicts, work, alike, leave_out=rule in DIRECTIONS)
+    return Judgement(reference, judged, close)
 
 
 def _copies(evidence: Mapping[str, Evidence]) -> dict[str, Verdict]:
@@ -186,11 +190,13 @@ def _by_direction(
     alike: float,
     *,
     leave_out: bool,
-) -> dict[str, Verdict]:
-    """Note each contribution's agreement with the others; leave out those with too little, one after the other.
+) -> tuple[dict[str, Verdict], dict[tuple[str, str], float]]:
+    """Note each contribution's agreement with the others; leave out those with too little, one after the other. Return
+    the verdicts, and the pairs that are close.
 
     A contribution of less work has a noisier direction, so less is asked of it: noise averages out with the square root
-    of the steps.
+    of the steps. Late work comes less the mean that it missed, which all that missed it have in common: so everybody is
+    compared with those that are in time, and nobody is left out who has not two of them to be compared with.
     """
     judged = dict(verdicts)
     staying = [worker for worker, verdict in judged.items() if verdict.factor > 0 and evidence[worker].measure.norm > 0]
@@ -198,14 +204,15 @@ def _by_direction(
     products = _products(evidence, staying)
     chance = CHANCE / math.sqrt(_dimensions(evidence, staying)) if staying else 0.0
     while len(staying) > 1:
-        agreements = _agreements(products)
+        peers = [[j for j, one in enumerate(staying) if j != i and not evidence[one].late] for i in range(len(staying))]
+        agreements = _agreements(products, peers)
         judged |= {
             worker: replace(judged[worker], cosine=cosine) for worker, cosine in zip(staying, agreements, strict=True)
         }
-        usual = [max(_upper_median([*agreements[:i], *agreements[i + 1 :]]), 0.0) for i in range(len(staying))]
+        usual = [max(_upper_median([agreements[j] for j in others] or [0.0]), 0.0) for others in peers]
         bounds = [
-            _least_agreement(evidence[worker], typical, work, chance, alike if len(staying) > 2 else 0.0)
-            for worker, typical in zip(staying, usual, strict=True)
+            _least_agreement(evidence[worker], typical, work, chance, alike) if len(others) > 1 else -math.inf
+            for worker, typical, others in zip(staying, usual, peers, strict=True)
         ]
         worst = min(range(len(staying)), key=lambda i: agreements[i] - bounds[i])
         if most_left_out == 0 or agreements[worst] >= bounds[worst]:
@@ -216,7 +223,26 @@ def _by_direction(
         most_left_out -= 1
         del staying[worst]
         products = np.delete(np.delete(products, worst, 0), worst, 1)
-    return judged
+    in_time = [i for i, worker in enumerate(staying) if not evidence[worker].late]
+    return judged, _close([staying[i] for i in in_time], products[np.ix_(in_time, in_time)], chance)
+
+
+def _close(workers: list[str], cosines: F64, chance: float) -> dict[tuple[str, str], float]:
+    """Return the pairs of workers with less than CLOSE of the distance that is usual for two with their agreements.
+    Among three workers, two that are close are what is usual; nor can it be said where all directions are nearly the
+    same, as in a first round of few steps."""
+    everybody = range(len(workers))
+    peers = [[j for j in everybody if j != i] for i in everybody]
+    agreements = np.array(_agreements(cosines, peers)) if len(workers) > 3 else np.zeros(0)
+    usual = float(np.median(agreements)) if len(agreements) else 0.0
+    if usual <= 2 * chance or agreements.min() <= 0:
+        return {}
+    expected = np.outer(agreements, agreements) / usual
+    told = expected < 1 - 2 * chance
+    distances = np.divide(1 - cosines, 1 - expected, out=np.ones_like(cosines), where=told)
+    return {
+        (workers[i], workers[j]): float(distances[i, j]) for i, j in np.argwhere(np.triu(distances < CLOSE, 1)).tolist()
+    }
 
 
 def _least_agreement(each: Evidence, usual: float, work: float, chance: float, alike: float) -> float:
@@ -240,9 +266,11 @@ def _dimensions(evidence: Mapping[str, Evidence], workers: list[str]) -> int:
     return len(evidence[workers[0]].measure.direction)
 
 
-def _agreements(cosines: F64) -> list[float]:
-    """Return the median of each row of `cosines`, float64[workers, workers], without its diagonal."""
-    return [_upper_median(np.delete(row, i).tolist()) for i, row in enumerate(cosines)]
+def _agreements(cosines: F64, peers: Sequence[Sequence[int]]) -> list[float]:
+    """Return for each worker the median of its cosines with its peers or, if it has none, with all others. `cosines`:
+    float64[workers, workers]."""
+    others = [list(each) or [j for j in range(len(peers)) if j != i] for i, each in enumerate(peers)]
+    return [_upper_median(row[own].tolist()) for row, own in zip(cosines, others, strict=True)]
 
 
 def _upper_median(values: list[float]) -> float:

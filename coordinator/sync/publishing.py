@@ -12,6 +12,7 @@ from functools import partial
 
 from coordinator.runs.bell import delta_of
 from coordinator.runs.epochs import check_epochs
+from coordinator.runs.equal_work import tell_like_work
 from coordinator.runs.live_run import LiveRun, Settling
 from coordinator.runs.open_round import AcceptedContribution, OpenRound
 from coordinator.runs.outer import Job
@@ -141,6 +142,7 @@ def _record_delta(
         row.reference = judgement.reference
         row.verdicts = {worker: asdict(verdict) for worker, verdict in judgement.verdicts.items()}
         screened.tell(change, round_, index, judgement)
+        tell_like_work(change, round_, index, judgement)
         if last:
             session.flush()
             screened.conclude(change, opening)

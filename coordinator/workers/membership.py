@@ -148,6 +148,21 @@ def _bring_own_data(row: WorkerRow, data: DataSummary | None) -> None:
     row.units = units
 
 
+def check_rows(run: LiveRun, worker: str, rows: int) -> None:
+    """Raise Problem `data-mismatch` if another live worker draws the run's units from a data set of another length: the
+    same unit would then be other rows, some of which are trained on twice and some never."""
+    if run.spec.data.private:
+        return
+    if (other := run.members.agree_on_rows(worker, rows)) is not None:
+        name, theirs = other
+        raise Problem(
+            "data-mismatch",
+            f"the data set of {worker} has {rows} rows, that of {name} {theirs}: batches() and unit_sampler() need the "
+            "same rows on all workers. Load the same data set everywhere, or draw other data for each worker by "
+            "diloco.data_seed",
+        )
+
+
 def _units(count: int | None) -> str:
     return "an unknown number of units" if count is None else f"{count} units"
 

@@ -2,7 +2,10 @@
 
 from benchmarks.harness.coordinator import InThread
 from benchmarks.harness.member import Member
+from coordinator.screening.judging import Evidence, judge
+from coordinator.screening.likeness import Likeness
 from tests.coordinator.crew import crew, events, info
+from tests.coordinator.test_screening import honest, sketched
 
 
 def play(members: list[Member], round_: int, like: dict[str, Member]) -> None:
@@ -61,3 +64,40 @@ def test_a_loss_that_nobody_told_is_unknown(shared: InThread, run: str) -> None:
     assert [info(shared, run, f"/rounds/{round_}")["loss"] for round_ in (0, 1)] == [None, 1.5]
     (told,) = events(shared, run, "equal")
     assert told["message"].startswith("round 0: a, b have sent the same (norm ")
+
+
+def test_another_dropout_seed_or_precision_hides_no_equal_work(shared: InThread, run: str) -> None:
+    members = a, b, *_ = crew(shared, run, ["a", "b", "c", "d", "e"], rounds=4)
+    for round_ in range(4):
+        common = a.pseudo_gradients(100 + round_)
+        sent = {each.name: each.pseudo_gradients(round_) for each in members}
+        noise = b.pseudo_gradients(200 + round_)
+        sent["b"] = [0.9 * own + 0.4 * more for own, more in zip(sent["a"], noise, strict=True)]
+        assignments = [member.assignment(round_) for member in members]
+        for member, assignment in zip(members, assignments, strict=True):
+            for p, (all_have, own) in enumerate(zip(common, sent[member.name], strict=True)):
+                member.contribute(assignment, p, all_have + own, loss=float(ord(member.name))).raise_for_status()
+        for member in members:
+            member.step(round_)
+    (told,) = events(shared, run, "equal")
+    assert told["data"]["workers"] == ["a", "b"]
+
+
+def test_no_honest_pair_is_taken_for_one() -> None:
+    """Of many steps directions are less noisy, and so closer to each other than to those of few steps."""
+    for cosine in (0.1, 0.4, 0.9, 0.99):
+        likeness = Likeness()
+        for round_ in range(12):
+            vectors = honest(6, cosine, seed=round_)
+            for few in (0, 1):
+                vectors[few] = vectors[few] + honest(1, seed=1000 * round_ + few + 7)[0]
+            evidence = {f"w{i}": Evidence(sketched(each), 1.0, 1.0) for i, each in enumerate(vectors)}
+            assert likeness.see(judge(evidence).alike, evidence) == []
+
+
+def test_a_pair_is_forgotten_once_it_differs() -> None:
+    likeness, pair, all_there = Likeness(), ("a", "b"), ["a", "b", "c", "d"]
+    assert [likeness.see({pair: 0.3}, all_there) for _ in range(3)] == [[], [pair], [pair]]
+    for _ in range(20):
+        assert likeness.see({}, all_there) == []
+    assert likeness.see({pair: 0.3}, all_there) == []

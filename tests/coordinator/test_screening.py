@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -309,6 +310,17 @@ def test_less_agreement_is_asked_of_less_work_and_none_of_workers_with_data_of_t
     assert factors(judge(evidence, alike=0.0)) == [1.0] * 4
     evidence["w3"] = Evidence(sketched(stranger), 0.25, 10.0)
     assert factors(judge(evidence)) == [1.0] * 4
+
+
+def test_nobody_is_compared_with_late_work() -> None:
+    """Two that had missed the same round came less its mean, which was the third one's: they agreed that it opposed them."""
+    in_time, *late = honest(3, 0.05)
+    late = [each - in_time for each in late]
+    evidence = {"w0": Evidence(sketched(in_time), 1 / 3, 1.0)}
+    evidence |= {f"w{i}": Evidence(sketched(each), 1 / 3, 1.0, late=1) for i, each in enumerate(late, start=1)}
+    assert all(each > 0 for each in factors(judge(evidence)))
+    evidence |= {f"w{i}": replace(evidence[f"w{i}"], late=0) for i in (1, 2)}
+    assert factors(judge(evidence))[0] == 0.0
 
 
 def test_of_two_that_oppose_each_other_both_stay() -> None:

@@ -44,7 +44,10 @@ GOLDEN: list[tuple[BaseModel, str]] = [
         '{"round":1,"inner_step":2,"loss":0.5,"tokens_per_second":null,"inner_steps_per_second":null,"mfu":0.4,'
         '"peak_memory_bytes":null,"learning_rate":null,"private_contributions":null,"upload_bytes":3,"download_bytes":0,"phase":null}',
     ),
-    (messages.AssignmentRequest(state_round=3, carried=[[4, 6]]), '{"state_round":3,"carried":[[4,6]],"report":null}'),
+    (
+        messages.AssignmentRequest(state_round=3, carried=[[4, 6]]),
+        '{"state_round":3,"carried":[[4,6]],"report":null,"rows":null}',
+    ),
     (
         messages.RoundReport(
             round=3, epoch=1, upload_bytes=5, download_bytes=7, seconds={messages.Stage.AWAIT_DELTA: 0.5}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from protocol.errors import Problem
 from protocol.messages import Action, Assignment
 from protocol.spec.run import parse_spec
 from tests.worker import toy
@@ -58,6 +59,30 @@ def train(
                     optimizer.zero_grad()
                     steps += 1
     return rows, diloco
+
+
+class Fewer(Rows):
+    def __len__(self) -> int:
+        return ROWS - 1
+
+
+def test_a_data_set_of_another_length_is_refused_before_it_is_trained_on(tmp_path: Path) -> None:
+    """Data sets of 4000 and 3000 rows were once taken for the same: 22 of 192 rows were trained on twice."""
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(), tmp_path)
+        model, other = toy.make_model(), toy.make_model()
+        with run.connect(model, torch.optim.AdamW(model.parameters()), name="a") as a:
+            a.unit_sampler(Rows())
+            a.unit_sampler(Fewer())  # a second one, to evaluate on, is not compared
+            with run.connect(other, torch.optim.AdamW(other.parameters()), name="b") as b:
+                with pytest.raises(Problem, match=f"b has {ROWS - 1} rows, that of a {ROWS}") as refused:
+                    b.batches(DataLoader(Fewer(), batch_size=BATCH)).__next__()
+                assert refused.value.slug == "data-mismatch"
+            other = toy.make_model()
+            late = run.connect(other, torch.optim.AdamW(other.parameters()), name="c")
+            late.unit_sampler(Fewer())
+            with pytest.raises(Problem, match="data set"), late:
+                pass
 
 
 LOADINGS: dict[str, dict[str, Any]] = {

@@ -181,9 +181,10 @@ class Client:
         state_round: int | None,
         carried: list[list[int]] | None = None,
         report: messages.RoundReport | None = None,
+        rows: int | None = None,
     ) -> messages.Assignment:
         """Ask what to do next. The coordinator answers after at most LONG_POLL_S if there is nothing yet."""
-        request = messages.AssignmentRequest(state_round=state_round, carried=carried, report=report)
+        request = messages.AssignmentRequest(state_round=state_round, carried=carried, report=report, rows=rows)
         path = f"{self._path}/workers/{worker}/assignment"
         return self._json("PUT", path, messages.Assignment, request, member_token, headers=_long_poll())
 

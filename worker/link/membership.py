@@ -31,10 +31,19 @@ class Membership:
         self._lock = threading.Lock()
         self._token = ""
         self.epoch = 0  # changes whenever the worker has joined again
+        self.rows: int | None = None  # of the data set that a script's loader draws the run's units from
 
     def describe(self, data: DataSummary) -> None:
         """Join with this training set, which the coordinator compares between workers."""
         self._request = self._request.model_copy(update={"data": data})
+
+    def has_rows(self, rows: int, *, joined: bool) -> None:
+        """Have the length of the data set that the run's units are drawn from, the first one's if there are several,
+        compared between workers: at once if this one has `joined`. Raises Problem `data-mismatch` if it differs."""
+        if self.rows is None:
+            self.rows = rows
+            if joined:
+                self.act(lambda token: self.client.assignment(token, self.worker, None, rows=rows))
 
     def join(self) -> JoinReply:
         """Join or rejoin. Raises Problem where the coordinator refuses for good."""

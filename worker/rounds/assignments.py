@@ -44,8 +44,8 @@ class Assignments:
 
     def _ask(self, state_round: int | None, carried: UnitRanges) -> tuple[int, Assignment]:
         worker, report = self._membership.worker, self._progress.last_report
-        epoch = self._membership.epoch
-        ask = lambda token: self._client.assignment(token, worker, state_round, carried, report)  # noqa: E731
+        epoch, rows = self._membership.epoch, self._membership.rows
+        ask = lambda token: self._client.assignment(token, worker, state_round, carried, report, rows)  # noqa: E731
         return epoch, self._membership.act(ask)
 
     def prepare(self, assignment: Assignment) -> None:
