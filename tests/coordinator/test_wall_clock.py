@@ -31,8 +31,8 @@ def test_a_run_goes_on_when_the_clock_is_set(tmp_path: Path) -> None:
         coordinator_thread(
             tmp_path / "data", clock=clock, now=wall, notify_url=f"{webhook}/hook", backup_dir=tmp_path / "backups"
         ) as running,
+        running.client(running.token(Scope.VIEWER, expires_in_s=3 * DAY_S)) as viewer,
     ):
-        viewer = running.client(running.token(Scope.VIEWER, expires_in_s=3 * DAY_S))
         wait_until(lambda: running.coordinator.last_backup_at is not None)
         members = measure_everything(running, "r")
         others = crew(running, "s", ["c"], rounds=1)
