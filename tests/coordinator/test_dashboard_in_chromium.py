@@ -415,7 +415,7 @@ def test_what_strangers_write_is_text(
     with monkeypatch.context() as patch, opened(browser, running, f"run={run}", **PHONE) as found:
         patch.setattr(Storage, "fault", Fault(Cause.STORAGE_UNAVAILABLE, HOSTILE))
         expect(found.page.locator("tr", has_text=name)).to_contain_text(HOSTILE)
-        expect(found.page.get_by_role("cell", name=phase)).to_be_visible()
+        expect(found.page.locator('td[data-label="Doing"]').filter(has_text=phase)).to_be_visible()
         expect(found.page.locator(".events")).to_contain_text(HOSTILE)
         expect(sentence(found)).to_contain_text(HOSTILE)
         is_text()
