@@ -52,6 +52,7 @@ def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> Non
         "min_body_bytes_per_s": "0",
         "requests_per_s": "10",
         "streams_per_token": "3",
+        "polls_per_token": "4",
         "message_bytes_per_token": "20000000",
         "parts_bytes_per_member": "1",
     }
@@ -85,6 +86,7 @@ def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> Non
         "min_body_bytes_per_s": 0.0,
         "requests_per_s": 10.0,
         "streams_per_token": 3,
+        "polls_per_token": 4,
         "message_bytes_per_token": 20_000_000,
         "parts_bytes_per_member": 1,
     }
