@@ -336,6 +336,8 @@ class Coordinator:
             change = Change(run, session)
             change.record("created", f"the run {spec.name} was created")
             change.audit(by, "run-created", f"created the run {spec.name}")
+        for apply in change.consequences:
+            apply()
         run.restored()
         self._runs[spec.name] = run
         return run, True
