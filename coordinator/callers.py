@@ -1,5 +1,5 @@
 """What one caller may take of the coordinator: requests per second; streams of events, long polls, line checks and
-bytes of messages at once.
+bytes of messages and of uploads at once.
 
 Tokens that were exchanged for one join token are one caller, for whoever holds that one can make as many as it has
 uses. A member is a caller by itself in what training needs: heartbeats, assignments, contributions and deltas. Its
@@ -72,6 +72,7 @@ class Callers:
         self._polls: Counter[Hashable] = Counter()
         self._line_checks: Counter[Hashable] = Counter()
         self._bytes: Counter[Hashable] = Counter()
+        self._uploads: Counter[Hashable] = Counter()
 
     @property
     def streams(self) -> int:
@@ -109,6 +110,19 @@ class Callers:
         if self._line_checks.total() >= LINE_CHECKS:
             raise _too_many(f"{LINE_CHECKS} line checks are under way, as many as there may be at once")
         with _counted(self._line_checks, caller, 1):
+            yield
+
+    def uploading(self, owner: Hashable) -> int:
+        """Return how many bytes of uploads of this owner are arriving."""
+        return self._uploads[owner]
+
+    @contextmanager
+    def upload(self, owner: Hashable, size: int, most_bytes: int) -> Iterator[None]:
+        """Count the bytes of an upload while the block runs; one is always taken. Raises Problem `too-many-requests`
+        where they and others of this owner that are arriving are more than `most_bytes`."""
+        if self._uploads[owner] and self._uploads[owner] + size > most_bytes:
+            raise _too_many(f"uploads of {self._uploads[owner]} bytes are arriving, and may be {most_bytes} at once")
+        with _counted(self._uploads, owner, size):
             yield
 
     @contextmanager

@@ -59,6 +59,7 @@ def make_server(
     settings: Settings,
     *,
     clock: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] = time.time,
     store: Store = DirectoryBlobs,
 ) -> tuple[Server, socket.socket]:
     """Return a server and its bound socket. OSError if the address is taken, OuterstepError if the directory is."""
@@ -66,7 +67,7 @@ def make_server(
     listening = _listen(settings.host, settings.port)
     logger.info("TCP's congestion control: %s", congestion.ask(listening))
     try:
-        coordinator = Coordinator(settings, clock=clock, store=store)
+        coordinator = Coordinator(settings, clock=clock, now=now, store=store)
     except BaseException:
         listening.close()
         raise

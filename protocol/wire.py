@@ -141,6 +141,12 @@ def max_payload_bytes(codec: str, elements: int) -> int:
     return PREFIX.size + MAX_HEADER_BYTES + sum(CODECS[codec].size(n) for n in sizes)
 
 
+def max_payloads_bytes(codec: str, payloads: int, elements: int) -> int:
+    """Return an upper bound of the bytes of so many payloads that have so many elements together."""
+    chunks = payloads + elements // CHUNK_ELEMENTS
+    return payloads * (PREFIX.size + MAX_HEADER_BYTES) + chunks * CODECS[codec].size(CHUNK_ELEMENTS)
+
+
 def pack_frame(raw: U8, *, zstd: bool) -> Buffer:
     """Return the frame of one encoded chunk: compressed if that is wanted and shorter, raw otherwise."""
     if zstd:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from coordinator.http import receiving
 from coordinator.runs import guarding, pacing, weights
 from coordinator.screening import agreeing, judging, spoilt, standing
 from coordinator.settings import Settings
+from coordinator.store import assembling, data_directory
 from coordinator.sync import checking
 from protocol import messages
 from protocol.messages import Scope
@@ -20,7 +22,10 @@ LINKS_OF = ["docs/security.md", "SECURITY.md"]
 
 # Where a limit that the page names is a default of these, or a constant of those.
 MODELS = (Settings, SyncSpec, GuardSpec, RetentionSpec)
-MODULES = (judging, agreeing, spoilt, standing, checking, guarding, pacing, weights, messages)
+MODULES = (
+    *(judging, agreeing, spoilt, standing, checking, guarding, pacing, weights, messages),
+    *(receiving, assembling, data_directory),
+)
 # Of an attack, and not of a limit.
 CLAIMED = {"inner_steps_per_second", "carried", "factory", "aggregation", "weights_only"}
 

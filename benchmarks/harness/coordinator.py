@@ -69,10 +69,10 @@ class Running:
 
 
 class SettableClock:
-    """A monotonic clock that moves when a test says so."""
+    """A clock that moves when a test says so."""
 
-    def __init__(self) -> None:
-        self.seconds = 1000.0
+    def __init__(self, seconds: float = 1000.0) -> None:
+        self.seconds = seconds
 
     def __call__(self) -> float:
         return self.seconds
@@ -112,13 +112,17 @@ def _schema() -> bytes:
 
 @contextmanager
 def coordinator_thread(
-    data_dir: Path, port: int = 0, clock: Callable[[], float] = time.monotonic, **settings: Any
+    data_dir: Path,
+    port: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] = time.time,
+    **settings: Any,
 ) -> Iterator[InThread]:
     complete = Settings(data_dir=data_dir, port=port, **settings)
     if complete.database_url is None and not (data_dir / sqlite.FILE).exists():
         data_dir.mkdir(parents=True, exist_ok=True)
         (data_dir / sqlite.FILE).write_bytes(_schema())
-    server, listening = make_server(complete, clock=clock, store=stores.store)
+    server, listening = make_server(complete, clock=clock, now=now, store=stores.store)
     runner = asyncio.Runner(loop_factory=server.config.get_loop_factory())
     thread = threading.Thread(target=runner.run, args=(server.serve(sockets=[listening]),))
     thread.start()

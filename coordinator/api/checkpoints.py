@@ -27,7 +27,7 @@ from coordinator.sync import seeding
 from coordinator.workers import membership
 from protocol.fragments import Layout
 from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page, PartReply
-from protocol.wire import max_payload_bytes
+from protocol.wire import max_payload_bytes, max_payloads_bytes
 
 router = APIRouter(prefix="/v1/runs/{run}/checkpoints", tags=["checkpoints"], route_class=LimitedRoute)
 
@@ -48,7 +48,8 @@ async def seed(
     """Upload a fragment of state 0, whole or in parts."""
     layout = layout_with(run, fragment)
     limit = max_payload_bytes("fp32", 2 * layout.elements[fragment])
-    async with received(http, service, limit) as arrived:
+    all_bytes = max_payloads_bytes("fp32", len(layout.fragments), 2 * layout.total_elements)
+    async with received(http, service, limit, all_bytes) as arrived:
         reply, created = await run_in_threadpool(_accept, run, layout, worker, fragment, arrived)
     if isinstance(reply, PartReply):
         return part_taken(reply)

@@ -42,7 +42,7 @@ from coordinator.workers import evaluating, membership
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import ContributionReply, EvaluationReport, Page, PartReply, RoundDetail, RoundInfo
-from protocol.wire import max_payload_bytes
+from protocol.wire import max_payload_bytes, max_payloads_bytes
 
 router = APIRouter(prefix="/v1/runs/{run}/rounds", tags=["rounds"], route_class=LimitedRoute)
 
@@ -113,7 +113,8 @@ async def contribute(
     """Upload a contribution, whole or in parts. The same one again answers 200."""
     layout = layout_with(run, fragment)
     limit = max_payload_bytes(run.spec.sync.upload_codec, layout.elements[fragment])
-    async with received(http, service, limit, service.room) as arrived:
+    round_bytes = max_payloads_bytes(run.spec.sync.upload_codec, len(layout.fragments), layout.total_elements)
+    async with received(http, service, limit, round_bytes, service.room) as arrived:
         reply = await run_in_threadpool(_accept, run, layout, worker, number, fragment, arrived)
     if isinstance(reply, PartReply):
         return part_taken(reply)

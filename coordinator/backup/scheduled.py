@@ -49,6 +49,7 @@ class Scheduled:
         self._closing, self._clock, self._now = closing, clock, now
         self._lock = threading.Lock()
         self.due = -math.inf  # by the clock: at once, to see what is there; infinite while one is being made
+        self._made: float | None = None  # when, by the clock, the last one was; None if another process made it
         self._told: set[int] = set()  # runs whose latest event about it says that one failed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="backup")
 
@@ -71,6 +72,19 @@ class Scheduled:
                 with run.change() as change:
                     change.record("backup-made", "backups are made again")
                 self._told.discard(run.id)
+
+    @property
+    def has_made(self) -> bool:
+        """Whether this process made the last good one."""
+        return self._made is not None
+
+    @property
+    def last_age_s(self) -> float | None:
+        """How long ago the last good one was made, whatever was done to the wall clock since if this process made it;
+        None if there is none."""
+        if self._made is not None:
+            return self._clock() - self._made
+        return None if self.last_at is None else self.age_s(self.last_at)
 
     def age_s(self, at: float) -> float:
         """Return how long ago a backup was made, or failed, at `at`."""
@@ -109,16 +123,20 @@ class Scheduled:
         logger.info("made backup %d in %s: %d new blobs, %d bytes", *told)
         if made.manifest.lost:
             logger.warning("it is without %d blobs that are lost or spoilt", len(made.manifest.lost))
-        self.last_at = made.manifest.made_at
+        self.last_at, self._made = made.manifest.made_at, self._clock()
         return self.schedule.every_s
 
     def _remaining_s(self, backups: Place) -> float:
-        """Return for how long the newest backup is new enough."""
+        """Return for how long the newest backup is new enough: not at all if it was made later than now by more than
+        `every_s`, for then the clock was set back."""
         for number in backups.numbers():
             with suppress(Damaged):
-                self.last_at = backups.manifest(number).made_at
-                # Not longer, where the clock was set back meanwhile.
-                return min(self.last_at + self.schedule.every_s - self._now(), self.schedule.every_s)
+                made_at = backups.manifest(number).made_at
+                if made_at != self.last_at:
+                    self.last_at, self._made = made_at, None
+                every_s = self.schedule.every_s
+                remaining_s = self.last_at + every_s - self._now()
+                return remaining_s if remaining_s <= 2 * every_s else 0.0
         return 0.0
 
     def _interrupt(self) -> None:

@@ -214,6 +214,7 @@ class Connection(HttpToolsProtocol):
             lines = {
                 b"content-type": b"application/problem+json",
                 b"content-length": b"%d" % len(content),
+                b"x-content-type-options": b"nosniff",
                 b"x-request-id": uuid.uuid4().hex.encode(),
                 b"connection": b"close",
             }

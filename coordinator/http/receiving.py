@@ -21,6 +21,7 @@ from coordinator.http.arriving import pieces
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.assembling import Whole
+from coordinator.store.data_directory import DataDirectory
 from coordinator.store.payloads import Body
 from coordinator.tuning.room import Room
 from protocol.digest import parse_content_digest
@@ -29,6 +30,7 @@ from protocol.messages import PartReply
 
 PIECE_BYTES = 1 << 18  # of a body that goes into a file: so much is in memory at once
 POLL_S = 0.01  # between two attempts to get memory
+ROUNDS = 4  # whose payloads a member may be sending at once: those of a broken connection are held for a while
 MAX_TOLD = 100  # ranges that are missing, in one answer
 
 
@@ -101,32 +103,30 @@ class InMemory(Upload):
 
 
 class ThroughFile(Upload):
-    """An upload that is written to the new file `path` and hashed piece by piece.
+    """An upload that is written to a new file of the data directory and hashed piece by piece.
 
     That is done on threads: a busy disk takes its time, and the event loop has heartbeats to answer.
     """
 
-    def __init__(self, size: int, digest: bytes, path: Path) -> None:
+    def __init__(self, size: int, digest: bytes, data: DataDirectory) -> None:
         super().__init__(size, digest)
-        self._path = path
+        self._path, self._check_room = data.scratch(), data.check_room
         self._hasher = blake3()
         self._file: BinaryIO | None = None
-        self._arrived: list[bytes] = []
-        self._arrived_bytes = 0  # in that list
+        self._arrived = bytearray()  # and no list: as objects, pieces of two bytes would be 28 times as large
 
     async def _add(self, piece: bytes) -> None:
-        self._arrived_bytes += len(piece)
-        self._arrived.append(piece)
-        if self._arrived_bytes >= PIECE_BYTES:
+        self._arrived += piece
+        if len(self._arrived) >= PIECE_BYTES:
             await run_in_threadpool(self._write)
 
     def _write(self) -> None:
+        self._check_room(len(self._arrived))
         if self._file is None:
             self._file = self._path.open("xb")
-        for piece in self._arrived:
-            self._file.write(piece)
-            self._hasher.update(piece)
-        self._arrived, self._arrived_bytes = [], 0
+        self._file.write(self._arrived)
+        self._hasher.update(self._arrived)
+        self._arrived = bytearray()
 
     def _end(self) -> tuple[Path, bytes]:
         self._write()
@@ -146,8 +146,10 @@ class Received:
     """The body of a request, received. `part` is None where it is a whole payload. Set `over` where no other part of
     it is wanted."""
 
-    def __init__(self, upload: Upload, part: Part | None = None, whole: Whole | None = None) -> None:
-        self._upload, self._whole, self.part = upload, whole, part
+    def __init__(
+        self, upload: Upload, data: DataDirectory, part: Part | None = None, whole: Whole | None = None
+    ) -> None:
+        self._upload, self._data, self._whole, self.part = upload, data, whole, part
         self.over = False
 
     def complete(self) -> Body | PartReply:
@@ -158,6 +160,8 @@ class Received:
         body = self._upload.complete()
         if self.part is None or self._whole is None:
             return body
+        if self._whole.in_file:
+            self._data.check_room(body.size)
         missing = self._whole.add(self.part.start, body)
         self.over = not missing
         return PartReply(missing=missing[:MAX_TOLD]) if missing else self._whole.body()
@@ -165,24 +169,47 @@ class Received:
 
 @asynccontextmanager
 async def received(
-    request: Request, service: Coordinator, max_bytes: int, room: Room | None = None
+    request: Request, service: Coordinator, max_bytes: int, round_bytes: int, room: Room | None = None
 ) -> AsyncIterator[Received]:
     """Receive the request's body, into memory if `room` has some; then give it to the block, which `complete`s it.
 
+    `round_bytes`: of all payloads that the member has to send for a round. What of them is arriving may be ROUNDS times
+    as much at once, and so may payloads of which parts are missing.
+
     A file of it is deleted at the end of the block. Raises Problem: length-required, payload-too-large, invalid-message
-    (no digest), digest-mismatch, request-timeout.
+    (no digest), digest-mismatch, request-timeout, too-many-requests.
     """
     size, announced, part = _announced(request, max_bytes)
+    with service.callers.upload(_owner(request), size, ROUNDS * round_bytes):
+        async with _received(request, service, size, announced, part, round_bytes, room) as arrived:
+            yield arrived
+
+
+def _owner(request: Request) -> str:
+    identity = request.state.identity
+    return f"{identity.run} {identity.worker}"
+
+
+@asynccontextmanager
+async def _received(
+    request: Request,
+    service: Coordinator,
+    size: int,
+    announced: bytes,
+    part: Part | None,
+    round_bytes: int,
+    room: Room | None,
+) -> AsyncIterator[Received]:
     content = None if room is None else await _take(room, size)
     upload: Upload = (
-        ThroughFile(size, announced, service.data.scratch()) if content is None else InMemory(size, announced, content)
+        ThroughFile(size, announced, service.data) if content is None else InMemory(size, announced, content)
     )
     try:
         await upload.receive(request, service.settings)
         if part is None:
-            yield Received(upload)
+            yield Received(upload, service.data)
         else:
-            with _of_whole(request, service, upload, part, room) as arrived:
+            with _of_whole(request, service, upload, part, round_bytes, room) as arrived:
                 yield arrived
     finally:
         upload.discard()
@@ -190,7 +217,7 @@ async def received(
 
 @contextmanager
 def _of_whole(
-    request: Request, service: Coordinator, upload: Upload, part: Part, room: Room | None
+    request: Request, service: Coordinator, upload: Upload, part: Part, round_bytes: int, room: Room | None
 ) -> Iterator[Received]:
     """Give the block a part of a payload; forget that payload where it was taken, or refused for good."""
 
@@ -198,10 +225,9 @@ def _of_whole(
         memory = None if room is None else room.take(part.total)
         return service.data.scratch() if memory is None else memory
 
-    identity = request.state.identity
-    key = f"{identity.run} {identity.worker}", request.url.path
-    whole = service.wholes.get(key, part.total, part.digest, target)
-    arrived = Received(upload, part, whole)
+    key = _owner(request), request.url.path
+    whole = service.wholes.get(key, part.total, part.digest, target, ROUNDS * round_bytes)
+    arrived = Received(upload, service.data, part, whole)
     try:
         with whole.used():
             yield arrived

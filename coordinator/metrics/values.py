@@ -37,7 +37,7 @@ def _plain(seen: SeenRun) -> Iterator[tuple[str, float | None]]:
     yield "open_round_age_seconds", seen.open_round_age_s
     yield "last_round_age_seconds", seen.last_round_age_s
     if last is not None and last.closed_at is not None:
-        yield "last_round_duration_seconds", last.closed_at - last.opened_at
+        yield "last_round_duration_seconds", max(0.0, last.closed_at - last.opened_at)
         yield "last_round_tokens", last.tokens
         yield "loss", last.loss
     yield "held_out_loss", info.held_out_loss

@@ -150,18 +150,18 @@ class Watch:
             when = "just now" if age_s < 60 else f"{_time(age_s)} ago"
             return f"backup failed {when}: {scrubbed(backups.fault)}; {_last_backup(backups)}"
         begun = self._outbox and self._outbox.is_open("backup-failed")
-        if begun and (backups.last_at is None or backups.last_at < begun.at):  # before a restart, and none since
-            return begun.message
+        if begun and not backups.has_made and (backups.last_at is None or backups.last_at < begun.at):
+            return begun.message  # which began before a restart, and none was made since
         late_s = MISSED_BACKUPS * backups.schedule.every_s
-        if backups.last_at is not None and backups.age_s(backups.last_at) > late_s:
+        if (last_age_s := backups.last_age_s) is not None and last_age_s > late_s:
             return f"a backup has not ended for a long time; {_last_backup(backups)}"
         return None
 
 
 def _last_backup(backups: Scheduled) -> str:
-    if backups.last_at is None:
+    if (age_s := backups.last_age_s) is None:
         return "there is no good backup yet"
-    return f"the last good backup is {_time(backups.age_s(backups.last_at))} old"
+    return f"the last good backup is {_time(age_s)} old"
 
 
 def _last_round_s(run: LiveRun) -> float:

@@ -4,6 +4,7 @@ What has arrived stays while connections break and others open, until the whole 
 KEPT_S. No byte is written twice: what a whole was accepted with stays as it is, whatever is sent afterwards.
 """
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -63,6 +64,11 @@ class Whole:
             raise Problem("digest-mismatch", detail)
         return Body(self._target, self.size, found)
 
+    @property
+    def in_file(self) -> bool:
+        """Whether its bytes are on the disk."""
+        return isinstance(self._target, Path)
+
     @contextmanager
     def used(self) -> Iterator[None]:
         """Keep its bytes for the block, whoever lets go of it meanwhile: a part may come twice at once, and each of the
@@ -117,9 +123,16 @@ class Wholes:
         """How many are not all there."""
         return len(self._found)
 
-    def get(self, key: Key, size: int, digest: bytes, target: Callable[[], memoryview | Path]) -> Whole:
+    def get(
+        self,
+        key: Key,
+        size: int,
+        digest: bytes,
+        target: Callable[[], memoryview | Path],
+        most_bytes: float = math.inf,
+    ) -> Whole:
         """Return the payload of this key; a new one in a `target` if there is none, or one of other bytes. Problem
-        `too-many-requests` if others of its owner leave it no room."""
+        `too-many-requests` if it and others of its owner are more than `most_bytes`, or than an owner may have."""
         now = self._clock()
         with self._lock:
             found = self._found.get(key)
@@ -127,7 +140,7 @@ class Wholes:
                 found.touched = now
                 return found
             others = sum(each.size for other, each in self._found.items() if other[0] == key[0] and other != key)
-            if others and others + size > self._bytes_per_owner:
+            if others and others + size > min(self._bytes_per_owner, most_bytes):
                 detail = f"payloads of {others} bytes are not all there yet; send the rest of these first"
                 raise Problem("too-many-requests", detail, retry_after_s=RETRY_S)
             self._found[key] = made = Whole(size, digest, target(), now)

@@ -6,7 +6,9 @@ incoming/                      scratch: being received or written; emptied at st
 runs/{run}/state/{p}.{0 or 1}  the current outer state; derived from checkpoints and deltas, so not fsynced
 """
 
+import errno
 import itertools
+import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from coordinator.store.files import fsync
 from coordinator.store.locking import hold
 
 RESTORED = "restored"
+# Of the disk: no upload takes these, so that the database and the work on what was accepted go on.
+RESERVED_BYTES, RESERVED_SHARE = 256 << 20, 0.01  # whichever is less
 
 
 class DataDirectory:
@@ -35,6 +39,12 @@ class DataDirectory:
     def scratch(self) -> Path:
         """Return an unused path for a local file. What is still there at the next start is deleted."""
         return self._scratch / str(next(self._numbers))
+
+    def check_room(self, size: int) -> None:
+        """Raise OSError, as a full disk does, where `size` bytes of an upload would take what is reserved."""
+        disk = shutil.disk_usage(self._scratch)
+        if disk.free - size < min(RESERVED_BYTES, RESERVED_SHARE * disk.total):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._scratch))
 
     def states(self, run: str) -> "StateFiles":
         folder = self.root / "runs" / run / "state"

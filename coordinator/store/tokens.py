@@ -56,13 +56,18 @@ class Tokens:
         self._used: dict[str, float] = {}  # since the last writing
         self._write_at = now() + LAST_USES_S
         self._by_hash: dict[bytes, _Held] = {}
-        self._lineages: dict[str, str] = {}  # by id
+        self._lineages: dict[str, str] = {}  # by id, of those that have not expired
         with database.read() as session:
             self._hold([_held(row) for row in session.scalars(select(TokenRow))])
 
     def _hold(self, held: list[_Held]) -> None:
         self._by_hash = {each.identity.secret_hash: each for each in held}
-        self._lineages = {str(each.identity.token): str(each.identity.lineage) for each in held}
+        self._lineages = self._good()
+
+    def _good(self) -> dict[str, str]:
+        now, held = self._now(), self._by_hash.values()
+        good = [each.identity for each in held if each.expires_at is None or each.expires_at > now]
+        return {str(each.token): str(each.lineage) for each in good}
 
     def _held_but(self, token_id: str) -> list[_Held]:
         return [each for each in self._by_hash.values() if each.identity.token != token_id]
@@ -212,15 +217,10 @@ class Tokens:
     # --- what follows from something else -------------------------------------------------------------------------
 
     def drop_expired(self) -> bool:
-        """Forget the tokens that have expired, whose rows stay to be listed; return True if there were any."""
-        now = self._now()
+        """Note which tokens have expired; return True if any did. They stay in memory, as the clock may be set back."""
         with self._changing:
-            held = list(self._by_hash.values())
-            rest = [each for each in held if each.expires_at is None or each.expires_at > now]
-            if len(rest) == len(held):
-                return False
-            self._hold(rest)
-            return True
+            before, self._lineages = self._lineages, self._good()
+            return not before.keys() <= self._lineages.keys()
 
     def forget_of(self, run: str) -> None:
         """Forget the tokens for a run that was removed, as were their rows."""

@@ -88,6 +88,7 @@ def test_the_refusal_says_what_is_allowed(shared: InThread) -> None:
         answer.begin()
         assert b"at most 32768 bytes and 100 lines" in answer.read()
         assert answer.headers["Content-Type"] == "application/problem+json"
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
         assert answer.headers["X-Request-Id"]
         assert answer.headers["Connection"] == "close"
 

@@ -394,18 +394,40 @@ def test_creating_a_run_by_fields(browser: Browser, running: InThread, run: str)
     assert spec["checkpoints"] == {"every_rounds": 10, "keep": 3}
 
 
-def test_what_strangers_write_is_text(browser: Browser, running: InThread, run: str) -> None:
-    members = crew(running, run, ["a"], rounds=3)
+def test_what_strangers_write_is_text(
+    browser: Browser, running: InThread, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_text() -> None:
+        assert found.page.locator("img, main b, main script").count() == 0
+        assert found.page.evaluate("document.documentElement.scrollWidth") <= 390
+
+    (member,) = crew(running, run, ["a"], rounds=3)
     name = "x" + "-_.y" * 15
     stranger = Member(running.client(), run, name)
     host = {"host": HOSTILE, "device": "javascript:alert(1)", HOSTILE[:60]: "`${1}`"}
     stranger.ask_to_join(running.worker_token, host=host).raise_for_status()
-    with opened(browser, running, f"run={run}", **PHONE) as found:
-        row = found.page.locator("tr", has_text=name)
-        expect(row).to_contain_text(HOSTILE)
-        assert found.page.locator("img, main b, main script").count() == 0
-        assert found.page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert members
+    phase = HOSTILE[:28]
+    member.http.put(member.path("/lease"), json={"phase": phase}).raise_for_status()
+    with running.live(run).lock, running.live(run).change() as change:
+        change.record("late", HOSTILE)
+    running.token(Scope.VIEWER, note=HOSTILE)
+    logging.getLogger("coordinator.trial").error(HOSTILE)
+    with monkeypatch.context() as patch, opened(browser, running, f"run={run}", **PHONE) as found:
+        patch.setattr(Storage, "fault", Fault(Cause.STORAGE_UNAVAILABLE, HOSTILE))
+        expect(found.page.locator("tr", has_text=name)).to_contain_text(HOSTILE)
+        expect(found.page.locator('td[data-label="Doing"]').filter(has_text=phase)).to_be_visible()
+        expect(found.page.locator(".events")).to_contain_text(HOSTILE)
+        expect(sentence(found)).to_contain_text(HOSTILE)
+        is_text()
+        for fragment, where in (
+            ("", ".card"),
+            ("tokens", "table.tokens"),
+            ("server", ".errors"),
+            ("server", ".finding"),
+        ):
+            found.page.goto(f"{running.url}/#{fragment}")
+            expect(found.page.locator(where).filter(has_text=HOSTILE).first).to_be_visible()
+            is_text()
 
 
 @pytest.mark.parametrize("color_scheme", ["light", "dark"])

@@ -11,11 +11,12 @@ import pytest
 
 from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
 from benchmarks.harness.member import Member, spec_toml
-from coordinator.store import sqlite
+from coordinator.store import data_directory, sqlite
 from coordinator.store.payloads import has_digest
 from coordinator.store.tables import ContributionRow, FragmentRow
+from coordinator.tuning.room import Room
 from coordinator.upkeep.storage import QUIET_S
-from protocol.digest import model_digest
+from protocol.digest import content_digest, digest, model_digest
 from tests.coordinator.crew import crew, events, info, play_round, problem
 from tests.support.full_disk import FullDisk, small_disk
 from tests.support.waiting import wait_until
@@ -162,6 +163,36 @@ def test_a_disk_that_stays_full_for_a_while_is_told_once_and_then_that_it_has_ro
         assert len(about_it) == len(levels) + 2, "and each of the events, once it was committed"
         play_round([a, b], 2)
         running.await_state("r", 3)
+        assert_nothing_half_written(running, "r")
+
+
+def test_uploads_leave_the_room_that_the_run_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-sent payloads filled the disk, and with it the database."""
+    clock = SettableClock()
+    with coordinator_thread(tmp_path / "data", clock=clock) as running:
+        (a,) = crew(running, "r", ["a"], rounds=1, members="lease_s = 1000")
+        monkeypatch.setattr(running.coordinator, "room", Room(0))  # so that uploads go through files
+        assignment, path = a.assignment(0), a.contribution_path(0, 0)
+        body = a.payload(assignment, 0, a.pseudo_gradients(0)[0])
+        described = {"Repr-Digest": content_digest(digest(body))}
+        first, rest = ({"Content-Range": f"bytes {each}/{len(body)}"} for each in ("0-99", f"100-{len(body) - 1}"))
+        assert a.put(path, body[:100], **first, **described).status_code == 202
+        with monkeypatch.context() as patch:
+            patch.setattr(data_directory, "RESERVED_BYTES", 1 << 60)
+            patch.setattr(data_directory, "RESERVED_SHARE", 1.0)
+            problem(a.put(path, body), "storage-full")
+            problem(a.put(path, body[100:], **rest, **described), "storage-full")
+            clock.advance(QUIET_S)
+            running.coordinator.tick()
+            assert info(running, "r")["held_up_by"] == "storage-full", "the probe takes none of it either"
+            assert len(events(running, "r", "storage-full")) == 1, "which was written"
+        clock.advance(QUIET_S)
+        running.coordinator.tick()
+        assert info(running, "r")["held_up_by"] is None
+        assert a.put(path, body[100:], **rest, **described).status_code == 201
+        a.take_part(0)
+        a.step(0)
+        running.await_state("r", 1)
         assert_nothing_half_written(running, "r")
 
 

@@ -124,6 +124,25 @@ def test_the_tokens_of_a_removed_run_go_with_it(shared: InThread, run: str) -> N
         problem(http.get(f"/v1/runs/{run}"), "unauthorized")
 
 
+def test_a_token_that_expired_by_a_wrong_clock_is_good_once_that_is_set_right(tmp_path: Path) -> None:
+    """It was forgotten until the next restart."""
+    now = [1e9]
+    with closing(Database(sqlite.url_in(tmp_path))) as database:
+        tokens = Tokens(database, lambda: now[0])
+        made = tokens.create(TokenRequest(scope=Scope.VIEWER, expires_in_s=3600), Actor())
+        now[0] += 86_400
+        assert tokens.find(secret_hash(made.token)) is None
+        assert tokens.drop_expired()
+        assert not tokens.is_good(made.id)
+        assert not tokens.drop_expired(), "once"
+        tokens.create(TokenRequest(scope=Scope.VIEWER), Actor())
+        assert not tokens.is_good(made.id)
+        now[0] -= 86_400
+        assert not tokens.drop_expired()
+        assert tokens.is_good(made.id)
+        assert tokens.find(secret_hash(made.token)) is not None
+
+
 def test_last_uses_are_written_after_the_clock_was_set_back(tmp_path: Path) -> None:
     now = [1e9]
     with closing(Database(sqlite.url_in(tmp_path))) as database:

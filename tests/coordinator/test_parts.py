@@ -1,23 +1,33 @@
 """Uploads in parts, over several connections and in any order: put together in memory or in a file, accepted as the
 whole would be, and nothing of them is left behind."""
 
+import asyncio
 import random
-from collections.abc import Iterator
+import socket
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
+from fastapi import Request
 
 from benchmarks.harness.coordinator import InThread, SettableClock
 from benchmarks.harness.member import Member
+from coordinator.http.receiving import ROUNDS, ThroughFile
+from coordinator.settings import Settings
 from coordinator.store import assembling
 from coordinator.store.assembling import KEPT_S
+from coordinator.store.data_directory import DataDirectory
 from coordinator.store.payloads import Body
 from coordinator.tuning.room import Room
 from protocol.digest import content_digest, digest
 from protocol.messages import Assignment
-from tests.coordinator.crew import crew, enlist, info, play_round, problem
+from protocol.wire import max_payloads_bytes
+from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, enlist, info, play_round, problem
 from tests.support.waiting import wait_until
 
 ROOM_BYTES = 1 << 20
@@ -254,3 +264,79 @@ def test_who_has_all_of_it_keeps_it_though_another_one_was_first(tmp_path: Path)
             assert bytes(memory) == b"1234"
         assert whole.add(0, first) == [(0, 4)], "whoever comes now begins anew"
     assert not (tmp_path / "whole").exists()
+
+
+def begin(parts: Parts, running: InThread, held: ExitStack, announced: int) -> socket.socket:
+    """Begin to send a part of `announced` bytes, of which the last does not come."""
+    line = held.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=60))
+    head = {
+        "Host": "c",
+        "Authorization": parts.member.http.headers["Authorization"],
+        "Content-Length": str(announced),
+        "Content-Range": f"bytes 0-{announced - 1}/{len(parts.body)}",
+        "Content-Digest": content_digest(digest(parts.body[:announced])),
+        "Repr-Digest": content_digest(digest(parts.body)),
+    }
+    lines = [f"PUT {parts.path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items())]
+    line.sendall("\r\n".join([*lines, "", ""]).encode() + parts.body[: announced - 1])
+    return line
+
+
+def test_parts_that_trickle_hold_up_nobody(shared: InThread, run: str, clock: SettableClock, room: Room) -> None:
+    a, b, c = members = crew(shared, run, ["a", "b", "c"], rounds=2, members=GRACE_OF_A_SECOND)
+    for member in members:
+        member.assignment(0)
+    slow, owner = Parts(c, c.assignment(0)), f"{run} c"
+    with ExitStack() as held:
+        lines = [begin(slow, shared, held, 100) for _ in range(40)]
+        wait_until(lambda: shared.coordinator.callers.uploading(owner) == 40 * 100)
+        assert shared.live(run).lock.acquire(timeout=1)
+        shared.live(run).lock.release()
+        for member in (a, b):
+            member.take_part(0)
+        clock.advance(1)
+        shared.coordinator.tick()
+        a.step(0)
+        lines[0].sendall(slow.body[99:100])
+        assert lines[0].recv(1 << 16).startswith(b"HTTP/1.1 409 "), "that round is over"
+    wait_until(lambda: shared.coordinator.callers.uploading(owner) == 0)
+    assert shared.coordinator.wholes.waiting == 0
+
+
+def test_what_one_member_may_be_sending_at_once_is_bounded_by_what_a_round_takes(
+    parts: Parts, shared: InThread
+) -> None:
+    run = shared.live(parts.member.run)
+    assert run.model is not None
+    layout, callers, owner = run.model.layout, shared.coordinator.callers, f"{run.name} a"
+    most = ROUNDS * max_payloads_bytes(run.spec.sync.upload_codec, len(layout.fragments), layout.total_elements)
+    with callers.upload(owner, most, most):
+        refused = parts.send(*parts.places[0])
+        assert problem(refused, "too-many-requests")
+        assert refused.headers["Retry-After"]
+    with callers.upload(owner, most - 100, most):
+        missing(parts.send(*parts.places[0]))
+    for place in parts.places[1:]:
+        last = parts.send(*place)
+    assert last.status_code == 201
+
+
+class Crumbs:
+    """A request whose body comes in pieces of two bytes."""
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        for number in range(10_000):
+            yield number.to_bytes(2, "little")
+
+
+def test_pieces_of_two_bytes_take_no_more_memory_than_others(tmp_path: Path) -> None:
+    """Each was an object of 35 bytes: 256 KiB that were on their way were 7 MB, for each connection."""
+    with closing(DataDirectory(tmp_path / "data")) as data:
+        upload = ThroughFile(20_000, bytes(32), data)
+        tracemalloc.start()
+        try:
+            asyncio.run(upload.receive(cast(Request, Crumbs()), Settings(data_dir=tmp_path)))
+            assert tracemalloc.get_traced_memory()[0] < 200_000
+        finally:
+            tracemalloc.stop()
+            upload.discard()

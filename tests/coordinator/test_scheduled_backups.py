@@ -78,6 +78,22 @@ def test_one_is_made_at_the_first_start_and_again_after_a_while(
     check_restored(tmp_path / "new", restore(BackupDirectory(tmp_path / "backups"), 2, tmp_path / "new"))
 
 
+def test_where_the_clock_was_set_back_they_go_on(
+    running: InThread, clock: SettableClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None was made until the clock had come to the last one again, and nothing said so."""
+    first = await_backup(running, None)
+    await_rest(running)
+    monkeypatch.setattr(running.coordinator.backups, "_now", lambda: first - 86_400)
+    clock.advance(EVERY_S)
+    assert await_backup(running, first) == first - 86_400
+    await_rest(running)
+    monkeypatch.setattr(running.coordinator.backups, "_now", lambda: first - 86_400 - 5)
+    clock.advance(RETRY_S)
+    running.coordinator.tick()
+    assert running.coordinator.last_backup_at == first - 86_400, "by some seconds it is still new enough"
+
+
 def test_a_restarted_coordinator_knows_of_the_last_one_and_makes_none_before_its_time(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"backup_dir": tmp_path / "backups", "backup_every_s": EVERY_S}
     with coordinator_thread(tmp_path / "data", **settings) as running:

@@ -194,6 +194,8 @@ def test_payloads_of_which_parts_are_missing_are_bounded_by_owner() -> None:
     get("b", "second", 40)
     with pytest.raises(Problem, match="too-many-requests"):
         get("b", "third", 1)
+    with pytest.raises(Problem, match="too-many-requests"):
+        wholes.get(("b", "second"), 39, bytes(32), lambda: memoryview(bytearray(39)), most_bytes=98)
     assert wholes.waiting == 3
     assert BYTES_PER_OWNER == 4 << 30
 
