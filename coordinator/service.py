@@ -88,7 +88,7 @@ class Coordinator:
             logger.info("%s", done)
         self._jobs = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="publish")
         self._verifying = ThreadPoolExecutor(1, thread_name_prefix="verify")
-        self._verify_at: dict[int, float] = {}
+        self.verify_at: dict[int, float] = {}
         self._tick_faults: dict[str, tuple[str, float]] = {}  # the last of each kind, and when it was logged
         self._closing = threading.Event()
         self.storage = Storage(self.data, self.database, clock)
@@ -181,7 +181,7 @@ class Coordinator:
         ending.end_lingering(run)
         run.settle()
         rolling_back.roll_back_if_due(run, verifying=partial(self._is_verifying, run))
-        verifying.start_when_due(run, self._verify_at, self._verifying.submit)
+        verifying.start_when_due(run, self.verify_at, self._verifying.submit)
         retention.trim_events(run)
         self.storage.tick(run)
         if self.backups is not None:
@@ -336,6 +336,8 @@ class Coordinator:
             change = Change(run, session)
             change.record("created", f"the run {spec.name} was created")
             change.audit(by, "run-created", f"created the run {spec.name}")
+        for apply in change.consequences:
+            apply()
         run.restored()
         self._runs[spec.name] = run
         return run, True
@@ -345,7 +347,7 @@ class Coordinator:
         rolling_back.roll_back(run, order, by, verifying=partial(self._is_verifying, run))
 
     def _is_verifying(self, run: LiveRun) -> bool:
-        return self._verify_at.get(run.id) == math.inf
+        return self.verify_at.get(run.id) == math.inf
 
     def remove_run(self, name: str, by: Actor) -> None:
         """Remove a run that has ended, with its files and the tokens that are for it alone.

@@ -177,7 +177,9 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(__version__)
+        from outerstep.cli.printing import say
+
+        say(__version__)
         raise typer.Exit
 
 

@@ -19,7 +19,7 @@ from outerstep.cli.connection import (
     find_token,
     operator_client,
 )
-from outerstep.cli.faults import UsageError, import_extra
+from outerstep.cli.faults import UsageError, check_not_hidden, import_extra
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
 from outerstep.display import round_table, table, worker_table
 from outerstep.follow import FIRST_ROUNDS
@@ -417,6 +417,7 @@ def export(
             raise UsageError(f"--out: {out} exists and is not an empty directory; choose another")
     except OSError as error:
         raise UsageError(f"--out: {in_words(error)}") from error
+    check_not_hidden("worker")
     with operator_client(url, secret, None, ca) as client:
         client.run(run)  # the export, below, would wait for ever for a coordinator that is not there
         exporting = import_extra("outerstep.exporting", extra="worker", command="outerstep run export")

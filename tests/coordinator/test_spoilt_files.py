@@ -1,5 +1,6 @@
 """Files that are no longer what was written: found by their digests, made again where that is possible."""
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from sqlalchemy import delete
 from benchmarks.harness.coordinator import InThread, coordinator_thread
 from benchmarks.harness.member import Member
 from benchmarks.harness.stores import names, read, spoil, the
+from coordinator.runs.live_run import LiveRun
 from coordinator.store.tables import FragmentRow, UnitRangeRow
 from coordinator.sync.deltas import mend_delta
 from coordinator.tuning.room import Room
@@ -22,6 +24,13 @@ from tests.support.waiting import wait_until
 def contribute_all(member: Member, round_: int = 0) -> None:
     member.assignment(round_)
     member.take_part(round_)
+
+
+def verified(running: InThread, run: str) -> LiveRun:
+    """The run, once its files were verified after its start: otherwise that makes again what a test has just spoilt."""
+    live, verify_at = running.live(run), running.coordinator.verify_at
+    wait_until(lambda: math.isfinite(verify_at.get(live.id, math.inf)))
+    return live
 
 
 def two_of_whom_a_has_contributed(running: InThread, run: str, **spec: Any) -> tuple[Member, Member, list[str]]:
@@ -113,7 +122,7 @@ def test_a_dead_workers_contribution_that_the_disk_lost_is_done_without_and_its_
     assert a.http.delete(a.path()).status_code == 204
     contribute_all(b)
     b.step(0)
-    live = shared.live(run)
+    live = verified(shared, run)
     with shared.coordinator.database.read() as session:
         free = session.query(UnitRangeRow).filter_by(run_id=live.id, state="free").all()
     assert [(row.start, row.stop) for row in free] == [(0, 5)]
@@ -142,7 +151,7 @@ def test_a_delta_that_cannot_be_made_again_is_gone_and_told_once(shared: InThrea
     for round_ in range(2):
         play_round([a], round_)
         shared.await_state(run, round_ + 1)
-    live = shared.live(run)
+    live = verified(shared, run)
     spoil(live.blobs, the(live, "deltas", 0, 0))
     for _ in range(2):
         assert not mend_delta(live, 0, 0)
@@ -157,7 +166,7 @@ def test_a_spoilt_checkpoint_is_made_again_from_an_older_one(shared: InThread, r
     for round_ in range(3):
         play_round([a], round_)
         shared.await_state(run, round_ + 1)
-    live = shared.live(run)
+    live = verified(shared, run)
     name = the(live, "checkpoints", 2, 1)
     before = read(live.blobs, name)
     spoil(live.blobs, name)
@@ -177,7 +186,7 @@ def test_a_deleted_checkpoint_is_found_by_its_reader_and_made_again_without_a_re
 ) -> None:
     """It was answered `gone`, deleted by the retention rule, and an export asked for it again for ever."""
     crew(shared, run, ["a"], rounds=5)
-    live = shared.live(run)
+    live = verified(shared, run)
     name = the(live, "checkpoints", 0, 0)
     before = read(live.blobs, name)
     live.blobs.delete(name)
@@ -186,6 +195,7 @@ def test_a_deleted_checkpoint_is_found_by_its_reader_and_made_again_without_a_re
     assert problem(fragment_of(shared, run, 0), "not-ready")
     wait_until(lambda: fragment_of(shared, run, 0).status_code == 200)
     assert fragment_of(shared, run, 0).content == before
+    wait_until(lambda: bool(events(shared, run, "mended")))  # the event is recorded after the file is there
     (mended,) = events(shared, run, "mended")
     assert ("corrupt" if cut else "missing") in mended["message"]
     assert [each.levelname for each in caplog.records if mended["message"] in each.getMessage()] == ["WARNING"]
@@ -199,7 +209,7 @@ def test_checkpoints_that_cannot_be_made_again_are_marked_and_nobody_is_sent_to_
     for round_ in range(2):
         play_round([a], round_)
         shared.await_state(run, round_ + 1)
-    live = shared.live(run)
+    live = verified(shared, run)
     deleted = {name: read(live.blobs, name) for name in (the(live, "checkpoints", round_, 0) for round_ in (0, 1))}
     for name in deleted:
         live.blobs.delete(name)
@@ -225,7 +235,7 @@ def test_the_only_checkpoint_is_replaced_by_one_of_the_current_state(shared: InT
     (a,) = crew(shared, run, ["a"], rounds=300, checkpoints="every_rounds = 100")
     play_round([a], 0)
     shared.await_state(run, 1)
-    live = shared.live(run)
+    live = verified(shared, run)
     live.blobs.delete(the(live, "checkpoints", 0, 1))
     wait_until(lambda: verify(live))  # the job of a fragment may still be at work
     assert [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == [1]
@@ -237,7 +247,7 @@ def test_the_only_checkpoint_is_replaced_by_one_of_the_current_state(shared: InT
 
 def test_a_run_that_has_lost_its_only_checkpoint_and_its_state_says_so(shared: InThread, run: str) -> None:
     crew(shared, run, ["a"], rounds=5, checkpoints="every_rounds = 2")
-    live = shared.live(run)
+    live = verified(shared, run)
     only = the(live, "checkpoints", 0, 0)
     spoil(live.blobs, only)
     live.outer.files.path(0, 0).unlink()
@@ -259,7 +269,7 @@ def test_a_state_file_that_is_no_longer_what_was_written_is_derived_again_withou
     (a,) = crew(shared, run, ["a"], rounds=5, checkpoints="every_rounds = 100")
     play_round([a], 0)
     shared.await_state(run, 1)
-    live = shared.live(run)
+    live = verified(shared, run)
     path = live.outer.files.path(0, 1)
     content = path.read_bytes()
     path.unlink()
@@ -280,7 +290,7 @@ def test_a_deleted_delta_is_made_again_for_its_reader(shared: InThread, run: str
     for round_ in range(2):
         play_round([a, b], round_)
         shared.await_state(run, round_ + 1)
-    live = shared.live(run)
+    live = verified(shared, run)
     name = the(live, "deltas", 0, 0)
     before = read(live.blobs, name)
     live.blobs.delete(name)

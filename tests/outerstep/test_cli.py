@@ -231,10 +231,10 @@ def test_a_missing_extra_is_named_with_its_cure(command: str):
     program = f"import sys; sys.modules[{library!r}] = None; from outerstep.cli import main; main()"
     arguments = ["worker", "http://c", "--run", "r", "--token", "t"] if command == "worker" else [command]
     done = subprocess.run([sys.executable, "-c", program, *arguments], check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"outerstep: `outerstep {command}` needs {library}, which is not installed; "
-        f"run: pip install 'outerstep[{extra}]'\n",
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (  # a worker has said before that it imports torch
+        f"outerstep: `outerstep {command}` needs {library}, which is not installed; run: pip install "
+        f"'outerstep[{extra}]'"
     )
 
 

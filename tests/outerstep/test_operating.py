@@ -78,7 +78,7 @@ def test_what_is_trained_is_shown_beside_what_is_frozen(served: Served):
     with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.admin_token}"}) as http:
         Member(http, "adapted", "w").ask_to_join(frozen=frozen).raise_for_status()
     facts = " ".join(served.outerstep("run", "show", "adapted")[1].split())
-    assert "llama with adapters of rank 2 from the run base, 977 parameters in 1 fragments, 5 M frozen" in facts
+    assert "llama with adapters of rank 2 from the run base, 977 parameters in 1 fragment, 5 M frozen" in facts
 
 
 def test_a_whole_model_has_no_adapters_to_merge(served: Served, tmp_path: Path):

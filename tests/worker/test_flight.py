@@ -25,6 +25,7 @@ class State(list[None]):
         super().__init__([None] * FRAGMENTS)
         self.round: int | None = 7
         self.own = list(range(FRAGMENTS))
+        self.theta = [torch.ones(2)] * FRAGMENTS
         self.stepped: list[int] = []
 
     def step(self, p: int, delta: object) -> None:
@@ -63,7 +64,7 @@ def contribution(p: int) -> Contribution:
 
 @pytest.fixture(autouse=True)
 def mean_of_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_module, "unpack_payload", lambda payload, device: torch.ones(2))
+    monkeypatch.setattr(flight_module, "unpack_payload", lambda payload, device, elements: torch.ones(elements))
 
 
 @pytest.mark.parametrize(

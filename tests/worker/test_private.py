@@ -3,7 +3,9 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -24,18 +26,19 @@ from worker.data.text import TextData
 def test_two_workers_with_different_text_make_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers: dict[int, list[int]] = {}  # by the length of the set: those that were asked for
     sent: list[bytes] = []
-    unit, request = TextData.unit, httpx.Client.request
+    unit, send = TextData.unit, httpx.Client.send
 
     def noted(self: TextData, number: int) -> Tensor:
         numbers.setdefault(self.units_per_epoch, []).append(number)
         return unit(self, number)
 
-    def sending(self: httpx.Client, method: str, url: str, **rest: object) -> httpx.Response:
-        sent.append(rest.get("content") or b"")  # type: ignore[arg-type]
-        return request(self, method, url, **rest)  # type: ignore[arg-type]
+    def sending(self: httpx.Client, request: httpx.Request, **rest: Any) -> httpx.Response:
+        with suppress(httpx.RequestNotRead):  # of a contribution, which is sent in pieces
+            sent.append(request.content)
+        return send(self, request, **rest)
 
     monkeypatch.setattr(TextData, "unit", noted)
-    monkeypatch.setattr(httpx.Client, "request", sending)
+    monkeypatch.setattr(httpx.Client, "send", sending)
     sets = {
         "a": write_chapters(tmp_path / "a", chapters=6, repeats=20),
         "b": write_chapters(tmp_path / "b", words="the quick brown fox", chapters=4, repeats=20),
@@ -79,13 +82,14 @@ def test_two_workers_with_different_text_make_one_model(tmp_path: Path, monkeypa
 def test_a_run_with_noise_tells_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in a heartbeat, a contribution or an evaluation; and three honest workers are believed."""
     sent: list[bytes] = []
-    request = httpx.Client.request
+    send = httpx.Client.send
 
-    def sending(self: httpx.Client, method: str, url: str, **rest: object) -> httpx.Response:
-        sent.append(rest.get("content") or b"")  # type: ignore[arg-type]
-        return request(self, method, url, **rest)  # type: ignore[arg-type]
+    def sending(self: httpx.Client, request: httpx.Request, **rest: Any) -> httpx.Response:
+        with suppress(httpx.RequestNotRead):  # of a contribution, which is sent in pieces
+            sent.append(request.content)
+        return send(self, request, **rest)
 
-    monkeypatch.setattr(httpx.Client, "request", sending)
+    monkeypatch.setattr(httpx.Client, "send", sending)
     sets = {name: write_chapters(tmp_path / name, words=f"the quick {name} fox", chapters=6) for name in "abc"}
     spec = tiny_spec("hushed", tmp_path / "nowhere", seed=1, rounds=2, min_workers=3)
     spec = spec.replace(
