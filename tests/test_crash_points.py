@@ -69,7 +69,7 @@ class Victim:
         self.process = forked(run_coordinator, self.folder, self.folder / "data", self.port)
         wait_until(lambda: (out.exists() and "ready at" in out.read_text()) or not self.process.is_alive())
         if self.process.is_alive():
-            self.url = out.read_text().split()[-1]
+            self.url = out.read_text().splitlines()[0].split()[-1]
             self.port = int(self.url.rsplit(":", 1)[1])
 
     def revive(self) -> None:
