@@ -35,13 +35,16 @@ published ends the round, and the next one opens.
 
 ## What `decide` looks at
 
-`decide(expected, contributed, policy, opened_at, quorum_at, now) → Wait(until, reason) | Close(contributors, reason)`
+`decide(expected, contributed, policy, opened_at, quorum_at, now, silent)` returns
+`Wait(until, reason, silent)` or `Close(contributors, reason)`.
 
 It is a pure function. `expected` are the live workers that hold an assignment for the round and are waited for;
 `contributed` are those whose contribution was acknowledged, whether they are still alive or not. Times are of one
 monotonic clock, the coordinator's: no worker's clock is ever looked at. The reason is one sentence, and the log, the
 events, `GET …/rounds/current` and the failure of a test show that same one.
 
+- **Who is silent.** A live worker whose last heartbeat is older than half of its lease is still waited for, but the
+  reason names it first, with when it was last heard of and when it is dropped.
 - **Who is waited for** (`coordinator/runs/members.py`). Workers that have contributed to the run before are *proven*;
   one that has missed three rounds in a row is not waited for until it contributes again. A newcomer is waited for in
   its first round, and no longer than the grace. Where nobody is proven, as in the first round, all are alike. So names
