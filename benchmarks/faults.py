@@ -27,10 +27,9 @@ import argparse
 import json
 import math
 import platform
-import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -40,11 +39,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.harness.screening import Screening
 from coordinator.runs import pacing
-from coordinator.screening.judging import Evidence, judge
-from coordinator.screening.measuring import find
 from coordinator.sync.aggregating import aggregate
-from coordinator.sync.screened import EARLIER_ROUNDS
 from protocol.fragments import plan_fragments
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.spec.sections import SyncSpec
@@ -274,37 +271,6 @@ def contribution(worker: int, work: Contribution, state: OuterState, spec: RunSp
     return Payload.from_bytes(pack_header(header) + b"".join(frames)), tokens
 
 
-class Screening:
-    """The coordinator's judging of the same contributions, which changes nothing here: all of these workers are honest.
-
-    left_out, shortened  how many of the `judged` contributions would have counted for nothing, or in part
-    """
-
-    def __init__(self) -> None:
-        self.judged = self.left_out = self.shortened = 0
-        self._references: dict[int, list[float]] = {}
-
-    def look_at(self, sent: Mapping[int, tuple[Payload, int]], works: Mapping[int, list[Contribution]], p: int) -> None:
-        """Judge the contributions to fragment p, (payload, tokens) by worker."""
-        total, known = sum(tokens for _, tokens in sent.values()), self._references.setdefault(p, [])
-        evidence = {
-            str(worker): Evidence(
-                find(payload, f"{payload.header.round}/{p}".encode()),
-                weight=tokens / total,
-                work=tokens,
-                late=0 if (late := works[worker][p].late) is None else len(late.rounds),
-            )
-            for worker, (payload, tokens) in sent.items()
-        }
-        judgement = judge(evidence, statistics.median(known[-EARLIER_ROUNDS:]) if known else None)
-        if judgement.reference is not None:
-            known.append(judgement.reference)
-        factors = [verdict.factor for verdict in judgement.verdicts.values()]
-        self.judged += len(factors)
-        self.left_out += factors.count(0.0)
-        self.shortened += sum(0 < factor < 1 for factor in factors)
-
-
 def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState, spec: RunSpec) -> Tensor:
     """Take the outer step by the coordinator's mean, encoded as a delta. Return its decoded values, float32[n]."""
     headers = [payload.header for payload, _ in contributions]
@@ -332,7 +298,7 @@ def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState
 @dataclass(frozen=True)
 class Result:
     """A result. `loss`: held-out, nats per byte. `tokens`: trained on; `counted`: those in a delta. `time`: virtual.
-    `left_out`, `shortened` of `judged` contributions: as in `Screening`."""
+    `left_out`, `shortened`: of the `judged` contributions, as the coordinator's screening would have them."""
 
     loss: float
     tokens: int
@@ -355,7 +321,7 @@ def run(scenario: Scenario, spec: RunSpec, data: TextData) -> Result:
     draw = np.random.default_rng([spec.seed, 0])
     inner_steps = scenario.inner_steps(spec.sync)
     next_unit = tokens = counted = 0
-    virtual, screening = 0.0, Screening()
+    virtual, screening, factors = 0.0, Screening(spec), list[float]()
     present = set(range(WORKERS))
     kept: set[int] = set()  # workers that go on from their own parameters
     for number in range(spec.sync.rounds):
@@ -377,7 +343,8 @@ def run(scenario: Scenario, spec: RunSpec, data: TextData) -> Result:
         means = {}
         for p in range(len(state)):
             in_time = {worker: contribution(worker, works[worker][p], state, spec) for worker in on_time}
-            screening.look_at(in_time, works, p)
+            carried = {worker: len(late.rounds) for worker in on_time if (late := works[worker][p].late) is not None}
+            factors += screening.judge(p, in_time, carried).values()
             means[p] = step(list(in_time.values()), p, state, spec)
         for worker, work in works.items():
             if worker not in late:
@@ -394,8 +361,8 @@ def run(scenario: Scenario, spec: RunSpec, data: TextData) -> Result:
         final.fragments.rebase(p, state.reached(p), None)
     loss = evaluate(final.model, data, spec.evaluation.max_tokens, CPU).loss
     in_rounds = float(virtual) / spec.sync.schedule_steps
-    seconds, seen = time.perf_counter() - began, screening
-    return Result(loss, tokens, counted, in_rounds, seconds, seen.judged, seen.left_out, seen.shortened)
+    left_out, shortened = factors.count(0.0), sum(0 < factor < 1 for factor in factors)
+    return Result(loss, tokens, counted, in_rounds, time.perf_counter() - began, len(factors), left_out, shortened)
 
 
 def measure(size: Size, seed: int, names: Sequence[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from coordinator.service import Coordinator
 from protocol import __version__, tracing
 
 TICK_S = 0.2
-SEND_S = 1.0  # from one look at what is to be sent to the next
+SEND_S = 1.0  # between two looks into the outbox
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """What one caller may take of the coordinator: requests per second; streams of events, long polls, line checks and
 bytes of messages and of uploads at once.
 
-Tokens that were exchanged for one join token are one caller, for whoever holds that one can make as many as it has
-uses. A member is a caller by itself in what training needs: heartbeats, assignments, contributions and deltas. Its
+Tokens that were exchanged for one join token are one caller: its holder can make as many of them as it has uses. A
+member is a caller by itself in what training needs: heartbeats, assignments, contributions and deltas. Its
 listings and streams count with its token. What is beyond is refused with `too-many-requests`, which says when to ask
 again. All of it is on the event loop.
 """
@@ -19,6 +19,7 @@ BURST_S = 5.0  # so many seconds' requests may come at once
 SWEEP_AT = 4096  # callers that are remembered, before those with nothing to remember of are forgotten
 ALL_TOKENS = 4  # so many times as many bytes of messages as one token may have, all together may
 LINE_CHECKS = 4  # at once, of all callers together; of one caller one
+SHARED = "which it shares with all tokens exchanged for the same join token"
 FREE_IN_S = 5.0  # a guess at when a stream or a message of the same caller has ended
 
 
@@ -52,7 +53,9 @@ class Rates:
         now = self._clock()
         left = self._left_at(now, *self._left.get(caller, (self._most, now)))
         if left < 1:
-            detail = f"this token may send {self._per_s:g} requests per second, of which large ones count as many"
+            detail = (
+                f"{self._per_s:g} requests per second are the limit for this token, {SHARED}; large ones count as many"
+            )
             raise Problem("too-many-requests", detail, retry_after_s=(1 - left) / self._per_s)
         if caller not in self._left and len(self._left) >= SWEEP_AT:
             self._left = {each: then for each, then in self._left.items() if self._left_at(now, *then) < self._most}
@@ -87,29 +90,21 @@ class Callers:
     @contextmanager
     def stream(self, caller: Hashable) -> Iterator[None]:
         """Count a stream of events while the block runs. Raises Problem `too-many-requests`."""
-        most = self._settings.streams_per_token
-        if self._streams[caller] >= most:
-            raise _too_many(f"this token has {most} streams of events, as many as it may have at once; close one")
-        with _counted(self._streams, caller, 1):
+        with _one_more(self._streams, caller, self._settings.streams_per_token, "streams of events"):
             yield
 
     @contextmanager
     def poll(self, caller: Hashable) -> Iterator[None]:
         """Count a long poll while the block runs. Raises Problem `too-many-requests`."""
-        most = self._settings.polls_per_token
-        if self._polls[caller] >= most:
-            raise _too_many(f"this token has {most} long polls, as many as it may have at once; end one")
-        with _counted(self._polls, caller, 1):
+        with _one_more(self._polls, caller, self._settings.polls_per_token, "long polls"):
             yield
 
     @contextmanager
     def line_check(self, caller: Hashable) -> Iterator[None]:
         """Count a line check while the block runs. Raises Problem `too-many-requests`."""
-        if self._line_checks[caller]:
-            raise _too_many("this token has a line check under way, and may have one at once")
-        if self._line_checks.total() >= LINE_CHECKS:
+        if not self._line_checks[caller] and self._line_checks.total() >= LINE_CHECKS:
             raise _too_many(f"{LINE_CHECKS} line checks are under way, as many as there may be at once")
-        with _counted(self._line_checks, caller, 1):
+        with _one_more(self._line_checks, caller, 1, "line check"):
             yield
 
     def uploading(self, owner: Hashable) -> int:
@@ -139,6 +134,15 @@ class Callers:
 
 def _too_many(detail: str) -> Problem:
     return Problem("too-many-requests", detail, retry_after_s=FREE_IN_S)
+
+
+@contextmanager
+def _one_more(counts: Counter[Hashable], caller: Hashable, most: int, what: str) -> Iterator[None]:
+    """Count one while the block runs. Raises Problem `too-many-requests` if the caller has `most` already."""
+    if counts[caller] >= most:
+        raise _too_many(f"{most} {what} at once is the limit for this token, {SHARED}; end one")
+    with _counted(counts, caller, 1):
+        yield
 
 
 @contextmanager

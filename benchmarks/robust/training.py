@@ -1,6 +1,5 @@
 """DiLoCo in one process, with some workers that attack; judged, averaged and stepped by the real parts."""
 
-import statistics
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
@@ -9,13 +8,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.faults import CPU, WORKERS, Replica, contribution
+from benchmarks.harness.screening import Screening
 from benchmarks.robust.attacks import ATTACKS, AWAY
-from coordinator.screening.judging import CLIPPED, CLIPPED_WITH_FEEDBACK, Evidence, Judgement, judge
-from coordinator.screening.measuring import find
 from coordinator.sync.aggregating import aggregate
-from coordinator.sync.screened import EARLIER_ROUNDS
 from protocol.codecs import CODECS
-from protocol.digest import digest
 from protocol.errors import CodecError
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.wire import CHUNK_ELEMENTS, DeltaHeader, Payload, pack_header
@@ -66,21 +62,6 @@ FULL = Size(16, 25, 8, 64, 40, 65_536)
 QUICK = Size(5, 2, 2, 32, 2, 4096)
 
 
-class History:
-    """The references of earlier rounds, as the coordinator keeps them, by fragment."""
-
-    def __init__(self) -> None:
-        self._references: dict[int, list[float]] = {}
-
-    def usual(self, p: int) -> float | None:
-        known = self._references.get(p)
-        return statistics.median(known[-EARLIER_ROUNDS:]) if known else None
-
-    def add(self, p: int, judgement: Judgement) -> None:
-        if judgement.reference is not None:
-            self._references.setdefault(p, []).append(judgement.reference)
-
-
 @dataclass(frozen=True)
 class Result:
     """The held-out loss, None where the run ended because no worker could encode its work any more; how many
@@ -114,7 +95,7 @@ class Training:
         self.state = OuterState(self.replicas[0].layout, spec.outer, pin_memory=False)
         for p in range(len(self.state)):
             self.state.set(p, self.replicas[0].fragments.gather(p), None)
-        self.draw, self.history, self.next_unit = np.random.default_rng([spec.seed, 1]), History(), 0
+        self.draw, self.screening, self.next_unit = np.random.default_rng([spec.seed, 1]), Screening(spec), 0
         self.deltas = [list[Tensor]() for _ in range(len(self.state))]  # published, by fragment
         self.missed = 0  # rounds in a row, by the hostile workers
         self.refused = self.left_out = self.attacking = 0
@@ -162,21 +143,8 @@ class Training:
 
     def _step(self, sent: dict[int, tuple[Payload, int]], p: int) -> dict[int, float]:
         """Judge, aggregate and step, as the coordinator does. Return the factors by worker."""
-        sync, history, (first, _) = self.spec.sync, self.history, next(iter(sent.values()))
-        key, total = digest(f"{first.header.round}/{p}".encode()), sum(tokens for _, tokens in sent.values())
-        evidence = {
-            str(worker): Evidence(
-                find(payload, key),
-                weight=tokens / total,
-                work=tokens / self.spec.unit_tokens,
-                late=self.missed if worker < self.hostile else 0,
-            )
-            for worker, (payload, tokens) in sent.items()
-        }
-        clipped = CLIPPED_WITH_FEEDBACK if CODECS[sync.upload_codec].error_feedback else CLIPPED
-        judgement = judge(evidence, history.usual(p), rule=sync.aggregation, clipped=clipped)
-        history.add(p, judgement)
-        factors = {worker: judgement.verdicts[str(worker)].factor for worker in sent}
+        sync, (first, _) = self.spec.sync, next(iter(sent.values()))
+        factors = self.screening.judge(p, sent, dict.fromkeys(range(self.hostile), self.missed))
         counting = [worker for worker, factor in factors.items() if factor > 0]
         frames = aggregate(
             [sent[worker] for worker in counting],

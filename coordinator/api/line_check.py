@@ -29,7 +29,7 @@ _SENT: Answers = {"200": {"description": "Random bytes, as many as were asked fo
 async def line_check_down(
     _: LineChecker, count: Annotated[int, Query(alias="bytes", ge=0, le=LINE_CHECK_BYTES)] = 0
 ) -> StreamingResponse:
-    """So many bytes; none says that the token lets workers join. One check at a time of one token."""
+    """Send this many bytes; with 0, only check that the token allows joining. One check at a time per token."""
     headers = {"Content-Length": str(count), "Cache-Control": "private, no-store"}
     return _Counted(_noise(count), media_type=_MEDIA_TYPE, headers=headers)
 

@@ -46,7 +46,7 @@ ITEMS_PER_REQUEST = 10
 
 
 def charge(request: Request, cost: float) -> None:
-    """Count what is read as so many more requests of its caller's; not of an admin. Raises Problem
+    """Count a read as `cost` more requests of its caller, unless that is an admin. Raises Problem
     `too-many-requests`."""
     if not request.state.identity.allows(Scope.ADMIN):
         request.app.state.coordinator.callers.rates.take(lineage_of(request.state.identity), cost)

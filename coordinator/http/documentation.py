@@ -3,6 +3,8 @@
 import base64
 import hashlib
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import fastapi_offline
@@ -20,30 +22,21 @@ _INLINE_SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 def routes(app: FastAPI) -> list[BaseRoute]:
     """Return the routes of the two pages, and of the scripts and styles that they load."""
 
-    async def swagger(request: Request) -> HTMLResponse:
-        root = request.scope.get("root_path", "")
-        page = get_swagger_ui_html(
-            openapi_url=f"{root}{app.openapi_url}",
-            title=f"{app.title}: Swagger UI",
-            swagger_js_url=f"{root}{_STATIC}/swagger-ui-bundle.js",
-            swagger_css_url=f"{root}{_STATIC}/swagger-ui.css",
-            swagger_favicon_url=f"{root}{_STATIC}/favicon.png",
-        )
-        return _restricted(page)
+    def page(path: str, name: str, html: Callable[..., HTMLResponse], **files: str) -> Route:
+        async def answer(request: Request) -> HTMLResponse:
+            root = request.scope.get("root_path", "")
+            urls = {key: f"{root}{_STATIC}/{file}" for key, file in files.items()}
+            return _restricted(html(openapi_url=f"{root}{app.openapi_url}", title=f"{app.title}: {name}", **urls))
 
-    async def redoc(request: Request) -> HTMLResponse:
-        root = request.scope.get("root_path", "")
-        page = get_redoc_html(
-            openapi_url=f"{root}{app.openapi_url}",
-            title=f"{app.title}: ReDoc",
-            redoc_js_url=f"{root}{_STATIC}/redoc.standalone.js",
-            redoc_favicon_url=f"{root}{_STATIC}/favicon.png",
-            with_google_fonts=False,
-        )
-        return _restricted(page)
+        return Route(path, answer)
 
-    static = StaticFiles(directory=Path(fastapi_offline.__file__).parent / "static")
-    return [Route("/docs", swagger), Route("/redoc", redoc), Mount(_STATIC, static)]
+    swagger = {"swagger_js_url": "swagger-ui-bundle.js", "swagger_css_url": "swagger-ui.css"}
+    redoc = partial(get_redoc_html, with_google_fonts=False)
+    return [
+        page("/docs", "Swagger UI", get_swagger_ui_html, **swagger, swagger_favicon_url="favicon.png"),
+        page("/redoc", "ReDoc", redoc, redoc_js_url="redoc.standalone.js", redoc_favicon_url="favicon.png"),
+        Mount(_STATIC, StaticFiles(directory=Path(fastapi_offline.__file__).parent / "static")),
+    ]
 
 
 def _restricted(page: HTMLResponse) -> HTMLResponse:

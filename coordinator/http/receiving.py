@@ -173,8 +173,8 @@ async def received(
 ) -> AsyncIterator[Received]:
     """Receive the request's body, into memory if `room` has some; then give it to the block, which `complete`s it.
 
-    `round_bytes`: of all payloads that the member has to send for a round. What of them is arriving may be ROUNDS times
-    as much at once, and so may payloads of which parts are missing.
+    `round_bytes`: the size of all payloads that the member has to send for a round. At most ROUNDS times as many bytes
+    may be arriving at once, and as many may be stored of payloads with missing parts.
 
     A file of it is deleted at the end of the block. Raises Problem: length-required, payload-too-large, invalid-message
     (no digest), digest-mismatch, request-timeout, too-many-requests.

@@ -45,7 +45,7 @@ class Pending:
 
 
 class Outbox:
-    """What is to be sent, and what has begun and not ended. Methods may be called from any thread.
+    """Notifications to send, and conditions that have begun but not ended. Methods may be called from any thread.
 
     `draw_id` makes ids; `clock` is monotonic, `now` in seconds since 1970.
     """
@@ -77,8 +77,8 @@ class Outbox:
     def note_event(
         self, session: Session, run: str, kind: str, message: str, data: Mapping[str, Any]
     ) -> Callable[[], None] | None:
-        """Add the notification of a run's event, if it has one, to the event's transaction; return what is to be done
-        once that is committed."""
+        """Add the notification of a run's event, if it has one, to the event's transaction. Return a function to call
+        after the commit; None if there is no notification."""
         kind_ = OF_EVENTS.get(kind)
         if kind_ is None:
             return None

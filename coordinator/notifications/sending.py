@@ -1,4 +1,4 @@
-"""The sending of notifications, by a task of its own, which no round waits for.
+"""The sending of notifications, by a separate task that no round waits for.
 
 What the receiver does not take is sent again, after pauses that double and are drawn at random, for three days. Where
 the receiver itself is at fault (no answer, 5xx, 429) all wait; where it refuses one notification the next goes on.

@@ -64,6 +64,7 @@ ALARMING = frozenset(
         "spoilt",
         "storage-full",
         "storage-unavailable",
+        "suspected",
     }
 )
 

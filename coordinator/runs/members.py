@@ -123,8 +123,8 @@ class Members:
         return None if lease is None else now - lease.seen_at
 
     def agree_on_rows(self, worker: str, rows: int) -> tuple[str, int] | None:
-        """Note that the worker draws the run's units from a data set of so many rows. Return another live worker and
-        its number, if it differs; then nothing is noted."""
+        """Record that the worker draws the run's units from a data set of `rows` rows. If another live worker's has a
+        different number, return its name and that number, and record nothing."""
         with self._lock:
             if rows != self._rows:
                 others = sorted(name for name in self._rows_of if name in self._leases and name != worker)

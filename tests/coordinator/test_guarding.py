@@ -122,7 +122,9 @@ def test_a_risen_loss_pauses_the_run_and_the_operator_may_go_on(shared: InThread
     assert len(events(shared, run, "spoilt")) == 2
 
 
-def test_a_loss_that_stops_falling_names_who_differs_and_nobody_else(shared: InThread, run: str):
+def test_a_loss_that_stops_falling_names_who_differs_and_nobody_else(
+    shared: InThread, run: str, caplog: pytest.LogCaptureFixture
+):
     """A third of the signs changed leaves a third of the agreement, which is no reason to leave anybody out."""
     members = crew(shared, run, ["a", "b", "c", "m"], rounds=20)
     flips = np.where(np.arange(max(len(theta) for theta in members[0].theta)) % 3, 1, -1).astype(np.float32)
@@ -141,6 +143,7 @@ def test_a_loss_that_stops_falling_names_who_differs_and_nobody_else(shared: InT
     evaluate(members, 5, 4.05)
     (event,) = events(shared, run, "suspected")
     assert (event["data"]["workers"], event["data"]["state"]) == (["m"], 1)
+    assert [each.levelname for each in caplog.records if event["message"] in each.getMessage()] == ["WARNING"]
     assert info(shared, run)["state"] == "running"
 
 

@@ -114,7 +114,9 @@ def test_tokens_exchanged_for_one_join_token_share_requests_streams_and_line_che
         for each in (a, b):
             held.enter_context(each.stream("GET", f"/v1/runs/{run}/events", headers={"Accept": "text/event-stream"}))
         refused = c.get(f"/v1/runs/{run}/events", headers={"Accept": "text/event-stream"})
-        assert "2 streams" in problem(refused, "too-many-requests")["detail"]
+        detail = problem(refused, "too-many-requests")["detail"]
+        assert "2 streams" in detail
+        assert "same join token" in detail, "c itself has none"
         (join,) = [each.id for each in strict.coordinator.tokens.listed(1000, None, run) if each.scope is Scope.JOIN]
         with strict.coordinator.callers.line_check(join):
             problem(a.get("/v1/line-check?bytes=1"), "too-many-requests")

@@ -21,6 +21,7 @@ const BAD = new Set([
   "storage-unavailable",
   "corrupt",
   "spoilt",
+  "suspected",
   "rolled-back",
 ]);
 

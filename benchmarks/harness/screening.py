@@ -1,0 +1,43 @@
+"""The coordinator's judging of contributions, for benchmarks that train in one process."""
+
+import statistics
+from collections.abc import Mapping
+
+from coordinator.screening.judging import CLIPPED, CLIPPED_WITH_FEEDBACK, Evidence, Judgement, judge
+from coordinator.screening.measuring import find
+from coordinator.sync.screened import EARLIER_ROUNDS
+from protocol.codecs import CODECS
+from protocol.digest import digest
+from protocol.spec.run import RunSpec
+from protocol.wire import Payload
+
+
+class Screening:
+    """Judges as the coordinator does, and remembers the references of earlier rounds, by fragment."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._references: dict[int, list[float]] = {}
+
+    def judge(self, p: int, sent: Mapping[int, tuple[Payload, int]], late: Mapping[int, int]) -> dict[int, float]:
+        """Judge the contributions to fragment p, (payload, tokens) by worker; return by how much each weight counts.
+        `late`: how many missed rounds' work is in them, by worker; 0 for those that are not named."""
+        total, known = sum(tokens for _, tokens in sent.values()), self._references.setdefault(p, [])
+        evidence = {
+            str(worker): Evidence(
+                find(payload, digest(f"{payload.header.round}/{p}".encode())),
+                weight=tokens / total,
+                work=tokens / self._spec.unit_tokens,
+                late=late.get(worker, 0),
+            )
+            for worker, (payload, tokens) in sent.items()
+        }
+        judgement: Judgement = judge(
+            evidence,
+            statistics.median(known[-EARLIER_ROUNDS:]) if known else None,
+            rule=self._spec.sync.aggregation,
+            clipped=CLIPPED_WITH_FEEDBACK if CODECS[self._spec.sync.upload_codec].error_feedback else CLIPPED,
+        )
+        if judgement.reference is not None:
+            known.append(judgement.reference)
+        return {worker: judgement.verdicts[str(worker)].factor for worker in sent}
