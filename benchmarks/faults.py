@@ -343,7 +343,8 @@ def run(scenario: Scenario, spec: RunSpec, data: TextData) -> Result:
         means = {}
         for p in range(len(state)):
             in_time = {worker: contribution(worker, works[worker][p], state, spec) for worker in on_time}
-            carried = {worker: len(late.rounds) for worker in on_time if (late := works[worker][p].late) is not None}
+            carries = {worker: works[worker][p].late for worker in on_time}
+            carried = {worker: len(carry.rounds) for worker, carry in carries.items() if carry is not None}
             factors += screening.judge(p, in_time, carried).values()
             means[p] = step(list(in_time.values()), p, state, spec)
         for worker, work in works.items():
