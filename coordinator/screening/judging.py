@@ -211,7 +211,9 @@ def _by_direction(
         }
         usual = [max(_upper_median([agreements[j] for j in others] or [0.0]), 0.0) for others in peers]
         bounds = [
-            _least_agreement(evidence[worker], typical, work, chance, alike) if len(others) > 1 else -math.inf
+            _least_agreement(evidence[worker], judged[worker].ratio or 1.0, typical, work, chance, alike)
+            if len(others) > 1
+            else -math.inf
             for worker, typical, others in zip(staying, usual, peers, strict=True)
         ]
         worst = min(range(len(staying)), key=lambda i: agreements[i] - bounds[i])
@@ -245,13 +247,15 @@ def _close(workers: list[str], cosines: F64, chance: float) -> dict[tuple[str, s
     }
 
 
-def _least_agreement(each: Evidence, usual: float, work: float, chance: float, alike: float) -> float:
+def _least_agreement(each: Evidence, ratio: float, usual: float, work: float, chance: float, alike: float) -> float:
     """Return the agreement below which a contribution is left out. Less is asked of one with less work, whose direction
-    is noisier, and of one that is late as a whole, which comes less the mean that it missed."""
+    is noisier; of one with late work, whose own round's part alone agrees, by as much as that makes it longer; and of
+    one that is late as a whole, which comes less the mean that it missed."""
     if alike == 0 or each.all_late:
         return -max(chance, OPPOSED * usual)
     share = math.sqrt(min(1.0, each.work / work)) if work > 0 else 1.0
-    return alike * share * usual - max(chance - usual / 2, 0.0)
+    late = max(1.0, ratio) if each.late else 1.0
+    return alike * share * usual / late - max(chance - usual / 2, 0.0)
 
 
 def _products(evidence: Mapping[str, Evidence], workers: list[str]) -> F64:

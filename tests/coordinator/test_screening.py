@@ -312,6 +312,18 @@ def test_less_agreement_is_asked_of_less_work_and_none_of_workers_with_data_of_t
     assert factors(judge(evidence)) == [1.0] * 4
 
 
+def test_late_work_may_hide_the_agreement_of_its_own_round() -> None:
+    """One that had missed two short rounds was left out: of its length only a part was of its own round."""
+    vectors = honest(4, 0.4)
+    vectors[3] = vectors[3] + 6 * honest(1, seed=5)[0]
+    evidence = {f"w{i}": Evidence(sketched(each), 0.25, 1.0) for i, each in enumerate(vectors)}
+    assert factors(judge(evidence)) == [1.0, 1.0, 1.0, 0.0]
+    evidence["w3"] = replace(evidence["w3"], late=2)
+    assert 0 < factors(judge(evidence))[3] < 1
+    evidence["w3"] = Evidence(sketched(half_flipped(vectors[0]) * np.float32(4)), 0.25, 1.0, late=2)
+    assert factors(judge(evidence))[3] == 0.0
+
+
 def test_nobody_is_compared_with_late_work() -> None:
     """Two that had missed the same round came less its mean, which was the third one's: they agreed that it opposed them."""
     in_time, *late = honest(3, 0.05)
