@@ -31,7 +31,8 @@ from coordinator.screening.measuring import Measure
 
 CLIPPED = 1.25  # times the reference; equal work on the same data gives norms within 1.2
 CLIPPED_UNEQUAL = 1.5  # of more steps than the others' or of late work, for that much work
-CLIPPED_OF_OTHER_DATA = 2.0
+CLIPPED_OF_OTHER_DATA = 2.0  # and for late work times √(1 + its rounds), MOST_LATE at most: nothing of it is in common
+MOST_LATE = 3
 CLIPPED_WITH_FEEDBACK = 1.5  # what a codec left out comes in later rounds; newcomers have none of it yet
 LEFT_OUT = 10.0
 LAZY = 0.1
@@ -117,7 +118,7 @@ def judge(
         return Judgement(None, {worker: Verdict(1.0) for worker in evidence})
     work = statistics.median(each.work for each in evidence.values())
     allowed = clipped * min(max((usual or 0.0) / reference, 1.0), clipped)
-    verdicts = {worker: _by_norm(each, reference, work, allowed) for worker, each in evidence.items()}
+    verdicts = {worker: _by_norm(each, reference, work, allowed, alike) for worker, each in evidence.items()}
     if rule not in NORMS:
         verdicts = {worker: replace(each, factor=1.0, reason="") for worker, each in verdicts.items()}
     elif all(each.factor == 0 for each in verdicts.values()):
@@ -156,7 +157,7 @@ def _reference(norms: list[float], usual: float | None, plausible: float) -> flo
     return min(found, plausible)
 
 
-def _by_norm(each: Evidence, reference: float, work: float, clipped: float) -> Verdict:
+def _by_norm(each: Evidence, reference: float, work: float, clipped: float, alike: float) -> Verdict:
     """Judge a contribution by its norm. `work`: the round's median; `clipped`: the most that one of that much work may
     have, as a multiple of the reference."""
     norm = each.measure.norm
@@ -170,6 +171,8 @@ def _by_norm(each: Evidence, reference: float, work: float, clipped: float) -> V
         return Verdict(0.0, f"{told}: less than {LAZY:g} times brings next to nothing", ratio)
     usual = max(1.0, share)
     allowed = usual * (max(clipped, CLIPPED_UNEQUAL) if each.late or share > 1 else clipped)
+    if alike == 0:
+        allowed *= math.sqrt(1 + min(each.late, MOST_LATE))
     if ratio > allowed:
         length = allowed if each.late else usual
         return Verdict(length / ratio, f"{told}: shortened to {length:.3g} times", ratio)

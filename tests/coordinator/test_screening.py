@@ -221,6 +221,17 @@ def test_late_work_may_be_longer_by_half_however_many_rounds_were_missed(late: i
         assert judge(evidence).verdicts["w1"].factor == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize(("late", "allowed"), [(0, 2.0), (1, 2.0 * math.sqrt(2)), (3, 4.0), (19, 4.0)])
+def test_where_data_differs_late_work_may_be_as_long_as_work_with_nothing_in_common(late: int, allowed: float) -> None:
+    """A worker that had been late four times in a row was shortened."""
+    vectors = honest(4, 0.0)
+    for norm in (0.95 * allowed, 1.05 * allowed):
+        evidence = {f"w{i}": Evidence(sketched(each), 0.25, 5.0) for i, each in enumerate(vectors)}
+        evidence["w1"] = Evidence(sketched(vectors[1] * np.float32(norm)), 0.25, 5.0, late=late)
+        factor = judge(evidence, clipped=CLIPPED_OF_OTHER_DATA, alike=0.0).verdicts["w1"].factor
+        assert (factor == 1.0) == (norm < allowed)
+
+
 def test_among_newcomers_whose_norms_are_short_the_others_may_be_as_long_as_ever() -> None:
     """As with error feedback: what a codec leaves out at first comes later."""
     vectors = [each * np.float32(0.7 if i < 3 else 1.0) for i, each in enumerate(honest(4))]
