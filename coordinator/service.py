@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import random
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from coordinator.backup.making import Source
 from coordinator.backup.scheduled import Schedule, Scheduled
 from coordinator.callers import Callers
 from coordinator.logs import RecentErrors
+from coordinator.notifications.formats import new_id
 from coordinator.notifications.outbox import Outbox
 from coordinator.notifications.sending import Sender, receiver_of
 from coordinator.notifications.watching import Watch
@@ -93,7 +93,7 @@ class Coordinator:
         self._closing = threading.Event()
         self.storage = Storage(self.data, self.database, clock)
         receiver = receiver_of(settings.notify_url, settings.notify_format, settings.notify_secret)
-        self.outbox = None if receiver is None else Outbox(self.database, _notification_id, clock, now)
+        self.outbox = None if receiver is None else Outbox(self.database, new_id, clock, now)
         self.sender = None
         if receiver is not None and self.outbox is not None:
             self.sender = Sender(receiver, self.outbox, clock, now, random.random)
@@ -368,7 +368,3 @@ class Coordinator:
         for other in self.runs():
             if other.spec.model.run == run.name and not other.seeded and not other.ended:
                 raise Problem("run-not-ended", f"the run {other.name} is to start from {run.name}, and has not begun")
-
-
-def _notification_id() -> str:
-    return f"msg_{secrets.token_hex(12)}"

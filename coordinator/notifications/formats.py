@@ -11,6 +11,7 @@ import base64
 import hashlib
 import hmac
 import json
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -150,6 +151,11 @@ FORMATS: dict[str, Callable[[Notification, str], tuple[str, Any]]] = {
     "ntfy": _ntfy,
 }
 HOSTS = {"hooks.slack.com": "slack", "discord.com": "discord", "discordapp.com": "discord", "ntfy.sh": "ntfy"}
+
+
+def new_id() -> str:
+    """Return a random id for a notification, as Standard Webhooks has them."""
+    return f"msg_{secrets.token_hex(12)}"
 
 
 def format_of(url: str) -> str:

@@ -6,7 +6,6 @@ the receiver itself is at fault (no answer, 5xx, 429) all wait; where it refuses
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import httpx
 from pydantic import SecretStr
 
 from coordinator.logs import scrubbed
-from coordinator.notifications.formats import Notification, Request, format_of, request_of
+from coordinator.notifications.formats import Notification, Request, format_of, new_id, request_of
 from coordinator.notifications.outbox import Outbox, Pending
 from protocol.errors import OuterstepError
 from protocol.printable import printable
@@ -93,7 +92,7 @@ def send_test(receiver: Receiver) -> int:
     """Send a test once; return the status of the answer. Raises NotTaken."""
     now = time.time()
     message = "This is a test: notifications of this coordinator arrive here."
-    return asyncio.run(send(receiver, Notification(f"msg_{secrets.token_hex(12)}", now, "test", message), now))
+    return asyncio.run(send(receiver, Notification(new_id(), now, "test", message), now))
 
 
 async def _post(http: httpx.AsyncClient, request: Request, receiver: Receiver) -> int:

@@ -57,7 +57,7 @@ def stopped_falling(losses: Sequence[tuple[int, float]]) -> tuple[int, float] | 
     if not before:
         return None
     lowest = min(before, key=lambda each: each[1])
-    return lowest if all(_is_above(loss, lowest[1]) or loss == lowest[1] for _, loss in newest) else None
+    return None if any(loss < lowest[1] for _, loss in newest) else lowest
 
 
 def suspects(parts: Mapping[str, Sequence[Part]], share: float = HARDLY) -> list[str]:
