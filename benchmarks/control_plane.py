@@ -38,10 +38,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.connection import Connection
-from benchmarks.harness.coordinator import Running, coordinator_process
-from benchmarks.harness.member import Member
-from benchmarks.harness.viewer import Viewer
+from harness.connection import Connection
+from harness.coordinator import Running, coordinator_process
+from harness.member import Member
+from harness.viewer import Viewer
 from protocol.digest import content_digest, digest
 from protocol.fragments import TensorSpec
 from protocol.messages import (

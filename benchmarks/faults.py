@@ -39,9 +39,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.harness.screening import Screening
-from coordinator.runs import pacing
+from coordinator.run import pacing
 from coordinator.sync.aggregating import aggregate
+from harness.screening import Screening
 from protocol.fragments import plan_fragments
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.spec.sections import SyncSpec

@@ -35,8 +35,8 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from benchmarks.harness.coordinator import CoordinatorProcess
-from protocol.exit_codes import Exit
+from harness.coordinator import CoordinatorProcess
+from outerstep.common.exit_codes import Exit
 from protocol.messages import Scope
 from protocol.spec.run import RunSpec, parse_spec
 from worker.agent import run_worker

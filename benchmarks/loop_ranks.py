@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.loop import Size, Turns, bare_loop
-from protocol.exit_codes import Exit
+from outerstep.common.exit_codes import Exit
 from protocol.spec.run import parse_spec
 from worker.agent import run_worker
 from worker.inner.layers import layers_of

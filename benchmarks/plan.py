@@ -21,8 +21,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.lines import NO_LINES_EXIT, Shape, on_the_wire, why_not
 from benchmarks.wan.measuring import bench
+from harness.lines import NO_LINES_EXIT, Shape, on_the_wire, why_not
 from outerstep import plan
 from outerstep.plan import Workload
 from protocol.messages import RoundDetail, Stage

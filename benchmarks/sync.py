@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.floor import core_seconds
-from benchmarks.harness.coordinator import InProcess, coordinator_process
+from harness.coordinator import InProcess, coordinator_process
 from protocol.fragments import TensorSpec
 from protocol.messages import Action, JoinRequest, Metrics
 from protocol.wire import CHUNK_ELEMENTS, StateHeader

@@ -23,7 +23,8 @@ from coordinator.http.versions import CheckProtocol
 from coordinator.metrics.requests import Measure
 from coordinator.metrics.server import Meter
 from coordinator.service import Coordinator
-from protocol import __version__, tracing
+from outerstep.common import tracing
+from protocol import __version__
 
 TICK_S = 0.2
 SEND_S = 1.0  # between two looks into the outbox

@@ -6,11 +6,9 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator.round_reports import held_out_fields, held_up_by, reason_of
-from coordinator.runs import held_out
-from coordinator.runs.eta import eta_s
-from coordinator.runs.live_run import LiveRun
-from coordinator.runs.quarantine import standing_of
-from coordinator.runs.steps import expected_rounds
+from coordinator.run.eta import eta_s
+from coordinator.run.live_run import LiveRun
+from coordinator.run.steps import expected_rounds
 from coordinator.store.blobs import KINDS, Stored
 from coordinator.store.tables import (
     CheckpointFragmentRow,
@@ -22,6 +20,8 @@ from coordinator.store.tables import (
     WorkerRow,
 )
 from coordinator.sync import checkpointing, retention
+from coordinator.trust import held_out
+from coordinator.trust.quarantine import standing_of
 from protocol.errors import Problem
 from protocol.host import shown_metrics
 from protocol.messages import (

@@ -11,13 +11,13 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.runs import held_out
-from coordinator.runs.live_run import LiveRun
-from coordinator.runs.open_round import OpenFragment, OpenRound
-from coordinator.runs.opening import fault_of, status, unheard, waits_for
-from coordinator.runs.steps import expected_rounds
+from coordinator.rounds.opening import fault_of, status, unheard, waits_for
+from coordinator.run.live_run import LiveRun
+from coordinator.run.open_round import OpenFragment, OpenRound
+from coordinator.run.steps import expected_rounds
 from coordinator.store.tables import FragmentRow, LateContributionRow, RoundRow
 from coordinator.sync import retention
+from coordinator.trust import held_out
 from coordinator.workers import accounting
 from protocol.errors import Problem
 from protocol.messages import (

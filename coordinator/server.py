@@ -25,7 +25,8 @@ from coordinator.settings import Settings
 from coordinator.store.blobs import Store
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.tuning.heap import keep_freed_memory
-from protocol import __version__, congestion, tracing
+from outerstep.common import congestion, tracing
+from protocol import __version__
 from protocol.compiled import COMPILED, KERNELS
 from protocol.printable import printable
 from protocol.versions import OF_ANSWERS

@@ -25,8 +25,8 @@ from coordinator.notifications.formats import new_id
 from coordinator.notifications.outbox import Outbox
 from coordinator.notifications.sending import Sender, receiver_of
 from coordinator.notifications.watching import Watch
-from coordinator.runs.bell import READS_AT_ONCE, Bell
-from coordinator.runs.live_run import Change, LiveRun, World
+from coordinator.run.bell import READS_AT_ONCE, Bell
+from coordinator.run.live_run import Change, LiveRun, World
 from coordinator.settings import Settings
 from coordinator.settling import settle
 from coordinator.sharing import Shared

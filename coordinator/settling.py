@@ -3,8 +3,8 @@
 Called in one place, `LiveRun.settle`: after every change of the run, after a start, and a few times a second.
 """
 
-from coordinator.runs import closing, opening, steering
-from coordinator.runs.live_run import Settling
+from coordinator.rounds import closing, opening, steering
+from coordinator.run.live_run import Settling
 from coordinator.sync import publishing
 
 

@@ -11,7 +11,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from outerstep.cli import app
-from protocol.exit_codes import IN_WORDS
+from outerstep.common.exit_codes import IN_WORDS
 
 PAGE = Path(__file__).parent / "commands.md"
 WIDTH = 100  # columns

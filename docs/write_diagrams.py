@@ -6,7 +6,7 @@ A test fails while a picture is not what this draws.
 from collections.abc import Callable
 from pathlib import Path
 
-from coordinator.runs.rounds import TRANSITIONS
+from coordinator.run.decide import TRANSITIONS
 from docs.drawing import DOWN, INK, LINE, MEAN, QUIET, TRAIN, UP, Drawing
 from docs.vector_parts import contribution, spread
 from outerstep.plan import Workload, contribution_bytes, delta_bytes, fragment_sizes, passages

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.harness.coordinator import coordinator_thread
 from docs.vector_parts import array, contribution, hexadecimal, state, state_digest
+from harness.coordinator import coordinator_thread
 from protocol import wire
 from protocol.digest import content_digest, digest, model_digest
 from protocol.outer_step import outer_step

@@ -14,7 +14,7 @@ from PIL import Image
 from playwright.sync_api import Page, Route, expect
 from rich.console import Console
 
-from benchmarks.harness.browser import CHROMIUM, chromium, tab
+from harness.browser import CHROMIUM, chromium, tab
 from outerstep.demo import Plan, trained
 from outerstep.demo.processes import READY
 from outerstep.demo.spec import ROUNDS, RUN, demo_spec

@@ -1,4 +1,4 @@
-"""Writes docs/rounds.md from `coordinator/runs/rounds.py`: `python docs/write_rounds.py`, in the repository.
+"""Writes docs/rounds.md from `coordinator/run/decide.py`: `python docs/write_rounds.py`, in the repository.
 
 The examples are what its `decide` says. A test fails while the page is not what this writes.
 """
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.runs.rounds import Close, decide, grace_s, has_quorum
+from coordinator.run.decide import Close, decide, grace_s, has_quorum
 from protocol.spec.sections import MembersSpec
 
 PAGE = Path(__file__).parent / "rounds.md"
@@ -15,7 +15,7 @@ PAGE = Path(__file__).parent / "rounds.md"
 HEAD = """\
 # Rounds
 
-When a round closes, and why. Made by `docs/write_rounds.py` from `coordinator/runs/rounds.py`: the diagram is drawn
+When a round closes, and why. Made by `docs/write_rounds.py` from `coordinator/run/decide.py`: the diagram is drawn
 from its table of transitions (`docs/write_diagrams.py`), and every sentence in the tables below was said by its
 `decide`.
 
@@ -45,11 +45,11 @@ events, `GET …/rounds/current` and the failure of a test show that same one.
 
 - **Who is silent.** A live worker whose last heartbeat is older than half of its lease is still waited for, but the
   reason names it first, with when it was last heard of and when it is dropped.
-- **Who is waited for** (`coordinator/runs/members.py`). Workers that have contributed to the run before are *proven*;
+- **Who is waited for** (`coordinator/run/members.py`). Workers that have contributed to the run before are *proven*;
   one that has missed three rounds in a row is not waited for until it contributes again. A newcomer is waited for in
   its first round, and no longer than the grace. Where nobody is proven, as in the first round, all are alike. So names
   that never contribute cost one grace each, and hold up nobody; what comes in time counts, whoever has sent it.
-- **Quarantine** (`coordinator/runs/quarantine.py`). A quarantined worker is left out of the round only if at least
+- **Quarantine** (`coordinator/trust/quarantine.py`). A quarantined worker is left out of the round only if at least
   `min_workers` others take part that have contributed before. A member that only sends heartbeats, or has not
   contributed yet, is none of them. In a round that has lasted for `round_max_s` only those count that have contributed
   to it.

@@ -14,6 +14,7 @@ from rich.segment import SegmentLines
 from rich.table import Table
 from rich.text import Text
 
+from outerstep.common.text import natural, sparkline
 from outerstep.display import (
     GAP,
     Course,
@@ -29,7 +30,6 @@ from outerstep.follow import ENDED, Look
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text
 from protocol.messages import Event, RoundInfo, RunInfo, Stage, WorkerInfo, WorkerState
 from protocol.printable import printable
-from protocol.telling import natural, sparkline
 
 SHOWN_ROUNDS = 8
 SHOWN_EVENTS = 4

@@ -17,7 +17,17 @@ from urllib.parse import quote
 
 import httpx
 
-from protocol.answers import ERROR_BYTES, Reply, beginning, pieces_within, raise_for_problem, read_body, read_message
+from outerstep.common.answers import (
+    ERROR_BYTES,
+    Reply,
+    beginning,
+    pieces_within,
+    raise_for_problem,
+    read_body,
+    read_message,
+)
+from outerstep.common.reaching import check_address, in_words, trusting
+from outerstep.common.text import natural
 from protocol.errors import Problem, Transient, UnexpectedAnswer
 from protocol.messages import (
     AuditEntry,
@@ -39,8 +49,6 @@ from protocol.messages import (
     WorkerChange,
     WorkerInfo,
 )
-from protocol.reaching import check_address, in_words, trusting
-from protocol.telling import natural
 from protocol.versions import of_requests
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
 """Quantities as people read them: decimal prefixes, few digits, a dash for the unknown."""
 
-from protocol.telling import UNKNOWN, duration_text
+from outerstep.common.text import UNKNOWN, duration_text
 
 __all__ = ["UNKNOWN", "duration_text"]
 

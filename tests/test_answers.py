@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from outerstep.common.answers import raise_for_problem, read_message
 from outerstep.rest import Client as Operator
 from protocol import PROTOCOL_VERSION, messages
-from protocol.answers import raise_for_problem, read_message
 from protocol.errors import PROBLEMS, NotUnderstood, Problem, Remedy, Transient, UnexpectedAnswer
+from worker.line.retry import is_transient
 from worker.link.client import Client as Worker
-from worker.link.retry import is_transient
 
 URL = "http://c/v1/runs/r"
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import pytest
 
-from benchmarks.harness.coordinator import coordinator_thread
 from coordinator.backup.directory import BackupDirectory
 from coordinator.backup.putting_back import restore
 from coordinator.store.database import url_of
 from coordinator.store.sqlite import FILE
+from harness.coordinator import coordinator_thread
 from tests.coordinator.crew import crew, play_round
 from tests.support import crash_points
 from tests.support.backing_up import back_up, blobs_in, check_restored, damages

@@ -17,7 +17,7 @@ import torch
 from benchmarks import gpu, loop, prepare
 from benchmarks.control_plane import measure
 from benchmarks.floor import core_seconds
-from benchmarks.harness.coordinator import coordinator_process
+from harness.coordinator import coordinator_process
 from protocol.wire import CHUNK_ELEMENTS
 
 ROOT = Path(__file__).parents[1]

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.coordinator import coordinator_thread
 from coordinator.backup.making import Made, Source, files_of, make
 from coordinator.backup.places import place_of
 from coordinator.backup.putting_back import restore
 from coordinator.store import sqlite
+from harness.coordinator import coordinator_thread
 from protocol.errors import OuterstepError
 from tests.coordinator.crew import crew, play_round
 from tests.support.backing_up import back_up, check_restored, damages

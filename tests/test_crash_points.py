@@ -16,8 +16,8 @@ import httpx
 import pytest
 import torch
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
-from benchmarks.harness.member import Member, spec_toml
+from harness.coordinator import InThread, coordinator_thread
+from harness.member import Member, spec_toml
 from protocol.digest import model_digest
 from protocol.messages import Action, LeaveRequest
 from protocol.spec.run import parse_spec

@@ -15,11 +15,11 @@ import httpx
 import numpy as np
 import pytest
 
-from benchmarks.harness.certificates import Certificate, make_certificate
-from benchmarks.harness.coordinator import InThread, coordinator_thread
-from benchmarks.harness.member import Member, spec_toml
 from coordinator.http.waiting import MAX_WAIT_S
 from coordinator.settings import Settings
+from harness.certificates import Certificate, make_certificate
+from harness.coordinator import InThread, coordinator_thread
+from harness.member import Member, spec_toml
 from protocol.fragments import TensorSpec
 from protocol.messages import Scope
 from tests.support.ports import free_port

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.runs.rounds import TRANSITIONS
+from coordinator.run.decide import TRANSITIONS
 from docs.write_diagrams import DIAGRAMS, FOLDER, SCHEDULES, path_of
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.coordinator import coordinator_thread
+from harness.coordinator import coordinator_thread
 from protocol.messages import RunDetail, Scope, WorkerInfo
 from tests.support.forks import Forked
 from tests.support.text import write_text

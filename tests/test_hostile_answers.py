@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from outerstep import rest
+from outerstep.common.answers import LIMITS, MESSAGE, limit_of, read_message
 from outerstep.doctor import address
 from outerstep.doctor.finding import State
 from protocol import __version__, messages, wire
-from protocol.answers import LIMITS, MESSAGE, limit_of, read_message
 from protocol.errors import BeyondLimits, NoCoordinator, OuterstepError, UnexpectedAnswer
 from protocol.fragments import Layout, Slice, TensorSpec
 from protocol.spec.sections import OuterSpec

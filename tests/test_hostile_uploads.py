@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import func, select
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
-from benchmarks.harness.member import Member, spec_toml
 from coordinator.store.tables import ContributionRow, UnitRangeRow
+from harness.coordinator import InThread, coordinator_thread
+from harness.member import Member, spec_toml
 from protocol.codecs import CODECS
 from protocol.digest import content_digest, digest
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS

@@ -1,5 +1,5 @@
-"""Who may import whom: between packages in a fresh interpreter, with everything below the package imported; between
-packages, and between the rooms of a package, in their source."""
+"""Who may import whom: packages in a fresh interpreter, with all their modules imported; packages and the layers inside
+them by their source."""
 
 import ast
 import os
@@ -28,106 +28,36 @@ STATEMENTS: dict[str, list[str]] = {
     "from coordinator.app import create_app": TORCH,
 }
 
-# The packages of the house (".") and the rooms of a package, lowest first: a package or module in it, and those below
-# that it may import from. The modules of a room import each other freely, in no circle.
-ROOMS: dict[str, dict[str, set[str]]] = {
-    ".": {
-        "protocol": set(),
-        "migrations": set(),
-        "coordinator": {"protocol", "migrations"},
-        "worker": {"protocol"},
-        "outerstep": {"protocol", "worker"},  # and inside its commands the coordinator, by name
-        "benchmarks": {"protocol", "coordinator", "worker", "outerstep"},
-        "docs": {"protocol", "coordinator", "worker", "outerstep", "benchmarks"},
-        "tests": {"protocol", "migrations", "coordinator", "worker", "outerstep", "benchmarks", "docs"},
+# The packages of the repository, and which of them each may import.
+PACKAGE_IMPORTS: dict[str, set[str]] = {
+    "protocol": set(),
+    "migrations": set(),
+    "outerstep.common": {"protocol"},
+    "coordinator": {"protocol", "migrations", "outerstep.common"},
+    "worker": {"protocol", "outerstep.common"},
+    "outerstep": {"protocol", "outerstep.common", "worker"},  # its commands also load the coordinator, by name
+    "harness": {"protocol", "outerstep.common", "coordinator", "worker", "outerstep"},
+    "benchmarks": {"protocol", "outerstep.common", "coordinator", "worker", "outerstep", "harness"},
+    "docs": {"protocol", "outerstep.common", "coordinator", "worker", "outerstep", "harness", "benchmarks"},
+    "tests": {
+        *("protocol", "migrations", "outerstep.common", "coordinator", "worker", "outerstep"),
+        *("harness", "benchmarks", "docs"),
     },
-    "coordinator": {
-        "settings": set(),
-        "logs": set(),
-        "sharing": set(),
-        "store": set(),
-        "callers": {"settings", "store"},
-        "tuning": set(),
-        "screening": set(),
-        "runs": {"store", "tuning", "screening"},
-        "workers": {"runs", "store", "screening"},
-        "sync": {"runs", "store", "screening"},
-        "settling": {"runs", "sync"},
-        "upkeep": {"runs", "store", "sync"},
-        "backup": {"store", "runs", "sync"},
-        "round_reports": {"store", "runs", "sync", "workers"},
-        "reports": {"store", "runs", "sync", "round_reports"},
-        "notifications": {"logs", "store", "runs", "backup", "round_reports"},
-        "service": {
-            "settings",
-            "logs",
-            "callers",
-            "sharing",
-            "store",
-            "tuning",
-            "runs",
-            "workers",
-            "sync",
-            "settling",
-            "upkeep",
-            "backup",
-            "notifications",
-        },
-        "server_status": {"logs", "notifications", "service"},
-        "http": {"settings", "logs", "store", "callers", "tuning", "runs", "service"},
-        "metrics": {"store", "runs", "round_reports", "reports", "service", "http"},
-        "api": {
-            "callers",
-            "runs",
-            "workers",
-            "sync",
-            "round_reports",
-            "reports",
-            "service",
-            "server_status",
-            "http",
-            "metrics",
-        },
-        "dashboard": set(),
-        "app": {"service", "http", "metrics", "api", "dashboard"},
-        "server": {"settings", "logs", "store", "tuning", "service", "http", "app"},
-    },
-    "worker": {
-        "errors": set(),
-        "files": set(),
-        "ranks": {"errors"},
-        "user_code": {"errors"},
-        "settings": set(),
-        "logs": set(),
-        "signals": {"errors"},
-        "accounts": {"ranks"},
-        "codecs": set(),
-        "models": {"errors", "user_code"},
-        "tuning": {"codecs"},
-        "state": {"errors", "files", "ranks", "accounts", "codecs", "tuning"},
-        "privacy": {"ranks", "state"},
-        "link": {"errors", "ranks", "signals", "accounts", "codecs", "tuning", "state"},
-        "data": {"errors", "files", "tuning", "link"},
-        "rounds": {"errors", "ranks", "accounts", "codecs", "tuning", "state", "privacy", "link"},
-        "script": {"errors", "ranks", "settings", "data", "state"},
-        "allowing": {"errors", "settings", "data"},
-        "diloco": {
-            *("errors", "ranks", "signals", "accounts", "data", "allowing", "state", "privacy", "link", "rounds"),
-            "script",
-        },
-        "diloco_optimizer": {"diloco"},
-        "export": {"errors", "data", "models", "link", "state", "allowing"},
-        "initial": {"errors", "models", "link"},
-        "inner": {"errors", "user_code", "data", "models"},
-        "box": {"errors", "ranks", "settings", "accounts", "data", "models", "inner"},
-        "starting": {"settings", "inner"},
-        "train": {"accounts", "data", "rounds", "box"},
-        "alone": {"errors", "accounts", "state", "box", "train"},
-        "agent": {
-            *("errors", "ranks", "settings", "logs", "signals", "accounts", "state", "link"),
-            *("diloco", "initial", "inner", "box", "starting", "train", "alone", "allowing"),
-        },
-    },
+}
+
+# The layers of a package, lowest first: a subpackage or module imports only from itself and from the layers before it.
+LAYERS: dict[str, list[str]] = {
+    "coordinator": [
+        *("settings", "logs", "sharing", "store", "callers", "tuning", "screening"),
+        *("run", "units", "trust", "rounds", "workers", "sync", "settling", "upkeep", "backup"),
+        *("round_reports", "reports", "notifications", "service", "server_status"),
+        *("http", "metrics", "api", "dashboard", "app", "server"),
+    ],
+    "worker": [
+        *("errors", "files", "ranks", "user_code", "settings", "logs", "signals", "accounts", "codecs", "models"),
+        *("tuning", "state", "privacy", "line", "link", "joining", "data", "rounds", "script", "allowing"),
+        *("diloco", "diloco_optimizer", "export", "initial", "inner", "box", "starting", "train", "alone", "agent"),
+    ],
 }
 
 IMPORT_ALL = """
@@ -241,35 +171,53 @@ def imports_of(path: Path, modules: set[str]) -> set[str]:
     return found & modules
 
 
-def graph_of(house: str) -> dict[str, set[str]]:
-    """Each module of a package, or of all packages, and those of them that it imports."""
-    packages = ROOMS["."] if house == "." else [house]
+def graph_of(*packages: str) -> dict[str, set[str]]:
+    """Each module of these packages, and those of them that it imports."""
     paths = {module_of(path): path for package in packages for path in (ROOT / package).rglob("*.py")}
     return {name: imports_of(path, set(paths)) - {name} for name, path in paths.items()}
+
+
+def package_of(module: str) -> str:
+    return "outerstep.common" if module.startswith("outerstep.common") else module.partition(".")[0]
+
+
+def layer_of(module: str) -> str:
+    """The subpackage or module of a package: "run" of coordinator.run.decide, "" of the package itself."""
+    return module.partition(".")[2].partition(".")[0]
 
 
 def test_every_package_has_its_rule() -> None:
     checked = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]["files"]
     scripts = {"build", "examples"}  # nobody imports them
-    assert set(ROOMS["."]) == set(checked) == {path.parent.name for path in ROOT.glob("[a-z]*/*.py")} - scripts
+    top = {package for package in PACKAGE_IMPORTS if "." not in package}
+    assert top == set(checked) == {path.parent.name for path in ROOT.glob("[a-z]*/*.py")} - scripts
 
 
-@pytest.mark.parametrize("house", ROOMS)
-def test_rooms_import_only_what_is_below_them(house: str) -> None:
-    rooms, graph = ROOMS[house], graph_of(house)
-    room_of = {name: name.removeprefix(f"{house}.").partition(".")[0] for name in graph if name != house}
-    assert set(rooms) == set(room_of.values()), "a room without its rule"
-    order = list(rooms)
-    for room, below in rooms.items():
-        assert below <= set(order[: order.index(room)]), f"{room} may import what is not below it"
-    used = {
-        room: {room_of[each] for name in graph if room_of.get(name) == room for each in graph[name]} for room in rooms
+def test_packages_import_only_what_is_below_them() -> None:
+    graph = graph_of(*(package for package in PACKAGE_IMPORTS if "." not in package))
+    wrong = {
+        (name, other)
+        for name, others in graph.items()
+        for other in others
+        if package_of(other) not in {package_of(name), *PACKAGE_IMPORTS[package_of(name)]}
     }
-    assert {room: sorted(used[room] - {room} - rooms[room]) for room in rooms} == {room: [] for room in rooms}
-    assert {room: sorted(rooms[room] - used[room]) for room in rooms} == {room: [] for room in rooms}, "not needed"
+    assert sorted(wrong) == []
 
 
-@pytest.mark.parametrize("package", [each for each in ROOMS["."] if each != "tests"])
+@pytest.mark.parametrize("package", LAYERS)
+def test_layers_import_only_from_lower_ones(package: str) -> None:
+    layers, graph = LAYERS[package], graph_of(package)
+    assert {layer_of(name) for name in graph} - {""} == set(layers)
+    wrong = {
+        (name, other)
+        for name, others in graph.items()
+        for other in others
+        if layer_of(name) and layer_of(other) and layers.index(layer_of(other)) > layers.index(layer_of(name))
+    }
+    assert sorted(wrong) == []
+
+
+@pytest.mark.parametrize("package", [each for each in PACKAGE_IMPORTS if each not in ("tests", "outerstep.common")])
 def test_modules_import_each_other_in_no_circle(package: str) -> None:
     graph = graph_of(package)
     while leaves := {name for name, imports in graph.items() if not imports & graph.keys()}:

@@ -22,7 +22,7 @@ import pytest
 from packaging.metadata import Metadata
 from packaging.utils import parse_wheel_filename
 
-from benchmarks.harness.coordinator import CoordinatorProcess
+from harness.coordinator import CoordinatorProcess
 from protocol import __version__
 from protocol.compiled import COMPILED
 from protocol.messages import Scope

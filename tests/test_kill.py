@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 
-from benchmarks.harness.coordinator import CoordinatorProcess, Running
+from harness.coordinator import CoordinatorProcess, Running
 from protocol.messages import Scope
 from protocol.spec.run import parse_spec
 from tests.support.reference import fragment_bounds, run_reference

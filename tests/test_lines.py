@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import lines
-from benchmarks.harness.lines import FRAMING, MTU, TCP_PAYLOAD, Count, Line, Shape, compile_c, slow_lines
+from harness import lines
+from harness.lines import FRAMING, MTU, TCP_PAYLOAD, Count, Line, Shape, compile_c, slow_lines
 
 SUPPORT = Path(__file__).parent / "support"
 MBIT, MS = 1e6, 1_000_000
@@ -331,7 +331,7 @@ def test_a_line_that_is_gone_for_a_while_loses_all_and_comes_back() -> None:
 @pytest.mark.system
 def test_lines_end_with_their_parent_and_leave_nothing(tmp_path: Path) -> None:
     """kill -9: not even then."""
-    code = "import sys, time\nfrom benchmarks.harness.lines import Shape, slow_lines\n"
+    code = "import sys, time\nfrom harness.lines import Shape, slow_lines\n"
     code += "with slow_lines({'w': Shape(10, 10)}) as made:\n"
     code += "    line = made['w'].program\n    print(line.device, line.pid, flush=True)\n    time.sleep(600)\n"
     with far([], Shape(10, 10)):

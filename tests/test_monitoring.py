@@ -14,8 +14,8 @@ import httpx
 import pytest
 import yaml
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
 from coordinator.metrics.families import FAMILIES, PREFIX
+from harness.coordinator import InThread, coordinator_thread
 from protocol.messages import Scope
 from tests.coordinator.crew import measure_everything
 from tests.support.ports import free_port

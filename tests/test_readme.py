@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.harness.coordinator import coordinator_thread
+from harness.coordinator import coordinator_thread
 from outerstep.cli import app
 from protocol.messages import Scope
 from protocol.spec.run import parse_spec

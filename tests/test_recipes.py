@@ -121,8 +121,8 @@ from pathlib import Path
 import numpy as np
 
 from docs import write_settings
-from benchmarks.harness.coordinator import coordinator_thread
-from benchmarks.harness.member import Member, spec_toml
+from harness.coordinator import coordinator_thread
+from harness.member import Member, spec_toml
 from protocol.wire import Payload
 
 LINES = 'aggregation = "majority"\\nupload_codec = "fp32"\\ndownload_codec = "fp32"'

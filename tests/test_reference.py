@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.harness.coordinator import InThread, Running, coordinator_thread
-from protocol.exit_codes import Exit
+from harness.coordinator import InThread, Running, coordinator_thread
+from outerstep.common.exit_codes import Exit
 from protocol.messages import CheckpointDetail, Scope
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.wire import Payload

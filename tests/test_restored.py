@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness.coordinator import CoordinatorProcess
 from coordinator.backup.places import Address
+from harness.coordinator import CoordinatorProcess
 from protocol.messages import Scope
 from tests.support.backing_up import back_up, restored
 from tests.support.specs import tiny_spec

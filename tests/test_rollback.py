@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness.coordinator import CoordinatorProcess
+from harness.coordinator import CoordinatorProcess
 from protocol.messages import Scope
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text

@@ -1,9 +1,9 @@
-"""docs/rounds.md is what docs/write_rounds.py writes from coordinator/runs/rounds.py."""
+"""docs/rounds.md is what docs/write_rounds.py writes from coordinator/run/decide.py."""
 
 import runpy
 from pathlib import Path
 
-from coordinator.runs.rounds import TRANSITIONS
+from coordinator.run.decide import TRANSITIONS
 
 DOCS = Path(__file__).parents[1] / "docs"
 

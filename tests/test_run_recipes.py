@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.coordinator import coordinator_thread
 from docs import write_recipes
-from protocol.exit_codes import Exit
+from harness.coordinator import coordinator_thread
+from outerstep.common.exit_codes import Exit
 from protocol.messages import RunDetail, WorkerInfo
 from protocol.spec.run import parse_spec
 from tests.support.miniature import SMALL, miniature

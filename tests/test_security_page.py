@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from coordinator.http import receiving
-from coordinator.runs import guarding, pacing, weights
+from coordinator.run import pacing
 from coordinator.screening import agreeing, judging, spoilt, standing
 from coordinator.settings import Settings
 from coordinator.store import assembling, data_directory
 from coordinator.sync import checking
+from coordinator.trust import guard as guarding
+from coordinator.trust import weights
 from protocol import messages
 from protocol.messages import Scope
 from protocol.spec.sections import GuardSpec, RetentionSpec, SyncSpec

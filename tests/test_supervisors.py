@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from coordinator.settings import Settings
-from protocol.exit_codes import Exit
+from outerstep.common.exit_codes import Exit
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

@@ -15,10 +15,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from benchmarks.harness.coordinator import CoordinatorProcess
-from protocol.exit_codes import Exit
+from harness.coordinator import CoordinatorProcess
+from outerstep.common.exit_codes import Exit
+from outerstep.common.tracing import asked_for
 from protocol.messages import Scope
-from protocol.tracing import asked_for
 from tests.support.http_server import Handler, serving
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text
@@ -232,7 +232,7 @@ import httpx
 from protocol import tracing
 from protocol.messages import Stage
 from worker.accounts.round_trace import RoundTrace
-from worker.link.line import Line
+from worker.line.line import Line
 
 assert tracing.start("s")
 trace = RoundTrace("r", 1.5, "w")

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import lines
-from benchmarks.harness.lines import Line, Shape, slow_lines
+from harness import lines
+from harness.lines import Line, Shape, slow_lines
 from tests.support.shell import Shell
 from tests.support.waiting import wait_until
 

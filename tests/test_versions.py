@@ -15,11 +15,11 @@ import msgpack
 import pytest
 import sqlalchemy as sa
 
-from benchmarks.harness.coordinator import CoordinatorProcess, InThread, coordinator_thread
-from benchmarks.harness.member import Member, spec_toml
 from coordinator.store import sqlite
+from harness.coordinator import CoordinatorProcess, InThread, coordinator_thread
+from harness.member import Member, spec_toml
+from outerstep.common.exit_codes import Exit
 from protocol import PROTOCOL_VERSION, __version__
-from protocol.exit_codes import Exit
 from protocol.messages import Action, JoinRequest, Scope
 from protocol.versions import of_requests
 from protocol.wire import MAGIC, PREFIX, VERSION

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plan
-from benchmarks.harness import lines
-from benchmarks.harness.lines import NO_LINES_EXIT, Shape
 from benchmarks.wan import __main__ as wan
 from benchmarks.wan.__main__ import QUICK_PART
 from benchmarks.wan.changing import CHANGES, Change
 from benchmarks.wan.rows import ROWS, chosen, missed
+from harness import lines
+from harness.lines import NO_LINES_EXIT, Shape
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import httpx
 import torch
 
+from outerstep.common.exit_codes import Exit
+from outerstep.common.reaching import in_words
 from protocol.compiled import KERNELS
 from protocol.errors import CodecError, NoCoordinator, NotUnderstood, OuterstepError, Problem, Remedy
-from protocol.exit_codes import Exit
 from protocol.messages import RunDetail, RunState
-from protocol.reaching import in_words
 from protocol.spec.run import RunSpec
 from worker.accounts.host import host_facts
 from worker.accounts.step_log import StepLog

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from outerstep.common.text import UNKNOWN
 from protocol.digest import digest
-from protocol.telling import UNKNOWN
 from worker.accounts.progress import Progress, speed_text
 from worker.accounts.stages import Stages
 from worker.accounts.step_log import StepLog

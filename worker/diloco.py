@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from protocol import tracing
+from outerstep.common import tracing
 from protocol.digest import model_digest
 from protocol.errors import OuterstepError
 from protocol.host import HostValue, Tell

@@ -17,7 +17,7 @@ from protocol.spec.sizes import MOST_PARAMETERS
 from worker.allowing import permit_factory
 from worker.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from worker.errors import DataError, ModelError
-from worker.link.checkpoints import load_bare_parameters, load_parameters
+from worker.joining.checkpoints import load_bare_parameters, load_parameters
 from worker.link.client import Client
 from worker.models.building import build_model, logits_of
 from worker.state.parameters import own_buffers

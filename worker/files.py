@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from protocol.direct import Writer
+from outerstep.common.direct_io import Writer
 
 NEW = ".new"  # ends the name of what is being written in a file's place
 

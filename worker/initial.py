@@ -9,7 +9,7 @@ from torch import nn
 from protocol.errors import Problem
 from protocol.spec.sections import ModelSpec
 from worker.errors import ModelError
-from worker.link.checkpoints import load_parameters
+from worker.joining.checkpoints import load_parameters
 from worker.link.client import Client
 from worker.models.building import has_initial_parameters, load_weights
 

@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from outerstep.common.quantities import parse_count, parse_rate
+from outerstep.common.reaching import trusting
 from protocol.host import Tell
-from protocol.quantities import parse_count, parse_rate
-from protocol.reaching import trusting
 from protocol.spec.sections import NAME_PATTERN, Name
 from protocol.spec.sizes import MOST_PARAMETERS
 

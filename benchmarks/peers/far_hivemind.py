@@ -11,8 +11,8 @@ from hivemind import DHT, DecentralizedAverager
 from hivemind.averaging.control import AveragingStage
 from hivemind.compression import Uniform8BitQuantization
 
-from benchmarks.harness.orders import orders, say, stay, timed
 from benchmarks.peers import deltas
+from harness.orders import orders, say, stay, timed
 
 TIMEOUT_S = 1800
 

@@ -7,9 +7,9 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch has no type for it
 from torchft.coordination import LighthouseServer
 
-from benchmarks.harness.orders import orders, say, stay, timed
 from benchmarks.peers import deltas
 from benchmarks.peers.torchft_peer import joined
+from harness.orders import orders, say, stay, timed
 
 
 def average(rank: int, workers: int, address: str, meeting: str | None, elements: int, rounds: int) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.faults import CPU, WORKERS, Replica, contribution
-from benchmarks.harness.screening import Screening
 from benchmarks.robust.attacks import ATTACKS, AWAY
 from coordinator.sync.aggregating import aggregate
+from harness.screening import Screening
 from protocol.codecs import CODECS
 from protocol.errors import CodecError
 from protocol.spec.run import RunSpec, parse_spec

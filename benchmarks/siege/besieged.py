@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.harness.coordinator import CoordinatorProcess, InProcess
 from coordinator.store.tokens import new_secret
+from harness.coordinator import CoordinatorProcess, InProcess
 from protocol.messages import Scope
 
 RUN = "siege"

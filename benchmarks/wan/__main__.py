@@ -31,12 +31,12 @@ import signal
 import sys
 from dataclasses import replace
 
-from benchmarks.harness.lines import NO_LINES_EXIT, why_not
 from benchmarks.wan import changing, training
 from benchmarks.wan.measuring import WORKERS, Effort, measure
 from benchmarks.wan.peers import PEERS
 from benchmarks.wan.rows import ROWS, chosen
 from benchmarks.wan.showing import show
+from harness.lines import NO_LINES_EXIT, why_not
 
 TRAIN, CHANGES = "train", "changes"
 FURTHER = [TRAIN, CHANGES]

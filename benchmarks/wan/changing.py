@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from benchmarks.harness.far import seconds, together
-from benchmarks.harness.lines import Line, Shape
 from benchmarks.wan.measuring import bench
 from benchmarks.wan.rows import Row
+from harness.far import seconds, together
+from harness.lines import Line, Shape
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-from benchmarks.harness.orders import timed
 from benchmarks.wan.noise import noise
+from harness.orders import timed
 
 TIMEOUT = timedelta(minutes=30)
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import psutil
 
-from benchmarks.harness.certificates import make_certificate
-from benchmarks.harness.coordinator import Running, coordinator_process
-from benchmarks.harness.far import Far, far, seconds, together
-from benchmarks.harness.lines import Line, Shape, on_the_wire, slow_lines
 from benchmarks.peers.environments import Unavailable
 from benchmarks.wan import peers
 from benchmarks.wan.plain import plain_s
 from benchmarks.wan.rows import Row, described, missed
+from harness.certificates import make_certificate
+from harness.coordinator import Running, coordinator_process
+from harness.far import Far, far, seconds, together
+from harness.lines import Line, Shape, on_the_wire, slow_lines
 from outerstep import plan
-from protocol import congestion
+from outerstep.common import congestion
 from protocol.messages import Scope
 
 WORKERS = 4

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.harness.far import Far, far, together
-from benchmarks.harness.lines import Line
 from benchmarks.peers.comparison import WRONG_MEAN
 from benchmarks.peers.environments import Unavailable, cache, last_line, prepare
+from harness.far import Far, far, together
+from harness.lines import Line
 
 PEERS = ("gloo", "torchft", "hivemind")
 

@@ -5,7 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
-from benchmarks.harness.far import Far
+from harness.far import Far
 
 PIECE_BYTES = 1 << 18
 Direction = Literal["up", "down"]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.harness.lines import Shape, on_the_wire
+from harness.lines import Shape, on_the_wire
 
 # How many times as fast as these a sync has to be, by upload codec.
 TIMES_AS_FAST = {"gloo": {"int8": 6, "ternary": 15}, "hivemind": {"int8": 6, "ternary": 6}}

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.lines import FRAMING, LEAST_QUEUE_S, MTU, TCP_PAYLOAD
+from harness.lines import FRAMING, LEAST_QUEUE_S, MTU, TCP_PAYLOAD
 
 CONSOLE = Console(width=240)
 LIMIT = (

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness.orders import orders, say, timed
 from benchmarks.wan.gloo import all_reduce
 from benchmarks.wan.noise import noise
 from benchmarks.wan.plain import Direction, transfer
+from harness.orders import orders, say, timed
 from outerstep import DiLoCo
 from protocol.messages import Action, Assignment, JoinRequest
-from worker.link import seeding
+from worker.joining import seeding
 from worker.link.client import Client, open_http
 from worker.link.membership import Membership
 from worker.rounds.exchange import Exchange

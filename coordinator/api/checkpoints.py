@@ -22,7 +22,7 @@ from coordinator.http.limits import LimitedRoute, takes_up_to
 from coordinator.http.receiving import Received, part_taken, received
 from coordinator.http.sending import blob
 from coordinator.http.telling import told
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
 from coordinator.sync import seeding
 from coordinator.workers import membership
 from protocol.fragments import Layout

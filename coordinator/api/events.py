@@ -16,8 +16,8 @@ from coordinator.http.access import Caller, Items, ReadableRun, Service, charge
 from coordinator.http.describing import OF_A_RUN, Answers, refusing
 from coordinator.http.limits import LimitedRoute
 from coordinator.http.telling import read, told
-from coordinator.runs.bell import EVENTS
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.bell import EVENTS
+from coordinator.run.live_run import LiveRun
 from coordinator.service import Coordinator
 from protocol.errors import Problem
 from protocol.messages import Event, Page

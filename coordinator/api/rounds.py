@@ -35,8 +35,8 @@ from coordinator.http.receiving import Received, part_taken, received
 from coordinator.http.sending import blob, blob_in_memory
 from coordinator.http.telling import told
 from coordinator.http.waiting import poll, preferred_wait_s
-from coordinator.runs.bell import delta_of
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.bell import delta_of
+from coordinator.run.live_run import LiveRun
 from coordinator.sync import contributing, delta_status
 from coordinator.workers import evaluating, membership
 from protocol.errors import Problem

@@ -20,8 +20,9 @@ from coordinator.http.access import (
 from coordinator.http.describing import OF_A_CHANGE, OF_A_RUN, Answers, refusing
 from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
 from coordinator.http.telling import told
-from coordinator.runs import epochs, steering
+from coordinator.rounds import steering
 from coordinator.service import Coordinator
+from coordinator.units import epochs
 from protocol.errors import Problem
 from protocol.messages import EpochInfo, Page, RollBack, RunChange, RunDetail, RunInfo, RunState, UnitRangeInfo
 from protocol.spec.run import MAX_SPEC_BYTES

@@ -24,7 +24,7 @@ from coordinator.http.describing import ASKS_TO_WAIT, OF_A_CHANGE, OF_A_RUN, WAI
 from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
 from coordinator.http.telling import told
 from coordinator.http.waiting import poll, preferred_wait_s
-from coordinator.runs.bell import ASSIGNMENTS
+from coordinator.run.bell import ASSIGNMENTS
 from coordinator.workers import accounting, assigning, membership
 from protocol.messages import (
     MAX_TENSORS,

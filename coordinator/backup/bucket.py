@@ -31,8 +31,8 @@ from coordinator.backup.place import Damaged, manifest_of
 from coordinator.store.blobs import Reader
 from coordinator.store.files import FileReader
 from coordinator.store.payloads import READ_BYTES
+from outerstep.common.reaching import in_words
 from protocol.errors import OuterstepError
-from protocol.reaching import in_words
 
 _MANIFEST = re.compile(r"([1-9][0-9]*)\.json")
 _DATABASE = re.compile(r"([1-9][0-9]*)\.([0-9a-f]{64})\.db")

@@ -22,9 +22,9 @@ from coordinator.backup.place import Damaged, manifest_of
 from coordinator.store.blobs import Reader
 from coordinator.store.files import FileReader, fsync
 from coordinator.store.locking import hold
-from protocol.direct import write_new
+from outerstep.common.direct_io import write_new
+from outerstep.common.reaching import in_words
 from protocol.errors import OuterstepError
-from protocol.reaching import in_words
 
 
 class BackupDirectory:

@@ -26,9 +26,9 @@ from coordinator.store import database
 from coordinator.store.blobs import Reader
 from coordinator.store.database import disk_is_full
 from coordinator.store.files import FileReader
+from outerstep.common.reaching import in_words
 from protocol import __version__
 from protocol.errors import OuterstepError
-from protocol.reaching import in_words
 
 ATTEMPTS = 20
 

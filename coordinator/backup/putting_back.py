@@ -23,9 +23,9 @@ from coordinator.store.database import Database
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.files import fsync
 from coordinator.store.tokens import Tokens
-from protocol.direct import write_new
+from outerstep.common.direct_io import write_new
+from outerstep.common.reaching import in_words
 from protocol.errors import OuterstepError
-from protocol.reaching import in_words
 
 _NOTHING = {"lock", "incoming", "lost+found"}  # of a restore that was killed at once; of a disk's root
 

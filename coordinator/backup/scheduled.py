@@ -13,7 +13,7 @@ from coordinator.backup.copying import Interrupted
 from coordinator.backup.making import Source, make
 from coordinator.backup.place import Damaged, Place
 from coordinator.backup.places import Address, place_of
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
 from protocol.errors import OuterstepError
 
 logger = logging.getLogger(__name__)

@@ -11,14 +11,14 @@ from fastapi import Depends, Path, Query, Request, Security
 from fastapi.security import HTTPBearer
 
 from coordinator.callers import lineage_of
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
 from coordinator.service import Coordinator
 from coordinator.store.identity import Actor, Identity
+from outerstep.common.text import counted
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import Scope
 from protocol.spec.sections import NAME_PATTERN
-from protocol.telling import counted
 
 _bearer = HTTPBearer(auto_error=False)
 

@@ -1,4 +1,4 @@
-"""How requests are traced, where the coordinator is (protocol/tracing.py): by FastAPI's own spans, within what a
+"""How requests are traced, where the coordinator is (`tracing.py`): by FastAPI's own spans, within what a
 request says that it is a part of; and which run, worker, round and fragment it is about.
 """
 
@@ -7,7 +7,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.http.authentication import needs_a_token
-from protocol import tracing
+from outerstep.common import tracing
 
 # FastAPI's settings. Metrics and the log are ours; what happens within a request is too much of it.
 TELEMETRY: Any = {

@@ -15,7 +15,7 @@ from coordinator.metrics.families import OF_RUNS, PREFIX, Family
 from coordinator.metrics.seeing import see
 from coordinator.metrics.values import Value, of_run
 from coordinator.reports import state_of
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
 from protocol.messages import RunState
 
 RUNS = 50  # that are shown

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from sqlalchemy import select
 
 from coordinator import reports, round_reports
-from coordinator.runs import guarding
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
 from coordinator.store.tables import CheckpointRow, WorkerRow
+from coordinator.trust import guard as guarding
 from protocol.messages import DiskBytes, Metrics, RoundInfo, RunInfo
 
 WORKERS = 200  # of one run that are shown, by name

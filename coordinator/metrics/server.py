@@ -20,7 +20,7 @@ from coordinator.http.gate import Gate
 from coordinator.metrics.families import OF_THE_SERVER, PREFIX, Family
 from coordinator.metrics.runs import RunsCollector, metrics
 from coordinator.metrics.values import Value
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
 from coordinator.service import Coordinator
 from protocol import __version__
 

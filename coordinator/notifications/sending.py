@@ -18,9 +18,9 @@ from pydantic import SecretStr
 from coordinator.logs import scrubbed
 from coordinator.notifications.formats import Notification, Request, format_of, new_id, request_of
 from coordinator.notifications.outbox import Outbox, Pending
+from outerstep.common.reaching import in_words
 from protocol.errors import OuterstepError
 from protocol.printable import printable
-from protocol.reaching import in_words
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from coordinator.backup.scheduled import Scheduled
 from coordinator.logs import scrubbed
 from coordinator.notifications.outbox import Key, Outbox
 from coordinator.round_reports import reason_of
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
 from coordinator.store.tables import RoundRow
 from protocol.messages import RunState
 

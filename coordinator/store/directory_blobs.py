@@ -12,8 +12,8 @@ from pathlib import Path
 
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.files import FileReader, fsync
+from outerstep.common.direct_io import write_new
 from protocol.digest import Buffer
-from protocol.direct import write_new
 
 
 class DirectoryBlobs:

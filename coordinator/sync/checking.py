@@ -5,13 +5,13 @@ from functools import partial
 
 from sqlalchemy import func, select
 
-from coordinator.runs import carrying
-from coordinator.runs.live_run import LiveRun
-from coordinator.runs.open_round import OpenRound
-from coordinator.runs.opening import status
-from coordinator.runs.units import count_by_round
+from coordinator.rounds.opening import status
+from coordinator.run.live_run import LiveRun
+from coordinator.run.open_round import OpenRound
 from coordinator.store.payloads import StoredPayload
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow
+from coordinator.units import carrying
+from coordinator.units.ledger import count_by_round
 from protocol.errors import Problem, WireError
 from protocol.fragments import Layout
 from protocol.messages import FragmentState

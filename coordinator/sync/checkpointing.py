@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from coordinator.runs.live_run import Change, LiveRun
+from coordinator.run.live_run import Change, LiveRun
 from coordinator.store.files import FileReader
 from coordinator.store.payloads import digest_of, fault_in
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from sqlalchemy import bindparam, insert, update
 
-from coordinator.runs.live_run import Arrival, Change, LiveRun
-from coordinator.runs.open_round import AcceptedContribution, OpenRound
-from coordinator.runs.units import consume_units
+from coordinator.run.live_run import Arrival, Change, LiveRun
+from coordinator.run.open_round import AcceptedContribution, OpenRound
 from coordinator.screening.measuring import Found
 from coordinator.store.payloads import Body
 from coordinator.store.tables import ContributionRow, RunRow, WorkerRow
 from coordinator.sync import checking, screened
+from coordinator.units.ledger import consume_units
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import ContributionReply

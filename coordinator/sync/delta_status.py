@@ -3,8 +3,8 @@
 `member` is the worker that asks; None for somebody who only reads. `early`: its contribution is still on its way.
 """
 
-from coordinator.runs.live_run import LiveRun
-from coordinator.runs.opening import status, waits_for
+from coordinator.rounds.opening import status, waits_for
+from coordinator.run.live_run import LiveRun
 from coordinator.store.tables import FragmentRow
 from protocol.errors import Problem
 from protocol.messages import FragmentState

@@ -5,14 +5,14 @@ from contextlib import ExitStack
 
 from sqlalchemy import select
 
-from coordinator.runs.live_run import LiveRun
-from coordinator.runs.open_round import AcceptedContribution
+from coordinator.run.live_run import LiveRun
+from coordinator.run.open_round import AcceptedContribution
 from coordinator.store.payloads import HashedPayload, ReadBuffer, StoredPayload, fault_in, has_digest
 from coordinator.store.tables import ContributionRow, FragmentRow
 from coordinator.sync import retention
 from coordinator.sync.aggregating import aggregate
+from outerstep.common.direct_io import aligned
 from protocol.digest import Buffer, digest
-from protocol.direct import aligned
 from protocol.errors import OuterstepError, WireError
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
 

@@ -6,11 +6,11 @@ the round is over, so it is asked for it (`contribution-lost`).
 
 from sqlalchemy import select
 
-from coordinator.runs.live_run import Change, LiveRun
-from coordinator.runs.open_round import OpenRound
-from coordinator.runs.rounds import advance
-from coordinator.runs.units import unconsume_units
+from coordinator.run.decide import advance
+from coordinator.run.live_run import Change, LiveRun
+from coordinator.run.open_round import OpenRound
 from coordinator.store.tables import ContributionRow, FragmentRow
+from coordinator.units.ledger import unconsume_units
 
 
 def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: list[str]) -> None:

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from coordinator.runs import guarding
-from coordinator.runs.bell import EVENTS
-from coordinator.runs.live_run import Change, LiveRun
-from coordinator.runs.outer import State
+from coordinator.run.bell import EVENTS
+from coordinator.run.live_run import Change, LiveRun
+from coordinator.run.outer import State
 from coordinator.store.database import disk_is_full
 from coordinator.store.files import FileReader
 from coordinator.store.payloads import StoredPayload
@@ -23,6 +22,7 @@ from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, Fragm
 from coordinator.sync import checkpointing, retention
 from coordinator.sync.deltas import mend_delta
 from coordinator.sync.state_file import StateReader, stepped, write_state
+from coordinator.trust import guard as guarding
 from protocol.errors import OuterstepError, WireError
 from protocol.wire import Payload
 

@@ -10,20 +10,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 
-from coordinator.runs.bell import delta_of
-from coordinator.runs.epochs import check_epochs
-from coordinator.runs.equal_work import tell_like_work
-from coordinator.runs.live_run import LiveRun, Settling
-from coordinator.runs.open_round import AcceptedContribution, OpenRound
-from coordinator.runs.outer import Job
-from coordinator.runs.rounds import advance
-from coordinator.runs.steps import round_steps, steps_trained
-from coordinator.runs.units import merge_adjacent
+from coordinator.run.bell import delta_of
+from coordinator.run.decide import advance
+from coordinator.run.live_run import LiveRun, Settling
+from coordinator.run.open_round import AcceptedContribution, OpenRound
+from coordinator.run.outer import Job
+from coordinator.run.steps import round_steps, steps_trained
 from coordinator.screening.judging import Judgement
 from coordinator.store.tables import FragmentRow, RoundRow
 from coordinator.sync import checkpointing, outer_state, retention, screened
 from coordinator.sync.deltas import ContributionsLost, lost_contributions, make_delta
 from coordinator.sync.losing import lose_contributions
+from coordinator.trust.equal_work import tell_like_work
+from coordinator.units.epochs import check_epochs
+from coordinator.units.ledger import merge_adjacent
 from protocol.digest import digest
 from protocol.errors import WireError
 from protocol.messages import FragmentState, RunState

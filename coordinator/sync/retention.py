@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from sqlalchemy import case, delete, func, select
 from sqlalchemy.orm import Session
 
-from coordinator.runs import held_out
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
 from coordinator.store.blobs import Kind, round_of
 from coordinator.store.tables import (
     AssignmentRow,
@@ -27,6 +26,7 @@ from coordinator.store.tables import (
     ReportRow,
     RoundRow,
 )
+from coordinator.trust import held_out
 
 Sums = tuple[int, float | None, int, int]
 Latest = tuple[float | None, float | None, float | None]

@@ -13,10 +13,8 @@ from dataclasses import replace
 import numpy as np
 from sqlalchemy import select
 
-from coordinator.runs.live_run import Change, LiveRun
-from coordinator.runs.open_round import AcceptedContribution, OpenRound
-from coordinator.runs.quarantine import judge_round
-from coordinator.runs.units import unconsume_units
+from coordinator.run.live_run import Change, LiveRun
+from coordinator.run.open_round import AcceptedContribution, OpenRound
 from coordinator.screening.judging import (
     ALIKE,
     CLIPPED,
@@ -32,6 +30,8 @@ from coordinator.store.payloads import StoredPayload
 from coordinator.store.tables import EventRow, FragmentRow
 from coordinator.sync.checking import late_work
 from coordinator.sync.state_file import StateReader
+from coordinator.trust.quarantine import judge_round
+from coordinator.units.ledger import unconsume_units
 from protocol.codecs import CODECS
 from protocol.digest import digest
 from protocol.wire import ContributionHeader, Payload

@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 from sqlalchemy import delete
 
-from coordinator.runs.live_run import Change, LiveRun
+from coordinator.run.live_run import Change, LiveRun
 from coordinator.screening.spoilt import BOUND
 from coordinator.store.payloads import Body
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow
 from coordinator.sync import checkpointing, outer_state
 from coordinator.sync.state_file import F32, write_state
+from outerstep.common.text import counted
 from protocol.digest import model_digest
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import CheckpointFragment
 from protocol.spec.pins import check_pin
-from protocol.telling import counted
 from protocol.wire import Payload
 
 

@@ -10,13 +10,13 @@ from collections.abc import Collection
 
 from sqlalchemy import delete
 
-from coordinator.runs.live_run import LiveRun, World
+from coordinator.run.live_run import LiveRun, World
 from coordinator.store import audit
 from coordinator.store.blobs import REMOVED, RunNames
 from coordinator.store.identity import Actor
 from coordinator.store.tables import Base, RunRow, TokenRow
+from outerstep.common.text import natural
 from protocol.errors import Problem
-from protocol.telling import natural
 
 _BUSY_S = 1.0
 

@@ -8,12 +8,12 @@ import math
 
 from sqlalchemy import func, select
 
-from coordinator.runs import quarantine
-from coordinator.runs.live_run import LiveRun
-from coordinator.runs.open_round import AcceptedContribution, OpenFragment, OpenRound
-from coordinator.runs.steps import round_steps
+from coordinator.run.live_run import LiveRun
+from coordinator.run.open_round import AcceptedContribution, OpenFragment, OpenRound
+from coordinator.run.steps import round_steps
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow, WorkerRow
 from coordinator.sync import outer_state
+from coordinator.trust import quarantine
 from coordinator.upkeep import setting_aside, sweeping
 from protocol.messages import FragmentState, Metrics, WorkerState
 

@@ -15,11 +15,8 @@ from typing import Any
 
 from sqlalchemy import delete, select, update
 
-from coordinator.runs.guarding import GUARD
-from coordinator.runs.live_run import Change, LiveRun
-from coordinator.runs.pools import all_pools
-from coordinator.runs.steering import CHANGES
-from coordinator.runs.units import merge_adjacent, return_since
+from coordinator.rounds.steering import CHANGES
+from coordinator.run.live_run import Change, LiveRun
 from coordinator.store.identity import Actor
 from coordinator.store.tables import (
     AssignmentRow,
@@ -36,6 +33,9 @@ from coordinator.store.tables import (
     WorkerRow,
 )
 from coordinator.sync import checkpointing, outer_state
+from coordinator.trust.guard import GUARD
+from coordinator.units.ledger import merge_adjacent, return_since
+from coordinator.units.pools import all_pools
 from coordinator.upkeep import setting_aside
 from protocol.errors import Problem
 from protocol.messages import RollBack, RunState, WorkerState

@@ -7,10 +7,10 @@ recover the run's state when they ask for an assignment.
 
 from sqlalchemy import select
 
-from coordinator.runs.live_run import Change, LiveRun
-from coordinator.runs.units import return_units
+from coordinator.run.live_run import Change, LiveRun
 from coordinator.store.blobs import KINDS, Kind, move, round_of
 from coordinator.store.tables import EventRow, RoundRow, WorkerRow
+from coordinator.units.ledger import return_units
 from protocol.messages import WorkerState
 
 

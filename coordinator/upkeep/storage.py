@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, Fault, fault_of
+from outerstep.common.text import duration_text
 from protocol.messages import Cause
-from protocol.telling import duration_text
 
 logger = logging.getLogger(__name__)
 

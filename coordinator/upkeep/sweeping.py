@@ -6,7 +6,7 @@ from collections.abc import Callable
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
 from coordinator.store.blobs import Kind, move, round_of
 from coordinator.store.tables import CheckpointFragmentRow, ContributionRow, FragmentRow
 

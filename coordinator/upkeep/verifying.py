@@ -14,8 +14,7 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from coordinator.runs.guarding import Extent
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
 from coordinator.store.blobs import Reader
 from coordinator.store.files import FileReader
 from coordinator.store.tables import CheckpointFragmentRow, FragmentRow
@@ -23,6 +22,7 @@ from coordinator.sync import checkpointing, retention
 from coordinator.sync.deltas import mend_delta
 from coordinator.sync.outer_state import go_back_to_checkpoint, has_state_digest, step
 from coordinator.sync.state_file import StateReader
+from coordinator.trust.guard import Extent
 from protocol.errors import OuterstepError
 
 logger = logging.getLogger(__name__)

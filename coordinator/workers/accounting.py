@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.runs.live_run import Change, LiveRun, QueuedReport
+from coordinator.run.live_run import Change, LiveRun, QueuedReport
 from coordinator.store.tables import ReportRow, RoundRow, WorkerRow
 from protocol.messages import Account, RoundReport
 

@@ -5,17 +5,18 @@ from functools import partial
 
 from sqlalchemy import delete, select
 
-from coordinator.runs import held_out, steering
-from coordinator.runs.carrying import carriable_units
-from coordinator.runs.evaluators import USUALLY, is_evaluated
-from coordinator.runs.live_run import Change, LiveRun
-from coordinator.runs.open_round import OpenRound, RoundAssignment
-from coordinator.runs.opening import assignment_row, inner_steps_of, status
-from coordinator.runs.pools import pools_of
-from coordinator.runs.quarantine import kept_out
-from coordinator.runs.steps import round_steps
-from coordinator.runs.units import assign_units, assigned_units, reclaim_units, return_forgotten_units
+from coordinator.rounds import steering
+from coordinator.rounds.opening import assignment_row, inner_steps_of, status
+from coordinator.run.live_run import Change, LiveRun
+from coordinator.run.open_round import OpenRound, RoundAssignment
+from coordinator.run.steps import round_steps
 from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow, WorkerRow
+from coordinator.trust import held_out
+from coordinator.trust.evaluators import USUALLY, is_evaluated
+from coordinator.trust.quarantine import kept_out
+from coordinator.units.carrying import carriable_units
+from coordinator.units.ledger import assign_units, assigned_units, reclaim_units, return_forgotten_units
+from coordinator.units.pools import pools_of
 from protocol.errors import Problem
 from protocol.messages import Action, Assignment, RunState
 

@@ -4,9 +4,9 @@ members that do not leave; then a seeder that does nothing is replaced as well."
 from collections.abc import Callable
 from functools import partial
 
-from coordinator.runs.live_run import Change, LiveRun
-from coordinator.runs.members import LINGER_S, SEEDER_S
-from coordinator.runs.units import return_units
+from coordinator.run.live_run import Change, LiveRun
+from coordinator.run.members import LINGER_S, SEEDER_S
+from coordinator.units.ledger import return_units
 from protocol.messages import LeaveRequest, RunState, WorkerState
 
 

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 
 from sqlalchemy import func, select
 
-from coordinator.runs import guarding
-from coordinator.runs.evaluators import IN_DOUBT, USUALLY
-from coordinator.runs.live_run import Change, LiveRun
+from coordinator.run.live_run import Change, LiveRun
 from coordinator.screening.agreeing import alone
 from coordinator.store.tables import AssignmentRow, EvaluationRow
+from coordinator.trust import guard as guarding
+from coordinator.trust.evaluators import IN_DOUBT, USUALLY
+from outerstep.common.text import natural
 from protocol.errors import Problem
 from protocol.messages import Evaluation, EvaluationReport, RunState
-from protocol.telling import natural
 
 
 def evaluated(run: LiveRun, worker: str, round_: int, report: EvaluationReport) -> None:

@@ -5,16 +5,16 @@ from collections.abc import Callable
 
 from sqlalchemy import func, select
 
-from coordinator.runs import steering
-from coordinator.runs.live_run import Change, LiveRun, Model
-from coordinator.runs.opening import status
-from coordinator.runs.quarantine import inherit, readmit
+from coordinator.rounds import steering
+from coordinator.rounds.opening import status
+from coordinator.run.live_run import Change, LiveRun, Model
 from coordinator.store.identity import Actor, Identity
 from coordinator.store.tables import WorkerRow
 from coordinator.store.tokens import new_secret, secret_hash
+from coordinator.trust.quarantine import inherit, readmit
 from coordinator.workers import accounting, names
 from coordinator.workers.ending import end_lease
-from protocol.data_difference import data_difference
+from outerstep.common.data_difference import data_difference
 from protocol.errors import LayoutError, Problem
 from protocol.fragments import first_difference
 from protocol.messages import (

@@ -4,7 +4,7 @@ operator releases it."""
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator.runs.live_run import Change, LiveRun
+from coordinator.run.live_run import Change, LiveRun
 from coordinator.store.identity import Actor, Identity
 from coordinator.store.tables import WorkerRow
 from protocol.errors import Problem

@@ -11,8 +11,8 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from outerstep import __version__
+from outerstep.common.exit_codes import IN_WORDS
 from protocol.errors import OuterstepError
-from protocol.exit_codes import IN_WORDS
 from protocol.printable import PrintableFormatter
 
 

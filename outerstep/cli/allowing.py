@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from outerstep.cli.faults import UsageError
+from outerstep.common.quantities import parse_count
 from protocol.printable import printable
-from protocol.quantities import parse_count
 from protocol.spec.sizes import MOST_PARAMETERS
 
 AllowFactoryOption = Annotated[

@@ -10,7 +10,7 @@ import typer
 
 from outerstep import rest
 from outerstep.cli.faults import UsageError
-from protocol.reaching import CA_VARIABLE, in_words
+from outerstep.common.reaching import CA_VARIABLE, in_words
 
 DEFAULT_URL = "http://127.0.0.1:8470"
 TOKEN_VARIABLE = "OUTERSTEP_TOKEN"

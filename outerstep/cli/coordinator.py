@@ -11,8 +11,8 @@ import typer
 from outerstep.cli.connection import LogFileOption, check_log
 from outerstep.cli.faults import UsageError, import_extra, validated
 from outerstep.cli.printing import say
-from protocol.quantities import parse_seconds
-from protocol.reaching import in_words, trusting
+from outerstep.common.quantities import parse_seconds
+from outerstep.common.reaching import in_words, trusting
 
 FLAGS = {
     "data_dir": "--data",

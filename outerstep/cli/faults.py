@@ -1,4 +1,4 @@
-"""The end of a command that fails: one line on stderr, and an exit code (protocol/exit_codes.py)."""
+"""The end of a command that fails: one line on stderr, and an exit code (outerstep/common/exit_codes.py)."""
 
 import importlib
 from types import ModuleType
@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from outerstep.common.exit_codes import Exit
 from outerstep.shadowing import refuse_shadow
 from protocol.errors import OuterstepError, Problem, Remedy, SpecError, Transient
-from protocol.exit_codes import Exit
 from protocol.explaining import explain, explain_all
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -21,15 +21,15 @@ from outerstep.cli.connection import (
 )
 from outerstep.cli.faults import UsageError, check_not_hidden, import_extra
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
+from outerstep.common.exit_codes import Exit
+from outerstep.common.reaching import in_words
+from outerstep.common.text import counted, natural
 from outerstep.display import round_table, table, worker_table
 from outerstep.follow import FIRST_ROUNDS
 from outerstep.units import UNKNOWN, bytes_text, count_text, held_out_text
 from protocol.errors import SpecError
-from protocol.exit_codes import Exit
 from protocol.messages import SUCCESSIVE, Account, RunChange, RunDetail, RunInfo, WorkerChange
-from protocol.reaching import in_words
 from protocol.spec.run import RunSpec, parse_spec
-from protocol.telling import counted, natural
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's name.")]

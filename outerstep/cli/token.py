@@ -8,9 +8,9 @@ import typer
 from outerstep.cli.connection import DEFAULT_URL, CaOption, TokenFileOption, TokenOption, UrlOption, operator_client
 from outerstep.cli.faults import UsageError, validated
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
+from outerstep.common.quantities import parse_seconds
 from outerstep.display import table
 from protocol.messages import NewToken, Scope, TokenInfo, TokenRequest
-from protocol.quantities import parse_seconds
 
 app = typer.Typer(help="Make, list, rotate and revoke tokens. Needs an admin token.", no_args_is_help=True)
 

@@ -13,12 +13,12 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
+from outerstep.common.answers import ERROR_BYTES, beginning, raise_for_problem, read_message
+from outerstep.common.reaching import causes_of, check_address, in_words
 from outerstep.doctor.finding import Finding, fine, warning, wrong
 from outerstep.units import duration_text
-from protocol.answers import ERROR_BYTES, beginning, raise_for_problem, read_message
 from protocol.errors import NoCoordinator, NotUnderstood, OuterstepError, Transient
 from protocol.messages import Health
-from protocol.reaching import causes_of, check_address, in_words
 from protocol.versions import OURS, Said, why_not
 
 ENDS_SOON_DAYS = 14

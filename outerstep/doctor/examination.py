@@ -12,7 +12,7 @@ import httpx
 from outerstep.doctor.finding import Finding, State, skipped, warning, wrong
 from outerstep.units import duration_text
 from protocol.errors import OuterstepError, Problem, Remedy, Transient
-from worker.link.retry import describe
+from worker.line.retry import describe
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from protocol.exit_codes import Exit
+from outerstep.common.exit_codes import Exit
 
 
 class State(StrEnum):

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from outerstep.common.text import counted
 from outerstep.doctor.finding import Finding, fine, wrong
 from outerstep.units import count_text, duration_text
 from protocol.fragments import Layout, TensorSpec, first_difference
 from protocol.messages import FrozenSummary, RunDetail
 from protocol.spec.run import RunSpec
 from protocol.spec.sizes import MOST_PARAMETERS
-from protocol.telling import counted
 from worker.box import check_suited
 from worker.inner.layers import layers_of
 from worker.inner.optimizers import hidden_matrices

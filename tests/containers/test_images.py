@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from protocol.exit_codes import Exit
+from outerstep.common.exit_codes import Exit
 from protocol.messages import Scope
 from tests.containers.bases import SLIM
 from tests.containers.conftest import COORDINATOR, WORKER, Images, Network

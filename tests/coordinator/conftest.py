@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import stores
-from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
-from benchmarks.harness.member import Member
 from coordinator.store.blobs import Blobs
 from coordinator.store.data_directory import DataDirectory
+from harness import stores
+from harness.coordinator import InThread, SettableClock, coordinator_thread
+from harness.member import Member
 from tests.coordinator.crew import crew, play_round
 
 _numbers = itertools.count()

@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.harness.coordinator import InThread, Running
-from benchmarks.harness.member import Member, spec_toml
-from benchmarks.harness.stores import Blocked
+from harness.coordinator import InThread, Running
+from harness.member import Member, spec_toml
+from harness.stores import Blocked
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
 from protocol.messages import Metrics
 from tests.support.openapi import check_declared

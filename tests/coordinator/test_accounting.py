@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from benchmarks.harness.coordinator import InThread
-from benchmarks.harness.member import Member
 from coordinator.store.tables import FragmentRow, ReportRow
+from harness.coordinator import InThread
+from harness.member import Member
 from tests.coordinator.crew import crew, info, play_round, refusing
 from tests.support.waiting import wait_until
 

@@ -16,10 +16,10 @@ import pytest
 from fastapi import APIRouter, Request
 from sqlalchemy import text
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
-from benchmarks.harness.member import Member, spec_toml
 from coordinator.app import create_app
 from coordinator.http.limits import LimitedRoute, takes_up_to
+from harness.coordinator import InThread, coordinator_thread
+from harness.member import Member, spec_toml
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
 from protocol.messages import Scope, WorkerChange
 from protocol.spec.run import MAX_SPEC_BYTES

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from fastapi import Request
 
-from benchmarks.harness.coordinator import InThread
 from coordinator.http.arriving import Pace, pieces
 from coordinator.settings import Settings
+from harness.coordinator import InThread
 from protocol.errors import Problem
 
 

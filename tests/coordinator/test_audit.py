@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.coordinator import InThread, Running, coordinator_thread
-from benchmarks.harness.member import Member, spec_toml
+from harness.coordinator import InThread, Running, coordinator_thread
+from harness.member import Member, spec_toml
 from protocol.messages import Scope
 from tests.coordinator.crew import problem, refusing
 

@@ -4,7 +4,7 @@ import shutil
 import sqlite3
 from pathlib import Path
 
-from benchmarks.harness.member import Member
+from harness.member import Member
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
 from tests.coordinator.test_restart import Lives
 

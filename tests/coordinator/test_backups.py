@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
-from benchmarks.harness.stores import names
 from coordinator.backup import making
 from coordinator.backup.copying import copy_whole
 from coordinator.backup.directory import BackupDirectory, existing
@@ -18,6 +16,8 @@ from coordinator.backup.putting_back import restore
 from coordinator.store.blobs import move
 from coordinator.store.files import FileReader
 from coordinator.store.payloads import READ_BYTES
+from harness.coordinator import InThread, coordinator_thread
+from harness.stores import names
 from protocol.digest import digest
 from protocol.errors import OuterstepError
 from tests.coordinator.crew import crew, play_round

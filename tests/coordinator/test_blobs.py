@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.memory_blobs import MemoryBlobs
-from benchmarks.harness.stores import read
 from coordinator.store import directory_blobs
 from coordinator.store.blobs import Blobs, RunNames, move, round_of
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.files import FileReader
+from harness.memory_blobs import MemoryBlobs
+from harness.stores import read
 
 NAMES = RunNames("r")
 NAME = NAMES.contribution(1, 0, "w", bytes(32))

@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from benchmarks.harness.coordinator import InThread
-from benchmarks.harness.member import Member
 from coordinator.tuning.room import Room
+from harness.coordinator import InThread
+from harness.member import Member
 from protocol.digest import content_digest, digest
 from protocol.messages import Assignment
 from tests.coordinator.crew import crew

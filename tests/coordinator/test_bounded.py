@@ -2,7 +2,6 @@
 
 import pytest
 
-from benchmarks.harness.coordinator import InThread
 from coordinator.store.tables import (
     AssignmentRow,
     CheckpointFragmentRow,
@@ -15,6 +14,7 @@ from coordinator.store.tables import (
     UnitRangeRow,
 )
 from coordinator.sync.retention import EVENTS_SLACK, trim_events
+from harness.coordinator import InThread
 from tests.coordinator.crew import crew, events, info, play_round, problem
 
 ROUNDS = 200

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.coordinator import SettableClock, coordinator_thread
 from coordinator.backup.copying import Interrupted, go_on
 from coordinator.backup.making import Source, files_of, make
 from coordinator.backup.manifest import Content
@@ -24,6 +23,7 @@ from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite
 from coordinator.store.files import FileReader
+from harness.coordinator import SettableClock, coordinator_thread
 from protocol.digest import digest
 from protocol.errors import OuterstepError, Transient
 from tests.coordinator.crew import crew, play_round

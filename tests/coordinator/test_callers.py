@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.coordinator import SettableClock
 from coordinator.callers import ALL_TOKENS, BURST_S, SWEEP_AT, Callers, Rates
 from coordinator.settings import Settings
+from harness.coordinator import SettableClock
 from protocol.errors import Problem
 
 A, B = b"a", b"b"

@@ -2,8 +2,8 @@
 
 import httpx
 
-from benchmarks.harness.coordinator import InThread, SettableClock
-from benchmarks.harness.member import Member
+from harness.coordinator import InThread, SettableClock
+from harness.member import Member
 from protocol.messages import Action
 from tests.coordinator.crew import crew, enlist, play_round, problem, recovered
 from tests.coordinator.test_weights import UNITS, ask, late_member, send

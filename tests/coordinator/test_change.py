@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.harness.coordinator import InThread
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
+from harness.coordinator import InThread
 from protocol.messages import RunState
 from tests.coordinator.crew import crew, events, info
 

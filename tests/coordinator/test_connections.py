@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.harness.certificates import make_certificate
-from benchmarks.harness.coordinator import InThread, coordinator_thread
 from coordinator.http.connections import MAX_AHEAD
-from protocol.reaching import trusting
+from harness.certificates import make_certificate
+from harness.coordinator import InThread, coordinator_thread
+from outerstep.common.reaching import trusting
 from tests.support.waiting import wait_until
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl for certificates")

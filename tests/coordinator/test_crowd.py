@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from anyio.to_thread import current_default_thread_limiter
 
-from benchmarks.harness.coordinator import CoordinatorProcess, InThread, SettableClock
-from benchmarks.harness.stores import read, the
-from coordinator.runs.bell import ASSIGNMENTS, EVENTS, RELEASED_AT_ONCE, Bell, delta_of
+from coordinator.run.bell import ASSIGNMENTS, EVENTS, RELEASED_AT_ONCE, Bell, delta_of
 from coordinator.sync import retention
 from coordinator.workers import assigning
+from harness.coordinator import CoordinatorProcess, InThread, SettableClock
+from harness.stores import read, the
 from protocol.messages import Action, Assignment
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, info, play_round, problem
 from tests.support.waiting import wait_until

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from benchmarks.harness.coordinator import InThread
 from coordinator.dashboard import assets
+from harness.coordinator import InThread
 from tests.coordinator.crew import problem
 
 FILES = sorted(assets.page_files())

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, expect
 
-from benchmarks.harness.browser import Tab, chromium, tab
-from benchmarks.harness.coordinator import CoordinatorProcess, InThread, coordinator_thread
-from benchmarks.harness.member import Member, spec_toml
 from coordinator.dashboard import assets
 from coordinator.notifications.watching import Disk
 from coordinator.store.database import Fault
 from coordinator.store.tables import FragmentRow, RoundRow, WorkerRow
 from coordinator.store.tokens import secret_hash
 from coordinator.upkeep.storage import Storage
+from harness.browser import Tab, chromium, tab
+from harness.coordinator import CoordinatorProcess, InThread, coordinator_thread
+from harness.member import Member, spec_toml
 from outerstep import units
 from outerstep.plan import allreduce_bytes
 from protocol.messages import Cause, Scope

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import make_url
 
-from benchmarks.harness.coordinator import coordinator_thread
 from coordinator.server import make_server
 from coordinator.settings import Settings
 from coordinator.store.database import Database, url_of
+from harness.coordinator import coordinator_thread
 from protocol.errors import OuterstepError
 from tests.coordinator.crew import crew, play_round
 

@@ -1,7 +1,7 @@
 """A round that closes without a straggler, by a clock that the tests move, and what becomes of its work."""
 
-from benchmarks.harness.coordinator import InThread, SettableClock
-from benchmarks.harness.member import Member
+from harness.coordinator import InThread, SettableClock
+from harness.member import Member
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, events, info, problem
 
 NAMES = ["a", "b", "c"]

@@ -5,8 +5,8 @@ import threading
 import httpx
 import pytest
 
-from benchmarks.harness.coordinator import InThread
-from benchmarks.harness.member import Member
+from harness.coordinator import InThread
+from harness.member import Member
 from protocol.digest import digest
 from protocol.messages import Scope
 from protocol.wire import DeltaHeader, Payload, StateHeader

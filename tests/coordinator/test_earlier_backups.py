@@ -8,13 +8,13 @@ from alembic import command
 from alembic.script import ScriptDirectory
 
 import migrations
-from benchmarks.harness.member import spec_toml
 from coordinator.backup.directory import BackupDirectory
 from coordinator.backup.putting_back import restore
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite
 from coordinator.store.blobs import RunNames
+from harness.member import spec_toml
 from protocol.digest import digest
 from tests.coordinator.test_migrations import config
 from tests.support.backing_up import back_up, check_restored

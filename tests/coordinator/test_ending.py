@@ -11,13 +11,13 @@ import httpx
 import numpy as np
 import pytest
 
-from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
-from benchmarks.harness.member import DATA, TENSORS, Member, spec_toml
-from coordinator.runs.bell import ASSIGNMENTS, EVENTS, delta_of
+from coordinator.run.bell import ASSIGNMENTS, EVENTS, delta_of
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.identity import Actor
 from coordinator.workers import membership
+from harness.coordinator import InThread, SettableClock, coordinator_thread
+from harness.member import DATA, TENSORS, Member, spec_toml
 from protocol.digest import content_digest, digest
 from protocol.messages import JoinRequest, Scope, TokenRequest
 from tests.coordinator.crew import crew, events, info, problem, recovered

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.harness import member as member_module
-from benchmarks.harness.coordinator import InThread
-from coordinator.runs.epochs import coverage_fault
 from coordinator.store.tables import UnitRangeRow
+from coordinator.units.epochs import coverage_fault
+from harness import member as member_module
+from harness.coordinator import InThread
 from protocol.messages import DataSummary
 from tests.coordinator.crew import crew, events, info, play_round
 

@@ -1,9 +1,9 @@
 """Workers that send the same are told of: they train on the same data, and nobody would know."""
 
-from benchmarks.harness.coordinator import InThread
-from benchmarks.harness.member import Member
 from coordinator.screening.judging import Evidence, judge
 from coordinator.screening.likeness import Likeness
+from harness.coordinator import InThread
+from harness.member import Member
 from tests.coordinator.crew import crew, events, info
 from tests.coordinator.test_screening import honest, sketched
 

@@ -1,6 +1,6 @@
 """What a run says of how long it will still take."""
 
-from benchmarks.harness.coordinator import InThread, SettableClock
+from harness.coordinator import InThread, SettableClock
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, info, play_round
 
 

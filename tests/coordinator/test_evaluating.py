@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.coordinator import InThread
-from benchmarks.harness.member import Member, spec_toml
-from coordinator.runs.evaluators import in_turn
 from coordinator.screening.agreeing import NEAR, alone
+from coordinator.trust.evaluators import in_turn
+from harness.coordinator import InThread
+from harness.member import Member, spec_toml
 from protocol.messages import Scope
 from tests.coordinator.crew import events, info, play_round, problem, recovered
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.harness.coordinator import InThread, Running, coordinator_thread
-from benchmarks.harness.member import spec_toml
+from harness.coordinator import InThread, Running, coordinator_thread
+from harness.member import spec_toml
 from tests.coordinator.crew import crew, info, play_round, problem
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
-from benchmarks.harness.member import Member, spec_toml
-from benchmarks.harness.stores import disturbed, names, read
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
+from harness.coordinator import InThread, SettableClock, coordinator_thread
+from harness.member import Member, spec_toml
+from harness.stores import disturbed, names, read
 from protocol.digest import digest
 from tests.coordinator.crew import (
     GRACE_OF_A_SECOND,

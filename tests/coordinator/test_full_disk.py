@@ -9,13 +9,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
-from benchmarks.harness.member import Member, spec_toml
 from coordinator.store import data_directory, sqlite
 from coordinator.store.payloads import has_digest
 from coordinator.store.tables import ContributionRow, FragmentRow
 from coordinator.tuning.room import Room
 from coordinator.upkeep.storage import QUIET_S
+from harness.coordinator import InThread, SettableClock, coordinator_thread
+from harness.member import Member, spec_toml
 from protocol.digest import content_digest, digest, model_digest
 from tests.coordinator.crew import crew, events, info, play_round, problem
 from tests.support.full_disk import FullDisk, small_disk

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.harness.coordinator import InThread
-from benchmarks.harness.member import Member, spec_toml
 from coordinator.screening.spoilt import BOUND, LESS, Part, Rise, risen, stopped_falling, suspects
 from coordinator.upkeep import rolling_back
+from harness.coordinator import InThread
+from harness.member import Member, spec_toml
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
 from tests.coordinator.test_restart import Lives
 from tests.coordinator.test_rolling_back import joined_again

@@ -8,12 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.harness.coordinator import InThread
-from benchmarks.harness.member import Member, spec_toml
 from coordinator.store import sqlite
 from coordinator.store.database import Database
 from coordinator.store.identity import Actor
 from coordinator.store.tokens import Tokens, secret_hash
+from harness.coordinator import InThread
+from harness.member import Member, spec_toml
 from protocol.messages import JOIN_PREFIX, Scope, TokenRequest
 from tests.coordinator.crew import crew, info, problem
 

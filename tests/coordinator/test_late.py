@@ -1,7 +1,7 @@
 """Late contributions are told with how late they were, and divergences are counted."""
 
-from benchmarks.harness.coordinator import InThread, SettableClock
 from coordinator.store.tables import LateContributionRow
+from harness.coordinator import InThread, SettableClock
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, events, info, problem
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.harness.coordinator import InThread
+from harness.coordinator import InThread
 from protocol.messages import LINE_CHECK_BYTES, Scope
 from tests.coordinator.crew import problem
 from tests.support.waiting import PATIENCE_S

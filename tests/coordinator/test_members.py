@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.runs.members import MISSED, Members
+from coordinator.run.members import MISSED, Members
 from protocol.messages import Metrics
 
 

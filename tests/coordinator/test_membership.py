@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
-from benchmarks.harness.member import DATA, TENSORS, Member, spec_toml
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
 from coordinator.store.identity import Actor
 from coordinator.store.tables import UnitRangeRow, WorkerRow
 from coordinator.workers import membership
+from harness.coordinator import InThread, SettableClock, coordinator_thread
+from harness.member import DATA, TENSORS, Member, spec_toml
 from protocol.errors import Problem
 from protocol.fragments import TensorSpec
 from protocol.messages import DataSummary, FrozenSummary, JoinRequest, LeaveRequest, Metrics

@@ -10,12 +10,12 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
-from benchmarks.harness.member import spec_toml
 from coordinator.metrics import runs, seeing
 from coordinator.metrics.families import FAMILIES, OF_RUNS, OF_THE_SERVER, PREFIX
 from coordinator.metrics.seeing import see
 from coordinator.metrics.values import of_run
+from harness.coordinator import InThread, SettableClock, coordinator_thread
+from harness.member import spec_toml
 from protocol.messages import RunState, Scope
 from tests.coordinator.crew import crew, events, measure_everything, problem
 from tests.support.waiting import wait_until

@@ -4,8 +4,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
-from benchmarks.harness.member import Member, spec_toml
+from harness.coordinator import InThread, SettableClock, coordinator_thread
+from harness.member import Member, spec_toml
 from protocol.messages import Scope
 from tests.coordinator.crew import crew, info, problem, recovered
 

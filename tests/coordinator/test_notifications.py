@@ -21,8 +21,6 @@ from pydantic import SecretStr, ValidationError
 from sqlalchemy import select
 from typer.testing import CliRunner
 
-from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
-from benchmarks.harness.member import spec_toml
 from coordinator.notifications import outbox as outboxes
 from coordinator.notifications.formats import KINDS, OF_EVENTS, Notification, format_of, request_of
 from coordinator.notifications.outbox import Outbox
@@ -43,8 +41,10 @@ from coordinator.settings import Settings
 from coordinator.store import sqlite
 from coordinator.store.database import Database
 from coordinator.store.tables import NotificationRow
+from harness.coordinator import InThread, SettableClock, coordinator_thread
+from harness.member import spec_toml
 from outerstep.cli import app
-from protocol.exit_codes import Exit
+from outerstep.common.exit_codes import Exit
 from protocol.messages import RunState
 from tests.coordinator.crew import crew, play_round
 from tests.support.http_server import Handler, serving

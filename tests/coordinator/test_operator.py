@@ -2,8 +2,8 @@
 
 import httpx
 
-from benchmarks.harness.coordinator import InThread
-from benchmarks.harness.member import DATA, Member
+from harness.coordinator import InThread
+from harness.member import DATA, Member
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, enlist, events, info, problem
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.harness.coordinator import InThread, SettableClock
-from benchmarks.harness.member import Member, spec_toml
-from coordinator.runs.pacing import Paces, inner_steps
+from coordinator.run.pacing import Paces, inner_steps
+from harness.coordinator import InThread, SettableClock
+from harness.member import Member, spec_toml
 from protocol.errors import SpecError
 from protocol.spec.run import parse_spec
 from protocol.spec.sections import SyncSpec

@@ -9,11 +9,11 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter
 
-from benchmarks.harness.coordinator import InThread
-from benchmarks.harness.member import TENSORS, Member, spec_toml
 from coordinator.api.workers import ASSIGNMENT_VALUES, JOIN_VALUES
 from coordinator.http import limits
 from coordinator.http.parsing import MAX_MEMBERS, parse
+from harness.coordinator import InThread
+from harness.member import TENSORS, Member, spec_toml
 from protocol.errors import Problem
 from protocol.fragments import TensorSpec
 from protocol.messages import MAX_TENSORS, AssignmentRequest, JoinRequest, Scope

@@ -15,8 +15,6 @@ import httpx
 import pytest
 from fastapi import Request
 
-from benchmarks.harness.coordinator import InThread, SettableClock
-from benchmarks.harness.member import Member
 from coordinator.http.receiving import ROUNDS, ThroughFile
 from coordinator.settings import Settings
 from coordinator.store import assembling
@@ -24,6 +22,8 @@ from coordinator.store.assembling import KEPT_S
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.payloads import Body
 from coordinator.tuning.room import Room
+from harness.coordinator import InThread, SettableClock
+from harness.member import Member
 from protocol.digest import content_digest, digest
 from protocol.messages import Assignment
 from protocol.wire import max_payloads_bytes

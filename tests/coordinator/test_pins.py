@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.harness.coordinator import InThread
-from benchmarks.harness.member import DATA, TENSORS, Member, spec_toml
+from harness.coordinator import InThread
+from harness.member import DATA, TENSORS, Member, spec_toml
 from protocol.digest import model_digest
 from protocol.errors import SpecError
 from protocol.fragments import TensorSpec

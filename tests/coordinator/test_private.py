@@ -7,9 +7,9 @@ import httpx
 import pytest
 from sqlalchemy import select
 
-from benchmarks.harness.coordinator import InThread, SettableClock
-from benchmarks.harness.member import Member, spec_toml
 from coordinator.store.tables import RunRow
+from harness.coordinator import InThread, SettableClock
+from harness.member import Member, spec_toml
 from protocol.messages import DataSummary
 from protocol.spec.run import PRIVATE_WORKERS, UNITS_PER_WORKER
 from tests.coordinator.crew import crew, events, info, play_round, problem, recovered

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from benchmarks.harness.coordinator import InThread, SettableClock
-from benchmarks.harness.member import Member, spec_toml
 from coordinator.screening.standing import BACK, MOST_ROUNDS, QUARANTINED, Standing
+from harness.coordinator import InThread, SettableClock
+from harness.member import Member, spec_toml
 from protocol.messages import Scope
 from tests.coordinator.crew import crew, enlist, events, info, play_round, recovered
 from tests.coordinator.test_restart import Lives

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.harness.coordinator import InThread, SettableClock
-from benchmarks.harness.member import Member, spec_toml
+from harness.coordinator import InThread, SettableClock
+from harness.member import Member, spec_toml
 from tests.coordinator.crew import crew, enlist, info, play_round, problem
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
-from benchmarks.harness.member import Member, spec_toml
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.tables import Base
 from coordinator.upkeep import removing
+from harness.coordinator import InThread, coordinator_thread
+from harness.member import Member, spec_toml
 from tests.coordinator.crew import crew, enlist, info, play_round, problem
 from tests.support.waiting import wait_until
 

@@ -14,9 +14,6 @@ from pathlib import Path
 import pytest
 from sqlalchemy import delete, select
 
-from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
-from benchmarks.harness.member import spec_toml
-from benchmarks.harness.stores import names, the
 from coordinator.server import make_server
 from coordinator.settings import Settings
 from coordinator.store import sqlite
@@ -31,6 +28,9 @@ from coordinator.store.tables import (
     RunRow,
 )
 from coordinator.sync import outer_state
+from harness.coordinator import InThread, SettableClock, coordinator_thread
+from harness.member import spec_toml
+from harness.stores import names, the
 from protocol.errors import OuterstepError
 from tests.coordinator.crew import (
     crew,

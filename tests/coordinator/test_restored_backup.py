@@ -7,11 +7,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.harness.coordinator import coordinator_thread
-from benchmarks.harness.member import Member
 from coordinator.backup.directory import BackupDirectory
 from coordinator.backup.putting_back import restore
 from coordinator.store.database import url_of
+from harness.coordinator import coordinator_thread
+from harness.member import Member
 from protocol.digest import model_digest
 from protocol.messages import LeaveRequest
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem

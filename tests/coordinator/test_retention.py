@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from benchmarks.harness.coordinator import InThread
-from benchmarks.harness.stores import names, rounds
 from coordinator.store.blobs import KINDS
 from coordinator.store.tables import CheckpointFragmentRow, ContributionRow
+from harness.coordinator import InThread
+from harness.stores import names, rounds
 from protocol.outer_step import outer_step
 from protocol.wire import Payload
 from tests.coordinator.crew import crew, info, play_round

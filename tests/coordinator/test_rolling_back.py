@@ -7,12 +7,12 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.coordinator import InThread
-from benchmarks.harness.member import Member
 from coordinator.store import blobs
 from coordinator.store.identity import Actor
 from coordinator.sync import outer_state
 from coordinator.upkeep import rolling_back, setting_aside
+from harness.coordinator import InThread
+from harness.member import Member
 from protocol.messages import RollBack
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
 from tests.coordinator.test_backup import caught_up

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coordinator.runs.rounds import TRANSITIONS, Close, Silence, Wait, advance, decide, grace_s, has_quorum
+from coordinator.run.decide import TRANSITIONS, Close, Silence, Wait, advance, decide, grace_s, has_quorum
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
 

@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
 from coordinator.backup.directory import BackupDirectory
 from coordinator.backup.putting_back import restore
 from coordinator.backup.scheduled import RETRY_S
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.blobs import Reader
+from harness.coordinator import InThread, SettableClock, coordinator_thread
 from protocol.errors import OuterstepError
 from tests.coordinator.crew import crew, events, play_round
 from tests.support.backing_up import back_up, check_restored, damages

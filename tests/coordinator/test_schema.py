@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from benchmarks.harness.coordinator import InThread
+from harness.coordinator import InThread
 from protocol.digest import content_digest, digest
 from protocol.messages import Scope
 from protocol.wire import MEDIA_TYPE

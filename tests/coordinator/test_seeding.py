@@ -4,11 +4,11 @@ import msgpack
 import numpy as np
 import pytest
 
-from benchmarks.harness.coordinator import InThread, SettableClock
-from benchmarks.harness.member import spec_toml
-from benchmarks.harness.stores import the
-from coordinator.runs.members import OTHERS_ASK_S, SEEDER_S
+from coordinator.run.members import OTHERS_ASK_S, SEEDER_S
 from coordinator.sync.state_file import StateReader
+from harness.coordinator import InThread, SettableClock
+from harness.member import spec_toml
+from harness.stores import the
 from protocol.digest import digest
 from protocol.wire import MAGIC, PREFIX, VERSION, chunk_sizes
 from tests.coordinator.crew import crew, enlist, events, info, problem

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from benchmarks.harness.coordinator import CoordinatorProcess
 from coordinator.server import make_server
 from coordinator.settings import Settings
+from harness.coordinator import CoordinatorProcess
 from outerstep.rest import connect
 
 PREFIX = "OUTERSTEP_COORDINATOR_"

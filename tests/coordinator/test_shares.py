@@ -8,12 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.harness.coordinator import InThread, SettableClock, coordinator_thread
-from benchmarks.harness.member import Member, spec_toml
 from coordinator.metrics.server import Meter
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
 from coordinator.store.assembling import BYTES_PER_OWNER, RETRY_S, Wholes
 from coordinator.store.tokens import new_secret
+from harness.coordinator import InThread, SettableClock, coordinator_thread
+from harness.member import Member, spec_toml
 from protocol.errors import Problem
 from protocol.messages import Scope
 from tests.coordinator.crew import crew, play_round, problem

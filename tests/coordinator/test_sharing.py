@@ -8,11 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
 from coordinator import reports
-from coordinator.runs.bell import EVENTS, PAUSE_S, Bell
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.bell import EVENTS, PAUSE_S, Bell
+from coordinator.run.live_run import LiveRun
 from coordinator.sharing import READ_BYTES, Shared
+from harness.coordinator import InThread, coordinator_thread
 from protocol.messages import RunDetail, Scope
 from tests.coordinator.crew import crew
 from tests.coordinator.test_events import stream

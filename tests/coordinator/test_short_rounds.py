@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
-from benchmarks.harness.member import Member, spec_toml
+from harness.coordinator import InThread, coordinator_thread
+from harness.member import Member, spec_toml
 from protocol.messages import Assignment
 from tests.coordinator.crew import crew, enlist, events, info, play_round
 

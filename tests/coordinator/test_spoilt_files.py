@@ -9,14 +9,14 @@ import httpx
 import pytest
 from sqlalchemy import delete
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
-from benchmarks.harness.member import Member
-from benchmarks.harness.stores import names, read, spoil, the
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
 from coordinator.store.tables import FragmentRow, UnitRangeRow
 from coordinator.sync.deltas import mend_delta
 from coordinator.tuning.room import Room
 from coordinator.upkeep.verifying import verify
+from harness.coordinator import InThread, coordinator_thread
+from harness.member import Member
+from harness.stores import names, read, spoil, the
 from tests.coordinator.crew import crew, events, info, play_round, problem
 from tests.support.waiting import wait_until
 

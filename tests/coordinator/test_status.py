@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.harness.coordinator import SettableClock, coordinator_thread
 from coordinator.logs import MOST_CHARACTERS, RECENT, RecentErrors, scrubbed
 from coordinator.notifications.watching import LOOK_S, NO_ROUND_S, Disk
 from coordinator.server_status import REMEDIES
+from harness.coordinator import SettableClock, coordinator_thread
 from outerstep.cli import app
 from protocol.messages import ServerStatus
 from tests.coordinator.crew import crew

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.coordinator import InThread, SettableClock
-from benchmarks.harness.member import Member, spec_toml
-from coordinator.runs.live_run import LiveRun
-from coordinator.runs.steering import CHANGES, change_state
+from coordinator.rounds.steering import CHANGES, change_state
+from coordinator.run.live_run import LiveRun
 from coordinator.store.identity import Actor
 from coordinator.sync import checkpointing
+from harness.coordinator import InThread, SettableClock
+from harness.member import Member, spec_toml
 from protocol.messages import RunState
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, recovered
 from tests.coordinator.test_restart import Lives

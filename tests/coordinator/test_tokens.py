@@ -9,10 +9,10 @@ from typing import cast
 import httpx
 import pytest
 
-from benchmarks.harness.coordinator import InThread
 from coordinator.app import create_app
 from coordinator.http.limits import LimitedRoute
 from coordinator.service import Coordinator
+from harness.coordinator import InThread
 from protocol.messages import Scope
 from tests.coordinator.crew import crew, enlist, problem
 from tests.support.openapi import problems_of, schema

@@ -5,8 +5,8 @@ import json
 import httpx
 import pytest
 
-from benchmarks.harness.coordinator import InThread
 from coordinator.store.tables import WorkerRow
+from harness.coordinator import InThread
 from tests.coordinator.crew import crew, info, problem
 
 

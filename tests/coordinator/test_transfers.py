@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from fastapi import Request
 
-from benchmarks.harness.coordinator import InThread, SettableClock
-from benchmarks.harness.stores import disturbed, names, read, the
 from coordinator.http.sending import blob
 from coordinator.store.blobs import Blobs, Stored
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.tuning.room import Room
+from harness.coordinator import InThread, SettableClock
+from harness.stores import disturbed, names, read, the
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
 from tests.coordinator.crew import crew, info, play_round, problem

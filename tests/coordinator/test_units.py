@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.runs.pools import Pool
-from coordinator.runs.units import (
+from coordinator.store import sqlite
+from coordinator.store.database import Database
+from coordinator.store.tables import RunRow, UnitRangeRow
+from coordinator.units.ledger import (
     assign_units,
     assigned_units,
     consume_units,
@@ -21,9 +23,7 @@ from coordinator.runs.units import (
     return_units,
     unconsume_units,
 )
-from coordinator.store import sqlite
-from coordinator.store.database import Database
-from coordinator.store.tables import RunRow, UnitRangeRow
+from coordinator.units.pools import Pool
 from protocol.errors import Problem
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
-from benchmarks.harness.member import F32, Member
-from benchmarks.harness.stores import read, spoil, the
 from coordinator.sync.deltas import mend_delta
+from harness.coordinator import InThread, coordinator_thread
+from harness.member import F32, Member
+from harness.stores import read, spoil, the
 from protocol.messages import Assignment
 from protocol.wire import DeltaHeader, Payload
 from tests.coordinator.crew import crew, events, info

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.harness.coordinator import InThread, SettableClock
-from benchmarks.harness.member import Member, spec_toml
+from harness.coordinator import InThread, SettableClock
+from harness.member import Member, spec_toml
 from protocol.messages import Scope
 from protocol.wire import DeltaHeader, Payload
 from tests.coordinator.crew import GRACE_OF_A_SECOND, info, recovered

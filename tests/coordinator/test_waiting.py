@@ -3,8 +3,8 @@
 import pytest
 from starlette.requests import Request
 
-from benchmarks.harness.coordinator import InThread
 from coordinator.http.waiting import MAX_WAIT_S, preferred_wait_s
+from harness.coordinator import InThread
 from tests.coordinator.crew import crew, problem
 
 

@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-from benchmarks.harness.coordinator import SettableClock, coordinator_thread
 from coordinator.notifications.sending import FIRST_PAUSE_S
 from coordinator.notifications.watching import LOOK_S
-from coordinator.runs.live_run import ALARMING
+from coordinator.run.live_run import ALARMING
+from harness.coordinator import SettableClock, coordinator_thread
 from protocol.messages import Scope
 from tests.coordinator.crew import crew, info, measure_everything, play_round
 from tests.support.http_server import Handler, serving

@@ -6,10 +6,10 @@ import httpx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.harness.coordinator import InThread, SettableClock
-from benchmarks.harness.member import Member, spec_toml
-from coordinator.runs.weights import weights
 from coordinator.sync.deltas import mend_delta
+from coordinator.trust.weights import weights
+from harness.coordinator import InThread, SettableClock
+from harness.member import Member, spec_toml
 from protocol.digest import digest
 from protocol.messages import Assignment
 from protocol.spec.sections import SyncSpec

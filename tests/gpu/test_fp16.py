@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.coordinator import coordinator_thread
+from harness.coordinator import coordinator_thread
 from protocol.spec.sections import InnerSpec
 from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy

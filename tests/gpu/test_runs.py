@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
-from protocol.exit_codes import Exit
+from harness.coordinator import InThread, coordinator_thread
+from outerstep.common.exit_codes import Exit
 from protocol.messages import RunDetail, WorkerInfo
 from tests.support.waiting import wait_until
 from tests.support.workers import worker_settings

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.harness.coordinator import InThread
+from harness.coordinator import InThread
 from protocol.messages import Scope, WorkerInfo
 from tests.support.forks import Forked
 

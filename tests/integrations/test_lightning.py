@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import InThread, coordinator_thread
 from protocol.messages import RunDetail, WorkerInfo
 from tests.integrations import script
 from tests.integrations.script import Script, result

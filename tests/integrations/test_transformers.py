@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import InThread, coordinator_thread
 from protocol.messages import RunDetail, Scope, WorkerInfo
 from tests.integrations import script
 from tests.integrations.script import Script, result

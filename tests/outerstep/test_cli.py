@@ -15,8 +15,8 @@ from docs.write_commands import commands
 from outerstep.cli import ENTRIES, CommandGroup, app
 from outerstep.cli.connection import checked_url, find_token
 from outerstep.cli.faults import UsageError, exit_code, import_extra
+from outerstep.common.exit_codes import IN_WORDS
 from protocol.errors import OuterstepError, Problem, SpecError, Transient, UnexpectedAnswer
-from protocol.exit_codes import IN_WORDS
 from tests.outerstep.examples import SPEC
 
 

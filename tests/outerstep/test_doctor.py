@@ -25,10 +25,11 @@ import torch
 from blake3 import blake3
 from typer.testing import CliRunner
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import InThread, coordinator_thread
 from outerstep.cli import app
 from outerstep.cli.doctor import worker_command
 from outerstep.cli.worker import worker
+from outerstep.common.exit_codes import Exit
 from outerstep.doctor import access, address, clock, examining, line, memory, model, state_directory
 from outerstep.doctor import step as stepping
 from outerstep.doctor.examination import Examination, OutOfTime, _within
@@ -37,7 +38,6 @@ from outerstep.doctor.model import Model
 from outerstep.doctor.trial import Steps, take_steps, take_steps_apart
 from protocol import PROTOCOL_VERSION
 from protocol.errors import Problem
-from protocol.exit_codes import Exit
 from protocol.fragments import Layout
 from protocol.messages import JoinReply, JoinRequest, RunChange, RunDetail, Scope, WorkerChange
 from protocol.spec.run import RunSpec, parse_spec

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.harness.certificates import make_certificate
-from benchmarks.harness.member import Member
+from harness.certificates import make_certificate
+from harness.member import Member
 from protocol.messages import FrozenSummary
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.examples import SPEC

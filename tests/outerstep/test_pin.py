@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.harness.coordinator import coordinator_thread
+from harness.coordinator import coordinator_thread
 from outerstep.cli import app
-from protocol.exit_codes import Exit
+from outerstep.common.exit_codes import Exit
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text
 from tests.support.workers import worker_settings

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from outerstep.advice import advice
 from outerstep.cli import app
+from outerstep.common.exit_codes import Exit
 from outerstep.privacy import epsilon, noise_multiplier
-from protocol.exit_codes import Exit
 from protocol.spec.privacy import PrivacySpec
 from protocol.spec.run import parse_spec
 from tests.worker import toy

@@ -14,11 +14,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.harness.certificates import Certificate, make_certificate
+from harness.certificates import Certificate, make_certificate
 from outerstep import DiLoCo
 from outerstep.cli import app
+from outerstep.common.exit_codes import Exit
 from protocol.errors import NoCoordinator
-from protocol.exit_codes import Exit
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.examples import SPEC
 from tests.support.http_server import Handler

@@ -4,7 +4,7 @@ import pytest
 
 from outerstep import tcp
 from outerstep.tcp import INITIAL_WINDOW, PACKET_BYTES
-from worker.link import line
+from worker.line import line
 
 WINDOW_BYTES = INITIAL_WINDOW * PACKET_BYTES
 

@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.coordinator import coordinator_thread
+from harness.coordinator import coordinator_thread
+from outerstep.common.exit_codes import Exit
 from outerstep.rest import Client
 from outerstep.tracking import TRACKERS
 from outerstep.tracking.records import Record, follow_records, tracked_name
 from outerstep.tracking.to_jsonl import Tracker as JsonLines
 from protocol.errors import OuterstepError, Problem
-from protocol.exit_codes import Exit
 from protocol.messages import RunDetail
 from tests.coordinator.crew import crew, play_round
 from tests.outerstep.conftest import Served

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from outerstep.common.quantities import parse_count, parse_rate, parse_seconds
+from outerstep.common.text import counted, natural, rate_text, sparkline, to_go_s
 from outerstep.units import bytes_text, count_text, duration_text, held_out_text, loss_text
-from protocol.quantities import parse_count, parse_rate, parse_seconds
-from protocol.telling import counted, natural, rate_text, sparkline, to_go_s
 
 
 @pytest.mark.parametrize(

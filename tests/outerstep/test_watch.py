@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.harness.member import Member, spec_toml
+from harness.member import Member, spec_toml
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.test_operating import create, read_until
 from tests.support.terminal import Terminal

@@ -5,7 +5,7 @@ import re
 
 import httpx
 
-from benchmarks.harness.member import Member, spec_toml
+from harness.member import Member, spec_toml
 from tests.outerstep.conftest import Served
 
 HOST = {"device": "cuda:0: Some GPU", "threads": 8}

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 from fastapi import FastAPI
 
 from coordinator.app import create_app
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite

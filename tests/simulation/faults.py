@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from coordinator.runs import steering
+from coordinator.rounds import steering
 from coordinator.store.identity import Actor, Identity
 from coordinator.workers import assigning, membership
 from protocol.errors import Problem

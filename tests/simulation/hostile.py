@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import httpx
 import numpy as np
 
-from benchmarks.harness.member import F32, Member
+from harness.member import F32, Member
 from protocol.messages import Action, Assignment, DataSummary
 from protocol.wire import MAX_UNIT_RANGES
 from tests.simulation.network import Line

@@ -27,7 +27,7 @@ import httpx
 import numpy as np
 from blake3 import blake3
 
-from coordinator.runs.live_run import LiveRun
+from coordinator.run.live_run import LiveRun
 from coordinator.screening.spoilt import BOUND
 from coordinator.store import sqlite
 from coordinator.store.blobs import RunNames, round_of

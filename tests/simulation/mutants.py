@@ -15,17 +15,19 @@ from typing import Any
 import torch
 from sqlalchemy.orm import Session
 
-from coordinator.runs import closing, opening, pools, steps
-from coordinator.runs.live_run import LiveRun
-from coordinator.runs.members import Members
-from coordinator.runs.open_round import OpenRound
-from coordinator.runs.units import Range
+from coordinator.rounds import closing, opening
+from coordinator.run import steps
+from coordinator.run.live_run import LiveRun
+from coordinator.run.members import Members
+from coordinator.run.open_round import OpenRound
 from coordinator.screening import judging
 from coordinator.store import files
 from coordinator.store.blobs import Kind
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.tables import UnitRangeRow, WorkerRow
 from coordinator.sync import checking, contributing, deltas, outer_state, publishing, screened
+from coordinator.units import pools
+from coordinator.units.ledger import Range
 from coordinator.workers import assigning, ending, membership
 from protocol.digest import Buffer
 from protocol.messages import FragmentState, Metrics

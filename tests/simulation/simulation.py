@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
-from coordinator.runs.opening import status
+from coordinator.rounds.opening import status
 from coordinator.store.database import Database
 from coordinator.store.identity import Actor
 from protocol.messages import DataSummary, Scope, TokenRequest
@@ -29,7 +29,7 @@ from tests.simulation.patched import simulated
 from tests.simulation.scheduler import Group, Scheduler
 from tests.simulation.violation import Violation, demand
 from tests.simulation.worker_node import WorkerNode
-from worker.link import line
+from worker.line import line
 
 CALM_ROUNDS = 4
 PATIENCE_S = 400.0  # without a fault and without a round closing

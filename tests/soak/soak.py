@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.coordinator import CoordinatorProcess, Running
-from benchmarks.harness.lines import Shape, slow_lines, why_not
-from protocol.exit_codes import Exit
+from harness.coordinator import CoordinatorProcess, Running
+from harness.lines import Shape, slow_lines, why_not
+from outerstep.common.exit_codes import Exit
 from protocol.messages import Scope
 from tests.soak.proxy import Proxy
 from tests.support.text import write_text

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from protocol.exit_codes import Exit
+from outerstep.common.exit_codes import Exit
 from tests.soak.soak import STEP_S, WORKERS, Outcome
 
 TARGET = 0.88  # Decoupled DiLoCo (arXiv 2604.21428) under aggressive failures, at this rate of kills

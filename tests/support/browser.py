@@ -1,7 +1,7 @@
-"""For tests that need a browser (`benchmarks/harness/browser.py`)."""
+"""For tests that need a browser (`harness/browser.py`)."""
 
 import pytest
 
-from benchmarks.harness.browser import CHROMIUM
+from harness.browser import CHROMIUM
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt install chromium")

@@ -1,4 +1,4 @@
-// benchmarks/harness/line/card.h by itself, for tests: a TCP packet of HEAD bytes of heads and PAYLOAD bytes is cut into
+// harness/line/card.h by itself, for tests: a TCP packet of HEAD bytes of heads and PAYLOAD bytes is cut into
 // packets of MOST bytes of payload at most, those whose numbers are given are lost, and the others are joined.
 //
 //     card HEAD PAYLOAD MOST FLAGS [LOST ...]

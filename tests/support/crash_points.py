@@ -30,7 +30,7 @@ from tests.support.forks import START
 # Passed through by whoever the call is made for.
 _THROUGH = (
     *("coordinator.store.files", "coordinator.store.blobs", "coordinator.store.directory_blobs"),
-    *("coordinator.store.database", "coordinator.runs.live_run"),
+    *("coordinator.store.database", "coordinator.run.live_run"),
     *("worker.files", "worker.state.state_dir"),
 )
 _RUN = re.compile(r"^runs/[^/]+/?")

@@ -1,4 +1,4 @@
-// benchmarks/harness/line/way.h by itself, for tests. Reads lines from stdin:
+// harness/line/way.h by itself, for tests. Reads lines from stdin:
 //
 //     seed N  |  set AT RATE DELAY QUEUE LOSS  |  enter AT SIZE  |  leave AT
 //

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.coordinator import Running
+from harness.coordinator import Running
 from protocol.messages import Scope
 from tests.support.forks import OUTERSTEP, Forked, Process
 from worker.settings import WorkerSettings

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness.coordinator import InThread
+from harness.coordinator import InThread
 from outerstep import DiLoCo
 from protocol.messages import Scope
 from tests.support.forks import START

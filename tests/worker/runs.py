@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness.coordinator import InThread
-from protocol.exit_codes import Exit
+from harness.coordinator import InThread
+from outerstep.common.exit_codes import Exit
 from protocol.messages import JoinRequest, RunDetail, Scope
 from tests.support.text import write_chapters
 from tests.support.workers import worker_settings

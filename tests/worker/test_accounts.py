@@ -9,7 +9,7 @@ from protocol.messages import RoundDetail, Stage
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
-from worker.link.transfer import SEND_BYTES
+from worker.line.transfer import SEND_BYTES
 
 
 def round_detail(run: Toy, number: int) -> RoundDetail:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
-from protocol.exit_codes import Exit
+from harness.coordinator import InThread, coordinator_thread
+from outerstep.common.exit_codes import Exit
 from protocol.messages import Scope
 from protocol.spec.run import RunSpec, parse_spec
 from tests.support.trained import save_trained

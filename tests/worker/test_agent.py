@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
-from protocol.exit_codes import Exit
+from harness.coordinator import InThread, coordinator_thread
+from outerstep.common.exit_codes import Exit
 from protocol.messages import JoinRequest, LeaveRequest, RunDetail, Scope, WorkerInfo
 from tests.support.text import write_chapters
 from tests.support.tokenizers import write_tokenizer

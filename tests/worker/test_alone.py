@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from benchmarks.harness.coordinator import coordinator_thread
+from harness.coordinator import coordinator_thread
 from outerstep.cli import app
-from protocol.exit_codes import Exit
+from outerstep.common.exit_codes import Exit
 from protocol.messages import Scope
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.spec.sections import InnerSpec

@@ -14,21 +14,21 @@ import msgpack
 import pytest
 from blake3 import blake3
 
+from outerstep.common.reaching import in_words
 from protocol import messages, wire
 from protocol.digest import parse_content_digest
 from protocol.errors import PROBLEMS, NoCoordinator, NotUnderstood, Problem, Remedy, UnexpectedAnswer
 from protocol.fragments import Layout
-from protocol.reaching import in_words
 from protocol.versions import OF_ANSWERS, OURS
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
 from worker.errors import Stopped
-from worker.link import transfer
+from worker.line import transfer
+from worker.line.line import DOWN_FAR_BYTES, UP_FAR_BYTES
+from worker.line.retry import BACKOFF_CAP_S
 from worker.link.client import Client, open_http
 from worker.link.heartbeat import Heartbeat
-from worker.link.line import DOWN_FAR_BYTES, UP_FAR_BYTES
 from worker.link.membership import Membership
-from worker.link.retry import BACKOFF_CAP_S
 
 Answer = Callable[[httpx.Request], httpx.Response]
 LIMIT = 1 << 20
@@ -118,7 +118,7 @@ def test_an_outage_of_any_length(caplog: pytest.LogCaptureFixture) -> None:
     renew(client)
     assert max(clock.slept) <= BACKOFF_CAP_S
     assert len({round(wait, 6) for wait in clock.slept}) > len(clock.slept) / 2, "no jitter"
-    lines = [record.getMessage() for record in caplog.records if record.name == "worker.link.retry"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "worker.line.retry"]
     assert lines[0].startswith("the coordinator at http://c cannot be reached: refused; trying again in ")
     assert lines[-1].startswith("the coordinator answers again after 108")
     assert len(lines) <= 10_800 / 60 + 2

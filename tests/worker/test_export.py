@@ -12,8 +12,8 @@ from safetensors.torch import load_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
-from protocol.exit_codes import Exit
+from harness.coordinator import InThread, coordinator_thread
+from outerstep.common.exit_codes import Exit
 from protocol.messages import Scope
 from protocol.spec.run import parse_spec
 from tests.support.tokenizers import END, write_tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import InThread, coordinator_thread
 from protocol.messages import RunState, Scope
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import InThread, coordinator_thread
+from outerstep.common.exit_codes import Exit
 from protocol.errors import Problem
-from protocol.exit_codes import Exit
 from protocol.messages import CheckpointDetail, Scope
 from tests.support.trained import save_trained
 from tests.support.waiting import wait_until

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import httpx
 import pytest
 
-from protocol.exit_codes import Exit
+from outerstep.common.exit_codes import Exit
 from protocol.messages import RoundDetail
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
@@ -22,9 +22,9 @@ from tests.worker.toy import Toy, coordinator_thread
 from worker import signals
 from worker.diloco import DiLoCo
 from worker.errors import Stopped
+from worker.line.transfer import SEND_BYTES
 from worker.link.client import Client, open_http
 from worker.link.grace import HAND_IN_S, Grace
-from worker.link.transfer import SEND_BYTES
 
 
 def contributors(run: Toy, number: int) -> list[list[str]]:

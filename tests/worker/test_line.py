@@ -14,9 +14,9 @@ from tests.support.http_server import Handler, serving
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
+from worker.line.connections import UNSENT_BYTES, Connections
+from worker.line.line import Line
 from worker.link.client import Client, open_http
-from worker.link.connections import UNSENT_BYTES, Connections
-from worker.link.line import Line
 
 
 def unsent_bytes(response: httpx.Response) -> int:

@@ -13,9 +13,9 @@ import httpx
 import pytest
 import torch
 
-from benchmarks.harness.stores import spoil
 from coordinator.store import sqlite
 from coordinator.tuning.room import Room
+from harness.stores import spoil
 from protocol import wire
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
-from benchmarks.harness.member import spec_toml
+from harness.coordinator import InThread, coordinator_thread
+from harness.member import spec_toml
+from outerstep.common.exit_codes import Exit
 from protocol.errors import Problem
-from protocol.exit_codes import Exit
 from protocol.messages import ExchangeRequest, Scope, TokenInfo
 from tests.support.text import write_chapters
 from tests.support.workers import worker_settings

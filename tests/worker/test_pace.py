@@ -8,8 +8,8 @@ from blake3 import blake3
 
 from protocol import wire
 from tests.support.states import zeros_of_state_0
+from worker.line.pacing import AHEAD_S, Pace
 from worker.link.client import Client
-from worker.link.pace import AHEAD_S, Pace
 from worker.settings import WorkerSettings
 
 HEADER, FRAMES = zeros_of_state_0(1 << 20)

@@ -12,9 +12,9 @@ import pytest
 from torch import Tensor
 from typer.testing import CliRunner
 
-from benchmarks.harness.coordinator import coordinator_thread
+from harness.coordinator import coordinator_thread
 from outerstep.cli import app
-from protocol.exit_codes import Exit
+from outerstep.common.exit_codes import Exit
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
 from tests.support.waiting import wait_until

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.harness.coordinator import InThread
+from harness.coordinator import InThread
 from protocol.messages import RunDetail, RunState, WorkerInfo
 from tests.worker import toy
 from tests.worker.rank_script import STAGES, RankProcesses

@@ -12,9 +12,9 @@ import huggingface_hub
 import pytest
 import torch
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import InThread, coordinator_thread
+from outerstep.common.exit_codes import Exit
 from protocol.errors import Transient
-from protocol.exit_codes import Exit
 from protocol.messages import RunDetail
 from protocol.spec.run import RunSpec, parse_spec
 from tests.support.file_server import FileServer, file_server

@@ -21,7 +21,7 @@ from tests.support.waiting import wait_until
 from worker.data.fetching.remote import HttpFiles
 from worker.data.fetching.shard_cache import ShardCache, Wanted
 from worker.errors import DataError, NoRoom, Stopped
-from worker.link.retry import Retry
+from worker.line.retry import Retry
 
 ROOT = Path(__file__).parents[2]
 SIZE = 100_000

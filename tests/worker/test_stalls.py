@@ -10,7 +10,7 @@ from protocol import wire
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
 from tests.support.waiting import wait_until
-from worker.link import stalls
+from worker.line import stalls
 from worker.link.client import Client, open_http
 from worker.rounds.approach import AHEAD_S, Approach
 

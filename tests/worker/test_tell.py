@@ -7,8 +7,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from benchmarks.harness.coordinator import coordinator_thread
-from protocol.exit_codes import Exit
+from harness.coordinator import coordinator_thread
+from outerstep.common.exit_codes import Exit
 from protocol.host import Tell
 from protocol.messages import Metrics, WorkerInfo
 from tests.support.specs import tiny_spec

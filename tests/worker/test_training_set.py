@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from benchmarks.harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import InThread, coordinator_thread
+from outerstep.common.exit_codes import Exit
 from protocol.errors import Problem
-from protocol.exit_codes import Exit
 from protocol.messages import RunState, Scope
 from protocol.spec.run import RunSpec
 from tests.support.text import write_chapters

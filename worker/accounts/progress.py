@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from outerstep.common.text import PACE_ROUNDS, UNKNOWN, duration_text, rate_text, sparkline, to_go_s
 from protocol.messages import Metrics, RoundReport, Stage
-from protocol.telling import PACE_ROUNDS, UNKNOWN, duration_text, rate_text, sparkline, to_go_s
 from worker.accounts.device_use import DeviceUse
 from worker.accounts.stages import Stages
 from worker.accounts.traffic import Traffic

@@ -1,4 +1,4 @@
-"""The spans of a worker, where it is traced (protocol/tracing.py): a round, within it the phases of the training loop
+"""The spans of a worker, where it is traced (`tracing.py`): a round, within it the phases of the training loop
 and the stages on other threads; and what requests carry of them.
 """
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from protocol import tracing
+from outerstep.common import tracing
 from protocol.messages import Stage
 
 if TYPE_CHECKING:

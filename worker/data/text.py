@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from protocol.reaching import in_words
+from outerstep.common.reaching import in_words
 from protocol.spec.run import RunSpec
 from worker.data.ids import BYTES
 from worker.data.sequences import InMemory, Sequences

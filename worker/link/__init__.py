@@ -1,1 +1,1 @@
-"""The way to the coordinator: requests, retries, the lease, and how the run's outer state is fetched or seeded."""
+"""The worker as a member of a run: the REST client, joining and leaving, the lease and its heartbeat."""

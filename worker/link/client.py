@@ -19,19 +19,19 @@ from typing import Self, TypeVar
 import httpx
 from pydantic import BaseModel
 
+from outerstep.common.answers import ERROR_BYTES, Reply, beginning, raise_for_problem, read_body, read_message
+from outerstep.common.reaching import trusting
 from protocol import messages, wire
-from protocol.answers import ERROR_BYTES, Reply, beginning, raise_for_problem, read_body, read_message
 from protocol.digest import Buffer
 from protocol.errors import BeyondLimits, NotUnderstood, Problem, Transient, UnexpectedAnswer, WireError
-from protocol.reaching import trusting
 from protocol.spec.run import MAX_SPEC_BYTES
 from protocol.versions import OURS, both_named, of_requests
 from worker.accounts.round_trace import RoundTrace
 from worker.accounts.stages import Stages
 from worker.accounts.traffic import Traffic
-from worker.link.line import DOWN, UP, Line
-from worker.link.retry import Retry, Signal
-from worker.link.transfer import CONNECT_S, LONG_POLL_S, Channel, Download, Upload
+from worker.line.line import DOWN, UP, Line
+from worker.line.retry import Retry, Signal
+from worker.line.transfer import CONNECT_S, LONG_POLL_S, Channel, Download, Upload
 from worker.signals import interruptible
 
 TIMEOUT = httpx.Timeout(connect=CONNECT_S, read=60.0, write=60.0, pool=None)  # of silence, not of a transfer

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from protocol.errors import Problem
 from protocol.messages import Action, Assignment
 from worker.accounts.progress import Progress
-from worker.link import recovery, seeding
+from worker.joining import recovery, seeding
 from worker.ranks import Ranks
 from worker.rounds.exchange import Exchange
 from worker.state.fragments import Fragments

@@ -22,8 +22,8 @@ import torch
 from blake3 import blake3
 from torch.optim import Optimizer
 
+from outerstep.common.direct_io import Writer
 from protocol.digest import DIGEST_BYTES, Buffer, digest
-from protocol.direct import Writer
 from protocol.fragments import Layout
 from protocol.messages import RunDetail
 from worker.errors import ModelError

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from protocol.direct import Writer
+from outerstep.common.direct_io import Writer
 from worker import files
 from worker.errors import StateDirBusy
 

@@ -1,7 +1,7 @@
 """Entropy coding of uploads by zstd, where it pays: where the coder saves bytes faster than the line takes them.
 
 Both rates are measured on the uploads themselves, the newest counting most: the line's with every body of a megabyte or
-more (worker/link/line.py), the coder's with what it codes, and while nothing is coded with one fragment now and then.
+more (worker/line/line.py), the coder's with what it codes, and while nothing is coded with one fragment now and then.
 So a line that becomes slow is noticed with the next body, and data that become compressible soon after. While nothing
 is known, fragments are coded.
 

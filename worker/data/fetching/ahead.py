@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from protocol.errors import OuterstepError
 from worker.data.order import WINDOW_SHARDS, Order
 from worker.errors import NoRoom, Stopped
-from worker.link.retry import Signal
+from worker.line.retry import Signal
 
 THREADS = 4  # a long line is filled by several connections only
 _LEAVE_WITHIN_S = 3.0

@@ -15,9 +15,9 @@ from urllib.parse import quote
 
 import httpx
 
-from protocol.answers import check_not_encoded, header_number, read_body
+from outerstep.common.answers import check_not_encoded, header_number, read_body
+from outerstep.common.reaching import in_words
 from protocol.errors import BeyondLimits, Transient
-from protocol.reaching import in_words
 from worker.errors import DataError
 
 HTTP, HUB, STORES = ("https://", "http://"), ("hf://",), ("s3://", "gs://", "az://")

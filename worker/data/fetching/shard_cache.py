@@ -32,7 +32,7 @@ from blake3 import blake3
 from protocol.errors import Transient
 from worker.errors import DataError, NoRoom, Stopped
 from worker.files import lock_now
-from worker.link.retry import Retry, Signal
+from worker.line.retry import Retry, Signal
 
 _PIECE_BYTES = 1 << 20
 _LOOK_AGAIN_S = 0.2  # where another worker fetches what is wanted

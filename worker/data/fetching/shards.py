@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from protocol.answers import values_of
+from outerstep.common.answers import values_of
 from protocol.spec.run import RunSpec
 from worker.data.caches import cache_directory
 from worker.data.fetching.ahead import Closing, FetchAhead
@@ -25,7 +25,7 @@ from worker.data.tokens.index import FILE, Index, Shard, check_tokenizer, parse_
 from worker.data.tokens.token_files import TokenFiles
 from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
-from worker.link.retry import Retry
+from worker.line.retry import Retry
 
 _INDEX_BYTES, _INDEX_VALUES = 64 << 20, 1 << 22  # at most: of 350,000 shards
 

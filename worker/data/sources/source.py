@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
-from protocol.reaching import in_words
+from outerstep.common.reaching import in_words
 from worker.data.sources.binary import check_text
 from worker.data.sources.files import Named, source_files
 from worker.data.sources.hub import PREFIX, hub_tasks

@@ -1,0 +1,132 @@
+"""The opening of rounds: when there are enough workers, and which units each trains on.
+
+The workers get their units in worker-id order, so that it does not matter who asked first.
+"""
+
+from coordinator.run import pacing
+from coordinator.run.bell import ASSIGNMENTS
+from coordinator.run.decide import Silence, silence_of
+from coordinator.run.live_run import LiveRun, Settling
+from coordinator.run.open_round import OpenFragment, OpenRound, RoundAssignment
+from coordinator.run.steps import round_steps, share_of
+from coordinator.store.database import Fault
+from coordinator.store.tables import AssignmentRow, FragmentRow, RoundRow
+from coordinator.trust.evaluators import evaluators
+from coordinator.trust.quarantine import kept_out
+from coordinator.units.ledger import deal_units, workers_with_units
+from coordinator.units.pools import pools_of
+from protocol.messages import Cause, FragmentState, RunState
+
+
+def status(run: LiveRun) -> str:
+    """Return what the run is doing, in a few words that are true in each of its states.
+
+    Without the lock, every part of it was true at some moment during the call.
+    """
+    opening = run.open
+    if run.ended:
+        return f"the run is {run.state}"
+    if (fault := fault_of(run)) is not None:
+        return fault.reason
+    if opening is None:
+        return why_not_open(run) or f"round {run.round} is about to open"
+    so_far = f"round {opening.number} is open"
+    return so_far if run.state is RunState.RUNNING else f"{so_far}, and the run is {run.state}: no other opens"
+
+
+def fault_of(run: LiveRun) -> Fault | None:
+    """Return what is wrong with the run's files, the disk or the database: the cause of all else that it waits for."""
+    if run.ended:
+        return None
+    if run.outer.damage is not None:
+        return Fault(Cause.FILES_DAMAGED, run.outer.damage)
+    return run.world.storage_fault()
+
+
+def waits_for(run: LiveRun, fragment: OpenFragment) -> str:
+    """Return what a fragment of the open round waits for."""
+    fault = fault_of(run)
+    return fragment.reason if fault is None else fault.reason
+
+
+def unheard(run: LiveRun) -> dict[str, Silence]:
+    """Return the silent workers that the next round, or state 0, waits for."""
+    silent = run.members.silent(run.world.clock())
+    if not run.seeded:
+        return {worker: each for worker, each in silent.items() if worker == run.members.seeder}
+    present = _candidates(run)
+    if len(present) >= run.spec.members.min_workers:
+        return {}
+    return {worker: each for worker, each in silent.items() if worker not in present}
+
+
+def why_not_open(run: LiveRun) -> str | None:
+    """Return why the next round does not open; None if it can."""
+    if run.state is not RunState.RUNNING:
+        return f"the run is {run.state}"
+    if run.outer.damage is not None:
+        return run.outer.damage
+    if run.model is None:
+        return "waiting for the first worker"
+    if not run.seeded:
+        seeder = run.members.seeder
+        return _with_silence(run, "waiting for state 0" if seeder is None else f"{seeder} uploads state 0")
+    ready, least = len(_candidates(run)), run.spec.members.min_workers
+    if ready < least:
+        return _with_silence(run, f"round {run.round} waits for workers: {ready} of at least {least} are ready")
+    return None
+
+
+def _with_silence(run: LiveRun, waiting: str) -> str:
+    silent = unheard(run)
+    return f"{silence_of(silent)}; {waiting}" if silent else waiting
+
+
+def _candidates(run: LiveRun) -> set[str]:
+    found = run.members.candidates()
+    return found - kept_out(run, found)
+
+
+def open_next(settling: Settling) -> bool:
+    """Open the next round if it can be opened; return True if it was."""
+    run = settling.run
+    if run.open is not None or why_not_open(run) is not None:
+        return False
+    workers = sorted(_candidates(run))
+    fragments = range(len(run.outer.states))
+    opening = OpenRound(
+        run.round, run.step, round_steps(run), run.world.clock(), set(workers), [OpenFragment() for _ in fragments]
+    )
+    with settling.change() as change:
+        session = change.session
+        session.add(RoundRow(run_id=run.id, round=run.round, step=run.step, opened_at=run.world.now(), closed_at=None))
+        for index in fragments:
+            collecting = FragmentState.COLLECTING
+            session.add(FragmentRow(run_id=run.id, round=run.round, fragment=index, state=collecting, reason=""))
+        opening.without_earlier_units = set(workers) - workers_with_units(session, run.id)
+        inner_steps = {worker: inner_steps_of(run, worker) for worker in workers}
+        units = deal_units(session, pools_of(session, run, workers), run.round, inner_steps)
+        evaluating = evaluators(run, session, workers)
+        for worker in workers:
+            opening.assignments[worker] = RoundAssignment(inner_steps[worker], worker in evaluating, units[worker])
+            session.add(assignment_row(run, worker, opening.assignments[worker]))
+        message = f"round {run.round} opened with {len(workers)} workers"
+        change.record("round-opened", message, round=run.round, workers=workers)
+        change.begin_round(opening)
+        change.wake(ASSIGNMENTS)
+    return True
+
+
+def assignment_row(run: LiveRun, worker: str, assignment: RoundAssignment) -> AssignmentRow:
+    """Return the row of a worker's assignment for the open or next round."""
+    return AssignmentRow(
+        run_id=run.id, round=run.round, worker=worker, inner_steps=assignment.inner_steps, evaluate=assignment.evaluate
+    )
+
+
+def inner_steps_of(run: LiveRun, worker: str) -> int:
+    """Return H of `worker` for the open or next round if it begins now; of the run's last round it may be a part."""
+    opening = run.open
+    elapsed_s = 0.0 if opening is None else run.world.clock() - opening.opened_at
+    pace = run.paces.believed(worker, run.members.metrics(worker).inner_steps_per_second)
+    return share_of(run, pacing.inner_steps(run.spec.sync, pace, elapsed_s))

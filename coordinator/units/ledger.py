@@ -1,0 +1,304 @@
+"""Work units: which were assigned to whom, which were consumed, which are back in their pool.
+
+A unit is one inner step's batch. Units are numbered without end through the epochs of the training set (unit g belongs
+to epoch g // units_per_epoch); each is consumed by exactly one accepted contribution. Ranges are half-open. `epochs.py`
+counts and checks them.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from sqlalchemy import or_, select, update
+from sqlalchemy.orm import Session
+
+from coordinator.store.tables import UnitRangeRow
+from coordinator.units.pools import Pool
+from protocol.errors import Problem
+
+Range = tuple[int, int]
+
+
+def assigned_units(session: Session, run_id: int, worker: str, round_: int) -> list[Range]:
+    """Return the units that `worker` was assigned for `round_`, consumed or not."""
+    rows = session.scalars(
+        select(UnitRangeRow)
+        .where(UnitRangeRow.run_id == run_id, UnitRangeRow.worker == worker, UnitRangeRow.round == round_)
+        .order_by(UnitRangeRow.start)
+    )
+    return merged([(row.start, row.stop) for row in rows])
+
+
+def assign_units(session: Session, pool: Pool, worker: str, round_: int, count: int) -> list[Range]:
+    """Assign `count` units for `round_` to `worker`: first those that came back to the pool, then new ones."""
+    return deal_units(session, {worker: pool}, round_, {worker: count})[worker]
+
+
+def deal_units(
+    session: Session, pools: Mapping[str, Pool], round_: int, counts: Mapping[str, int]
+) -> dict[str, list[Range]]:
+    """Assign to each worker its count of units of its pool for `round_`, one worker after the other."""
+    free = _free_units(session, pools)
+    dealt: dict[str, list[Range]] = {}
+    for worker, count in counts.items():
+        pool, taken = pools[worker], list[Range]()
+        returned = free[pool.first]
+        while count and returned:
+            row = returned.popleft()
+            rest = _split(session, row, min(row.stop, row.start + count))
+            if rest is not None:
+                returned.appendleft(rest)
+            row.state, row.worker, row.round = "assigned", worker, round_
+            taken.append((row.start, row.stop))
+            count -= row.stop - row.start
+        if count:
+            start, stop = pool.next, pool.next + count
+            session.add(
+                UnitRangeRow(run_id=pool.run_id, start=start, stop=stop, state="assigned", worker=worker, round=round_)
+            )
+            pool.row.next_unit += count
+            taken.append((start, stop))
+        dealt[worker] = merged(taken)
+    return dealt
+
+
+def _free_units(session: Session, pools: Mapping[str, Pool]) -> dict[int, deque[UnitRangeRow]]:
+    """Return the ranges that came back to `pools`, in order, by the first unit of their pool."""
+    ends = {pool.first: pool.next for pool in pools.values()}
+    firsts, free = sorted(ends), defaultdict[int, deque[UnitRangeRow]](deque)
+    rows = session.scalars(
+        select(UnitRangeRow)
+        .where(
+            UnitRangeRow.run_id == next(iter(pools.values())).run_id,
+            UnitRangeRow.state == "free",
+            UnitRangeRow.start >= firsts[0],
+            UnitRangeRow.start < ends[firsts[-1]],
+        )
+        .order_by(UnitRangeRow.start)
+    )
+    for row in rows:
+        first = firsts[bisect_right(firsts, row.start) - 1]
+        if row.start < ends[first]:  # otherwise it is of a pool in between, of a worker that is not there
+            free[first].append(row)
+    return free
+
+
+def workers_with_units(session: Session, run_id: int) -> set[str]:
+    """Return the workers to which units are assigned that no accepted contribution has consumed."""
+    return set(
+        session.scalars(
+            select(UnitRangeRow.worker)
+            .where(UnitRangeRow.run_id == run_id, UnitRangeRow.state == "assigned", UnitRangeRow.worker.is_not(None))
+            .distinct()
+        )
+    )
+
+
+def return_units(session: Session, run_id: int, worker: str) -> None:
+    """Return to the pool the units that `worker` holds and that no accepted contribution has consumed."""
+    session.execute(
+        update(UnitRangeRow)
+        .where(UnitRangeRow.run_id == run_id, UnitRangeRow.worker == worker, UnitRangeRow.state == "assigned")
+        .values(state="free", worker=None, round=None)
+    )
+
+
+def reclaim_units(session: Session, pool: Pool, worker: str, round_: int, carried: Sequence[Sequence[int]]) -> None:
+    """Let `worker` hold the units `carried`: it still has the work that it did on them in rounds before `round_`.
+
+    Units that went back to the pool, because its lease ended meanwhile, are in no contribution: they are assigned to it
+    again. Raises Problem `units-not-held` if one of them is assigned to another worker, is in a contribution to an
+    earlier round, is listed twice, is of another pool, or was assigned to `worker` itself again, for `round_`.
+    """
+    listed = sorted((start, stop) for start, stop in carried)
+    if any(stop > start for (_, stop), (start, _) in pairwise(listed)):
+        raise Problem("units-not-held", f"carried work units are listed twice: {listed[:5]}")
+    for start, stop in merged(listed):
+        rows = session.scalars(
+            select(UnitRangeRow)
+            .where(UnitRangeRow.run_id == pool.run_id, UnitRangeRow.start < stop, UnitRangeRow.stop > start)
+            .order_by(UnitRangeRow.start)
+        ).all()
+        at = start
+        for row in rows if pool.first <= start and stop <= pool.next else ():
+            if row.state == "free":
+                _split(session, row, stop)
+                own = row if row.start >= start else _split(session, row, start)
+                assert own is not None, "the row overlaps [start, stop)"
+                own.state, own.worker, own.round = "assigned", worker, round_ - 1
+                at = own.stop
+            elif row.worker != worker or (row.round or 0) >= round_ or row.consumed_round not in (None, round_):
+                break
+            else:
+                at = row.stop
+        if at < stop:
+            raise Problem(
+                "units-not-held",
+                f"of the carried work units [{start}, {stop}), those from {at} on are not {worker}'s any more: they"
+                " were used, or dealt again; drop that work",
+            )
+
+
+def return_forgotten_units(
+    session: Session, run_id: int, worker: str, round_: int, carried: Sequence[Sequence[int]]
+) -> None:
+    """Return to the pool the units of rounds before `round_` that `worker` holds without having their work.
+
+    A worker that is slow or away is assigned units of rounds that it never takes part in: as long as it lives, nobody
+    else would train on them.
+    """
+    earlier = (
+        select(UnitRangeRow)
+        .where(UnitRangeRow.run_id == run_id, UnitRangeRow.worker == worker, UnitRangeRow.state == "assigned")
+        .where(UnitRangeRow.round < round_)
+    )
+    carried_ranges = merged(sorted((start, stop) for start, stop in carried))
+    starts = [start for start, _ in carried_ranges]
+    ends = sorted({end for unit_range in carried_ranges for end in unit_range})
+    for row in session.scalars(earlier).all():
+        for end in reversed(ends[bisect_right(ends, row.start) : bisect_left(ends, row.stop)]):
+            _split(session, row, end)
+    for row in session.scalars(earlier):
+        at = bisect_right(starts, row.start) - 1
+        if at < 0 or row.stop > carried_ranges[at][1]:
+            row.state, row.worker, row.round = "free", None, None
+
+
+def consume_units(session: Session, run_id: int, worker: str, round_: int, units: Sequence[Sequence[int]]) -> int:
+    """Mark `units` as consumed by this worker's contribution to `round_`; return how many of them were not before.
+
+    Each is listed once and is assigned to the worker. A worker that leaves in the middle of a round may name only the
+    first units of a range; the others stay assigned. The fragments of one contribution name the same units, so units
+    that this round has consumed are accepted again. Raises Problem `units-not-held` otherwise.
+    """
+    held = {row.start: row for row in _contributable(session, run_id, worker, round_)}
+    consumed = 0
+    for start, stop in merged(sorted((start, stop) for start, stop in units)):
+        at = start
+        while at < stop:
+            row = held.pop(at, None)
+            if row is None:
+                raise Problem(
+                    "units-not-held",
+                    f"work units [{start}, {stop}) are not assigned to {worker}, were used before, or are listed twice",
+                )
+            at = row.stop
+            if row.state == "assigned":
+                _split(session, row, min(row.stop, stop))
+                row.state, row.consumed_round = "consumed", round_
+                consumed += row.stop - row.start
+    return consumed
+
+
+def count_by_round(
+    session: Session, run_id: int, worker: str, round_: int, units: Sequence[Sequence[int]]
+) -> Counter[int]:
+    """Count those of `units` that a contribution of `worker` to `round_` may name, by the round that they were assigned
+    for."""
+    rows = _contributable(session, run_id, worker, round_)
+    starts, counts = [row.start for row in rows], Counter[int]()
+    for start, stop in units:
+        for row in rows[max(bisect_right(starts, start) - 1, 0) : bisect_left(starts, stop)]:
+            assert row.round is not None  # it is assigned, or was until `round_`
+            counts[row.round] += max(min(stop, row.stop) - max(start, row.start), 0)
+    return +counts  # drops the rounds of which there are none
+
+
+def _contributable(session: Session, run_id: int, worker: str, round_: int) -> Sequence[UnitRangeRow]:
+    """Return the units that `worker` holds, or has contributed to `round_`."""
+    return session.scalars(
+        select(UnitRangeRow)
+        .where(
+            UnitRangeRow.run_id == run_id,
+            UnitRangeRow.worker == worker,
+            or_(UnitRangeRow.state == "assigned", UnitRangeRow.consumed_round == round_),
+        )
+        .order_by(UnitRangeRow.start)
+    ).all()
+
+
+def unconsume_units(session: Session, run_id: int, worker: str, round_: int, *, live: bool) -> int:
+    """Undo the consumption of the units that the worker's contribution to `round_`, which is lost, was trained on.
+
+    They are assigned to `worker` again if it is `live`, and otherwise return to the pool. Returns how many they are.
+    """
+    rows = session.scalars(
+        select(UnitRangeRow).where(
+            UnitRangeRow.run_id == run_id, UnitRangeRow.worker == worker, UnitRangeRow.consumed_round == round_
+        )
+    ).all()
+    for row in rows:
+        row.state, row.consumed_round = "assigned", None
+        if not live:
+            row.state, row.worker, row.round = "free", None, None
+    return sum(row.stop - row.start for row in rows)
+
+
+def return_since(session: Session, run_id: int, round_: int) -> list[Range]:
+    """Return to the pools all units that are assigned, and those that `round_` and later rounds have consumed; these
+    ranges are the answer."""
+    since = or_(UnitRangeRow.state == "assigned", UnitRangeRow.consumed_round >= round_)
+    rows = session.scalars(select(UnitRangeRow).where(UnitRangeRow.run_id == run_id, since)).all()
+    consumed = [(row.start, row.stop) for row in rows if row.state == "consumed"]
+    for row in rows:
+        row.state, row.worker, row.round, row.consumed_round = "free", None, None, None
+    return consumed
+
+
+def merge_adjacent(session: Session, run_id: int, round_: int, settled: int | None = None) -> None:
+    """Merge adjacent free ranges into one row, and adjacent ranges that one round before `round_` has consumed, or any
+    rounds before `settled` (None: before `round_`), to which the run cannot go back any more.
+
+    So the table grows neither with the workers nor, for long, with the rounds. Nobody will name a unit again that a
+    past round has consumed; which worker trained on it is in the history of contributions.
+    """
+    settled = round_ if settled is None else settled
+    rows = session.scalars(
+        select(UnitRangeRow)
+        .where(
+            UnitRangeRow.run_id == run_id,
+            or_(UnitRangeRow.state == "free", UnitRangeRow.consumed_round < round_),
+        )
+        .order_by(UnitRangeRow.start)
+    ).all()
+    last: UnitRangeRow | None = None
+    for row in rows:
+        if last is not None and (last.state, last.stop) == (row.state, row.start) and _alike(last, row, settled):
+            last.stop = row.stop
+            if row.consumed_round is not None and last.consumed_round is not None:
+                last.consumed_round = max(last.consumed_round, row.consumed_round)
+            session.delete(row)
+        else:
+            last = row
+            last.worker = last.round = None
+
+
+def _alike(a: UnitRangeRow, b: UnitRangeRow, settled: int) -> bool:
+    """Return True if a roll-back would return both ranges, or neither."""
+    if a.consumed_round is None or b.consumed_round is None:
+        return True
+    return a.consumed_round == b.consumed_round or max(a.consumed_round, b.consumed_round) < settled
+
+
+def merged(ranges: list[Range]) -> list[Range]:
+    """Return the same units in as few ranges as their order allows."""
+    result: list[Range] = []
+    for start, stop in ranges:
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], stop)
+        else:
+            result.append((start, stop))
+    return result
+
+
+def _split(session: Session, row: UnitRangeRow, stop: int) -> UnitRangeRow | None:
+    """Make `row` end at `stop`; the units after it, if any, get a row of the same kind, which is returned."""
+    if stop >= row.stop:
+        return None
+    rest = UnitRangeRow(
+        run_id=row.run_id, start=stop, stop=row.stop, state=row.state, worker=row.worker, round=row.round
+    )
+    session.add(rest)
+    row.stop = stop
+    return rest

@@ -1,0 +1,231 @@
+"""A real coordinator: uvicorn on a free port, SQLite and files in a directory; in a thread or in a process."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import psutil
+
+from coordinator.run.live_run import LiveRun
+from coordinator.server import Server, make_server
+from coordinator.service import Coordinator
+from coordinator.settings import Settings
+from coordinator.store import sqlite
+from coordinator.store.database import Database
+from harness import stores
+from harness.certificates import Certificate
+from protocol.messages import Scope, TokenRequest
+
+MANY_NAMES = 10_000
+
+
+@dataclass
+class Running:
+    """A coordinator that serves: its address and the tokens to talk to it."""
+
+    url: str
+    admin_token: str
+    data_dir: Path
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def client(self, token: str | None = None) -> httpx.Client:
+        """An HTTP client of this coordinator, with the admin token unless another is given."""
+        headers = {"Authorization": f"Bearer {token or self.admin_token}"}
+        # No TLS here, so do not spend 30 ms on reading certificates; and no proxy, whatever the environment says.
+        return httpx.Client(base_url=self.url, headers=headers, timeout=30, verify=False, trust_env=False)
+
+    def create_run(self, spec: str) -> None:
+        with self.client() as client:
+            client.post("/v1/runs", content=spec.encode()).raise_for_status()
+
+    def token(self, scope: Scope, **fields: Any) -> str:
+        """A new token, with further `fields` of TokenRequest. Without these a worker's is the same each time, for many
+        names, so that a worker that is started again may have its name."""
+        if scope is Scope.WORKER and not fields:
+            return self.worker_token
+        with self.client() as client:
+            request = TokenRequest(scope=scope, **fields).model_dump(mode="json")
+            reply = client.post("/v1/tokens", json=request).raise_for_status()
+        return str(reply.json()["token"])
+
+    @cached_property
+    def worker_token(self) -> str:
+        return self.token(Scope.WORKER, names=MANY_NAMES)
+
+
+class SettableClock:
+    """A clock that moves when a test says so."""
+
+    def __init__(self, seconds: float = 1000.0) -> None:
+        self.seconds = seconds
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def advance(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@dataclass
+class InThread(Running):
+    """... in a thread of this process, whose innards can be looked at."""
+
+    coordinator: Coordinator
+    server: Server
+    loop: asyncio.AbstractEventLoop  # that it serves on
+
+    def live(self, run: str) -> LiveRun:
+        return self.coordinator.run(run)
+
+    def await_state(self, run: str, round_: int) -> None:
+        """Return when the coordinator itself has stepped to state `round_`, checkpoint included."""
+        live = self.live(run)
+        with live.lock:
+            in_time = [live.outer.await_round(p, round_, timeout_s=30) for p in range(len(live.outer.states))]
+            reached = all(in_time) and all(each.round == round_ for each in live.outer.states)
+        if not reached:
+            raise TimeoutError(f"the coordinator did not reach state {round_}: {live.outer.states}")
+
+
+@cache
+def _schema() -> bytes:
+    """A database at the newest schema: a copy is there sooner than one that is migrated."""
+    with TemporaryDirectory(prefix="outerstep-") as directory:
+        Database(sqlite.url_in(Path(directory))).close()
+        return (Path(directory) / sqlite.FILE).read_bytes()
+
+
+@contextmanager
+def coordinator_thread(
+    data_dir: Path,
+    port: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] = time.time,
+    **settings: Any,
+) -> Iterator[InThread]:
+    complete = Settings(data_dir=data_dir, port=port, **settings)
+    if complete.database_url is None and not (data_dir / sqlite.FILE).exists():
+        data_dir.mkdir(parents=True, exist_ok=True)
+        (data_dir / sqlite.FILE).write_bytes(_schema())
+    server, listening = make_server(complete, clock=clock, now=now, store=stores.store)
+    runner = asyncio.Runner(loop_factory=server.config.get_loop_factory())
+    thread = threading.Thread(target=runner.run, args=(server.serve(sockets=[listening]),))
+    thread.start()
+    try:
+        scheme = "http" if complete.tls_certificate is None else "https"
+        url = f"{scheme}://127.0.0.1:{listening.getsockname()[1]}"
+        # The socket is bound: this waits until it serves.
+        httpx.get(f"{url}/readyz", timeout=30, verify=False).raise_for_status()
+        token = (data_dir / "admin.token").read_text().strip()
+        yield InThread(url, token, data_dir, server.coordinator, server, runner.get_loop())
+    finally:
+        server.should_exit = True
+        thread.join()
+        runner.close()
+
+
+@dataclass
+class InProcess(Running):
+    """... in a process of its own, whose memory and CPU time can be looked at, from any process."""
+
+    pid: int
+
+    def memory(self, field: str) -> int:
+        """Return a size from /proc/pid/status, in bytes: VmRSS, or VmHWM, which is its peak."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+    def cpu_seconds(self) -> float:
+        times = psutil.Process(self.pid).cpu_times()
+        return times.user + times.system
+
+
+class CoordinatorProcess:
+    """... as a process of its own, to be killed. `start` returns when it serves; the port stays the same.
+
+    It logs to a file beside `data_dir`; with `quiet` only warnings, to stderr. `open_files`: as many as it may have.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        host: str = "127.0.0.1",
+        certificate: Certificate | None = None,
+        python: Path = Path(sys.executable),
+        quiet: bool = False,
+        open_files: int | None = None,
+    ) -> None:
+        self.port = 0
+        self.process: subprocess.Popen[str] | None = None
+        self._data_dir = data_dir
+        self._log = None if quiet else data_dir.parent / f"{data_dir.name}.log"
+        limited = [] if open_files is None else ["prlimit", f"--nofile={open_files}:{open_files}"]
+        self._command = [
+            *limited,
+            str(python),
+            "-m",
+            "outerstep",
+            "coordinator",
+            "--data",
+            str(data_dir),
+            "--host",
+            host,
+        ]
+        if certificate is not None:
+            self._command += ["--tls-certificate", str(certificate.file), "--tls-key", str(certificate.key)]
+        self._command += ["--log-level", "warning"] if quiet else []
+
+    def start(self) -> InProcess:
+        with self._log.open("a") if self._log else nullcontext() as log:
+            command = [*self._command, "--port", str(self.port)]
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()  # blocks until it is ready, or ends at its death
+        if "ready at" not in line:
+            raise RuntimeError(f"the coordinator did not start: see {self._log or 'above'}")
+        token = (self._data_dir / "admin.token").read_text().strip()
+        running = InProcess(line.split()[-1], token, self._data_dir, self.process.pid)
+        self.port = running.port
+        return running
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._end(signal.SIGTERM)
+
+    def _end(self, how: signal.Signals) -> None:
+        if self.process is not None:
+            os.kill(self.process.pid, how)
+            self.process.wait()
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+            self.process = None
+
+
+@contextmanager
+def coordinator_process(host: str = "127.0.0.1", certificate: Certificate | None = None) -> Iterator[InProcess]:
+    """A coordinator process with a temporary directory, which says nothing but warnings."""
+    with TemporaryDirectory(prefix="outerstep-") as directory:
+        coordinator = CoordinatorProcess(Path(directory), host=host, certificate=certificate, quiet=True)
+        try:
+            yield coordinator.start()
+        finally:
+            coordinator.stop()

@@ -1,0 +1,1 @@
+"""The network line to the coordinator: connections, rate limits, measured throughput, transfers and retries."""

@@ -1,0 +1,108 @@
+"""The connections to the coordinator: what each new one is told, what is on its way over all of them, and their end.
+
+A body counts as sent when the kernel has taken it. On a slow line that would be seconds too early, for a socket buffers
+megabytes, and those share the line with the next body. So connections are told to buffer little.
+"""
+
+import fcntl
+import logging
+import os
+import socket
+import statistics
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from outerstep.common import congestion
+
+UNSENT_BYTES = 1 << 17  # 0.1 s at 10 Mbit/s; loopback is as fast with it as without
+UNSENT_FAR_BYTES = 1 << 14  # of each of many connections
+
+QUEUED = 1.3
+
+# Linux's struct tcp_info, as far as it is looked at: packets, and microseconds.
+_UNACKED_AT, _RTT_AT, _MIN_RTT_AT = 24, 68, 148
+_SIOCOUTQ = 0x5411  # Linux: the bytes of a TCP socket that the other side has not acknowledged
+
+log = logging.getLogger(__name__)
+
+
+class Connections:
+    """The open connections of one client; `opened` is called with the round trip of each new one, in seconds. `trace`
+    is an httpx extension, to be given with each request. (As an option of a transport it would make httpx ignore the
+    environment's proxies.) Thread-safe."""
+
+    def __init__(self, opened: Callable[[float], object] = lambda round_trip_s: None) -> None:
+        self._lock, self._note = threading.Lock(), opened
+        self.unsent_bytes = UNSENT_BYTES  # of connections that are opened from now on
+        self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self.congestion_control: str | None = None  # of the newest connection, where the system tells
+
+    def trace(self, event: str, info: dict[str, Any]) -> None:
+        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
+            opened = info["return_value"].get_extra_info("socket")
+            if isinstance(opened, socket.socket):
+                self._tell(opened)
+                if event.endswith(".connect_tcp.complete") and (round_trip_s := _round_trip_s(opened)) is not None:
+                    self._note(round_trip_s)
+                with self._lock:
+                    self._open.add(opened)
+
+    def unacknowledged_bytes(self) -> int:
+        """Return how much the kernel has taken and the other side not acknowledged; 0 where the system cannot tell."""
+        return sum(_unacknowledged(each) for each in self._living())
+
+    def queues(self) -> bool:
+        """Return True if most of what is on its way waits in a queue before the line: its round trips take longer than
+        the shortest that there were. Then the line is full. False where the system cannot tell."""
+        found = [info for each in self._living() if (info := _tcp_info(each)) is not None]
+        newest = [_number(info, _RTT_AT) for info in found if _number(info, _UNACKED_AT)]
+        shortest = [_number(info, _MIN_RTT_AT) for info in found]
+        return bool(newest) and statistics.median(newest) >= QUEUED * min(shortest)
+
+    def abort(self) -> None:
+        """Break all connections, so that whoever waits for one fails at once."""
+        for each in self._living():
+            # By a socket of its own: what TLS keeps of the connection is its user's, on another thread. OSError where
+            # it was closed meanwhile.
+            with suppress(OSError), socket.socket(fileno=os.dup(each.fileno())) as same:
+                same.shutdown(socket.SHUT_RDWR)
+
+    def _living(self) -> list[socket.socket]:
+        with self._lock:
+            return [each for each in self._open if each.fileno() >= 0]
+
+    def _tell(self, opened: socket.socket) -> None:
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self.unsent_bytes)
+        used = congestion.ask(opened)
+        if used != self.congestion_control:
+            self.congestion_control = used
+            log.info("TCP's congestion control: %s", used)
+
+
+def _round_trip_s(connection: socket.socket) -> float | None:
+    """Return the round trip of a connection's handshake, as the kernel measured it; None where it does not tell."""
+    info = _tcp_info(connection)
+    return None if info is None else _number(info, _RTT_AT) / 1e6
+
+
+def _number(info: bytes, at: int) -> int:
+    return int(struct.unpack_from("I", info, at)[0])
+
+
+def _tcp_info(connection: socket.socket) -> bytes | None:
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_AT + 4)
+    except (OSError, AttributeError):  # closed meanwhile, or another system
+        return None
+    return info if len(info) == _MIN_RTT_AT + 4 else None
+
+
+def _unacknowledged(connection: socket.socket) -> int:
+    try:
+        return int(struct.unpack("i", fcntl.ioctl(connection.fileno(), _SIOCOUTQ, b"\0\0\0\0"))[0])
+    except (OSError, ValueError):  # closed meanwhile, or another system
+        return 0

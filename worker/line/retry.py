@@ -1,0 +1,209 @@
+"""Retries of a worker's requests, for ever: an outage of any length, of the coordinator or of the data, must not end
+a worker.
+
+Transient faults (no connection, a proxy's 5xx or 429, a broken body, problems whose remedy is `retry`) are retried
+after a capped exponential backoff with full jitter, or after the server's Retry-After. Of many that wait the first to
+get through wakes the others, so that all go on as soon as the line does. The log has the first failure, then one a
+minute, then the end of the outage.
+"""
+
+import copy
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import httpx
+from tenacity import RetryCallState, Retrying, retry_if_exception
+
+from outerstep.common.reaching import check_address, in_words
+from protocol.errors import NoCoordinator, NotUnderstood, Problem, Remedy, Transient, UnexpectedAnswer
+from worker.errors import Stopped
+
+T = TypeVar("T")
+
+BACKOFF_FIRST_S = 1.0
+BACKOFF_CAP_S = 10.0
+RETRY_AFTER_CAP_S = 300.0
+LOOKS_S = 0.25  # whether another has got through
+LOG_EVERY_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class Signal(Protocol):
+    """A signal that ends a wait: a `threading.Event`, or a `Grace`."""
+
+    def is_set(self) -> bool: ...
+
+    def wait(self, timeout: float) -> bool: ...
+
+
+class Outage:
+    """The log of an outage of `peer`: its beginning, one line a minute, and its end."""
+
+    def __init__(self, clock: Callable[[], float], peer: str) -> None:
+        self._clock, self._peer = clock, peer
+        self._lock = threading.Lock()
+        self._since: float | None = None
+        self._logged = 0.0
+        self.ended = 0  # how many have
+        self.has_answered = False
+
+    def failed(self, error: BaseException, wait_s: float) -> None:
+        """Log a failed attempt, after which the next one is made in `wait_s`."""
+        now = self._clock()
+        with self._lock:
+            first = self._since is None
+            if self._since is None:
+                self._since = now
+            elif now - self._logged < LOG_EVERY_S:
+                return
+            self._logged, since = now, self._since
+        if first:
+            log.warning("%s; trying again in %.1f s, and for as long as it takes", describe(error), wait_s)
+        else:
+            log.warning("%s; still trying after %.0f s", describe(error), now - since)
+
+    def over(self) -> None:
+        """End the outage, if there is one, and log that."""
+        self.has_answered = True
+        with self._lock:
+            since, self._since = self._since, None
+            self.ended += since is not None
+        if since is not None:
+            log.info("%s answers again after %.0f s", self._peer, self._clock() - since)
+
+
+class Retry:
+    """A runner of calls, until they succeed or fail for good. Thread-safe; `stop` ends every wait with Stopped."""
+
+    def __init__(
+        self,
+        stop: Signal,
+        *,
+        sleep: Callable[[float], object] | None = None,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        peer: str = "the coordinator",
+    ) -> None:
+        self.stop = stop
+        self._sleep = sleep
+        self._rng = rng or random.Random()  # pauses are no secret # nosec B311
+        self._outage = Outage(clock, peer)
+
+    def until(self, stop: Signal) -> "Retry":
+        """Return the same with another signal that ends the waiting. Both log an outage together, once."""
+        other = copy.copy(self)
+        other.stop = stop
+        return other
+
+    @property
+    def has_answered(self) -> bool:
+        """True once the peer has answered: whatever comes in its place afterwards is an outage, and passes."""
+        return self._outage.has_answered
+
+    def pause(self, seconds: float) -> None:
+        """Wait; raises Stopped as soon as the worker is asked to stop."""
+        if self._sleep is None:
+            self.stop.wait(seconds)
+        else:
+            self._sleep(seconds)
+        if self.stop.is_set():
+            raise Stopped("asked to stop")
+
+    def _pause_for_the_line(self, seconds: float) -> None:
+        """Wait; less where another call gets through meanwhile."""
+        ended, slice_s = self._outage.ended, LOOKS_S if self._sleep is None else seconds
+        while seconds > 0 and self._outage.ended == ended:
+            self.pause(min(seconds, slice_s))
+            seconds -= slice_s
+
+    def __call__(self, attempt: Callable[[], T]) -> T:
+        """Call `attempt` until it raises nothing transient, and return its result.
+
+        Raises NoCoordinator where, before the first answer, another try would not help: a wrong address, or a
+        certificate that is not trusted; and NotUnderstood once the same answer has come twice.
+        """
+        if self.stop.is_set():
+            raise Stopped("asked to stop")
+        line_failed, not_understood = False, ""
+
+        def again(error: BaseException) -> bool:
+            nonlocal not_understood
+            if isinstance(error, NotUnderstood):
+                before, not_understood = not_understood, str(error)
+                return before != not_understood
+            return is_transient(error)
+
+        def wait_s(state: RetryCallState) -> float:
+            nonlocal line_failed
+            error = state.outcome.exception() if state.outcome else None
+            line_failed = isinstance(error, httpx.TransportError)
+            return self._wait_s(error, state.attempt_number)
+
+        retrying = Retrying(
+            retry=retry_if_exception(again),
+            wait=wait_s,
+            sleep=lambda seconds: (self._pause_for_the_line if line_failed else self.pause)(seconds),
+            before_sleep=self._log,
+            reraise=True,
+        )
+        try:
+            result = retrying(lambda: self._checked(attempt))
+        except Problem:
+            self._outage.over()  # a refusal is an answer too
+            raise
+        except UnexpectedAnswer as error:
+            if self.has_answered or isinstance(error, NotUnderstood):
+                raise
+            raise NoCoordinator(str(error)) from error
+        self._outage.over()
+        return result
+
+    def _checked(self, attempt: Callable[[], T]) -> T:
+        try:
+            return attempt()
+        except httpx.TransportError as error:
+            if not self.has_answered:
+                check_address(_address(error), error)
+            raise
+
+    def _wait_s(self, error: BaseException | None, attempt: int) -> float:
+        asked: float | None = getattr(error, "retry_after_s", None)
+        if asked is not None:
+            return min(asked, RETRY_AFTER_CAP_S)
+        ceiling = min(BACKOFF_CAP_S, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
+        # Full jitter: workers that lost the same coordinator do not return in step.
+        return self._rng.uniform(0, ceiling)
+
+    def _log(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        if isinstance(error, NotUnderstood) and state.next_action is not None:
+            log.warning("%s; asking once more, as bits may have been flipped on the way", error)
+        elif error is not None and state.next_action is not None:
+            self._outage.failed(error, state.next_action.sleep)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return True if the same request is worth sending again."""
+    if isinstance(error, httpx.UnsupportedProtocol):
+        return False
+    if isinstance(error, Problem):
+        return error.remedy is Remedy.RETRY
+    return isinstance(error, Transient | httpx.TransportError)
+
+
+def describe(error: BaseException) -> str:
+    """Return the fault in words."""
+    if isinstance(error, httpx.TransportError):
+        return f"the coordinator at {_address(error)} cannot be reached: {in_words(error)}"
+    return str(error)
+
+
+def _address(error: httpx.TransportError) -> str:
+    """Return the origin that was asked."""
+    url = error.request.url
+    return f"{url.scheme}://{url.netloc.decode()}"
