@@ -21,13 +21,14 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from docs.write_rest import document
+from coordinator.app import create_app
+from coordinator.service import Coordinator
 from protocol import PROTOCOL_VERSION, __version__, messages, wire
 from protocol.codecs import REFERENCE
 from protocol.errors import PROBLEMS
@@ -57,8 +58,13 @@ def spoken() -> Record:
         "words": {name: schema["enum"] for name, schema in definitions.items() if "enum" in schema},
         "codecs": {name: _digest_of_a_chunk(name) for name in REFERENCE},
         "problems": {slug: problem.status for slug, problem in sorted(PROBLEMS.items())},
-        "requests": sorted(f"{method.upper()} {path}" for path, item in document()["paths"].items() for method in item),
+        "requests": sorted(f"{method.upper()} {path}" for path, item in openapi()["paths"].items() for method in item),
     }
+
+
+def openapi() -> Record:
+    """Return the coordinator's OpenAPI document, without running a coordinator."""
+    return create_app(cast(Coordinator, None)).openapi()
 
 
 def _models() -> Iterator[type[BaseModel]]:

@@ -1,15 +1,14 @@
-"""docs/rest.md lists every request that the coordinator answers, with who may send it, and every problem that it can
-answer with, and no others; docs/rest-reference.md is what docs/write_rest.py writes of its OpenAPI document."""
+"""docs/rest.md lists every request of the OpenAPI document with the tokens that may send it, every problem, and no others."""
 
 import re
 from pathlib import Path
 from typing import Any
 
-from docs import write_rest
+from docs.write_protocol import openapi
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS, Remedy
 from protocol.messages import Action, RunState, Scope
 
-OPENAPI = write_rest.document()
+OPENAPI = openapi()
 PAGE = (Path(__file__).parents[1] / "docs" / "rest.md").read_text(encoding="utf-8")
 
 
@@ -33,23 +32,6 @@ def test_every_request_and_no_other_and_who_may_send_it() -> None:
     }
     rows = re.findall(r"^\| `([A-Z]+) (/\S+)` \| ([^|]+) \|", PAGE, re.MULTILINE)
     assert {(method, nameless(path)): said for method, path, said in rows} == served
-
-
-def test_the_reference_is_current() -> None:
-    written = write_rest.page(OPENAPI)
-    assert write_rest.PAGE.read_text(encoding="utf-8") == written, "run: python -m docs.write_rest"
-
-
-def test_the_reference_has_every_request_and_message() -> None:
-    reference = write_rest.PAGE.read_text(encoding="utf-8")
-    headings = re.findall(r"^### (.+)$", reference, re.MULTILINE)
-    requests = [f"{method.upper()} {path}" for path, methods in OPENAPI["paths"].items() for method in methods]
-    assert headings[: len(requests)] == [each for each in headings if "/" in each]
-    assert set(headings[: len(requests)]) == set(requests)
-    groups = re.findall(r"^## (.+)$", reference, re.MULTILINE)
-    anchors = [re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in [*groups, *headings]]
-    assert len(anchors) == len(set(anchors)), "a link would lead to the first of two"
-    assert set(re.findall(r"\]\(#([^)]+)\)", reference)) <= set(anchors)
 
 
 def test_every_problem_and_no_other() -> None:

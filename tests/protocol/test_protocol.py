@@ -17,7 +17,7 @@ def test_what_the_sides_say_has_a_number_of_its_own() -> None:
     last, changes = RELEASED["protocol"], breaks(RELEASED, write_protocol.spoken())
     assert not changes or last < PROTOCOL_VERSION, (
         f"protocol {last} was released, and another one is spoken now: {'; '.join(changes)}. Set PROTOCOL_VERSION = "
-        f"{last + 1} in protocol/__init__.py, then run python -m docs.write_rest (docs/releasing.md)"
+        f"{last + 1} in protocol/__init__.py (docs/releasing.md)"
     )
     assert last <= PROTOCOL_VERSION <= last + 1, (
         f"the last released protocol is {last}: until the next release all changes share {last + 1}"
