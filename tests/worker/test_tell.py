@@ -21,6 +21,7 @@ from worker.settings import BoxSettings
 ALL = {"host", "device", "threads", "kernels", "torch", "python", "precision"}
 
 
+@pytest.mark.covers("security:training-data-leak")
 def test_what_is_told() -> None:
     facts = host_facts(torch.device("cpu")) | {"precision": "fp32"}
     assert facts.keys() == ALL
