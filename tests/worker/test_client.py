@@ -27,8 +27,7 @@ from worker.line import transfer
 from worker.line.line import DOWN_FAR_BYTES, UP_FAR_BYTES
 from worker.line.retry import BACKOFF_CAP_S
 from worker.link.client import Client, open_http
-from worker.link.heartbeat import Heartbeat
-from worker.link.membership import Membership
+from worker.link.membership import Heartbeat, Membership
 
 Answer = Callable[[httpx.Request], httpx.Response]
 LIMIT = 1 << 20

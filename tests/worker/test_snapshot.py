@@ -16,7 +16,7 @@ from tests.support.states import LAYOUT, empty_state
 from worker.errors import StateDirBusy
 from worker.state import snapshot
 from worker.state.fragments import host_copy
-from worker.state.nested import with_each_tensor
+from worker.state.optimizer_state import with_each_tensor
 from worker.state.outer_state import OuterState
 from worker.state.snapshot import Snapshot
 from worker.state.state_dir import SNAPSHOT, STATE, MemberTokens, StateDir

@@ -14,7 +14,7 @@ from protocol.messages import Metrics, WorkerInfo
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
 from tests.support.workers import worker_settings
-from worker.accounts.host import SOME, host_facts, told_facts, told_metrics
+from worker.accounts.machine import SOME, host_facts, told_facts, told_metrics
 from worker.agent import run_worker
 from worker.settings import BoxSettings
 
