@@ -15,7 +15,6 @@ from harness.stores import names, rounds
 from protocol.outer_step import outer_step
 from protocol.wire import Payload
 from tests.coordinator.crew import crew, info, play_round
-from tests.support.waiting import wait_until
 
 KINDS_IN_ORDER: tuple[Kind, ...] = ("checkpoints", "deltas", "contributions")
 
@@ -29,7 +28,7 @@ CASES = [
 
 
 def kept_below(running: InThread, run: str, first: int) -> tuple[list[int], list[int], list[int]]:
-    """The rounds of the checkpoints, deltas, and of the contributions below `first`. Blobs are deleted in the background."""
+    """The rounds of the checkpoints, deltas, and of the contributions below `first`."""
     checkpoints, deltas, contributions = (rounds(running.live(run), kind) for kind in KINDS_IN_ORDER)
     return checkpoints, deltas, [round_ for round_ in contributions if round_ < first]
 
@@ -43,8 +42,8 @@ def test_the_rule_keeps_what_it_says_and_it_is_enough_to_recover(
         play_round([member], round_)
         shared.await_state(run, round_ + 1)
         if round_ == 4:
-            wait_until(lambda: kept_below(shared, run, 5) == midway)
-    wait_until(lambda: kept_below(shared, run, 8) == at_the_end)
+            assert kept_below(shared, run, 5) == midway
+    assert kept_below(shared, run, 8) == at_the_end
     for kind in KINDS:
         for round_ in rounds(shared.live(run), kind):
             assert len(names(shared.live(run), kind, round_)) == 2, "one blob per fragment"
@@ -123,7 +122,7 @@ def test_blobs_are_deleted_after_their_rows_and_without_the_lock(shared: InThrea
     for round_ in range(4):
         play_round([member], round_)
     shared.await_state(run, 4)
-    wait_until(lambda: kept_below(shared, run, 8) == ([4], [3], []))
+    assert kept_below(shared, run, 8) == ([4], [3], [])
     assert len(seen) == 8, "four checkpoints of two fragments"
     assert all(round_of(name) < oldest for name, oldest, _ in seen), "the row goes first"
     assert all(free for *_, free in seen)
@@ -137,7 +136,7 @@ def test_killed_between_rows_and_blobs_the_next_start_deletes_the_blobs(tmp_path
         for round_ in range(4):
             play_round([member], round_)
         running.await_state("r", 4)
-        wait_until(lambda: [each["round"] for each in info(running, "r", "/checkpoints")["items"]] == [4])
+        assert [each["round"] for each in info(running, "r", "/checkpoints")["items"]] == [4]
         assert kept_below(running, "r", 8) == ([0, 2, 4], [0, 1, 2, 3], [0, 1, 2, 3])
     with coordinator_thread(tmp_path / "data") as running:
         assert kept_below(running, "r", 8) == ([4], [3], [])
