@@ -54,7 +54,7 @@ LAYERS: dict[str, list[str]] = {
         *("http", "metrics", "api", "dashboard", "app", "server"),
     ],
     "worker": [
-        *("errors", "files", "ranks", "user_code", "settings", "logs", "signals", "accounts", "codecs", "models"),
+        *("errors", "ranks", "user_code", "settings", "logs", "signals", "accounts", "codecs", "models"),
         *("tuning", "state", "privacy", "line", "link", "joining", "data", "rounds", "script", "allowing"),
         *("diloco", "diloco_optimizer", "export", "initial", "inner", "box", "starting", "train", "alone", "agent"),
     ],

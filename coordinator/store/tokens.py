@@ -16,9 +16,9 @@ from sqlalchemy.orm import Session
 
 from coordinator.store import audit
 from coordinator.store.database import Database
-from coordinator.store.files import fsync
 from coordinator.store.identity import Actor, Identity
 from coordinator.store.tables import TokenRow
+from outerstep.common.files import fsync
 from protocol.errors import Problem
 from protocol.messages import JOIN_PREFIX, NAMES, USES, NewToken, Scope, TokenInfo, TokenRequest
 
