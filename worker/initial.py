@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 
 from protocol.errors import Problem
-from protocol.spec.sections import ModelSpec
+from protocol.spec.model import ModelSpec
 from worker.errors import ModelError
 from worker.joining.checkpoints import load_parameters
 from worker.link.client import Client

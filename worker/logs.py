@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from protocol.printable import PrintableFormatter
+from protocol.text import PrintableFormatter
 
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
 

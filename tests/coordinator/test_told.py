@@ -28,8 +28,8 @@ def join(running: InThread, run: str, host: str, name: str = "w2") -> httpx.Resp
         ('{"phase": "\\u001b[2J"}', "host: phase = '\\x1b[2J': give a text that can be printed"),
         ('{"a": {"b": 1}}', "host: a = dict: give a text"),
         (json.dumps({"a": "x" * 10**6}), "host: a = 'xxxx"),
-        (json.dumps({"x" * 10**6: 1}), "a fact is named by 1 to 64 characters that can be printed"),
-        (json.dumps({f"k{i}": "" for i in range(33)}), "host: 33 facts about a machine; tell 32 at most"),
+        (json.dumps({"x" * 10**6: 1}), "the name of a fact has 1 to 64"),
+        (json.dumps({f"k{i}": "" for i in range(33)}), "host: 33 facts about a machine; at most 32"),
     ],
     ids=["NaN", "infinite", "escapes", "nested", "a long text", "a long name", "many"],
 )

@@ -40,8 +40,8 @@ from protocol import PROTOCOL_VERSION
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import JoinReply, JoinRequest, RunChange, RunDetail, Scope, WorkerChange
+from protocol.spec.model import ModelSpec
 from protocol.spec.run import RunSpec, parse_spec
-from protocol.spec.sections import ModelSpec
 from tests.support.http_server import Handler, serving
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from protocol.spec.privacy import PrivacySpec
+from protocol.spec.sections import PrivacySpec
 from worker.privacy.noise import KEY_BYTES
 from worker.privacy.spent import Spent
 from worker.ranks import ALONE, Ranks

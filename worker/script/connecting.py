@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from outerstep.common.reaching import CA_VARIABLE
-from protocol.explaining import explain_all
-from protocol.printable import PrintableFormatter
+from protocol.text import PrintableFormatter
+from protocol.validation_errors import explain_all
 from worker.settings import WorkerSettings
 
 _LOGGERS = ("worker", "protocol", "outerstep")  # the packages that run in a script's process

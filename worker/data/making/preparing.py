@@ -26,7 +26,7 @@ from blake3 import blake3
 from pydantic import BaseModel, Field, ValidationError
 
 from outerstep.common.files import NEW, replace_file, try_lock
-from protocol.explaining import explain_all
+from protocol.validation_errors import explain_all
 from worker.data.making.growing import BEGIN_AGAIN, GrowingPart, Grown
 from worker.data.making.tokenising import Result, tokenised
 from worker.data.sources.pieces import TASK_BYTES
