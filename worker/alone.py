@@ -17,9 +17,8 @@ from torch import Tensor
 from outerstep.common.text import UNKNOWN
 from protocol.digest import digest
 from worker.accounts.progress import Progress, speed_text
-from worker.accounts.stages import Stages
+from worker.accounts.stages import Stages, Traffic
 from worker.accounts.step_log import StepLog
-from worker.accounts.traffic import Traffic
 from worker.box import Box
 from worker.errors import BoxError, ModelError, Stopped
 from worker.state.parameters import trainable_parameters

@@ -88,6 +88,7 @@ def test_the_next_backup_copies_only_what_is_new(tmp_path: Path) -> None:
     assert damages(tmp_path / "backups") == {1: "", 2: "", 3: ""}
 
 
+@pytest.mark.covers("reliability:consistent-backup")
 def test_what_retention_deletes_in_the_middle_is_not_needed_by_a_newer_copy(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         (a,) = crew(running, "r", ["a"], rounds=9, checkpoints=SHORT)
@@ -112,6 +113,7 @@ def test_what_retention_deletes_in_the_middle_is_not_needed_by_a_newer_copy(tmp_
     assert round_in(tmp_path / "new" / "outerstep.db", "r") == 4
 
 
+@pytest.mark.covers("reliability:consistent-backup")
 def test_backups_one_after_the_other_while_a_crew_trains_are_all_whole(tmp_path: Path) -> None:
     rounds = 12
     with coordinator_thread(tmp_path / "data") as running:
@@ -256,6 +258,7 @@ def only_in_2(root: Path) -> list[Path]:
     return sorted(root / "blobs" / digest for digest in second - first)
 
 
+@pytest.mark.covers("reliability:damaged-backup")
 def test_a_flipped_byte_of_a_blob_is_found_and_an_older_backup_restored(two: Path, tmp_path: Path) -> None:
     spoilt = only_in_2(two)[0]
     flip(spoilt)
@@ -272,6 +275,7 @@ def test_a_flipped_byte_of_a_blob_is_found_and_an_older_backup_restored(two: Pat
     check_restored(tmp_path / "new", manifest)
 
 
+@pytest.mark.covers("reliability:damaged-backup")
 def test_a_flipped_byte_of_the_database_or_the_manifest_is_found(two: Path, tmp_path: Path) -> None:
     flip(two / "backups" / "2.db")
     flip(two / "backups" / "1.json")

@@ -79,6 +79,7 @@ def data_directory(folder: Path, schema: str) -> None:
         (folder / name).write_bytes(content)
 
 
+@pytest.mark.covers("reliability:earlier-backups")
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_a_backup_of_each_earlier_schema_is_restored_and_opened(tmp_path: Path, schema: str) -> None:
     data_directory(tmp_path / "data", schema)

@@ -75,6 +75,7 @@ def lives(tmp_path: Path) -> Lives:
     return Lives(tmp_path / "data")
 
 
+@pytest.mark.covers("reliability:coordinator-restart")
 def test_an_open_round_goes_on_with_what_was_acknowledged(lives: Lives) -> None:
     with lives.life() as running:
         a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2)

@@ -20,13 +20,14 @@ def join(running: InThread, run: str, host: str, name: str = "w2") -> httpx.Resp
         return http.put(f"/v1/runs/{run}/workers/{name}", content=body, headers={"content-type": "application/json"})
 
 
+@pytest.mark.covers("security:hostile-host-facts")
 @pytest.mark.parametrize(
     ("host", "said"),
     [
-        ('{"share": NaN}', "host: share = float: give a text that can be printed, of 256 characters at most, a finite"),
+        ('{"share": NaN}', "host: share = float: give printable text of at most 256 characters, a finite"),
         ('{"share": 1e999}', "a finite number, true, false or null"),
-        ('{"phase": "\\u001b[2J"}', "host: phase = '\\x1b[2J': give a text that can be printed"),
-        ('{"a": {"b": 1}}', "host: a = dict: give a text"),
+        ('{"phase": "\\u001b[2J"}', "host: phase = '\\x1b[2J': give printable text"),
+        ('{"a": {"b": 1}}', "host: a = dict: "),
         (json.dumps({"a": "x" * 10**6}), "host: a = 'xxxx"),
         (json.dumps({"x" * 10**6: 1}), "the name of a fact has 1 to 64"),
         (json.dumps({f"k{i}": "" for i in range(33)}), "host: 33 facts about a machine; at most 32"),
@@ -48,6 +49,7 @@ def test_facts_within_the_bounds_are_shown(shared: InThread, run: str) -> None:
     assert info(shared, run, "/workers/w2")["host"] == host
 
 
+@pytest.mark.covers("security:hostile-host-facts")
 @pytest.mark.parametrize("phase", ["\x1b[31mtrain", "two\nlines", "x" * 33])
 def test_a_phase_is_a_short_text_that_can_be_printed(shared: InThread, run: str, phase: str) -> None:
     (member,) = crew(shared, run, ["w"])

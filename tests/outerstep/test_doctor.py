@@ -378,6 +378,7 @@ def test_the_clock(ahead: float, told: str) -> None:
     assert found.state is (State.WARNING if ahead else State.FINE)
 
 
+@pytest.mark.covers("security:clock-set")
 def test_a_clock_that_is_off_is_told_and_keeps_nobody_from_training(
     running: InThread, run: str, tmp_path: Path
 ) -> None:

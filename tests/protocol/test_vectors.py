@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from coordinator.sync.aggregating import aggregate
-from protocol.codecs import CODECS, REFERENCE, Codec
+from protocol.codecs import CODECS, REFERENCE
+from protocol.codecs.base import Codec
 from protocol.digest import StateHash, content_digest, digest, model_digest, parse_content_digest
 from protocol.errors import CodecError, WireError, WireFault
 from protocol.fragments import Layout, plan_fragments

@@ -26,9 +26,9 @@ from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.tables import UnitRangeRow, WorkerRow
 from coordinator.sync import checking, contributing, deltas, outer_state, publishing, screened
 from coordinator.units import pools
-from coordinator.units.ledger import Range
 from coordinator.workers import assigning, ending, membership
 from outerstep.common import files
+from outerstep.common.ranges import Range
 from protocol.digest import Buffer
 from protocol.messages import FragmentState, Metrics
 from worker.rounds import round as round_

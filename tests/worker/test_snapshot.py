@@ -16,7 +16,7 @@ from tests.support.states import LAYOUT, empty_state
 from worker.errors import StateDirBusy
 from worker.state import snapshot
 from worker.state.fragments import host_copy
-from worker.state.nested import with_each_tensor
+from worker.state.optimizer_state import with_each_tensor
 from worker.state.outer_state import OuterState
 from worker.state.snapshot import Snapshot
 from worker.state.state_dir import SNAPSHOT, STATE, MemberTokens, StateDir
@@ -187,6 +187,7 @@ def test_a_damaged_one_is_ignored_and_says_so(files: StateDir, caplog: pytest.Lo
         assert [message.split(" (")[0] for message in caplog.messages] == [f"{path} is damaged"]  # once
 
 
+@pytest.mark.covers("reliability:damaged-snapshot")
 @pytest.mark.parametrize("name", [SNAPSHOT, STATE.format(0)])
 def test_flipped_bytes_never_pass_for_what_was_saved(files: StateDir, name: str) -> None:
     """Bytes that changed on the disk are noticed, wherever they are, and nothing is raised."""
@@ -211,6 +212,7 @@ def test_work_without_the_state_it_was_done_on_is_ignored(files: StateDir, caplo
     assert "No such file" in missing
 
 
+@pytest.mark.covers("security:code-in-weights")
 def test_unpickling_runs_no_code(files: StateDir, tmp_path: Path) -> None:
     class Bomb:
         def __reduce__(self):
@@ -251,6 +253,7 @@ def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.covers("security:local-users")
 def test_the_member_token_is_private(files: StateDir) -> None:
     assert files.member_tokens() == MemberTokens(None, None)
     files.save_member_tokens(MemberTokens("secret", "next"))
