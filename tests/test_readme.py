@@ -21,7 +21,8 @@ from tests.support.text import write_text
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {"README": README} | {
-    name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("data", "models", "multi-gpu", "scripts")
+    name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("data", "models", "multi-gpu", "scripts")
 }
 REMOTE = "https://coordinator.example.org"
 
