@@ -37,7 +37,6 @@ from protocol.messages import (
     RunState,
     WorkerInfo,
     WorkerState,
-    printable_metrics,
 )
 
 CHECKPOINTS_NAMED = 5
@@ -150,7 +149,7 @@ def _worker(run: LiveRun, row: WorkerRow) -> WorkerInfo:
         joined_at=row.joined_at,
         last_seen_s=run.members.last_seen_s(row.name, run.world.clock()),
         host=row.host,
-        metrics=run.members.metrics(row.name) if live else Metrics.model_validate(printable_metrics(row.metrics)),
+        metrics=run.members.metrics(row.name) if live else Metrics.model_validate(row.metrics),
         contributions=row.contributions,
         tokens=row.tokens,
         upload_bytes=row.upload_bytes,

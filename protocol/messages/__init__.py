@@ -97,9 +97,7 @@ from protocol.messages.workers import (
     LeaseReply,
     LeaveRequest,
     Metrics,
-    PrintableHostFacts,
     WorkerChange,
     WorkerInfo,
     WorkerState,
-    printable_metrics,
 )

@@ -23,7 +23,7 @@ JOIN_PREFIX = "ostj_"  # of a join token's secret; tells a worker to exchange it
 MAX_TOKEN_S = 100 * 365 * 86_400.0  # the longest lifetime of a token that expires
 UseCount = Annotated[int, Field(ge=1, le=1_000_000)]
 Secret = Annotated[str, Field(pattern=r"^ost_[A-Za-z0-9_-]{43}$")]
-_UNLESS_NULL = Field(exclude_if=lambda value: value is None)  # older coordinators do not know these keys
+_UNLESS_NULL = Field(exclude_if=lambda value: value is None)
 
 
 class TokenRequest(RequestModel):

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fai
 from protocol.fragments import Layout, TensorSpec
 from protocol.messages.base import Account, Count, Finite, HexDigest, Printable, ReplyModel, RequestModel, RoundReport
 from protocol.messages.runs import DataSummary, FrozenSummary
-from protocol.text import check_printable, printable
+from protocol.text import check_printable
 from protocol.wire import MAX_UNIT_RANGES, UnitRange
 
 MAX_TENSORS = 100_000  # of a model; a mixture of hundreds of experts has half of that
@@ -38,26 +38,7 @@ def _checked_host(host: Any) -> Any:
     return host
 
 
-def _printable_host(host: Any) -> Any:
-    """Return what can be shown of `host`, which may come from older coordinators or from rows that they wrote."""
-    if not isinstance(host, dict):
-        return host
-    facts = list(host.items())[:MAX_FACTS]
-    return {
-        printable(str(name)[:MAX_FACT_NAME]): value if _is_fact(value) else _printable_fact(value)
-        for name, value in facts
-    }
-
-
-def printable_metrics(metrics: Any) -> Any:
-    """Return `metrics` with a printable phase."""
-    if isinstance(metrics, dict) and isinstance(metrics.get("phase"), str):
-        return {**metrics, "phase": printable(metrics["phase"])[:MAX_PHASE]}
-    return metrics
-
-
 HostFacts = Annotated[dict[str, HostValue], BeforeValidator(_checked_host)]
-PrintableHostFacts = Annotated[dict[str, HostValue], BeforeValidator(_printable_host)]
 
 
 def _is_fact(value: Any) -> bool:
@@ -72,16 +53,6 @@ def _is_fact(value: Any) -> bool:
             return len(value) <= MAX_FACT_TEXT and value.isprintable()
         case _:
             return False
-
-
-def _printable_fact(value: Any) -> str:
-    match value:
-        case int():
-            return "a large number"
-        case float() | str():
-            return printable(str(value)[:MAX_FACT_TEXT])[:MAX_FACT_TEXT]
-        case _:
-            return "not a fact"
 
 
 def _short(value: Any) -> str:
@@ -106,7 +77,7 @@ class JoinRequest(RequestModel):
     `previous` is the member token of an earlier lease under this name. It proves that this is the same worker,
     restarted, so it need not wait for that lease to expire.
 
-    `frozen` is left out if every parameter is trained, because older coordinators do not know it.
+    `frozen` is left out if every parameter is trained.
 
     `member_token` is the worker's proposal for the new lease, a random secret, so that a join whose response was lost
     can be repeated like any PUT. Without it the coordinator chooses one.
@@ -132,8 +103,8 @@ class Metrics(BaseModel):
     """A worker's own measurements since it started. They are only displayed, except that
     `inner_steps_per_second` sets the number of inner steps with `sync.inner_steps = "auto"`.
 
-    Unknown keys are ignored in requests too: a worker must not lose its lease over a metric that an older coordinator
-    does not know."""
+    Unknown keys are ignored in requests too: a worker must not lose its lease over a metric that the coordinator does
+    not know."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -200,8 +171,8 @@ class WorkerInfo(ReplyModel):
     epoch: int
     joined_at: float
     last_seen_s: float | None  # seconds ago; null if it is not live
-    host: PrintableHostFacts
-    metrics: Annotated[Metrics, BeforeValidator(printable_metrics)]
+    host: HostFacts
+    metrics: Metrics
     contributions: int
     tokens: int
     upload_bytes: int  # of accepted contributions

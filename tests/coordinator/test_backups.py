@@ -13,7 +13,7 @@ from coordinator.backup.directory import BackupDirectory, existing
 from coordinator.backup.manifest import Blob, Content, Manifest, decode, encode
 from coordinator.backup.pruning import superseded
 from coordinator.backup.putting_back import restore
-from coordinator.store.blobs import FileReader, move
+from coordinator.store.blobs import FileReader
 from coordinator.store.payloads import READ_BYTES
 from harness.coordinator import InThread, coordinator_thread
 from harness.stores import names
@@ -175,20 +175,6 @@ def test_what_the_coordinator_has_lost_itself_is_told_and_ends_no_backup(tmp_pat
     manifest = back_up(tmp_path / "data", tmp_path / "backups").manifest
     assert manifest.lost == sorted([gone, spoilt])
     assert damages(tmp_path / "backups") == {1: ""}, "as whole as it can be"
-
-
-def test_a_data_directory_of_an_older_version_is_backed_up_before_its_first_start(tmp_path: Path) -> None:
-    """The names of deltas and checkpoints had no digest then."""
-    with coordinator_thread(tmp_path / "data") as running:
-        (a,) = crew(running, "r", ["a"], rounds=2)
-        play_round([a], 0)
-        settled(running, 1)
-        live = running.live("r")
-        today = [*names(live, "deltas"), *names(live, "checkpoints")]
-    for name in today:
-        move(live.blobs, name, name.rpartition(".")[0], tmp_path / "scratch")
-    manifest = back_up(tmp_path / "data", tmp_path / "backups").manifest
-    assert (sorted(blob.name for blob in manifest.blobs), manifest.lost) == (sorted(today), [])
 
 
 # --- which are kept ---------------------------------------------------------------------------------------------------

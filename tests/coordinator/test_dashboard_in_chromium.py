@@ -676,7 +676,7 @@ def long_run(running: InThread, run: str, *, rounds: int, workers: int) -> None:
         for n in range(rounds):
             held_out = {"tokens": 10_000, "loss": 2 + 3 / (n + 1), "upload_bytes": 1000, "delta_bytes": 900}
             stamps = {"opened_at": 1e9 + 10 * n, "closed_at": 1e9 + 10 * n + 9}
-            change.session.add(RoundRow(run_id=live.id, round=n, account=account, **stamps, **held_out))
+            change.session.add(RoundRow(run_id=live.id, round=n, step=0, account=account, **stamps, **held_out))
         for n in range(workers):
             change.session.add(
                 WorkerRow(
