@@ -1,4 +1,4 @@
-"""Write docs/metrics.md from the table of metrics: `python -m docs.write_metrics`, in the repository.
+"""Write docs/metrics.md from the table of metrics: run `python -m docs.write_metrics` in the repository.
 
 A test fails if the page is out of date.
 """
