@@ -1,6 +1,6 @@
-"""Writes recipes/README.md, what each recipe needs and costs: `python -m docs.write_recipes`, in the repository.
+"""Write recipes/README.md, with what each recipe needs and costs: `python -m docs.write_recipes`, in the repository.
 
-The costs are those of `outerstep plan`; a test fails while the page is not what this writes.
+The costs are computed by `outerstep plan`. A test fails if the page is out of date.
 """
 
 import textwrap
@@ -24,14 +24,14 @@ PAGE = FOLDER / "README.md"
 WIDTH = 120  # columns
 META = torch.device("meta")
 
-# The box and the line that the costs are for. An H100 SXM does 989 TFLOP/s in bf16 without sparsity (NVIDIA's data
-# sheet), of which training keeps less than a half.
+# The GPU and the connection that the costs are for. An H100 SXM does 989 TFLOP/s in bf16 without sparsity (NVIDIA's data
+# sheet); training reaches less than half of that.
 FLOPS, UTILISATION = 989e12, 0.45
 DAY_S = 86_400
 UP, DOWN, LATENCY_S = 110e6, 500e6, 0.04
 LINE = f"{DOWN / 1e6:.0f} Mbit/s down and {UP / 1e6:.0f} up"
 
-# The shapes of what the recipes fine-tune, as config.json has them on the hub: nothing is fetched for this page.
+# The shapes of the pretrained models, copied from their config.json on the hub, so that this page needs no download.
 PRETRAINED: dict[str, dict[str, Any]] = {
     "HuggingFaceTB/SmolLM2-360M": {
         "vocab_size": 49_152,
@@ -63,33 +63,34 @@ outerstep run create recipes/opendiloco-150m-h500.toml
 outerstep worker https://coordinator.example.org --run opendiloco-150m-h500 --data-root hub:
 ```
 
-`--data-root hub:` lets the recipe name data, tokenizers and weights of the Hugging Face hub; without it the worker
-asks at a terminal, and elsewhere says what to add, as for a directory of a recipe's. A worker's first start fetches
-and tokenises what `data.source` names, once, into its cache (C4 in English: 305 GB). Text of the hub (`hub:…`) needs
-`pip install 'outerstep[data]'` on the workers, and a repository that is gated, as Mistral's has been, HF_TOKEN there,
-of an account that has accepted its terms.
+`--data-root hub:` allows the worker to read data, tokenizers and weights from the Hugging Face hub. Without it the
+worker asks at a terminal; otherwise it exits and prints the option to add. At its first start a worker downloads and
+tokenizes the data set into its cache, once (C4 in English: 305 GB). Data sets on the hub (`hub:…`) need `pip install
+'outerstep[data]'` on the workers. A gated repository, as Mistral's has been, needs HF_TOKEN there, from an account that
+has accepted its terms.
 
-Where the boxes are many, prepare the set on one of them instead, and let `data.source` say where it then lies, which
-may be `https://`, `hf://` or `s3://`. Without `data.tokenizer` the other boxes do not need the tokenizer:
+With many boxes, prepare the set on one of them instead, and point `data.source` to it: a directory, or `https://`,
+`hf://` or `s3://`. If you then leave out `data.tokenizer`, the other boxes do not need the tokenizer:
 
 ```sh
 outerstep data prepare hub:allenai/c4:en --tokenizer mistralai/Mistral-7B-v0.1 --holdout 0.001 --out /data/c4
 ```
 
-What is the box's own, such as its precision, is the worker's: `outerstep worker --help`.
+Settings of a box, such as its precision, are options of the worker: `outerstep worker --help`.
 
 ## What they need and cost
 
-Made by `docs/write_recipes.py`, by the arithmetic of `outerstep plan`, for workers that have one H100 each, of whose
-{FLOPS / 1e12:.0f} TFLOP/s in bf16 they use {UTILISATION:.0%}, and lines of {LINE}.
-The coordinator's line has to carry those of all workers at once, or syncs take longer; `outerstep plan` says how much.
-Nothing here was run at this size by us; the tests run each recipe in miniature.
+`docs/write_recipes.py` computes this table like `outerstep plan`. It assumes that each worker has one H100, which
+reaches {UTILISATION:.0%} of its {FLOPS / 1e12:.0f} TFLOP/s in bf16, and a connection of {LINE}.
+The coordinator's connection must carry the traffic of all workers at once, or syncs take longer; `outerstep plan`
+computes how much. We have not run these recipes at full size; the tests run each of them in miniature.
 
-- **tokens**: what all workers together train on; where that is more than the set has, in several epochs.
-- **GPU**: fp32 weights, gradients and the optimizer's state; activations of a micro-batch come on top.
-- **time**: of inner steps, and of all the syncs where training waits for them.
-- **a sync**: the bytes of one worker, up and down; its share of the time is what is left of **in inner steps**.
-- **against all-reduce**: how many times more a fp32 all-reduce after every step would move.
+- **tokens**: trained on by all workers together; if the set has fewer, in several epochs.
+- **GPU**: memory for fp32 weights, gradients and the optimizer's state; activations of a micro-batch come on top.
+- **time**: of the inner steps, plus all syncs that training waits for.
+- **a sync**: bytes of one worker, up and down.
+- **in inner steps**: the share of the time spent in inner steps; the rest is syncs.
+- **against all-reduce**: how many times more bytes an fp32 all-reduce after every step would move.
 
 """
 
