@@ -23,9 +23,8 @@ from coordinator.backup.manifest import Blob, Manifest, RunSummary
 from coordinator.backup.needed import needed
 from coordinator.backup.place import Place, content_of
 from coordinator.store import database
-from coordinator.store.blobs import Reader
+from coordinator.store.blobs import FileReader, Reader
 from coordinator.store.database import disk_is_full
-from coordinator.store.files import FileReader
 from outerstep.common.reaching import in_words
 from protocol import __version__
 from protocol.errors import OuterstepError
