@@ -1,4 +1,5 @@
-"""Train with accelerate on the bytes of a file: python examples/accelerate_loop.py FILE. `# +` marks Outerstep's lines."""
+"""Train with accelerate on the bytes of a file: python examples/accelerate_loop.py FILE. `# +` marks Outerstep's
+lines."""
 
 import sys
 from pathlib import Path

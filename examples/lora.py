@@ -1,7 +1,7 @@
 """Train peft adapters with transformers' Trainer: python examples/lora.py FILE. `# +` marks Outerstep's lines.
 
-Only the adapters are sent. All workers need the same base model, which is compared when they join. This example draws it
-from a seed; you would load yours.
+Only the adapters are sent. All workers need the same base model, which is compared when they join. This example
+draws it from a seed; you would load yours.
 """
 
 import sys
