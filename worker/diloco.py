@@ -36,10 +36,9 @@ from torch.utils.hooks import RemovableHandle
 from outerstep.common import tracing
 from protocol.digest import model_digest
 from protocol.errors import OuterstepError
-from protocol.host import HostValue, Tell
-from protocol.messages import DataSummary, EvaluationReport, JoinRequest, Metrics, RunDetail
-from protocol.spec.privacy import PrivacySpec
+from protocol.messages import DataSummary, EvaluationReport, HostDetail, HostValue, JoinRequest, Metrics, RunDetail
 from protocol.spec.run import RunSpec
+from protocol.spec.sections import PrivacySpec
 from worker.accounts.machine import DeviceUse, host_facts, told_facts, told_metrics
 from worker.accounts.progress import Progress
 from worker.accounts.stages import RoundTrace
@@ -132,7 +131,7 @@ class DiLoCo:
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         host: dict[str, HostValue] | None = None,
-        tell: Tell = "all",
+        tell: HostDetail = "all",
         use: DeviceUse | None = None,
         ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -154,7 +153,7 @@ class DiLoCo:
             data = data.model_copy(update={"digest": None})
         tensors, device = tensor_specs(model), next(model.parameters()).device
         facts = (host_facts(device) if host is None else host) | ({"processes": ranks.size} if ranks.size > 1 else {})
-        self._tell: Tell = tell
+        self._tell: HostDetail = tell
         request = JoinRequest(tensors=tensors, data=data, frozen=frozen_summary(model), host=told_facts(facts, tell))
         self._writes = Writes(model, self._optimizers)
         use = use or DeviceUse(device)

@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from outerstep.common.connections import CA_VARIABLE, ssl_context
 from outerstep.common.quantities import parse_count, parse_rate
-from outerstep.common.reaching import CA_VARIABLE, trusting
-from protocol.explaining import explain_all
-from protocol.host import Tell
+from protocol.messages import HostDetail
+from protocol.spec.model import MAX_PARAMETERS
 from protocol.spec.sections import NAME_PATTERN, Name
-from protocol.spec.sizes import MOST_PARAMETERS
+from protocol.validation_errors import explain_all
 
 URL_VARIABLE, TOKEN_VARIABLE = "OUTERSTEP_URL", "OUTERSTEP_TOKEN"
 
@@ -65,7 +65,7 @@ class _Membership(_Settings):
     @field_validator("ca")
     @classmethod
     def _has_certificates(cls, ca: Path | None) -> Path | None:
-        trusting(ca)
+        ssl_context(ca)
         return ca
 
 
@@ -91,13 +91,15 @@ class BoxSettings(_Settings):
         ),
     )
     max_parameters: Annotated[int, BeforeValidator(_count), Field(gt=0, lt=1 << 62)] = Field(
-        MOST_PARAMETERS,
+        MAX_PARAMETERS,
         description=(
             "of the model that the run's spec describes, at most, such as 70B: a larger one is not built; what "
             "model.factory returns is not counted"
         ),
     )
-    tell: Tell = Field("all", description="what the coordinator is told of this machine, for all who may read the run")
+    tell: HostDetail = Field(
+        "all", description="what the coordinator is told of this machine, for all who may read the run"
+    )
     data_cache: Path | None = Field(
         None, description="where shards of token sets behind a URL are kept; default: ~/.cache/outerstep/shards"
     )

@@ -39,8 +39,8 @@ from outerstep.doctor.trial import Steps, take_steps, take_steps_apart
 from protocol import PROTOCOL_VERSION
 from protocol.fragments import Layout
 from protocol.messages import JoinReply, JoinRequest, RunChange, RunDetail, Scope, WorkerChange
+from protocol.spec.model import ModelSpec
 from protocol.spec.run import RunSpec, parse_spec
-from protocol.spec.sections import ModelSpec
 from tests.support.http_server import Handler, serving
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters

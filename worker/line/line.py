@@ -17,7 +17,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from outerstep.common import congestion, tracing
+from outerstep.common import tracing
+from outerstep.common.connections import BBR
 from worker.line.connections import UNSENT_FAR_BYTES, Connections, Stalls
 from worker.line.meter import WINDOW_S, Meter, Width
 
@@ -213,7 +214,7 @@ class Line:
     def _begin_far(self) -> None:
         with self._beginning:
             begins, self.is_far = not self.is_far, True
-        if begins and self.connections.congestion_control != congestion.BBR:  # by which one connection fills it
+        if begins and self.connections.congestion_control != BBR:  # by which one connection fills it
             self.connections.unsent_bytes = UNSENT_FAR_BYTES
             self.up.begin_far(UP_FAR, UP_FAR_BYTES)
             self.down.begin_far(DOWN_FAR, DOWN_FAR_BYTES)

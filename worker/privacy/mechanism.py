@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from protocol.spec.privacy import PrivacySpec
+from protocol.spec.sections import PrivacySpec
 from worker.privacy.noise import KEY_BYTES
 from worker.ranks import ALONE, Ranks
 from worker.state.state_dir import StateDir

@@ -22,7 +22,7 @@ import torch
 from blake3 import blake3
 from torch.optim import Optimizer
 
-from outerstep.common.direct_io import Writer
+from outerstep.common.files import Writer
 from protocol.digest import DIGEST_BYTES, Buffer, digest
 from protocol.fragments import Layout
 from protocol.messages import RunDetail
