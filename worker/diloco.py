@@ -24,21 +24,17 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from weakref import WeakKeyDictionary
 
 import httpx
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from outerstep.common import tracing
 from protocol.digest import model_digest
 from protocol.errors import OuterstepError
 from protocol.host import HostValue, Tell
 from protocol.messages import DataSummary, EvaluationReport, JoinRequest, Metrics, RunDetail
-from protocol.spec.privacy import PrivacySpec
 from protocol.spec.run import RunSpec
 from worker.accounts.machine import DeviceUse, host_facts, told_facts, told_metrics
 from worker.accounts.progress import Progress
@@ -50,14 +46,15 @@ from worker.errors import Stopped
 from worker.link.client import Client, open_http
 from worker.link.membership import Heartbeat, Membership, SharedMembership
 from worker.link.own_token import with_own_token
-from worker.privacy.mechanism import Protection, Spent
+from worker.privacy.release import Release, release_for
 from worker.process import stop_on_signals, told_on_stderr
 from worker.ranks import LOST, Ranks, is_of_a_lost_rank
 from worker.rounds.exchange import Exchange
 from worker.rounds.rounds import Rounds
 from worker.rounds.training import InnerSteps, Training, round_seed
+from worker.script.hooks import InUse, StepHooks
 from worker.script.loader import UnitSampler, unit_batches
-from worker.script.optimizers import FirstUnits, InUse, RunSchedules, reported_by, usable_optimizers
+from worker.script.optimizers import FirstUnits, RunSchedules, reported_by, usable_optimizers
 from worker.settings import membership_of
 from worker.state.fragments import Fragments
 from worker.state.optimizer_state import OwnPoints
@@ -70,9 +67,6 @@ from worker.state.work import count, first_units, numbers
 from worker.state.writes import Weights, Writes, lent
 
 log = logging.getLogger(__name__)
-
-# The hooks that refuse a step before the run is joined: one for each optimizer, of the latest DiLoCo that it was given.
-_unjoined: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -173,11 +167,11 @@ class DiLoCo:
         self._steps = InnerSteps(run.spec)
         self._has_entered = self._warms_up = False
         self._joined: Joined | None = None
-        self._protection: Protection | None = None
+        self._release = Release()
         self._process = os.getpid()
         self._ended_by_stop = False  # the last inner step is done
         self._surroundings: list[AbstractContextManager[None]] = []
-        self._let_steps_be_refused()
+        self._hooks = StepHooks(self._optimizers, self._steps, self._writes, self._schedules)
 
     @classmethod
     def connect(
@@ -413,16 +407,6 @@ class DiLoCo:
 
     # --- lifetime -------------------------------------------------------------------------------------------------
 
-    def _let_steps_be_refused(self) -> None:
-        self._let_steps_be()
-        for each in self._optimizers:
-            _unjoined[each] = each.register_step_pre_hook(_refuse_to_train_alone)
-
-    def _let_steps_be(self) -> None:
-        for each in self._optimizers:
-            if (hook := _unjoined.pop(each, None)) is not None:
-                hook.remove()
-
     def __enter__(self) -> Self:
         if self._has_entered:
             raise RuntimeError(
@@ -430,7 +414,7 @@ class DiLoCo:
                 "state directory"
             )
         self._has_entered = True
-        self._let_steps_be()
+        self._hooks.allow_steps()
         with self._resources as resources:
             resources.enter_context(InUse(self._optimizers))
             for surrounding in self._surroundings:
@@ -447,16 +431,7 @@ class DiLoCo:
             self._writes.note()
             if not self.finished:
                 self._schedules.set(self.global_step)
-            *others, last = self._optimizers
-            for each in self._optimizers:
-                resources.callback(each.register_step_pre_hook(self._before_any).remove)
-                resources.callback(each.register_step_post_hook(self._after_any).remove)
-            resources.callback(last.register_step_pre_hook(self._before_another).remove)
-            for each in others:
-                resources.callback(each.register_step_pre_hook(self._before_the_last).remove)
-            resources.callback(last.register_step_post_hook(self._after_inner_step).remove)
-            resources.callback(register_optimizer_step_pre_hook(self._writes.before_other).remove)
-            resources.callback(register_optimizer_step_post_hook(self._writes.after_other).remove)
+            self._hooks.attach(resources, self._check_running, self._after_inner_step)
             self._resources = resources.pop_all()
         return self
 
@@ -468,38 +443,33 @@ class DiLoCo:
         fragments = Fragments(self.model, reply.layout, self.ranks, points)
         on_cuda = fragments.device.type == "cuda"
         owner = identity(self._run, reply.layout, self.name)
-        if spec.privacy is not None:
-            spent = Spent(self._files, owner, reply.layout.total_elements)
-            self._protection = Protection(spec.privacy, reply.layout.elements, spent, self.ranks)
-            self._say_protected(spec.privacy, self._protection)
+        self._release = release_for(spec, reply.layout.elements, self._files, owner, self.ranks)
         state = OuterState(reply.layout, spec.outer, pin_memory=on_cuda, owns=fragments.owns)
         heartbeat = Heartbeat(membership, reply.lease_s, self._told_metrics)
         if self.ranks.is_first:  # the others' learns nothing
             resources.enter_context(heartbeat)
         # Metal does not promise IEEE division, which the codecs' bytes depend on; CUDA and CPUs do.
         encoder = fragments.device if on_cuda else torch.device("cpu")
-        exchange = Exchange(membership, spec, state, encoder)
+        exchange = Exchange(membership, spec, state, encoder, self._release)
         training = Training(
             fragments,
             self._optimizers,
             self._steps,
             self._progress,
-            self._evaluate if spec.privacy is None else None,  # it would be told without noise
+            self._release.evaluation(self._evaluate),
             self._initial,
             self._scaler,
             self._writes,
             self.ranks,
             points,
-            self._protection,
         )
         saver = resources.enter_context(Saver(self._files, owner, state, client.stages, self.ranks))
         rounds = Rounds(exchange, training, saver, heartbeat)
         resources.callback(rounds.close)
         return Joined(state, heartbeat, rounds)
 
-    def _before_any(self, *_: Any) -> None:
-        """Have a step be at the run's learning rate, and refuse one that no round would have or that others' writes
-        came before, as the hook of all optimizers."""
+    def _check_running(self) -> None:
+        """Raise RuntimeError or Stopped if this worker does no inner steps any more."""
         if self.joined.rounds.finished:
             raise RuntimeError(
                 "the run is over for this worker, so that a step would only change the model: leave the training loop "
@@ -507,32 +477,8 @@ class DiLoCo:
             )
         if self._ended_by_stop:
             raise Stopped("asked to stop: leave the training loop once `diloco.finished`")
-        self._writes.before_step()
-        self._schedules.warn_of_others()
-        self._schedules.set(self.global_step)
 
-    def _before_the_last(self, *_: Any) -> None:
-        """Refuse a step that is late, as the hook of all optimizers but the last: the sync would come before it."""
-        if self._steps.unit_stepped:
-            raise RuntimeError(
-                "an inner optimizer steps after the last one of the sequence that DiLoCo was given, which ends the "
-                "inner step: let them step in that order, each once per unit"
-            )
-
-    def _before_another(self, *_: Any) -> None:
-        """Refuse a second step for one unit, as the hook of the last optimizer: it would count as another unit's."""
-        if self._steps.unit_stepped:
-            raise RuntimeError(
-                "the optimizer steps a second time for one unit of units(): each unit is for one inner step, and those "
-                "that were not trained on would count as trained. Accumulate the gradients of a unit's batches for one "
-                "step, or take no units and draw batches by diloco.data_seed: then every step is one"
-            )
-
-    def _after_any(self, *_: Any) -> None:
-        """Note what a step has written, as the hook of all optimizers."""
-        self._writes.after_step()
-
-    def _after_inner_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after_inner_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count one inner step, as the hook of the last optimizer."""
         rounds, heartbeat = self.joined.rounds, self.joined.heartbeat
         # A GradScaler has a fused optimizer skip within its kernel, so that its step is called all the same.
@@ -572,21 +518,8 @@ class DiLoCo:
                 self.joined.rounds.hand_in()
                 self._digests = self._all_digests()
 
-    def _say_protected(self, privacy: PrivacySpec, protection: Protection) -> None:
-        log.info(
-            "the run is private: contributions are clipped to a norm of %g, and leave with Gaussian noise of %g on "
-            "each value; losses are not told; %g contributions have left this worker so far",
-            *(privacy.clip_norm, privacy.noise, protection.contributions),
-        )
-        if not self.spec.data.private:
-            log.warning("data.private is false: the text is the same for all workers, so the noise protects little")
-
     def _told_metrics(self) -> Metrics:
-        metrics = told_metrics(self._progress.metrics(), self._tell)
-        protection = self._protection
-        if protection is None:
-            return metrics
-        return metrics.model_copy(update={"loss": None, "private_contributions": protection.contributions})
+        return self._release.metrics(told_metrics(self._progress.metrics(), self._tell))
 
     def _all_digests(self) -> list[bytes] | None:
         """Return the state digests of all fragments; None where there is no outer state."""
@@ -610,10 +543,3 @@ class DiLoCo:
             self._membership.leave(round_number, state_digest, self._told_metrics(), report)
         except (httpx.TransportError, OuterstepError) as error:
             log.warning("could not say goodbye (%s): the lease ends by itself", error)
-
-
-def _refuse_to_train_alone(*_: Any) -> None:
-    raise RuntimeError(
-        "the optimizer steps, and the run was not joined: DiLoCo is a context manager, so train within "
-        "`with DiLoCo.connect(...) as diloco:`; to train alone first, do that before DiLoCo is made"
-    )

@@ -16,8 +16,8 @@ from protocol.spec.privacy import PrivacySpec
 from protocol.wire import ContributionHeader, Payload, pack_header
 from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
-from worker.privacy.mechanism import Protection, Spent
 from worker.privacy.noise import KEY_BYTES, with_noise
+from worker.privacy.release import PrivateRelease, Spent
 from worker.ranks import ALONE
 from worker.state.state_dir import StateDir
 from worker.state.work import Contribution, Late, Missed
@@ -77,10 +77,10 @@ class TwoProcesses:
         return [own, self._theirs.pop(0)]
 
 
-def protection(elements: list[int], *, noise: float = 0.0, ranks: Any = None) -> Protection:
+def protection(elements: list[int], *, noise: float = 0.0, ranks: Any = None) -> PrivateRelease:
     spec = PrivacySpec(clip_norm=10.0, noise_multiplier=noise)
     spent, draw = Spent(None, "run", sum(elements)), partial(bytes.ljust, b"key")
-    return Protection(spec, elements, spent, ranks or ALONE, draw)
+    return PrivateRelease(spec, elements, spent, ranks or ALONE, draw)
 
 
 def test_what_is_sent_together_is_clipped_together() -> None:

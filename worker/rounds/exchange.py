@@ -20,7 +20,7 @@ from protocol.spec.run import RunSpec
 from worker.codecs import round_trip
 from worker.errors import Resync, RunEnded, Stopped, WorkLost
 from worker.link.membership import Membership
-from worker.privacy.noise import with_noise
+from worker.privacy.release import Release
 from worker.process import Grace
 from worker.state.outer_state import OuterState
 from worker.state.work import Contribution, Superseded, UnitRanges, count, in_order
@@ -50,7 +50,17 @@ class Exchange:
     """The exchange of one worker with one run. `device` is where fragments are encoded. Once the worker is asked to
     stop, uploads have the grace, and no delta is waited for."""
 
-    def __init__(self, membership: Membership, spec: RunSpec, state: OuterState, device: torch.device) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        spec: RunSpec,
+        state: OuterState,
+        device: torch.device,
+        release: Release | None = None,
+    ) -> None:
+        self.release = release or Release()
+        if self.release.spec != spec.privacy:
+            raise ValueError("the release of this run's contributions is not that of its [privacy]")
         self.membership, self.client = membership, membership.client
         self.spec, self.state = spec, state
         self._device = device
@@ -177,13 +187,10 @@ class Exchange:
             log.info("round %d: handed in the work on %d units before leaving", contributions[0].round, units)
 
     def _encode(self, contribution: Contribution) -> tuple[list[Buffer], float]:
-        """Return the frames of what is sent, and its norm."""
-        sync, privacy = self.spec.sync, self.spec.privacy
-        delta, norm = contribution.delta, contribution.norm
+        """Return the frames to upload, and the norm of their values."""
+        sync = self.spec.sync
         with self._encoding, self.client.stages(Stage.ENCODE), self._side_stream.beside():
-            if privacy is not None and privacy.noise:  # a contribution without a key is refused
-                delta = with_noise(delta, privacy.noise, bytes.fromhex(contribution.noise_key))
-                norm = float(torch.linalg.vector_norm(delta, dtype=torch.float64))
+            delta, norm = self.release.uploaded(contribution)
             return self._entropy.pack(delta.to(self._device), sync.upload_codec, wanted=sync.zstd), norm
 
     def _header(self, contribution: Contribution, norm: float, frame_bytes: list[int]) -> wire.ContributionHeader:

@@ -9,9 +9,10 @@ that came after its last contribution. The coordinator consumes what was not con
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Round:
     ) -> None:
         self._exchange, self._state, self._sync = exchange, exchange.state, exchange.spec.sync
         self._fragments, self._steps, self._progress = training.fragments, training.steps, training.progress
-        self._ranks, self._protection, self._writes = training.ranks, training.protection, training.writes
+        self._ranks, self._release, self._writes = training.ranks, exchange.release, training.writes
         self._save, self.assignment, self.carry = durable.save, assignment, carry
         last = assignment.step + assignment.schedule_steps == exchange.spec.total_inner_steps
         self._schedule = schedule(
@@ -104,11 +105,10 @@ class Round:
         """Only copy the parameters here, all of them before other threads begin with the rest and want the cores as
         well."""
         self._local |= {p: self._fragments.gather(p) for p in fragments}
-        if self._protection is not None:
-            self._protection.count(fragments)
+        self._release.count(fragments)
         for p in fragments:
             if self._fragments.owns(p):
-                self._flight.send(p, self._leaving_alone(self._contribution(p, self._local[p])))
+                self._flight.send(p, partial(self._released, self._contribution(p, self._local[p])))
             self._note_sent(p)
         self._progress.phase("train")
 
@@ -116,50 +116,33 @@ class Round:
         """Make the contributions here, one by one, while those before them travel. The last upload waits until the work
         is durable: so the round cannot close with this work in it, and only this process know what came of it."""
         self._check_all_finite()
-        if self._protection is not None:
-            self._send_protected(fragments)
-            return
-        last: Contribution | None = None
+        is_whole, held = len(fragments) == len(self._state), list[Contribution]()
+        left = sum(map(self._fragments.owns, fragments))
+        for made in self._release.together(self._made(fragments), fragments):
+            left -= 1
+            if left and not self._release.durable_first:
+                self._send_made(made)
+            else:
+                held.append(made)
+            if is_whole:
+                self.work.append(made)
         for p in fragments:
-            local = self._fragments.gather_from_all(p)
-            if self._fragments.owns(p):
-                if last is not None:
-                    self._send_made(last)
-                last = self._contribution(p, local)()
-                if len(fragments) == len(self._state):
-                    self.work.append(last)
             self._note_sent(p)
-        if self._save is not None and len(fragments) == len(self._state):
+        if self._save is not None and is_whole:
             self._flight.saved = self._durable_everywhere(self._save(Work(self.assignment.round, list(self.work))))
-        if last is not None:
-            self._send_made(last)
+        for made in held:
+            self._send_made(made)
 
-    def _send_protected(self, fragments: list[int]) -> None:
-        """Make all contributions before one is sent: what is sent together is clipped together. All uploads wait until
-        the work is durable, so that none is made again with other noise after a kill."""
-        made = self._made(fragments)
-        for p in fragments:
-            self._note_sent(p)
-        if len(fragments) == len(self._state):
-            self.work += made
-            if self._save is not None:
-                self._flight.saved = self._durable_everywhere(self._save(Work(self.assignment.round, list(made))))
-        for each in made:
-            self._send_made(each)
-
-    def _leaving_alone(self, make: Callable[[], Contribution]) -> Callable[[], Contribution]:
-        """Return `make`, of a contribution that leaves by itself and is counted already."""
-        protection = self._protection
-        return make if protection is None else lambda: protection.alone(make())
-
-    def _made(self, fragments: list[int]) -> list[Contribution]:
-        """Return this process's contributions to the fragments, which leave together, as they are now."""
-        made = []
+    def _made(self, fragments: Sequence[int]) -> Iterator[Contribution]:
+        """Make this process's contributions to the fragments, one by one, of the model as it is now."""
         for p in fragments:
             local = self._fragments.gather_from_all(p)
             if self._fragments.owns(p):
-                made.append(self._contribution(p, local)())
-        return made if self._protection is None else self._protection.together(made, fragments)
+                yield self._contribution(p, local)()
+
+    def _released(self, make: Callable[[], Contribution]) -> Contribution:
+        """Make a contribution that is sent by itself, and is counted already."""
+        return self._release.alone(make())
 
     def _send_made(self, contribution: Contribution) -> None:
         self._progress.phase("sync")  # those that travel are a part of it
@@ -186,7 +169,7 @@ class Round:
         self.note_speed()
         self._note_loss()
         self._check_all_finite()
-        return self._made(fragments)
+        return list(self._release.together(self._made(fragments), fragments))
 
     @property
     def has_all_work(self) -> bool:

@@ -209,9 +209,7 @@ class Rounds:
         """All fragments are merged: carry on what no mean has, and save it where the round's work is not saved."""
         self._settle(round_)
         self._training.progress.end_round(round_.assignment.round, self._exchange.membership.epoch)
-        if self._training.protection is not None:
-            count = self._training.protection.contributions
-            log.info("%g contributions have left this worker under [privacy]", count)
+        self._exchange.release.end_round()
         if self._sync.streams:
             local = [self._fragments.in_host_memory(self._fragments.gather(p)) for p in range(len(self._state))]
             self._start_saved = self._save(RoundStart(round_.assignment.round + 1, local, self.carry))

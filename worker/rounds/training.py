@@ -20,7 +20,6 @@ from blake3 import blake3
 from protocol.messages import Assignment, EvaluationReport
 from protocol.spec.run import RunSpec
 from worker.accounts.progress import Progress
-from worker.privacy.mechanism import Protection
 from worker.ranks import ALONE, Ranks
 from worker.state.fragments import Fragments
 from worker.state.optimizer_state import OwnPoints
@@ -102,8 +101,7 @@ class Training:
     """What one worker trains. `evaluate` measures the held-out loss of the model as it is; None where none is.
     `initial` puts state 0 into the model; None where it holds that. `scaler` scales the loss, for fp16; None where
     nothing does. `writes`: watches that the optimizers alone write to the parameters. `ranks`: the processes that
-    train it together. `points`: what the optimizers keep beside it. `protection`: what is done to contributions before
-    they leave; None where the run has no [privacy]."""
+    train it together. `points`: what the optimizers keep beside it."""
 
     fragments: Fragments
     optimizers: Sequence[torch.optim.Optimizer]
@@ -115,7 +113,6 @@ class Training:
     writes: Writes
     ranks: Ranks = ALONE
     points: OwnPoints = field(default_factory=OwnPoints)
-    protection: Protection | None = None
 
     def scaler_state(self) -> dict[str, Any] | None:
         """Return the scale of the loss and when it grows; None without a scaler."""

@@ -10,8 +10,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
-from weakref import WeakSet
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -37,27 +36,6 @@ def usable_optimizers(model: nn.Module, given: Any) -> list[Optimizer]:
         raise ValueError("inner_optimizer has one optimizer twice: give each once, in the order in which they step")
     _check_that_they_train(model, optimizers)
     return optimizers
-
-
-class InUse:
-    """The optimizers of a DiLoCo, within `with`: no other one of this process may count their steps as well."""
-
-    _all: ClassVar[WeakSet[Optimizer]] = WeakSet()
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
-
-    def __enter__(self) -> None:
-        """Raises RuntimeError if another DiLoCo has one of them."""
-        if any(each in self._all for each in self._optimizers):
-            raise RuntimeError(
-                "another DiLoCo of this process trains with this optimizer, and has not left its run: one made by a "
-                "notebook cell that ran before, for example; end its `with` block first, or restart the process"
-            )
-        self._all.update(self._optimizers)
-
-    def __exit__(self, *_: object) -> None:
-        self._all.difference_update(self._optimizers)
 
 
 def reported_by(evaluate: Callable[[], EvaluationReport]) -> EvaluationReport:
