@@ -27,7 +27,7 @@ from worker.errors import BoxError, DataError, ModelError, NotAllowed, StateDirB
 from worker.inner.micro_batch import is_out_of_memory, memory_told
 from worker.joining.checkpoints import initial_parameters
 from worker.link.client import Client, open_http
-from worker.link.own_token import with_own_token
+from worker.link.worker_token import with_worker_token
 from worker.process import log_to_stderr, logged_to, stop_on_signals
 from worker.ranks import ALONE, Ranks
 from worker.settings import BoxSettings, WorkerSettings, state_directory
@@ -136,7 +136,7 @@ def _work(
     with open_http(settings.url, settings.ca) as http:
         up, down = settings.rates(Ranks.here().size)
         client = Client(http, settings.run, settings.token, stop=stop, max_up=up, max_down=down)
-        client = with_own_token(client, settings.name, settings.directory, Ranks.here())
+        client = with_worker_token(client, settings.name, settings.directory, Ranks.here())
         run = client.run_detail()
         if run.state in (RunState.FINISHED, RunState.STOPPED):
             log.info("the run %s is %s: nothing to do", run.name, run.state)
@@ -163,7 +163,7 @@ def _train(
     ranks = Ranks.here()
     with _step_log(settings, ranks) as step_log:
         box = set_up(run.spec, settings, device, stop=stop, ranks=ranks)
-        _say_what_trains(run.name, settings, box)
+        _log_setup(run.name, settings, box)
         diloco = DiLoCo(
             box.model,
             box.optimizers,
@@ -201,7 +201,7 @@ def _work_alone(
     _check_state_directory(directory)
     with _step_log(settings, ALONE) as step_log, StateDir(directory) as files:
         box = set_up(spec, settings, device, stop=stop)
-        _say_what_trains(spec.name, settings, box)
+        _log_setup(spec.name, settings, box)
         load_initial = initial_parameters(box.model, spec.model)
         if load_initial is not None:
             load_initial()
@@ -224,7 +224,7 @@ def _step_log(settings: BoxSettings, ranks: Ranks) -> Iterator[StepLog | None]:
         yield step_log
 
 
-def _say_what_trains(run: str, settings: BoxSettings, box: Box) -> None:
+def _log_setup(run: str, settings: BoxSettings, box: Box) -> None:
     parameters = sum(parameter.numel() for parameter in box.model.parameters())
     log.info(
         "run %s as %s: %d parameters on %s in %s, %d sequences at once; kernels %s",

@@ -70,14 +70,14 @@ def permit(spec: RunSpec, allowed: Allowed, ask: Callable[[str], bool] | None = 
         told = f"the run {spec.name} asks for what the owner of this machine has not allowed: "
         told += "; ".join(each.what for each in refused)
         if ask is None or not ask(f"{told}. Allow it?"):
-            raise NotAllowed(f"{told}. If you trust whoever wrote its spec, add: {typed(refused)}")
+            raise NotAllowed(f"{told}. If you trust whoever wrote its spec, add: {as_options(refused)}")
         allowed = allowed.and_also(refused)
 
 
 def permit_factory(spec: RunSpec, factories: tuple[str, ...]) -> None:
     """Return if the spec's model can be built without code that is not among `factories`. Raises NotAllowed."""
     if refused := [each for each in _code(spec, factories) if each.value == spec.model.factory]:
-        raise NotAllowed(f"{refused[0].what}. If you trust whoever wrote it, add: {typed(refused)}")
+        raise NotAllowed(f"{refused[0].what}. If you trust whoever wrote it, add: {as_options(refused)}")
 
 
 def permit_data(spec: RunSpec, roots: tuple[str, ...], *, own_source: bool) -> None:
@@ -238,8 +238,8 @@ def _expanded(key: str, name: str) -> Path:
         raise DataError(f"{key} = {name!r} can be no place on this machine: {error}") from error
 
 
-def typed(refused: list[Refusal]) -> str:
-    """Return the options that allow it, as they are typed."""
+def as_options(refused: list[Refusal]) -> str:
+    """Return the options that allow it, as they are as_options."""
     return shlex.join(_words([(each.option, each.value) for each in refused]))
 
 

@@ -36,7 +36,7 @@ from protocol.errors import OuterstepError
 from protocol.host import HostValue, Tell
 from protocol.messages import DataSummary, EvaluationReport, JoinRequest, Metrics, RunDetail
 from protocol.spec.run import RunSpec
-from worker.accounts.machine import DeviceUse, host_facts, told_facts, told_metrics
+from worker.accounts.machine import DeviceUse, host_facts, shared_facts, shared_metrics
 from worker.accounts.progress import Progress
 from worker.accounts.stages import RoundTrace
 from worker.allowing import permit_data
@@ -45,9 +45,9 @@ from worker.data.training_set import TrainingSet
 from worker.errors import Stopped
 from worker.link.client import Client, open_http
 from worker.link.membership import Heartbeat, Membership, SharedMembership
-from worker.link.own_token import with_own_token
+from worker.link.worker_token import with_worker_token
 from worker.privacy.release import Release, release_for
-from worker.process import stop_on_signals, told_on_stderr
+from worker.process import logging_to_stderr, stop_on_signals
 from worker.ranks import LOST, Ranks, is_of_a_lost_rank
 from worker.rounds.exchange import Exchange
 from worker.rounds.rounds import Rounds
@@ -55,16 +55,16 @@ from worker.rounds.training import InnerSteps, Training, round_seed
 from worker.script.hooks import InUse, StepHooks
 from worker.script.loader import UnitSampler, unit_batches
 from worker.script.optimizers import FirstUnits, RunSchedules, reported_by, usable_optimizers
-from worker.settings import membership_of
+from worker.settings import script_settings
 from worker.state.fragments import Fragments
-from worker.state.optimizer_state import OwnPoints
+from worker.state.optimizer_state import ScheduleFreePoints
 from worker.state.outer_state import OuterState
 from worker.state.parameters import frozen_summary, own_buffers, tensor_specs
 from worker.state.saver import Saver
 from worker.state.snapshot import identity
 from worker.state.state_dir import StateDir, rank_directory
 from worker.state.work import count, first_units, numbers
-from worker.state.writes import Weights, Writes, lent
+from worker.state.writes import ForeignWrites, Weights, temporary_weights
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class DiLoCo:
     ) -> None:
         self.spec: RunSpec = run.spec
         self.ranks = ranks = ranks or Ranks.here()
-        self.name = name = ranks.by_first(lambda: name)
+        self.name = name = ranks.on_first(lambda: name)
         self.model = model
         self.client = client
         self._run = run
@@ -149,8 +149,8 @@ class DiLoCo:
         tensors, device = tensor_specs(model), next(model.parameters()).device
         facts = (host_facts(device) if host is None else host) | ({"processes": ranks.size} if ranks.size > 1 else {})
         self._tell: Tell = tell
-        request = JoinRequest(tensors=tensors, data=data, frozen=frozen_summary(model), host=told_facts(facts, tell))
-        self._writes = Writes(model, self._optimizers)
+        request = JoinRequest(tensors=tensors, data=data, frozen=frozen_summary(model), host=shared_facts(facts, tell))
+        self._writes = ForeignWrites(model, self._optimizers)
         use = use or DeviceUse(device)
         self._resources = ExitStack()
         if tracing.start("outerstep-worker"):
@@ -200,21 +200,21 @@ class DiLoCo:
         ranks: Ranks = options.get("ranks") or Ranks.here()
         level = logging.INFO if ranks.is_first else logging.WARNING
         tell = options.get("tell", "all")
-        name = ranks.by_first(lambda: membership_of(run, url, token, name, tell=tell).name)
-        who = membership_of(run, url, token, name, max_up=max_up, max_down=max_down)
+        name = ranks.on_first(lambda: script_settings(run, url, token, name, tell=tell).name)
+        who = script_settings(run, url, token, name, max_up=max_up, max_down=max_down)
         options = {"state_dir": who.directory} | options | {"ranks": ranks}
         http = open_http(who.url, who.ca)
         try:
-            with told_on_stderr(level):
+            with logging_to_stderr(level):
                 up, down = who.rates(ranks.size)
                 client = Client(http, run, who.token, max_up=up, max_down=down)
-                client = with_own_token(client, who.name, options["state_dir"], ranks)
+                client = with_worker_token(client, who.name, options["state_dir"], ranks)
                 diloco = cls(model, inner_optimizer, client=client, run=client.run_detail(), name=who.name, **options)
         except BaseException:
             http.close()
             raise
         diloco._resources.callback(http.close)
-        diloco._surroundings = [told_on_stderr(level), stop_on_signals(client.stop)]
+        diloco._surroundings = [logging_to_stderr(level), stop_on_signals(client.stop)]
         return diloco
 
     # --- what a training loop uses --------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ class DiLoCo:
         rows = len(dataset)
         sampler = UnitSampler(self.spec, rows, micro_batch, self._steps, lambda: self.finished, self.ranks)
         if not self.spec.data.private and self.ranks.rank == 0:  # the same unit is of the same rows on all workers
-            self._membership.has_rows(rows, joined=self.has_joined)
+            self._membership.report_rows(rows, joined=self.has_joined)
         return sampler
 
     def batches(self, loader: Any) -> Iterator[Any]:
@@ -386,7 +386,7 @@ class DiLoCo:
         Without it nobody knows the training loss. Raises ModelError where the parameters change from report to report
         without a step of the run's optimizer.
         """
-        self._writes.look_between()
+        self._writes.check_between_steps()
         self._progress.report_loss(loss)
 
     @contextmanager
@@ -398,7 +398,7 @@ class DiLoCo:
         mapping of names to tensors, as of its state_dict(); or the tensors of the trainable parameters, in order.
         Raises ValueError where they do not suit.
         """
-        with lent(self.model, given):
+        with temporary_weights(self.model, given):
             around, self._writes.borrowed = self._writes.borrowed, True
             try:
                 yield
@@ -439,13 +439,13 @@ class DiLoCo:
         client, spec, membership = self.client, self.spec, self._membership
         reply = membership.join()
         resources.callback(self._leave)
-        points = OwnPoints(self._optimizers)
+        points = ScheduleFreePoints(self._optimizers)
         fragments = Fragments(self.model, reply.layout, self.ranks, points)
         on_cuda = fragments.device.type == "cuda"
         owner = identity(self._run, reply.layout, self.name)
         self._release = release_for(spec, reply.layout.elements, self._files, owner, self.ranks)
         state = OuterState(reply.layout, spec.outer, pin_memory=on_cuda, owns=fragments.owns)
-        heartbeat = Heartbeat(membership, reply.lease_s, self._told_metrics)
+        heartbeat = Heartbeat(membership, reply.lease_s, self._shared_metrics)
         if self.ranks.is_first:  # the others' learns nothing
             resources.enter_context(heartbeat)
         # Metal does not promise IEEE division, which the codecs' bytes depend on; CUDA and CPUs do.
@@ -504,9 +504,9 @@ class DiLoCo:
             self._ended_by_stop = True
             return  # on the way out, `__exit__` hands in what is done
         if failed:
-            self.ranks.by_first(heartbeat.raise_failure)
+            self.ranks.on_first(heartbeat.raise_failure)
         rounds.advance(ended=self.inner_step >= rounds.assignment.inner_steps, news=news)
-        self._writes.note_sync()
+        self._writes.remember_if_written()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -518,8 +518,8 @@ class DiLoCo:
                 self.joined.rounds.hand_in()
                 self._digests = self._all_digests()
 
-    def _told_metrics(self) -> Metrics:
-        return self._release.metrics(told_metrics(self._progress.metrics(), self._tell))
+    def _shared_metrics(self) -> Metrics:
+        return self._release.metrics(shared_metrics(self._progress.metrics(), self._tell))
 
     def _all_digests(self) -> list[bytes] | None:
         """Return the state digests of all fragments; None where there is no outer state."""
@@ -540,6 +540,6 @@ class DiLoCo:
         state_digest = None if self._digests is None or round_number is None else model_digest(self._digests)
         try:
             report = self._progress.report(self._membership.epoch)
-            self._membership.leave(round_number, state_digest, self._told_metrics(), report)
+            self._membership.leave(round_number, state_digest, self._shared_metrics(), report)
         except (httpx.TransportError, OuterstepError) as error:
             log.warning("could not say goodbye (%s): the lease ends by itself", error)

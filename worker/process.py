@@ -38,7 +38,7 @@ def log_to_stderr() -> None:
 
 
 @contextmanager
-def told_on_stderr(level: int = logging.INFO) -> Iterator[None]:
+def logging_to_stderr(level: int = logging.INFO) -> Iterator[None]:
     """Log on stderr what Outerstep logs, from `level` on, each line with time and level, unless the script has set up
     logging itself: why it waits, above all."""
     loggers = [each for each in map(logging.getLogger, _LOGGERS) if not each.hasHandlers()]
@@ -143,7 +143,7 @@ def stop_on_signals(stop: threading.Event, out_of_time: Callable[[], object] | N
 HAND_IN_S = 5.0
 
 
-class Grace:
+class GracePeriod:
     """A `Signal` (retry.py) that is set HAND_IN_S after `stop` was first seen set, or after `begin`. Thread-safe."""
 
     def __init__(self, stop: threading.Event, clock: Callable[[], float]) -> None:

@@ -49,7 +49,7 @@ class Ranks:
         if dist.is_available() and dist.is_initialized():
             if dist.get_world_size() == 1:
                 return cls()
-            with _lost_ranks_told():
+            with _raising_rank_lost():
                 return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=_TIMEOUT))
         size = environment.get("WORLD_SIZE", "1")
         if size != "1" and "RANK" in environment:
@@ -69,7 +69,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with _lost_ranks_told():
+        with _raising_rank_lost():
             dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -78,7 +78,7 @@ class Ranks:
         values = self.all(value)
         return value if all(each == values[0] for each in values) else None
 
-    def by(self, rank: int, act: Callable[[], T]) -> T:
+    def on(self, rank: int, act: Callable[[], T]) -> T:
         """Return what `act` returns in process `rank`, the others calling nothing; or raise what it raises there."""
         if self.size == 1:
             return act()
@@ -89,7 +89,7 @@ class Ranks:
                 told = [(act(), None)]
             except Exception as raised:  # noqa: BLE001, whatever it is: the others wait for it
                 error, told = raised, [(None, _portable(raised))]
-        with _lost_ranks_told():
+        with _raising_rank_lost():
             dist.broadcast_object_list(told, src=rank, group=self._group)
         result: T
         result, theirs = told[0]
@@ -97,9 +97,9 @@ class Ranks:
             raise error or theirs
         return result
 
-    def by_first(self, act: Callable[[], T]) -> T:
-        """`by(0, act)`."""
-        return self.by(0, act)
+    def on_first(self, act: Callable[[], T]) -> T:
+        """`on(0, act)`."""
+        return self.on(0, act)
 
     def together(self, act: Callable[[], T]) -> T:
         """Return what `act` returns here; where it raises in some of them, all raise the first of these, but anything
@@ -124,7 +124,7 @@ class Ranks:
         if self.size == 1:
             return value
         mean = value.detach() / self.size
-        with _lost_ranks_told():
+        with _raising_rank_lost():
             dist.all_reduce(mean)
         return mean
 
@@ -134,18 +134,18 @@ class Ranks:
         if self.size == 1:
             return list(flags)
         told = torch.tensor(flags, dtype=torch.uint8)
-        with _lost_ranks_told():
+        with _raising_rank_lost():
             dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
         return [bool(each) for each in told]
 
-    def exchange(self, sent: Mapping[int, Tensor], expected: Mapping[int, Tensor]) -> None:
+    def send_receive(self, sent: Mapping[int, Tensor], expected: Mapping[int, Tensor]) -> None:
         """Send vectors to ranks, and fill those that are expected of ranks: each to, or from, the rank that is its key.
         Over the default group, whose backend is the one for their device."""
         operations = [dist.P2POp(dist.isend, vector, rank) for rank, vector in sent.items()]
         operations += [dist.P2POp(dist.irecv, vector, rank) for rank, vector in expected.items()]
         if not operations:
             return
-        with _lost_ranks_told():
+        with _raising_rank_lost():
             for each in dist.batch_isend_irecv(operations):
                 each.wait()
 
@@ -160,7 +160,7 @@ class Ranks:
             port: int = served[0].port
             return port
 
-        port = self.by_first(serve)
+        port = self.on_first(serve)
         return served[0] if served else tcp_store(host, port, is_master=False)
 
 
@@ -182,7 +182,7 @@ def is_of_a_lost_rank(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def _lost_ranks_told() -> Iterator[None]:
+def _raising_rank_lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

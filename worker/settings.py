@@ -188,7 +188,7 @@ def state_directory(run: str, name: str) -> Path:
     return Path.home() / ".local/state/outerstep" / run / name
 
 
-def membership_of(
+def script_settings(
     run: str,
     url: str | None,
     token: str | None,

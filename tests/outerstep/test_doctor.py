@@ -54,7 +54,7 @@ from worker.link.client import open_http
 from worker.models.building import build_model
 from worker.settings import BoxSettings, WorkerSettings
 from worker.state.parameters import tensor_specs
-from worker.state.state_dir import MemberTokens, OwnToken, StateDir
+from worker.state.state_dir import MemberTokens, StateDir, WorkerToken
 
 CPU = torch.device("cpu")
 CHECKS = ["versions", "kernels", "host", "connection", "TLS", "coordinator", "clock", "token", "run", "name", "state"]
@@ -477,7 +477,7 @@ def test_a_name_that_belongs_to_another_token(running: InThread, run: str, text:
     assert of(found, "name").remedy.endswith(f"outerstep run release {run} a")
     assert code(found) is Exit.REFUSED
     with StateDir(tmp_path / "state") as files:
-        files.save_own_token(OwnToken(run, "a", running.token(Scope.WORKER), exchanged=True))
+        files.save_worker_token(WorkerToken(run, "a", running.token(Scope.WORKER), exchanged=True))
     found = examine(worker_settings(running, run, tmp_path / "state", token=token))
     assert of(found, "name").state is State.FINE
 

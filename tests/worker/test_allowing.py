@@ -158,7 +158,7 @@ def test_a_name_that_is_too_long_is_no_place_of_a_root(tmp_path: Path) -> None:
 def test_an_address_needs_its_beginning(name: str, root: str, fits: bool) -> None:
     assert (refused(source(name), root) == []) is fits
     ((_, value),) = refused(source(name))
-    assert refused(source(name), value) == [], "what is told to be typed allows it"
+    assert refused(source(name), value) == [], "what is told to be as_options allows it"
 
 
 def test_a_folder_of_a_repository_leads_nowhere_else() -> None:

@@ -100,11 +100,11 @@ def host_facts(device: torch.device) -> dict[str, HostValue]:
     }
 
 
-def told_facts(facts: dict[str, HostValue], tell: Tell) -> dict[str, HostValue]:
+def shared_facts(facts: dict[str, HostValue], tell: Tell) -> dict[str, HostValue]:
     """Return those facts that are told."""
     return {name: value for name, value in facts.items() if tell == "all" or (tell == "some" and name in SOME)}
 
 
-def told_metrics(metrics: Metrics, tell: Tell) -> Metrics:
+def shared_metrics(metrics: Metrics, tell: Tell) -> Metrics:
     """Return the measurements as they are told: what gives the device away only with "all"."""
     return metrics if tell == "all" else metrics.model_copy(update={"mfu": None, "peak_memory_bytes": None})

@@ -40,7 +40,7 @@ class Progress:
         self._began: float | None = None  # this worker's first round
         self._ended = 0.0  # its last round; before there is one, where that began
         self._lengths: deque[float] = deque(maxlen=PACE_ROUNDS)
-        self._told: list[float | None] = []  # the losses of its rounds, of which the last are shown
+        self._losses_by_round: list[float | None] = []  # the losses of its rounds, of which the last are shown
         self._ranks = ranks
         self._others = (0, 0)  # bytes up and down that this worker's other processes had moved by a round's end
         self._traffic, self._stages, self._clock = traffic, stages, clock
@@ -55,7 +55,7 @@ class Progress:
         self._losses: Tensor | None = None  # the sum over the inner steps
         self._reports = 0  # inner steps whose loss was reported
         self._of_step: list[Tensor] = []  # reported since the last inner step
-        self._told_same_rows = False
+        self._warned_same_rows = False
         self._started = clock()
         self._bytes_before = (0, 0)
         self._round = 0  # that the next report is on
@@ -105,8 +105,8 @@ class Progress:
         All of them call it at once."""
         own = None if self._losses is None else float(self._losses) / self._reports
         reported = [each for each in self._ranks.all(own) if each is not None]
-        if len(reported) > 1 and len(set(reported)) == 1 and not self._told_same_rows and self._ranks.is_first:
-            self._told_same_rows = True
+        if len(reported) > 1 and len(set(reported)) == 1 and not self._warned_same_rows and self._ranks.is_first:
+            self._warned_same_rows = True
             log.warning(
                 "all %d processes of this worker have the same loss, as where each trains on all rows of a unit: let "
                 "each take its part of them, such as rows[rank::size], or unit_sampler() and batches() deal them; a "
@@ -144,7 +144,7 @@ class Progress:
         self.last_report = report = self.report(epoch)
         self._round += 1
         metrics = self.metrics()
-        self._told.append(metrics.loss)
+        self._losses_by_round.append(metrics.loss)
         now = self._clock()
         self._lengths.append(now - self._ended)
         self._ended = now
@@ -152,7 +152,7 @@ class Progress:
             "round %d: loss %s %s, rate %s, %s, %.2f MB up, %.2f MB down; elapsed %s, to go %s; seconds: %s",
             round_number,
             UNKNOWN if metrics.loss is None else f"{metrics.loss:.4f}",
-            sparkline(self._told),
+            sparkline(self._losses_by_round),
             rate_text(metrics.learning_rate),
             speed_text(metrics),
             report.upload_bytes / 1e6,

@@ -141,7 +141,7 @@ def initial_parameters(model: nn.Module, spec: ModelSpec, client: Client | None 
                 f"model.run = {spec.run!r}: without the run's coordinator nobody has its checkpoint; export it, and "
                 "give that directory as model.pretrained"
             )
-        return partial(_load_run, client.on(spec.run), model, spec.round)
+        return partial(_load_run, client.for_run(spec.run), model, spec.round)
     if has_initial_parameters(model, spec):
         return None
     return partial(load_weights, model, spec)

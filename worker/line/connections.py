@@ -52,7 +52,7 @@ class Connections:
         if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
             opened = info["return_value"].get_extra_info("socket")
             if isinstance(opened, socket.socket):
-                self._tell(opened)
+                self._set_up(opened)
                 if event.endswith(".connect_tcp.complete") and (round_trip_s := _round_trip_s(opened)) is not None:
                     self._note(round_trip_s)
                 with self._lock:
@@ -60,29 +60,29 @@ class Connections:
 
     def unacknowledged_bytes(self) -> int:
         """Return how much the kernel has taken and the other side not acknowledged; 0 where the system cannot tell."""
-        return sum(_unacknowledged(each) for each in self._living())
+        return sum(_unacknowledged(each) for each in self._open_sockets())
 
-    def queues(self) -> bool:
+    def is_queueing(self) -> bool:
         """Return True if most of what is on its way waits in a queue before the line: its round trips take longer than
         the shortest that there were. Then the line is full. False where the system cannot tell."""
-        found = [info for each in self._living() if (info := _tcp_info(each)) is not None]
+        found = [info for each in self._open_sockets() if (info := _tcp_info(each)) is not None]
         newest = [_number(info, _RTT_AT) for info in found if _number(info, _UNACKED_AT)]
         shortest = [_number(info, _MIN_RTT_AT) for info in found]
         return bool(newest) and statistics.median(newest) >= QUEUED * min(shortest)
 
     def abort(self) -> None:
         """Break all connections, so that whoever waits for one fails at once."""
-        for each in self._living():
+        for each in self._open_sockets():
             # By a socket of its own: what TLS keeps of the connection is its user's, on another thread. OSError where
             # it was closed meanwhile.
             with suppress(OSError), socket.socket(fileno=os.dup(each.fileno())) as same:
                 same.shutdown(socket.SHUT_RDWR)
 
-    def _living(self) -> list[socket.socket]:
+    def _open_sockets(self) -> list[socket.socket]:
         with self._lock:
             return [each for each in self._open if each.fileno() >= 0]
 
-    def _tell(self, opened: socket.socket) -> None:
+    def _set_up(self, opened: socket.socket) -> None:
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self.unsent_bytes)
         used = congestion.ask(opened)
         if used != self.congestion_control:
@@ -119,38 +119,38 @@ SILENT_S = 4.0
 LOOKS_S = 1.0
 
 
-class Stalls:
-    """Looks after the line while something is on its way. `carried` counts all bytes that were sent or have arrived;
+class StallWatch:
+    """Looks after the line while something is on its way. `moved` counts all bytes that were sent or have arrived;
     `receiving` says whether an answer is in the middle of its body."""
 
-    def __init__(self, connections: Connections, carried: Callable[[], int], receiving: Callable[[], bool]) -> None:
-        self._connections, self._carried, self._receiving = connections, carried, receiving
+    def __init__(self, connections: Connections, moved: Callable[[], int], receiving: Callable[[], bool]) -> None:
+        self._connections, self._moved, self._receiving = connections, moved, receiving
         self._lock = threading.Lock()
-        self._underway = 0
-        self._looks = False
+        self._active = 0
+        self._watching = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Something is on its way in this block."""
         with self._lock:
-            self._underway += 1
-            begins, self._looks = not self._looks, True
+            self._active += 1
+            begins, self._watching = not self._watching, True
         if begins:
-            threading.Thread(target=self._look, name="stalls", daemon=True).start()
+            threading.Thread(target=self._watch, name="stalls", daemon=True).start()
         try:
             yield
         finally:
             with self._lock:
-                self._underway -= 1
+                self._active -= 1
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         ticking, silent_s = threading.Event(), 0.0  # never set: a way to wait
         seen = self._state()
         while True:
             ticking.wait(LOOKS_S)
             with self._lock:
-                self._looks = self._underway > 0
-                if not self._looks:
+                self._watching = self._active > 0
+                if not self._watching:
                     return
             before, seen = seen, self._state()
             due = seen[1] > 0 or self._receiving()
@@ -161,4 +161,4 @@ class Stalls:
                 silent_s = 0.0
 
     def _state(self) -> tuple[int, int]:
-        return self._carried(), self._connections.unacknowledged_bytes()
+        return self._moved(), self._connections.unacknowledged_bytes()

@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from outerstep.common import congestion, tracing
-from worker.line.connections import UNSENT_FAR_BYTES, Connections, Stalls
-from worker.line.meter import WINDOW_S, Meter, Width
+from worker.line.connections import UNSENT_FAR_BYTES, Connections, StallWatch
+from worker.line.meter import WINDOW_S, Meter, ParallelConnections
 
 AHEAD_S = 0.1  # of the rate that may be used at once, after a silence
 
 
-class Pace:
+class RateLimit:
     """Of so many bits per second, None: as fast as it goes. Thread-safe. `clock` gives seconds."""
 
     def __init__(self, bits_per_s: float | None, clock: Callable[[], float]) -> None:
@@ -49,38 +49,38 @@ _LEAST_S = 0.2  # of the whole line's time, for a part
 Range = tuple[int, int]  # half-open
 
 
-class Way:
+class Direction:
     """One way of the line to one coordinator. Thread-safe.
 
-    width        so many transfers as its `least` is at first share its connections
+    parallel        so many transfers as its `least` is at first share its connections
     part_bytes   of a part: the least and the most
-    pace         that all keep to
-    underway     how much of what was handed to the kernel has not arrived
+    limit         that all keep to
+    unacknowledged     how much of what was handed to the kernel has not arrived
     full         whether a queue stands before the line
     """
 
     def __init__(
         self,
         name: str,
-        width: Width,
+        parallel: ParallelConnections,
         part_bytes: Range,
-        pace: Pace,
+        limit: RateLimit,
         *,
         clock: Callable[[], float] = time.monotonic,
-        underway: Callable[[], int] = lambda: 0,
+        unacknowledged: Callable[[], int] = lambda: 0,
         full: Callable[[], bool] = lambda: False,
     ) -> None:
         self._changed = threading.Condition(threading.Lock())
         self._tickets = itertools.count()
         self._waiting: deque[int] = deque()
-        self.meter = Meter(width, clock, underway, full)
-        self._together, self._part_bytes = width.least, part_bytes
-        self._pool = ThreadPoolExecutor(width.most + _ANSWERS, name)
-        self.width, self.rate, self.pace = width, self.meter.rate, pace
+        self.meter = Meter(parallel, clock, unacknowledged, full)
+        self._together, self._part_bytes = parallel.least, part_bytes
+        self._pool = ThreadPoolExecutor(parallel.most + _ANSWERS, name)
+        self.parallel, self.rate, self.limit = parallel, self.meter.rate, limit
 
-    def cut(self, size: int) -> list[Range]:
+    def split(self, size: int) -> list[Range]:
         """Return the parts of a transfer of `size` bytes."""
-        share = self.width.now // self._together
+        share = self.parallel.now // self._together
         if share == 1:
             return [(0, size)]
         least, most = self._part_bytes
@@ -88,19 +88,19 @@ class Way:
         part = min(max(-(-size // share), least, wide), max(most, wide))
         return [(start, min(start + part, size)) for start in range(0, size, part)]
 
-    def begin_far(self, count: int, part_bytes: Range) -> None:
+    def set_far(self, count: int, part_bytes: Range) -> None:
         """Begin with so many connections, and never use fewer from now on."""
         self._part_bytes = part_bytes
         with self._changed:
-            self.width.begin_with(count)
+            self.parallel.restart_at(count)
             self._changed.notify_all()
 
-    def call(self, act: Callable[[], object], times: int) -> None:
+    def start(self, act: Callable[[], object], times: int) -> None:
         """Call it so many times, each on a thread of its own. Nobody waits."""
         for _ in range(times):
             self._pool.submit(act)
 
-    def carry(self, parts: Sequence[Callable[[], None]]) -> None:
+    def run_all(self, parts: Sequence[Callable[[], None]]) -> None:
         """Call all of them, each of which takes its `turn`, in order; of several each on a thread of its own. Return
         when all have returned; raise what the first of them raised."""
         if len(parts) == 1:
@@ -113,48 +113,48 @@ class Way:
                 raise error
 
     @contextmanager
-    def turn(self) -> Iterator["Turn"]:
-        """Wait until it is the caller's turn. It is over with the block, if not before."""
+    def slot(self) -> Iterator["Slot"]:
+        """Wait until it is the caller's slot. It is over with the block, if not before."""
         with self._changed:
             ticket = next(self._tickets)
             self._waiting.append(ticket)
             try:
-                self._changed.wait_for(lambda: self._waiting[0] == ticket and self.meter.turns < self.width.now)
-                self.meter.turns += 1
+                self._changed.wait_for(lambda: self._waiting[0] == ticket and self.meter.slots < self.parallel.now)
+                self.meter.slots += 1
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
-        turn = Turn(self._changed, self.meter, self._waiting)
+        slot = Slot(self._changed, self.meter, self._waiting)
         try:
-            yield turn
+            yield slot
         finally:
-            turn.over()
+            slot.release()
 
 
-class Turn:
-    """A turn on one way. What it moves is counted."""
+class Slot:
+    """A slot on one direction. What it moves is counted."""
 
     def __init__(self, changed: threading.Condition, meter: Meter, waiting: Collection[int]) -> None:
         self._changed, self._meter, self._waiting = changed, meter, waiting
-        self._carried = self._over = False
+        self._active = self._released = False
 
     def moved(self, count: int) -> None:
         """Count bytes that were sent, or have arrived."""
         with self._changed:
-            width = self._meter.width.now
-            if not self._carried:
-                self._carried = True
-                self._meter.begun()
+            parallel = self._meter.parallel.now
+            if not self._active:
+                self._active = True
+                self._meter.started()
             self._meter.moved(count)
-            if self._meter.width.now > width:
+            if self._meter.parallel.now > parallel:
                 self._changed.notify_all()
 
-    def over(self) -> None:
+    def release(self) -> None:
         """Let the next one begin."""
         with self._changed:
-            if not self._over:
-                self._over = True
-                self._meter.over(self._carried, followed=len(self._waiting) > 0)
+            if not self._released:
+                self._released = True
+                self._meter.ended(self._active, followed=len(self._waiting) > 0)
                 self._changed.notify_all()
 
 
@@ -166,7 +166,7 @@ UP_FAR, DOWN_FAR = 4, 32
 # a silence, as fast as new windows open: many small ones are there in their order, and first.
 PART_BYTES = (1 << 18, 1 << 20)
 UP_FAR_BYTES, DOWN_FAR_BYTES = (1 << 17, 1 << 18), (1 << 16, 1 << 20)
-_ROUND_TRIPS = 4  # of a measurement of the width, at least
+_ROUND_TRIPS = 4  # of a measurement of the parallel, at least
 _ASKED = 8  # times: then the shortest says more than how busy this machine is
 
 
@@ -184,14 +184,22 @@ class Line:
         self._beginning = threading.Lock()
         self.is_far = False  # opening a connection takes a time that is worth sparing
         self.connections = Connections(self._opened)
-        underway = self.connections.unacknowledged_bytes
-        full = self.connections.queues
-        self.up = Way("send", Width(*UP), PART_BYTES, Pace(max_up, clock), clock=clock, underway=underway, full=full)
-        self.down = Way("fetch", Width(*DOWN), PART_BYTES, Pace(max_down, clock), clock=clock)
-        self.stalls = Stalls(
+        unacknowledged = self.connections.unacknowledged_bytes
+        full = self.connections.is_queueing
+        self.up = Direction(
+            "send",
+            ParallelConnections(*UP),
+            PART_BYTES,
+            RateLimit(max_up, clock),
+            clock=clock,
+            unacknowledged=unacknowledged,
+            full=full,
+        )
+        self.down = Direction("fetch", ParallelConnections(*DOWN), PART_BYTES, RateLimit(max_down, clock), clock=clock)
+        self.stalls = StallWatch(
             self.connections,
-            lambda: self.up.meter.carried_bytes + self.down.meter.carried_bytes,
-            lambda: self.down.meter.carrying > 0,
+            lambda: self.up.meter.moved_bytes + self.down.meter.moved_bytes,
+            lambda: self.down.meter.active > 0,
         )
         self.round_trip_s: float | None = None  # the shortest that was seen, with what the coordinator took of it
         self._answers = 0
@@ -200,20 +208,20 @@ class Line:
         """A small request was answered after so long."""
         self.round_trip_s = seconds if self.round_trip_s is None else min(self.round_trip_s, seconds)
         self._answers += 1
-        for way in (self.up, self.down):
-            way.meter.window_s = max(WINDOW_S, _ROUND_TRIPS * self.round_trip_s)
+        for direction in (self.up, self.down):
+            direction.meter.window_s = max(WINDOW_S, _ROUND_TRIPS * self.round_trip_s)
         if self._answers >= _ASKED and self.round_trip_s >= FAR_S:
-            self._begin_far()
+            self._set_far()
 
     def _opened(self, round_trip_s: float) -> None:
         """A connection was opened, to the coordinator or to a proxy: the coordinator is as far away or farther."""
         if round_trip_s >= FAR_S:
-            self._begin_far()
+            self._set_far()
 
-    def _begin_far(self) -> None:
+    def _set_far(self) -> None:
         with self._beginning:
             begins, self.is_far = not self.is_far, True
         if begins and self.connections.congestion_control != congestion.BBR:  # by which one connection fills it
             self.connections.unsent_bytes = UNSENT_FAR_BYTES
-            self.up.begin_far(UP_FAR, UP_FAR_BYTES)
-            self.down.begin_far(DOWN_FAR, DOWN_FAR_BYTES)
+            self.up.set_far(UP_FAR, UP_FAR_BYTES)
+            self.down.set_far(DOWN_FAR, DOWN_FAR_BYTES)

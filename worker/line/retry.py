@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Signal(Protocol):
-    """A signal that ends a wait: a `threading.Event`, or a `Grace`."""
+    """A signal that ends a wait: a `threading.Event`, or a `GracePeriod`."""
 
     def is_set(self) -> bool: ...
 

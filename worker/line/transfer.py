@@ -1,6 +1,6 @@
 """Transfers of payloads, whole or in parts, each part tried until it succeeds: uploads, and downloads that resume.
 
-Parts go over as many connections at once as the line rewards (way.py), in order. Of an upload the coordinator keeps
+Parts go over as many connections at once as the line rewards (line.py), in order. Of an upload the coordinator keeps
 the parts that have arrived, so that a connection which breaks costs one; a part of a download goes on where it broke
 off. The digest of the whole is checked at the end: that finds every fault.
 
@@ -35,7 +35,7 @@ from protocol.messages import PartReply, Stage
 from protocol.versions import Said, said_by_coordinator
 from worker.accounts.stages import Stages, Traffic
 from worker.errors import Stopped
-from worker.line.line import Line, Range, Turn
+from worker.line.line import Line, Range, Slot
 from worker.line.retry import Retry, Signal
 
 SEND_BYTES = 1 << 15
@@ -87,23 +87,23 @@ class Channel:
         """What every request is sent with."""
         return {"trace": self.line.connections.trace}
 
-    def sent(self, pieces: Iterable[bytes], turn: Turn) -> Iterator[bytes]:
-        """Yield the pieces of a body, and count them. The turn is over with the last one."""
+    def sent(self, pieces: Iterable[bytes], slot: Slot) -> Iterator[bytes]:
+        """Yield the pieces of a body, and count them. The slot is over with the last one."""
         for piece in pieces:
-            self._pause(self.line.up.pace.delay_s(len(piece)))
+            self._pause(self.line.up.limit.delay_s(len(piece)))
             self.check()
             self.traffic.add(up=len(piece))
-            turn.moved(len(piece))
+            slot.moved(len(piece))
             yield piece
-        turn.over()
+        slot.release()
 
-    def received(self, response: httpx.Response, turn: Turn) -> Iterator[bytes]:
+    def received(self, response: httpx.Response, slot: Slot) -> Iterator[bytes]:
         """Yield the body as it arrives, and count it."""
         for chunk in self.stages.during(Stage.DOWNLOAD, response.iter_raw()):
             self.traffic.add(down=len(chunk))
-            turn.moved(len(chunk))
+            slot.moved(len(chunk))
             yield chunk
-            self._pause(self.line.down.pace.delay_s(len(chunk)))
+            self._pause(self.line.down.limit.delay_s(len(chunk)))
             self.check()
 
     def _pause(self, seconds: float) -> None:
@@ -112,7 +112,7 @@ class Channel:
 
 
 class Upload:
-    """The upload of one payload. `on_line` is called when it has the line: what takes its turn after that is next."""
+    """The upload of one payload. `on_line` is called when it has the line: what takes its slot after that is next."""
 
     def __init__(
         self,
@@ -136,15 +136,15 @@ class Upload:
 
     def __call__(self) -> None:
         """Send the payload; it is durable when this returns. Raises Problem, UnexpectedAnswer or Stopped."""
-        way, missing = self._channel.line.up, [(0, self._size)]
+        direction, missing = self._channel.line.up, [(0, self._size)]
         while not self._accepted:
-            parts = [(start + a, start + b) for start, stop in missing for a, b in way.cut(stop - start)]
-            way.carry([partial(self._carry, part) for part in parts])
+            parts = [(start + a, start + b) for start, stop in missing for a, b in direction.split(stop - start)]
+            direction.run_all([partial(self._transfer, part) for part in parts])
             if not self._accepted:  # it was restarted meanwhile, and has lost some: the last one again tells which
-                self._carry(parts[-1])
+                self._transfer(parts[-1])
                 missing = self._missing
 
-    def _carry(self, part: Range) -> None:
+    def _transfer(self, part: Range) -> None:
         if self._refused or self._accepted:
             return
         try:
@@ -156,12 +156,12 @@ class Upload:
     def _attempt(self, start: int, stop: int) -> None:
         """Send a part, once. Raises Problem, Transient, httpx.TransportError, UnexpectedAnswer or Stopped."""
         channel, pieces = self._channel, self._pieces(start, stop)
-        with channel.line.up.turn() as turn, channel.line.stalls.watched():
+        with channel.line.up.slot() as slot, channel.line.stalls.watched():
             self._note_begun()
             with channel.http.stream(
                 "PUT",
                 self._path,
-                content=channel.sent(map(bytes, pieces), turn),
+                content=channel.sent(map(bytes, pieces), slot),
                 headers=self._headers | self._described(start, stop, pieces),
                 timeout=channel.timeout(),
                 extensions=channel.extensions,
@@ -238,10 +238,10 @@ class Download:
 
     def _fetch(self) -> memoryview:
         self._etag, self._data = "", memory(0)
-        ranges = self._channel.line.down.cut(self._expected_bytes)
-        missing = [_Part(start, None if start == ranges[-1][0] else stop) for start, stop in ranges]
+        ranges = self._channel.line.down.split(self._expected_bytes)
+        missing = [_BlobRange(start, None if start == ranges[-1][0] else stop) for start, stop in ranges]
         while missing:
-            self._channel.line.down.carry([partial(self._carry, part) for part in missing])
+            self._channel.line.down.run_all([partial(self._transfer, part) for part in missing])
             missing = [part for part in missing if not part.complete]
             if missing and not self._etag:
                 assert self._not_published is not None
@@ -251,7 +251,7 @@ class Download:
             raise Transient(f"{self.path}: the bytes that arrived are not those of its digest")
         return self._data
 
-    def _carry(self, part: "_Part") -> None:
+    def _transfer(self, part: "_BlobRange") -> None:
         while not part.complete:
             try:
                 self._channel.retry(lambda: self._attempt(part))
@@ -262,12 +262,12 @@ class Download:
                 if not self._etag and not self._again(problem):  # of another part it may have been there
                     return
 
-    def _attempt(self, part: "_Part") -> None:
+    def _attempt(self, part: "_BlobRange") -> None:
         """Fetch what is missing of a part, once. Raises Problem, Transient, httpx.TransportError, UnexpectedAnswer or
         Stopped."""
-        channel, headers = self._channel, self._headers | part.wanted(self._etag)
+        channel, headers = self._channel, self._headers | part.range_header(self._etag)
         with (
-            channel.line.down.turn() as turn,
+            channel.line.down.slot() as slot,
             channel.line.stalls.watched(),
             channel.http.stream(
                 "GET", self._path_now(), headers=headers, timeout=DOWNLOAD_TIMEOUT, extensions=channel.extensions
@@ -279,8 +279,8 @@ class Download:
             raise_for_problem(answer)
             self.coordinator = said_by_coordinator(answer.headers)
             at, stop = self._begin(answer, part)
-            for chunk in channel.received(answer, turn):
-                part.take(self._data, chunk, at)
+            for chunk in channel.received(answer, slot):
+                part.store(self._data, chunk, at)
                 at += len(chunk)
                 if part.complete and answer.status_code == 200:
                     return  # all else is of other parts
@@ -289,7 +289,7 @@ class Download:
         if not part.complete:
             raise Transient(f"{self.path} broke off at byte {part.next} of {part.stop}")
 
-    def _begin(self, answer: httpx.Response, part: "_Part") -> tuple[int, int]:
+    def _begin(self, answer: httpx.Response, part: "_BlobRange") -> tuple[int, int]:
         """Return where in the blob the answer begins and ends; make memory for the blob if there is none."""
         check_not_encoded(answer)
         etag, length = answer.headers.get("ETag", ""), header_number(answer.headers.get("Content-Length", ""))
@@ -314,7 +314,7 @@ class Download:
         part.end_at(total)
         return start, stop
 
-    def _check_behind(self, answer: httpx.Response, part: "_Part") -> None:
+    def _check_behind(self, answer: httpx.Response, part: "_BlobRange") -> None:
         """Return where a part begins behind the end of the blob; Transient where it does not."""
         total = _range_of(answer)[2]
         if part.start < total:
@@ -323,7 +323,7 @@ class Download:
         part.stop = part.next
 
 
-class _Part:
+class _BlobRange:
     """What one connection fetches of a blob: bytes [start, stop), to the end where `stop` is None. Those before `next`
     have arrived."""
 
@@ -335,7 +335,7 @@ class _Part:
     def complete(self) -> bool:
         return self.next == self.stop
 
-    def wanted(self, etag: str) -> dict[str, str]:
+    def range_header(self, etag: str) -> dict[str, str]:
         """Return the headers that ask for what is missing, of the blob `etag` if there is one."""
         if self.next == 0 and self._wanted_stop is None:  # all of it
             return {}
@@ -348,7 +348,7 @@ class _Part:
     def end_at(self, total: int) -> None:
         self.stop = total if self._wanted_stop is None else min(self._wanted_stop, total)
 
-    def take(self, data: memoryview, chunk: bytes, at: int) -> None:
+    def store(self, data: memoryview, chunk: bytes, at: int) -> None:
         """Take its own bytes of a chunk that begins at byte `at` of the blob."""
         assert self.stop is not None
         ours = memoryview(chunk)[max(self.next - at, 0) : max(self.stop - at, 0)]

@@ -104,13 +104,13 @@ class Client:
     def _retry(self) -> Retry:
         return self._channel.retry
 
-    def on(self, run: str) -> Self:
+    def for_run(self, run: str) -> Self:
         """Return the same client, except that it is of another run on the same coordinator."""
         other = copy.copy(self)
         other.run, other._path = run, f"/v1/runs/{run}"
         return other
 
-    def holding(self, token: str) -> Self:
+    def with_token(self, token: str) -> Self:
         """Return the same client, except that it has another token."""
         other = copy.copy(self)
         other._token = token
@@ -124,8 +124,8 @@ class Client:
         """Begin to open the connections that the next transfers will use, where that takes long enough to matter."""
         line = self.line
         if line.is_far:
-            line.up.call(self._open, line.up.width.now)
-            line.down.call(self._open, line.down.width.now)
+            line.up.start(self._open, line.up.parallel.now)
+            line.down.start(self._open, line.down.parallel.now)
 
     def _open(self) -> None:
         channel = self._channel
@@ -147,7 +147,7 @@ class Client:
 
     # --- membership -----------------------------------------------------------------------------------------------
 
-    def exchange(self, worker: str, request: messages.ExchangeRequest) -> messages.TokenInfo:
+    def exchange_token(self, worker: str, request: messages.ExchangeRequest) -> messages.TokenInfo:
         """Exchange this client's join token for a worker token of the worker's own, which the request names."""
         return self._json("POST", f"{self._path}/workers/{worker}/token", messages.TokenInfo, request)
 

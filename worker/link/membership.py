@@ -46,7 +46,7 @@ class Membership:
         """Join with this training set, which the coordinator compares between workers."""
         self._request = self._request.model_copy(update={"data": data})
 
-    def has_rows(self, rows: int, *, joined: bool) -> None:
+    def report_rows(self, rows: int, *, joined: bool) -> None:
         """Have the length of the data set that the run's units are drawn from, the first one's if there are several,
         compared between workers: at once if this one has `joined`. Raises Problem `data-mismatch` if it differs."""
         if self.rows is None:
@@ -138,12 +138,12 @@ class SharedMembership(Membership):
         self._ranks, self._store = ranks, ranks.store()
 
     def join(self) -> JoinReply:
-        reply = self._ranks.by_first(super().join)
+        reply = self._ranks.on_first(super().join)
         self._token = reply.member_token
         return reply
 
     def start_over(self) -> None:
-        self._ranks.by_first(super().start_over)
+        self._ranks.on_first(super().start_over)
 
     def _renew(self, ended: str) -> None:
         if self._ranks.is_first:

@@ -40,7 +40,7 @@ class Assignments:
     def ask(self, state_round: int | None, carried: UnitRanges) -> tuple[int, Assignment]:
         """Ask what to do at state `state_round` of the run; return the epoch of the membership that asked, and the
         answer."""
-        return self._ranks.by_first(lambda: self._ask(state_round, carried))
+        return self._ranks.on_first(lambda: self._ask(state_round, carried))
 
     def _ask(self, state_round: int | None, carried: UnitRanges) -> tuple[int, Assignment]:
         worker, report = self._membership.worker, self._progress.last_report
@@ -80,4 +80,4 @@ class Assignments:
             self._pause()
 
     def _pause(self) -> None:
-        self._ranks.by_first(lambda: self._client.pause(_PAUSE_S))
+        self._ranks.on_first(lambda: self._client.pause(_PAUSE_S))

@@ -21,7 +21,7 @@ from worker.codecs import round_trip
 from worker.errors import Resync, RunEnded, Stopped, WorkLost
 from worker.link.membership import Membership
 from worker.privacy.release import Release
-from worker.process import Grace
+from worker.process import GracePeriod
 from worker.state.outer_state import OuterState
 from worker.state.work import Contribution, Superseded, UnitRanges, count, in_order
 from worker.tuning.entropy import Entropy
@@ -65,11 +65,11 @@ class Exchange:
         self.spec, self.state = spec, state
         self._device = device
         self._side_stream = SideStream(device)
-        self._grace = Grace(self.client.stop, self.client.clock)
+        self._grace = GracePeriod(self.client.stop, self.client.clock)
         self._uploader = self.client.until(self._grace)
         self._encoding = threading.Lock()
-        self._told_at = -math.inf
-        self._verdict_told = -1  # the round
+        self._logged_at = -math.inf
+        self._verdict_logged = -1  # the round
         self._entropy = Entropy(self.client.line.up.rate, self.client.clock)
 
     def contribute(self, contribution: Contribution, on_line: Callable[[], object] = lambda: None) -> Outcome:
@@ -136,13 +136,13 @@ class Exchange:
                 raise Abandoned
             self.client.pause(_PAUSE_S)
 
-    def tell_verdict(self, contribution: Contribution, delta: wire.Payload) -> None:
+    def log_verdict(self, contribution: Contribution, delta: wire.Payload) -> None:
         """Tell, once per round, where an accepted contribution does not count in full in its delta."""
         assert isinstance(delta.header, wire.DeltaHeader)
         factors = {each.worker: each.factor for each in delta.header.contributors}
         factor = factors.get(self.membership.worker, 0.0)
-        if factor < 1 and self._verdict_told != contribution.round:
-            self._verdict_told = contribution.round
+        if factor < 1 and self._verdict_logged != contribution.round:
+            self._verdict_logged = contribution.round
             what = "was left out of the mean" if factor == 0 else f"counts {factor:.3g} times in the mean"
             log.warning(
                 "round %d: our contribution %s; why is told by the run's events, and by `verdicts` in GET %s",
@@ -150,8 +150,8 @@ class Exchange:
             )
 
     def _tell(self, problem: Problem) -> None:
-        if self.client.clock() >= self._told_at + _TELL_EVERY_S:
-            self._told_at = self.client.clock()
+        if self.client.clock() >= self._logged_at + _TELL_EVERY_S:
+            self._logged_at = self.client.clock()
             log.info("%s", problem.detail)
 
     def unsent(self, contribution: Contribution) -> Tensor | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from protocol.errors import CodecError
 from protocol.messages import Assignment
 from worker.rounds.exchange import Exchange
-from worker.rounds.flight import Flight
+from worker.rounds.in_flight import InFlight
 from worker.rounds.schedule import schedule
 from worker.rounds.training import Training
 from worker.state.work import Carry, Contribution, UnitRanges, Work, count, units_left
@@ -61,7 +61,7 @@ class Round:
         assignment: Assignment,
         carry: Carry,
         durable: Durable,
-        ask_ahead: Callable[[Flight], Any],
+        ask_ahead: Callable[[InFlight], Any],
     ) -> None:
         self._exchange, self._state, self._sync = exchange, exchange.state, exchange.spec.sync
         self._fragments, self._steps, self._progress = training.fragments, training.steps, training.progress
@@ -75,7 +75,7 @@ class Round:
         self._fresh = {p: carry.fresh.get(p, 0) for p in range(len(self._state))}
         # Of several processes none knows when the others' fragments are stepped, so that they ask at the round's end.
         arrived = ask_ahead if self._schedule.overlaps and self._ranks.size == 1 else None
-        self._flight = Flight(exchange, assignment.round, durable.start, arrived)
+        self._in_flight = InFlight(exchange, assignment.round, durable.start, arrived)
         self._sent: set[int] = set()
         self._merged: set[int] = set()
         self._local: dict[int, Tensor] = {}  # the parameters as sent, of fragments that are trained on meanwhile
@@ -92,7 +92,7 @@ class Round:
         if not fragments:
             return
         self._fragments.check()
-        self._writes.look_back()
+        self._writes.check_pending()
         self._progress.phase("gather")
         self._note_loss()
         waited_for = [p for p in fragments if self._schedule.merged[p] <= self._step]
@@ -108,7 +108,7 @@ class Round:
         self._release.count(fragments)
         for p in fragments:
             if self._fragments.owns(p):
-                self._flight.send(p, partial(self._released, self._contribution(p, self._local[p])))
+                self._in_flight.send(p, partial(self._released, self._contribution(p, self._local[p])))
             self._note_sent(p)
         self._progress.phase("train")
 
@@ -129,7 +129,7 @@ class Round:
         for p in fragments:
             self._note_sent(p)
         if self._save is not None and is_whole:
-            self._flight.saved = self._durable_everywhere(self._save(Work(self.assignment.round, list(self.work))))
+            self._in_flight.saved = self._durable_everywhere(self._save(Work(self.assignment.round, list(self.work))))
         for made in held:
             self._send_made(made)
 
@@ -146,7 +146,7 @@ class Round:
 
     def _send_made(self, contribution: Contribution) -> None:
         self._progress.phase("sync")  # those that travel are a part of it
-        self._flight.send_made(contribution)
+        self._in_flight.send_made(contribution)
 
     def _durable_everywhere(self, saved: Future[None] | None) -> Future[None] | None:
         """Wait, if there are other processes, until what all of them save is durable: of these snapshots one alone is
@@ -165,7 +165,7 @@ class Round:
         if not fragments or not (self._steps.units_used or self.carry.units):
             return []
         self._fragments.check()
-        self._writes.look_back()
+        self._writes.check_pending()
         self.note_speed()
         self._note_loss()
         self._check_all_finite()
@@ -249,16 +249,16 @@ class Round:
 
     def _merge(self, p: int) -> None:
         self._progress.phase("sync")
-        self._ranks.by(self._fragments.owner(p), lambda: self._land(p))
+        self._ranks.on(self._fragments.owner(p), lambda: self._await_merge(p))
         ahead = self._ahead(p, self._local.pop(p, None), self.carry.delta(p))
         if self._fragments.owns(p):
             self.carry = self.carry.with_ahead(p, ahead)
         self._fragments.rebase(p, self._state.theta[p], self.carry.delta(p))
         self._merged.add(p)
 
-    def _land(self, p: int) -> None:
-        left = self._flight.land(p)
-        self.carry = self.carry.lacking(self._flight.contributions.pop(p), left)
+    def _await_merge(self, p: int) -> None:
+        left = self._in_flight.wait(p)
+        self.carry = self.carry.with_residual(self._in_flight.contributions.pop(p), left)
 
     def _ahead(self, p: int, local: Tensor | None, carried: Tensor | None) -> Tensor | None:
         """Return what is kept, float32[n] in host memory, of the progress of fragment p that neither its new mean has
@@ -274,9 +274,9 @@ class Round:
     def contribute(self, work: list[Contribution]) -> None:
         """Send and merge all of the round's contributions, which are made already: `work` those of this process. Raises
         as `merge_due` does."""
-        self.work, self._flight = work, Flight(self._exchange, self.assignment.round)
+        self.work, self._in_flight = work, InFlight(self._exchange, self.assignment.round)
         for contribution in work:
-            self._flight.send_made(contribution)
+            self._in_flight.send_made(contribution)
         for p in range(len(self._state)):
             self._merge(p)
 
@@ -284,11 +284,11 @@ class Round:
 
     def settle(self) -> tuple[Carry, Future[Any] | None]:
         """End the round, all fragments of which are merged; return what is carried on, and what `ask_ahead` returns."""
-        self._flight.end()
-        self._state.round = self._flight.round + 1  # also in a process that owns no fragment
-        ends = self._ranks.all((self._flight.superseded, self._flight.consumed, self._flight.inner_steps))
+        self._in_flight.end()
+        self._state.round = self._in_flight.round + 1  # also in a process that owns no fragment
+        ends = self._ranks.all((self._in_flight.superseded, self._in_flight.consumed, self._in_flight.inner_steps))
         if any(superseded for superseded, _, _ in ends):
-            return self._begin_anew(), self._flight.arrival
+            return self._begin_anew(), self._in_flight.arrival
         used, consumed = self._used, max(consumed for _, consumed, _ in ends)
         self._note_loss()
         self.trained_on = {p for p, due in enumerate(self._schedule.merged) if due < self._steps.done}
@@ -304,7 +304,7 @@ class Round:
             log.warning(
                 "round %d closed without some of this worker's work: it goes into the next", self.assignment.round
             )
-        return carry, self._flight.arrival
+        return carry, self._in_flight.arrival
 
     def _begin_anew(self) -> Carry:
         """What an earlier process of this worker has contributed stands beside what this one has: some fragments are
@@ -316,13 +316,13 @@ class Round:
     @property
     def under_way(self) -> bool:
         """True if anything was sent."""
-        return self._flight.under_way
+        return self._in_flight.under_way
 
     @property
     def arrival(self) -> Future[Any] | None:
         """What `ask_ahead` returns; None before it was called."""
-        return self._flight.arrival
+        return self._in_flight.arrival
 
     def abandon(self) -> None:
         """Give up what is under way."""
-        self._flight.abandon()
+        self._in_flight.abandon()

@@ -19,9 +19,9 @@ from worker.errors import ModelError, Resync, RunEnded, Stopped, Unwanted, WorkL
 from worker.link.membership import Heartbeat
 from worker.rounds.assignments import Assignments
 from worker.rounds.exchange import Exchange
-from worker.rounds.flight import Flight
+from worker.rounds.in_flight import InFlight
 from worker.rounds.round import Durable, Round
-from worker.rounds.schedule import Approach
+from worker.rounds.schedule import Lookahead
 from worker.rounds.training import Training
 from worker.state.fragments import host_copy
 from worker.state.optimizer_state import (
@@ -50,7 +50,7 @@ class Rounds:
         self._exchange, self._state, self._sync = exchange, exchange.state, exchange.spec.sync
         self._training, self._fragments, self._ranks = training, training.fragments, training.ranks
         self._saver, self._heartbeat = saver, heartbeat
-        self._approach = Approach(exchange.client.clock)
+        self._lookahead = Lookahead(exchange.client.clock)
         self._assignments = Assignments(
             exchange, training.fragments, training.progress, training.initial, training.ranks
         )
@@ -112,17 +112,19 @@ class Rounds:
     def algorithm(self) -> Generator[None, bool, None]:
         """The algorithm. Yields where the training loop does an inner step; is sent whether it was its round's last."""
         asked = self._resume()
-        while (round_ := self._begin(self._prepared(asked))) is not None:  # θ_local = θ_global − carry
+        while (round_ := self._begin(self._prepare(asked))) is not None:  # θ_local = θ_global − carry
             try:
                 round_.send_due()  # eager updates: what the round before has trained
                 while not round_.ended:
                     round_.ended = yield  # θ_local takes an inner step
                     self._note_inner_step(round_)
                     round_.send_due()  # Δ = θ_global − θ_local: to the coordinator, which averages
-                    self._reclaiming(round_, round_.merge_due)  # θ_global steps by the mean; θ_local = θ_global − carry
+                    self._reclaim_if_lost(
+                        round_, round_.merge_due
+                    )  # θ_global steps by the mean; θ_local = θ_global − carry
                 self._end(round_)
             except (Resync, WorkLost, RunEnded, Unwanted) as error:
-                self._drop(round_, error)
+                self._drop_work(round_, error)
             asked = self._ask()
 
     def _begin(self, assignment: Assignment) -> Round | None:
@@ -176,9 +178,9 @@ class Rounds:
             self._fragments.scatter(p, self._state.reached(p))
         evaluate = self._evaluation(assignment)
         if evaluate is not None:
-            self._tell_evaluation(assignment.round, evaluate)
+            self._report_evaluation(assignment.round, evaluate)
 
-    def _tell_evaluation(self, state_round: int, evaluate: Callable[[], EvaluationReport]) -> None:
+    def _report_evaluation(self, state_round: int, evaluate: Callable[[], EvaluationReport]) -> None:
         self._training.progress.phase("evaluate")
         report = evaluate()
         log.info("state %d: held-out loss %.4f", state_round, report.loss)
@@ -192,13 +194,13 @@ class Rounds:
                     raise
                 log.warning("the held-out loss of state %d is not wanted: %s", state_round, problem.detail)
 
-        self._ranks.by_first(lambda: membership.act(tell))
+        self._ranks.on_first(lambda: membership.act(tell))
 
     def _note_inner_step(self, round_: Round) -> None:
         """Note that an inner step is done. Raises Unwanted where the round's work is not wanted any more."""
         self._check_wanted()
         due = round_.next_sent
-        if due is not None and self._approach.is_near(round_.assignment.round, due, due - self._training.steps.done):
+        if due is not None and self._lookahead.is_near(round_.assignment.round, due, due - self._training.steps.done):
             self._exchange.client.open_ahead()
         if round_.ended:
             round_.note_speed()
@@ -218,7 +220,7 @@ class Rounds:
         self.carry, self._asked_ahead = round_.settle()
         self._trained_on, self._placed, self._round = round_.trained_on, True, None
 
-    def _reclaiming(self, round_: Round, act: Callable[[], None]) -> None:
+    def _reclaim_if_lost(self, round_: Round, act: Callable[[], None]) -> None:
         """`act`; where the lease had ended, the units went back to the pool. If nobody took them, they are ours again,
         and the round's work is contributed again, if all of it is at hand and nothing of it is carried: units that are
         dealt again are of this round, and weigh."""
@@ -233,9 +235,9 @@ class Rounds:
     def _holds_again(self, round_: Round) -> bool:
         """Return True if the units of the round's work, asked for anew, are this worker's."""
         self._epoch, asked = self._assignments.ask(self._held(), [])
-        return self._ranks.by_first(lambda: _is_for(asked, round_.assignment.round, round_.work[0].units))
+        return self._ranks.on_first(lambda: _is_for(asked, round_.assignment.round, round_.work[0].units))
 
-    def _drop(self, round_: Round, error: OuterstepError) -> None:
+    def _drop_work(self, round_: Round, error: OuterstepError) -> None:
         """Drop the work of a round that the coordinator cannot take or does not want; then a later state is the way
         on."""
         if isinstance(error, RunEnded):
@@ -275,7 +277,7 @@ class Rounds:
             self._epoch, asked = self._assignments.ask(self._held(), [])
         return asked
 
-    def _ask_ahead(self, flight: Flight) -> tuple[int, Assignment]:
+    def _ask_ahead(self, flight: InFlight) -> tuple[int, Assignment]:
         """All fragments are stepped, so the next round's assignment can be had before this one's inner steps are done:
         on a thread of the flight."""
         _ = self._state.digests  # from now on, a flipped bit is noticed
@@ -299,16 +301,16 @@ class Rounds:
         if not _is_for(asked, trained.round, trained.units):
             raise Unwanted(asked.reason)
 
-    def _prepared(self, asked: Assignment) -> Assignment:
+    def _prepare(self, asked: Assignment) -> Assignment:
         """Do what the coordinator says until there is a round to train, or the run is over; return that assignment."""
         while asked.action not in (Action.TRAIN, Action.FINISH):
             if asked.action is not Action.WAIT:
-                self._take_back(asked.round)
+                self._carry_model(asked.round)
             self._assignments.prepare(asked)
             asked = self._ask()
         return asked
 
-    def _take_back(self, to_round: int) -> None:
+    def _carry_model(self, to_round: int) -> None:
         """Before another state, that of round `to_round`, is loaded: carry all of the progress that is in the model;
         unless the run has gone back to a backup, and the rounds that were missed are still to come."""
         if not all(self._ranks.all(self.carry.is_of_rounds_before(to_round))):
@@ -354,7 +356,7 @@ class Rounds:
             return self._ask()
         self._assignments.untouched, self._training.steps.warmup_left = False, found.warmup_left
         if isinstance(found.work, Work):
-            self._put_back(found.work)
+            self._restore_model(found.work)
         optimizers, saved = self._training.optimizers, found.inner_optimizers
         try:
             if len(optimizers) != len(saved):
@@ -391,19 +393,19 @@ class Rounds:
             first = work.contributions[0]
             return Carry(units=first.units, weight=first.weight, inner_steps=first.inner_steps, loss=first.loss)
 
-        carry = self._ranks.by_first(in_common)
+        carry = self._ranks.on_first(in_common)
         nothing_new = Assignment(action=Action.TRAIN, reason="resumed", round=work.round)
         round_ = Round(self._exchange, self._training, nothing_new, carry, Durable(), self._ask_ahead)
         self._training.progress.phase("sync")
         try:
-            self._reclaiming(round_, lambda: round_.contribute(work.contributions))
+            self._reclaim_if_lost(round_, lambda: round_.contribute(work.contributions))
             self._settle(round_)
         except (Resync, WorkLost, RunEnded) as error:
-            self._drop(round_, error)
+            self._drop_work(round_, error)
         if partial and not self.carry.units:
             self._exchange.membership.start_over()  # the units that were left may still be ours, if nobody was told
 
-    def _put_back(self, work: Work) -> None:
+    def _restore_model(self, work: Work) -> None:
         """Put into the model what it was as the work was saved, θ − Δ, but for rounding: what the optimizers keep
         beside the parameters was there with them."""
         deltas = {each.fragment: each.unclipped for each in work.contributions}

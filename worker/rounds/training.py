@@ -22,9 +22,9 @@ from protocol.spec.run import RunSpec
 from worker.accounts.progress import Progress
 from worker.ranks import ALONE, Ranks
 from worker.state.fragments import Fragments
-from worker.state.optimizer_state import OwnPoints
+from worker.state.optimizer_state import ScheduleFreePoints
 from worker.state.work import UnitRanges, first_units, units_left
-from worker.state.writes import Writes
+from worker.state.writes import ForeignWrites
 
 
 def round_seed(seed: int, worker: str, round_number: int, rank: int = 0) -> int:
@@ -110,9 +110,9 @@ class Training:
     evaluate: Callable[[], EvaluationReport] | None
     initial: Callable[[], None] | None
     scaler: torch.amp.GradScaler | None
-    writes: Writes
+    writes: ForeignWrites
     ranks: Ranks = ALONE
-    points: OwnPoints = field(default_factory=OwnPoints)
+    points: ScheduleFreePoints = field(default_factory=ScheduleFreePoints)
 
     def scaler_state(self) -> dict[str, Any] | None:
         """Return the scale of the loss and when it grows; None without a scaler."""

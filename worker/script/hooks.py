@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from worker.rounds.training import InnerSteps
 from worker.script.optimizers import RunSchedules
-from worker.state.writes import Writes
+from worker.state.writes import ForeignWrites
 
 # The hooks that reject a step before the run is joined: one per optimizer, from the latest DiLoCo that was given it.
 _unjoined: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
@@ -48,7 +48,7 @@ class StepHooks:
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], steps: InnerSteps, writes: Writes, schedules: RunSchedules
+        self, optimizers: Sequence[Optimizer], steps: InnerSteps, writes: ForeignWrites, schedules: RunSchedules
     ) -> None:
         self._optimizers, self._steps, self._writes, self._schedules = optimizers, steps, writes, schedules
         self._check: Callable[[], None] = lambda: None

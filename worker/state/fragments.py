@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from protocol.fragments import Layout
 from worker.errors import ModelError
 from worker.ranks import ALONE, Ranks
-from worker.state.optimizer_state import OwnPoints
+from worker.state.optimizer_state import ScheduleFreePoints
 from worker.state.parameters import held, is_sharded, local_part, reshard, trainable_parameters
 from worker.tuning.side_stream import SideStream
 
@@ -52,9 +52,11 @@ class Fragments:
     `points`: what optimizers keep beside the parameters, which `rebase` moves with them.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, ranks: Ranks = ALONE, points: OwnPoints | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, layout: Layout, ranks: Ranks = ALONE, points: ScheduleFreePoints | None = None
+    ) -> None:
         self._model, self._ranks, self._found = model, ranks, _identities(model)
-        self._points = points or OwnPoints()
+        self._points = points or ScheduleFreePoints()
         named = trainable_parameters(model)
         self._parameters = list(named.values())
         self._held = ranks.all([held(name, parameter) for name, parameter in named.items()])
@@ -86,14 +88,16 @@ class Fragments:
         owner = self.owner(p)
         if not self.owns(p):
             mine = given.get(self._ranks.rank)
-            self._ranks.exchange({owner: torch.cat([self._read(each).float() for each in mine])} if mine else {}, {})
+            self._ranks.send_receive(
+                {owner: torch.cat([self._read(each).float() for each in mine])} if mine else {}, {}
+            )
             return torch.empty(0)
         own = given.pop(owner, [])
         if not given:
             return torch.cat([self._read(each).float() for each in own])
         vector = torch.empty(self._elements[p], device=self.device)
         received = {rank: vector.new_empty(_length(pieces)) for rank, pieces in given.items()}
-        self._ranks.exchange({}, received)
+        self._ranks.send_receive({}, received)
         for each in own:
             vector[each.place] = self._read(each)
         for rank, pieces in given.items():
@@ -235,12 +239,12 @@ class Fragments:
                 for rank, pieces in others.items()
                 if pieces
             }
-            self._ranks.exchange(sent, {})
+            self._ranks.send_receive(sent, {})
             for each in mine:
                 self._write(each, values(each), moves=moves)
         elif mine:
             vector = torch.empty(_length(mine), device=self.device)
-            self._ranks.exchange({}, {self.owner(p): vector})
+            self._ranks.send_receive({}, {self.owner(p): vector})
             for each, part in zip(mine, vector.split([_length([each]) for each in mine]), strict=True):
                 self._write(each, part, moves=moves)
 

@@ -156,11 +156,11 @@ def _like(parameter: Tensor, value: Any) -> Any:
 _POINT = "z"  # as schedulefree calls it
 
 
-class OwnPoints:
+class ScheduleFreePoints:
     """Those of the optimizers in the sequence that have some."""
 
     def __init__(self, optimizers: Sequence[Optimizer] = ()) -> None:
-        self._optimizers = [each for each in optimizers if keeps_points(each)]
+        self._optimizers = [each for each in optimizers if is_schedule_free(each)]
 
     def of(self, parameter: Tensor) -> Tensor | None:
         """Return what of the parameter's own point is here, in its memory; None where there is none, or none yet."""
@@ -181,7 +181,7 @@ class OwnPoints:
                         point.copy_(local_part(parameter))
 
 
-def keeps_points(optimizer: Optimizer) -> bool:
+def is_schedule_free(optimizer: Optimizer) -> bool:
     """Return True if the optimizer is to be told whether its parameters are trained or evaluated, as schedule-free ones
     are."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))

@@ -146,7 +146,7 @@ def load(
     ModelError where these are not the optimizers of the snapshot.
     """
     directory = files.path if ranks.is_first else files.path.parent
-    for round_number, size in ranks.by_first(lambda: _rounds_in(files, owner)):
+    for round_number, size in ranks.on_first(lambda: _rounds_in(files, owner)):
         parts = [ranks.rank] if size == ranks.size else range(size)
         read = [_read(rank_directory(directory, rank), owner, round_number, (rank, size)) for rank in parts]
         if any(each is None for each in ranks.all(None if None in read else True)):
@@ -182,7 +182,7 @@ def _read(directory: Path, owner: str, round_number: int, ranks: tuple[int, int]
         try:
             snapshot = _snapshot_of(document)
         except _DAMAGE as error:
-            _say_damaged(path, error)
+            _warn_damaged(path, error)
             continue
         path = directory / STATE.format(snapshot.slot)
         state = read_document(path, owner, _VERSION)
@@ -190,7 +190,7 @@ def _read(directory: Path, owner: str, round_number: int, ranks: tuple[int, int]
             continue
         if state["digests"] == snapshot.digests:
             return snapshot, state
-        _say_damaged(path, ValueError("it is not the outer state that the snapshot belongs to"))
+        _warn_damaged(path, ValueError("it is not the outer state that the snapshot belongs to"))
     return None
 
 
@@ -272,7 +272,7 @@ def read_document(path: Path, owner: str, version: int) -> dict[str, Any] | None
             log.warning("%s belongs to another run, spec, model or worker: ignored", path)
             return None
     except _DAMAGE as error:
-        _say_damaged(path, error)
+        _warn_damaged(path, error)
         return None
     return document
 
@@ -288,7 +288,7 @@ def _check(path: Path) -> None:
             raise ValueError("its bytes are not those that were saved")
 
 
-def _say_damaged(path: Path, error: BaseException) -> None:
+def _warn_damaged(path: Path, error: BaseException) -> None:
     reason = f"{type(error).__name__}: {error}".split(". ")[0]
     log.warning("%s is damaged (%s): ignored", path, reason)
 

@@ -17,7 +17,7 @@ SNAPSHOT = "snapshot.pt"
 BEFORE = "snapshot-before.pt"  # the one before, while another process of this worker may have no other
 STATE = "state-{}.pt"  # two that take turns, 0 and 1
 _MEMBER = "member.json"
-OWN_TOKEN = "token.json"
+WORKER_TOKEN = "token.json"
 LOCK = "lock"
 
 _HELD: set[Path] = set()  # directories that this process works in
@@ -32,7 +32,7 @@ class MemberTokens:
 
 
 @dataclass(frozen=True)
-class OwnToken:
+class WorkerToken:
     """The worker token that a join token is exchanged for, and for which worker of which run. `exchanged`: the
     coordinator has said so; else it may know the token by now, or not yet."""
 
@@ -84,18 +84,18 @@ class StateDir:
         """Give file `name` the content that `write` writes, as `files.replace` does."""
         files.replace(self.path / name, write, 0o600)
 
-    def own_token(self) -> OwnToken | None:
+    def worker_token(self) -> WorkerToken | None:
         """Return what was saved last; None where nothing was. Raises ValueError for a file that is damaged."""
         try:
-            return OwnToken(**json.loads((self.path / OWN_TOKEN).read_text()))
+            return WorkerToken(**json.loads((self.path / WORKER_TOKEN).read_text()))
         except FileNotFoundError:
             return None
         except TypeError as error:
-            raise ValueError(f"{self.path / OWN_TOKEN} is not what this version writes") from error
+            raise ValueError(f"{self.path / WORKER_TOKEN} is not what this version writes") from error
 
-    def save_own_token(self, own: OwnToken) -> None:
+    def save_worker_token(self, own: WorkerToken) -> None:
         """Replace the worker's own token durably."""
-        self.replace(OWN_TOKEN, lambda file: file.write(json.dumps(asdict(own)).encode()))
+        self.replace(WORKER_TOKEN, lambda file: file.write(json.dumps(asdict(own)).encode()))
 
     def member_tokens(self) -> MemberTokens:
         """Return what was saved last; no tokens where nothing was."""

@@ -79,7 +79,7 @@ class Superseded:
 
 
 # What a round's mean lacks of a contribution: all of it, nobody knows what, what the codec left out of it, or nothing.
-Left = Missed | Superseded | Tensor | None
+Residual = Missed | Superseded | Tensor | None
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Carry:
         """Return True if all late work is of earlier rounds: not so where the run went back to a backup since."""
         return all(late.rounds[-1] < round_number for late in self.late.values())
 
-    def lacking(self, contribution: "Contribution", left: Left) -> "Carry":
+    def with_residual(self, contribution: "Contribution", left: Residual) -> "Carry":
         """Return the same, except that of the contribution's fragment is carried what the mean lacks of it, `left`."""
         p = contribution.fragment
         late = contribution.missed(left) if isinstance(left, Missed) else None

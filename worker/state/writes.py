@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from worker.errors import ModelError
-from worker.state.optimizer_state import keeps_points
+from worker.state.optimizer_state import is_schedule_free
 from worker.state.parameters import frozen_parameters, is_sharded, local_part, named_buffers, trainable_parameters
 
 _SAMPLED = 64  # elements of a parameter
@@ -28,7 +28,7 @@ _Kind = tuple[torch.device, torch.dtype]
 _Samples = dict[_Kind, Tensor]
 
 
-class Writes:
+class ForeignWrites:
     """Watches the trainable parameters of `model`, which `optimizers` train; a schedule-free one moves its own between
     its points."""
 
@@ -39,7 +39,7 @@ class Writes:
         moving = {
             id(parameter)
             for each in optimizers
-            if keeps_points(each)
+            if is_schedule_free(each)
             for group in each.param_groups
             for parameter in group["params"]
         }
@@ -83,10 +83,10 @@ class Writes:
         places = self._places()
         if [pointer for _, pointer in places] != self._pointers:
             self._see()
-        self._at = self._told = places
+        self._at = self._losses_by_round = places
         self._known = self._sample()
 
-    def note_sync(self) -> None:
+    def remember_if_written(self) -> None:
         """`note`, where anything was written since."""
         if any(self._sharded) or self._places() != self._at:
             self.note()
@@ -95,7 +95,7 @@ class Writes:
         """Raise ModelError where anybody but the run's optimizers has written to the parameters."""
         self._refuse(self.changed())
 
-    def look_back(self) -> None:
+    def check_pending(self) -> None:
         """Raise ModelError where anybody else had written before an inner step that did not wait for the device."""
         self._refuse(self._named_in(self._doubts))
 
@@ -124,12 +124,12 @@ class Writes:
 
     # --- without steps --------------------------------------------------------------------------------------------
 
-    def look_between(self) -> None:
+    def check_between_steps(self) -> None:
         """A loss is reported. Raises ModelError where the parameters go on changing without a step."""
         places = self._places()
-        if places == self._told:
+        if places == self._losses_by_round:
             return
-        self._told, self._changes = places, self._changes + 1
+        self._losses_by_round, self._changes = places, self._changes + 1
         if self._changes >= _PATIENCE:
             self.look()
 
@@ -220,7 +220,7 @@ Weights = nn.Module | Mapping[str, Tensor] | Iterable[Tensor]
 
 
 @contextmanager
-def lent(model: nn.Module, given: Weights) -> Iterator[None]:
+def temporary_weights(model: nn.Module, given: Weights) -> Iterator[None]:
     """Have `model` hold the values `given` within the block, and its own again at its end. Raises ValueError where they
     are not those of its trainable parameters."""
     values = _by_name(model, given)

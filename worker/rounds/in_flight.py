@@ -22,14 +22,14 @@ from protocol.messages import Stage
 from worker.codecs import unpack_payload
 from worker.errors import Stopped
 from worker.rounds.exchange import UPLOADS, Abandoned, Exchange, Outcome
-from worker.state.work import Contribution, Left, Missed, Superseded, count
+from worker.state.work import Contribution, Missed, Residual, Superseded, count
 
 DOWNLOADS = 8  # threads: a fragment's delta is asked for by one while another waits to step by it
 
 log = logging.getLogger(__name__)
 
 
-class Flight:
+class InFlight:
     """The way of one round's fragments, from `send` to `land`.
 
     saved            the writing of a snapshot, None where none is written: what is sent from then on is uploaded once
@@ -47,12 +47,12 @@ class Flight:
         exchange: Exchange,
         round_number: int,
         saved: Future[None] | None = None,
-        arrived: Callable[["Flight"], Any] | None = None,
+        arrived: Callable[["InFlight"], Any] | None = None,
     ) -> None:
         self._exchange, self.round, self.saved, self._arrived = exchange, round_number, saved, arrived
         self._uploads = ThreadPoolExecutor(UPLOADS, "upload")
         self._downloads = ThreadPoolExecutor(DOWNLOADS, "download")
-        self._sent: dict[int, Future[Future[Left]]] = {}
+        self._sent: dict[int, Future[Future[Residual]]] = {}
         self._turn = threading.Event()  # of the fragment that is sent next
         self._turn.set()
         self.contributions: dict[int, Contribution] = {}
@@ -89,7 +89,7 @@ class Flight:
         """`send` what is made already."""
         self.send(contribution.fragment, lambda: contribution)
 
-    def land(self, p: int) -> Left:
+    def wait(self, p: int) -> Residual:
         """Wait until fragment p is stepped; return what of it is not in the delta. Raises as `end` does."""
         try:
             return self._sent[p].result().result()
@@ -132,7 +132,7 @@ class Flight:
         saved: Future[None] | None,
         turn: threading.Event,
         next_turn: threading.Event,
-    ) -> Future[Left]:
+    ) -> Future[Residual]:
         turn.wait()
         sent, fetched = threading.Event(), list[Future[tuple[wire.Payload, list[Outcome]]]]()
 
@@ -158,7 +158,7 @@ class Flight:
         outcome: Outcome,
         unsent: Future[Tensor | None],
         fetched: Future[tuple[wire.Payload, list[Outcome]]],
-    ) -> Left:
+    ) -> Residual:
         exchange, p = self._exchange, contribution.fragment
         with self._abandon_others():
             with exchange.client.stages(Stage.AWAIT_DELTA):
@@ -168,7 +168,7 @@ class Flight:
                 exchange.state.step(p, delta)
             self._note_step(contribution, outcome)
             if outcome is None:
-                exchange.tell_verdict(contribution, delta)
+                exchange.log_verdict(contribution, delta)
                 return unsent.result()
             if isinstance(outcome, Superseded):
                 return outcome

@@ -14,12 +14,12 @@ from protocol.messages import JOIN_PREFIX, ExchangeRequest
 from worker.errors import BoxError
 from worker.link.client import Client
 from worker.ranks import Ranks
-from worker.state.state_dir import OWN_TOKEN, OwnToken, StateDir
+from worker.state.state_dir import WORKER_TOKEN, StateDir, WorkerToken
 
 log = logging.getLogger(__name__)
 
 
-def with_own_token(client: Client, worker: str, directory: Path | None, ranks: Ranks) -> Client:
+def with_worker_token(client: Client, worker: str, directory: Path | None, ranks: Ranks) -> Client:
     """Return the client with the own token of `worker`, where it has a join token; that is exchanged unless it was
     before. All ranks call this, and the first one asks.
 
@@ -29,7 +29,7 @@ def with_own_token(client: Client, worker: str, directory: Path | None, ranks: R
         return client
     if directory is None:
         raise BoxError("a join token is exchanged for one that has to be kept: give a state_dir, or a worker token")
-    return client.holding(ranks.by_first(lambda: _own_token(client, worker, directory)))
+    return client.with_token(ranks.on_first(lambda: _worker_token(client, worker, directory)))
 
 
 def token_to_read_with(token: str, run: str, worker: str, directory: Path) -> str:
@@ -43,31 +43,33 @@ def token_to_read_with(token: str, run: str, worker: str, directory: Path) -> st
     return token if own is None or not own.exchanged else own.token
 
 
-def _own_token(client: Client, worker: str, directory: Path) -> str:
+def _worker_token(client: Client, worker: str, directory: Path) -> str:
     try:
         with StateDir(directory) as files:
             own = _saved(files, client.run, worker)
             if own is not None and own.exchanged:
-                _check_still_good(client.holding(own.token), files)
+                _check_still_good(client.with_token(own.token), files)
                 return own.token
-            own = own or OwnToken(client.run, worker, f"ost_{secrets.token_urlsafe(32)}", exchanged=False)
-            files.save_own_token(own)
-            info = client.exchange(worker, ExchangeRequest(token=own.token))
-            files.save_own_token(replace(own, exchanged=True))
+            own = own or WorkerToken(client.run, worker, f"ost_{secrets.token_urlsafe(32)}", exchanged=False)
+            files.save_worker_token(own)
+            info = client.exchange_token(worker, ExchangeRequest(token=own.token))
+            files.save_worker_token(replace(own, exchanged=True))
     except OSError as error:
         raise BoxError(
             f"{directory} cannot keep this worker's token: {error.strerror}; give another --state"
         ) from error
-    log.info("the join token was exchanged for this worker's own token, %s, kept in %s", info.id, directory / OWN_TOKEN)
+    log.info(
+        "the join token was exchanged for this worker's own token, %s, kept in %s", info.id, directory / WORKER_TOKEN
+    )
     return own.token
 
 
-def _saved(files: StateDir, run: str, worker: str) -> OwnToken | None:
+def _saved(files: StateDir, run: str, worker: str) -> WorkerToken | None:
     try:
-        own = files.own_token()
+        own = files.worker_token()
     except ValueError as error:
         raise BoxError(
-            f"{files.path / OWN_TOKEN} is damaged ({error}); remove it to exchange the join token"
+            f"{files.path / WORKER_TOKEN} is damaged ({error}); remove it to exchange the join token"
         ) from error
     return own if own is not None and (own.run, own.worker) == (run, worker) else None
 
@@ -81,6 +83,6 @@ def _check_still_good(client: Client, files: StateDir) -> None:
             raise
         raise Problem(
             "unauthorized",
-            f"this worker's own token, in {files.path / OWN_TOKEN}, was revoked, or is another coordinator's; where "
+            f"this worker's own token, in {files.path / WORKER_TOKEN}, was revoked, or is another coordinator's; where "
             "the operator lets this worker join again, remove the file, and the join token is exchanged anew",
         ) from problem
