@@ -1,4 +1,4 @@
-"""Files that stand a kill: locks that end with their process, directories that are durable, content that is whole."""
+"""Crash-safe files: locks that end with their process, durable directories, atomic replacement."""
 
 import fcntl
 import os
@@ -8,11 +8,11 @@ from typing import IO, Any
 
 from outerstep.common.direct_io import Writer
 
-NEW = ".new"  # ends the name of what is being written in a file's place
+NEW = ".new"  # suffix of the temporary file that replaces another
 
 
 def lock_now(file: IO[Any] | int) -> bool:
-    """Lock an open file or directory until it is closed; return False if another process has it locked."""
+    """Lock an open file or directory until it is closed; return False if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -30,9 +30,9 @@ def sync_directory(directory: Path) -> None:
 
 
 def replace(path: Path, write: Callable[[Writer], object], mode: int = 0o666) -> None:
-    """Give the file the content that `write` writes, durably: after a crash there is the old one or the new one, whole.
+    """Replace the file's content by what `write` writes, durably: after a crash it is entirely the old or the new one.
 
-    `mode` is of a new file, less the umask. Raises OSError.
+    `mode` applies to a new file, less the umask. Raises OSError.
     """
     temporary = path.with_name(path.name + NEW)
     with Writer(temporary, mode) as file:

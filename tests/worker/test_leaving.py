@@ -217,6 +217,6 @@ def test_a_wait_for_an_answer_ends_at_once(caplog: pytest.LogCaptureFixture) -> 
             with process.stop_on_signals(stop), pytest.raises(Stopped, match="while it waited"):
                 Client(http, "r", "t", stop=stop).run_detail()
             assert not released.is_set()
-            wait_until(lambda: "asked to stop: handing in what is done" in caplog.text)
+            wait_until(lambda: "asked to stop: handing in" in caplog.text)
         finally:
             released.set()

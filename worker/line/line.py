@@ -1,12 +1,9 @@
-"""A rate that one way of the line is held to, so that the box's other traffic has the rest.
+"""The line to the coordinator: its connections and its two directions, up and down.
 
-One way of the line, up or down: the parts of transfers go over it in the order in which they came, on as many
-connections at once as it rewards.
-
-In order every worker's first fragment arrives first, so that its delta comes down while the others still go up. A turn
-is over with the last byte, before the answer: so the next part follows while the coordinator makes this one durable.
-
-The line to the coordinator: its connections, and its two ways, up and down.
+In each direction, the parts of transfers go in the order in which they were asked for, over as many parallel
+connections as pay off (meter.py). In order, so that every worker's first fragment arrives first and its delta comes
+down while the others still go up. A slot is released after the last byte, before the answer: the next part follows
+while the coordinator makes this one durable.
 """
 
 import itertools
@@ -21,11 +18,12 @@ from outerstep.common import congestion, tracing
 from worker.line.connections import UNSENT_FAR_BYTES, Connections, StallWatch
 from worker.line.meter import WINDOW_S, Meter, ParallelConnections
 
-AHEAD_S = 0.1  # of the rate that may be used at once, after a silence
+AHEAD_S = 0.1  # seconds of the rate that may be used at once after a silence
 
 
 class RateLimit:
-    """Of so many bits per second, None: as fast as it goes. Thread-safe. `clock` gives seconds."""
+    """Limits one direction to `bits_per_s` (None: no limit), leaving the rest to the box's other traffic. Thread-safe.
+    `clock` gives seconds."""
 
     def __init__(self, bits_per_s: float | None, clock: Callable[[], float]) -> None:
         self._bits_per_s, self._clock = bits_per_s, clock
@@ -33,7 +31,7 @@ class RateLimit:
         self._free_at = clock()
 
     def delay_s(self, count: int) -> float:
-        """Take a place for `count` bytes; return how long to wait before they may go, or after they have come."""
+        """Reserve `count` bytes; return the seconds to wait before sending, or after receiving them."""
         if self._bits_per_s is None:
             return 0.0
         with self._lock:
@@ -43,20 +41,20 @@ class RateLimit:
         return max(at - now, 0.0)
 
 
-_ANSWERS = 8  # that may be waited for, beside all that is sent
-_LEAST_S = 0.2  # of the whole line's time, for a part
+_ANSWERS = 8  # requests that may wait for an answer, beside those that send
+_LEAST_S = 0.2  # seconds at the direction's full rate, the least for a part
 
 Range = tuple[int, int]  # half-open
 
 
 class Direction:
-    """One way of the line to one coordinator. Thread-safe.
+    """One direction of the line. Thread-safe.
 
-    parallel        so many transfers as its `least` is at first share its connections
-    part_bytes   of a part: the least and the most
-    limit         that all keep to
-    unacknowledged     how much of what was handed to the kernel has not arrived
-    full         whether a queue stands before the line
+    parallel         how many connections to use; `parallel.least` transfers at the start share them
+    part_bytes       the smallest and the largest part
+    limit            the rate limit of all connections together
+    unacknowledged   returns the bytes that the kernel has accepted and that have not arrived
+    full             returns True if packets queue in front of the line
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class Direction:
         self.parallel, self.rate, self.limit = parallel, self.meter.rate, limit
 
     def split(self, size: int) -> list[Range]:
-        """Return the parts of a transfer of `size` bytes."""
+        """Return the byte ranges of the parts into which a transfer of `size` bytes is split."""
         share = self.parallel.now // self._together
         if share == 1:
             return [(0, size)]
@@ -89,20 +87,20 @@ class Direction:
         return [(start, min(start + part, size)) for start in range(0, size, part)]
 
     def set_far(self, count: int, part_bytes: Range) -> None:
-        """Begin with so many connections, and never use fewer from now on."""
+        """Start again with `count` connections, and never use fewer from now on."""
         self._part_bytes = part_bytes
         with self._changed:
             self.parallel.restart_at(count)
             self._changed.notify_all()
 
     def start(self, act: Callable[[], object], times: int) -> None:
-        """Call it so many times, each on a thread of its own. Nobody waits."""
+        """Call `act` this many times, each on its own thread, without waiting."""
         for _ in range(times):
             self._pool.submit(act)
 
     def run_all(self, parts: Sequence[Callable[[], None]]) -> None:
-        """Call all of them, each of which takes its `turn`, in order; of several each on a thread of its own. Return
-        when all have returned; raise what the first of them raised."""
+        """Call all of them, each on its own thread if there are several, and wait until all have returned. Raise the
+        first one's error. Each takes a `slot`."""
         if len(parts) == 1:
             parts[0]()
             return
@@ -114,7 +112,7 @@ class Direction:
 
     @contextmanager
     def slot(self) -> Iterator["Slot"]:
-        """Wait until it is the caller's slot. It is over with the block, if not before."""
+        """Wait for a slot, in the order of the calls. It is released at the end of the block, if not before."""
         with self._changed:
             ticket = next(self._tickets)
             self._waiting.append(ticket)
@@ -132,14 +130,14 @@ class Direction:
 
 
 class Slot:
-    """A slot on one direction. What it moves is counted."""
+    """The right to use one of the parallel connections. What it moves is counted."""
 
     def __init__(self, changed: threading.Condition, meter: Meter, waiting: Collection[int]) -> None:
         self._changed, self._meter, self._waiting = changed, meter, waiting
         self._active = self._released = False
 
     def moved(self, count: int) -> None:
-        """Count bytes that were sent, or have arrived."""
+        """Count bytes that were sent or have arrived."""
         with self._changed:
             parallel = self._meter.parallel.now
             if not self._active:
@@ -150,7 +148,7 @@ class Slot:
                 self._changed.notify_all()
 
     def release(self) -> None:
-        """Let the next one begin."""
+        """Let the next part begin."""
         with self._changed:
             if not self._released:
                 self._released = True
@@ -160,19 +158,19 @@ class Slot:
 
 UP = (1, 32)  # connections: the least and the most
 DOWN = (4, 64)  # the deltas of four fragments are waited for at once
-FAR_S = 0.015  # a round trip from which on a line is begun with more connections
+FAR_S = 0.015  # round trip from which a line starts with more connections
 UP_FAR, DOWN_FAR = 4, 32
-# Of a part: the least, and the most. On far lines connections share a way as they like, and what comes down comes after
-# a silence, as fast as new windows open: many small ones are there in their order, and first.
+# The smallest and the largest part. On a far line, connections share the bandwidth unevenly, and a download starts
+# slowly after each silence, as its windows open: many small parts arrive sooner and in order.
 PART_BYTES = (1 << 18, 1 << 20)
 UP_FAR_BYTES, DOWN_FAR_BYTES = (1 << 17, 1 << 18), (1 << 16, 1 << 20)
-_ROUND_TRIPS = 4  # of a measurement of the parallel, at least
-_ASKED = 8  # times: then the shortest says more than how busy this machine is
+_ROUND_TRIPS = 4  # that a measurement of parallel connections lasts, at least
+_ASKED = 8  # answers, after which the shortest time shows the distance and not how busy this machine is
 
 
 class Line:
-    """The line of one client; all that it sends and fetches goes over it, transfers at `max_up` and `max_down` bits per
-    second at most. `clock` gives seconds. Thread-safe."""
+    """The line of one client. Everything that it sends and fetches goes over it; transfers are limited to `max_up` and
+    `max_down` bits per second. `clock` gives seconds. Thread-safe."""
 
     def __init__(
         self,
@@ -182,7 +180,7 @@ class Line:
         max_down: float | None = None,
     ) -> None:
         self._beginning = threading.Lock()
-        self.is_far = False  # opening a connection takes a time that is worth sparing
+        self.is_far = False  # opening a connection takes long enough to be worth avoiding
         self.connections = Connections(self._opened)
         unacknowledged = self.connections.unacknowledged_bytes
         full = self.connections.is_queueing
@@ -201,11 +199,11 @@ class Line:
             lambda: self.up.meter.moved_bytes + self.down.meter.moved_bytes,
             lambda: self.down.meter.active > 0,
         )
-        self.round_trip_s: float | None = None  # the shortest that was seen, with what the coordinator took of it
+        self.round_trip_s: float | None = None  # the shortest one seen, including the coordinator's own time
         self._answers = 0
 
     def answered(self, seconds: float) -> None:
-        """A small request was answered after so long."""
+        """Note that a small request was answered after `seconds`."""
         self.round_trip_s = seconds if self.round_trip_s is None else min(self.round_trip_s, seconds)
         self._answers += 1
         for direction in (self.up, self.down):
@@ -214,14 +212,15 @@ class Line:
             self._set_far()
 
     def _opened(self, round_trip_s: float) -> None:
-        """A connection was opened, to the coordinator or to a proxy: the coordinator is as far away or farther."""
+        """Note that a connection was opened to the coordinator or to a proxy: the coordinator is at least this far
+        away."""
         if round_trip_s >= FAR_S:
             self._set_far()
 
     def _set_far(self) -> None:
         with self._beginning:
             begins, self.is_far = not self.is_far, True
-        if begins and self.connections.congestion_control != congestion.BBR:  # by which one connection fills it
+        if begins and self.connections.congestion_control != congestion.BBR:  # with BBR, one connection fills the line
             self.connections.unsent_bytes = UNSENT_FAR_BYTES
             self.up.set_far(UP_FAR, UP_FAR_BYTES)
             self.down.set_far(DOWN_FAR, DOWN_FAR_BYTES)

@@ -1,11 +1,9 @@
-"""How many connections one way of the line rewards.
+"""How fast one direction of the line is, and how many parallel connections pay off.
 
-One TCP connection is bound by loss and by its window long before a far line is full (Mathis et al. 1997: bytes per
-second ~ MSS / (round trip · √loss)), and begins slowly after every silence; many add up. On a short clean line one
-carries all there is, and others cost requests. Nobody tells which line this is, so it is tried: as long as twice as
-many move clearly more, twice as many it is.
-
-How fast one way of the line carries: measured while it is in use, for its parallel and for whoever asks.
+On a far line, loss and the window limit one TCP connection long before the line is full (Mathis et al. 1997: bytes per
+second ~ MSS / (round trip · √loss)), and it starts slowly after every silence; many connections add up. On a short
+clean line, one carries everything and others only cost requests. Nothing reports which kind of line this is, so it is
+tried out: the number is doubled as long as that moves clearly more.
 """
 
 import math
@@ -14,30 +12,29 @@ from dataclasses import dataclass
 
 from worker.tuning.entropy import Rate
 
-REWARD = 1.25  # what twice as many must bring, as a factor
-LOSS = 0.6  # of what was carried before: then the line has changed
-TRIED_AGAIN = 32  # measurements after which fewer are tried once
+REWARD = 1.25  # factor by which twice as many connections must be faster
+LOSS = 0.6  # of the rate measured before: below it, the line has changed
+TRIED_AGAIN = 32  # measurements after which half as many are tried once
 
 
 class ParallelConnections:
-    """`now` is the number of connections to use at once: `least`, or twice, four times as many, up to `most`. After
-    `measured` it may be another."""
+    """`now` is the number of connections to use at once: `least`, or two, four, … times as many, up to `most`.
+    `measured` may change it."""
 
     def __init__(self, least: int, most: int) -> None:
         self.now = self.least = least
         self.most = most
-        self._rates: dict[float, float] = {}  # the newest of each parallel, of this search
+        self._rates: dict[float, float] = {}  # the newest by number of connections, in this search
         self._growing = True
-        self._settled = 0  # measurements since the search was over
+        self._settled = 0  # measurements since the search ended
 
     def restart_at(self, count: int) -> None:
-        """Begin with so many, and never use fewer from now on."""
+        """Start again with `count` connections, and never use fewer from now on."""
         self.least = self.now = min(count, self.most)
         self._rates, self._growing = {}, True
 
     def measured(self, rate: float, *, full: bool = False) -> None:
-        """`rate` bytes per second were carried with `now` connections, all of them busy. `full`: the line itself had
-        no room for more."""
+        """Note that `now` busy connections moved `rate` bytes per second. `full`: the line had no room for more."""
         before, self._rates[self.now] = self._rates.get(self.now), rate
         if self._growing:
             if full:
@@ -69,9 +66,9 @@ class ParallelConnections:
         self._rates = {parallel: self._rates[parallel]}
 
 
-# Less than this fits into buffers on the way at once, however slow the line: its time says nothing.
+# Buffers along the way hold less than this at once, however slow the line, so the time of fewer bytes means nothing.
 LEAST_MEASURED_BYTES = 1 << 20
-WINDOW_S = 0.25  # of a measurement of the parallel
+WINDOW_S = 0.25  # of a measurement for the parallel connections
 SILENCE_S = 1.0
 
 
@@ -83,12 +80,12 @@ class _Moment:
 
 
 class Meter:
-    """The measurements of one direction. A slot is taken, carries bytes from some moment on, and is over.
+    """The measurements of one direction.
 
-    parallel             sees the rate as long as all connections that it allows carry something
-    rate              sees every LEAST_MEASURED_BYTES, and what a burst ends with if it is as much
-    clock, unacknowledged   seconds; the bytes that were counted and have not arrived
-    full              whether a queue stands before the line
+        parallel                gets a rate whenever as many connections as it allows were busy for a window
+        rate                    gets every LEAST_MEASURED_BYTES, and the end of a burst if it is as long
+        clock, unacknowledged   seconds; the bytes that were counted and have not arrived
+        full                    returns True if packets queue in front of the line
 
     Not thread-safe.
     """
@@ -103,16 +100,16 @@ class Meter:
         self.parallel, self._clock, self._unacknowledged, self._full = parallel, clock, unacknowledged, full
         self.rate = Rate()
         self.window_s = WINDOW_S
-        self._last_at = -math.inf  # something moved
-        self._warm_at = 0.0  # the first window after a silence is over: connections begin slowly
+        self._last_at = -math.inf  # when bytes were last moved
+        self._warm_at = 0.0  # end of the first window after a silence: connections start slowly
         self.slots = 0
-        self.active = 0  # of the slots
+        self.active = 0  # slots that have moved bytes
         self.moved_bytes = 0
-        self._burst: _Moment | None = None  # since when something moves
-        self._window: _Moment | None = None  # since when something moves in each slot that may be taken
+        self._burst: _Moment | None = None  # start of the current burst
+        self._window: _Moment | None = None  # start of the window in which all slots are active
 
     def started(self) -> None:
-        """One more slot carries bytes."""
+        """Note that one more slot moves bytes."""
         self.active += 1
         if self._burst is None:
             self._burst = self._now()
@@ -134,7 +131,7 @@ class Meter:
             self._open_window()
 
     def ended(self, moved_any: bool, *, followed: bool) -> None:
-        """A slot is over, which has `moved_any` thing or has not, and is `followed` by another at once or is not."""
+        """Note that a slot is released. `moved_any`: it has moved bytes. `followed`: another part takes it at once."""
         self.slots -= 1
         self.active -= moved_any
         if not followed:

@@ -1,7 +1,8 @@
-"""A worker's own token: what it has got for a join token, which many boxes share, and uses from then on.
+"""The worker token that a worker gets for a join token. Many boxes share the join token; from then on this worker uses
+its own.
 
-It draws the secret itself and saves it before it asks, so an exchange whose answer was lost, also by kill -9, is asked
-for again and is the same one. A token that the coordinator refuses is never exchanged anew: it was revoked.
+The worker draws the secret itself and saves it before it asks. So if the answer is lost, even by kill -9, it repeats
+the same exchange. A worker token that the coordinator rejects was revoked, and is not exchanged again.
 """
 
 import logging
@@ -20,26 +21,28 @@ log = logging.getLogger(__name__)
 
 
 def with_worker_token(client: Client, worker: str, directory: Path | None, ranks: Ranks) -> Client:
-    """Return the client with the own token of `worker`, where it has a join token; that is exchanged unless it was
-    before. All ranks call this, and the first one asks.
+    """Return the client with the worker token of `worker`. A join token is exchanged unless that happened before; any
+    other token stays. All ranks call this, and the first one asks.
 
-    Raises Problem where the coordinator refuses, StateDirBusy, and BoxError for a directory that cannot keep the token.
+    Raises Problem if the coordinator refuses, StateDirBusy, and BoxError if the directory cannot keep the token.
     """
     if not client.has_join_token:
         return client
     if directory is None:
-        raise BoxError("a join token is exchanged for one that has to be kept: give a state_dir, or a worker token")
+        raise BoxError(
+            "a join token is exchanged for a worker token that has to be kept: give a state_dir, or a worker token"
+        )
     return client.with_token(ranks.on_first(lambda: _worker_token(client, worker, directory)))
 
 
 def token_to_read_with(token: str, run: str, worker: str, directory: Path) -> str:
-    """Return the worker's own token if `token` is a join token that was exchanged before; otherwise `token`."""
+    """Return the worker token if `token` is a join token that was exchanged before, else `token`."""
     if not token.startswith(JOIN_PREFIX):
         return token
     try:
         own = _saved(StateDir(directory), run, worker)
     except (OSError, BoxError):
-        return token  # whoever is to write there will tell
+        return token  # reported by the code that writes there
     return token if own is None or not own.exchanged else own.token
 
 
@@ -58,9 +61,7 @@ def _worker_token(client: Client, worker: str, directory: Path) -> str:
         raise BoxError(
             f"{directory} cannot keep this worker's token: {error.strerror}; give another --state"
         ) from error
-    log.info(
-        "the join token was exchanged for this worker's own token, %s, kept in %s", info.id, directory / WORKER_TOKEN
-    )
+    log.info("exchanged the join token for this worker's own token, %s, kept in %s", info.id, directory / WORKER_TOKEN)
     return own.token
 
 
@@ -69,13 +70,13 @@ def _saved(files: StateDir, run: str, worker: str) -> WorkerToken | None:
         own = files.worker_token()
     except ValueError as error:
         raise BoxError(
-            f"{files.path / WORKER_TOKEN} is damaged ({error}); remove it to exchange the join token"
+            f"{files.path / WORKER_TOKEN} is damaged ({error}); delete it to exchange the join token again"
         ) from error
     return own if own is not None and (own.run, own.worker) == (run, worker) else None
 
 
 def _check_still_good(client: Client, files: StateDir) -> None:
-    """Raise Problem `unauthorized` that says what to do, where the coordinator does not know the token any more."""
+    """Raise Problem `unauthorized` with a remedy if the coordinator does not accept the token any more."""
     try:
         client.run_detail()
     except Problem as problem:
@@ -83,6 +84,7 @@ def _check_still_good(client: Client, files: StateDir) -> None:
             raise
         raise Problem(
             "unauthorized",
-            f"this worker's own token, in {files.path / WORKER_TOKEN}, was revoked, or is another coordinator's; where "
-            "the operator lets this worker join again, remove the file, and the join token is exchanged anew",
+            f"this worker's own token, in {files.path / WORKER_TOKEN}, was revoked or belongs to another "
+            "coordinator; if the operator lets this worker join again, delete the file, and the join token is "
+            "exchanged again",
         ) from problem
