@@ -303,7 +303,7 @@ class DiLoCo:
                 yield self.spec.number_in_set(unit)
                 first.end(stepped=self._steps.unit_stepped)
                 if not self._steps.unit_stepped:
-                    self._writes.look()
+                    self._writes.check()
                     self._progress.skip()
                 self._steps.end_unit()
                 if self.finished or rounds.assignment is not assignment:
@@ -317,7 +317,7 @@ class DiLoCo:
                     count(due),
                 )
                 rounds.advance(ended=True, news=any(self.ranks.flags(rounds.has_news)))
-                self._writes.note()
+                self._writes.remember()
 
     def upcoming(self) -> Iterator[int]:
         """Yield the numbers of the units that follow the one in hand, in order, as far as they are known: for a loader
@@ -428,7 +428,7 @@ class DiLoCo:
                 )
             self._joined = joined = self._join(resources)
             joined.rounds.begin()
-            self._writes.note()
+            self._writes.remember()
             if not self.finished:
                 self._schedules.set(self.global_step)
             self._hooks.attach(resources, self._check_running, self._after_inner_step)

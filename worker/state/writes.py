@@ -53,7 +53,7 @@ class ForeignWrites:
         self._changes = 0  # of reported losses, since the last step
         self.borrowed = False  # the script has put other values into the model, for a while
         self._see()
-        self.note()
+        self.remember()
 
     # --- inner steps ----------------------------------------------------------------------------------------------
 
@@ -76,9 +76,9 @@ class ForeignWrites:
         """One of the run's optimizers has stepped."""
         self._stepping, self._changes = False, 0
         self._steps += 1
-        self.note()
+        self.remember()
 
-    def note(self) -> None:
+    def remember(self) -> None:
         """Take what the model holds now for the run's own, as after a sync."""
         places = self._places()
         if [pointer for _, pointer in places] != self._pointers:
@@ -89,9 +89,9 @@ class ForeignWrites:
     def remember_if_written(self) -> None:
         """`note`, where anything was written since."""
         if any(self._sharded) or self._places() != self._at:
-            self.note()
+            self.remember()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise ModelError where anybody but the run's optimizers has written to the parameters."""
         self._refuse(self.changed())
 
@@ -131,7 +131,7 @@ class ForeignWrites:
             return
         self._losses_by_round, self._changes = places, self._changes + 1
         if self._changes >= _PATIENCE:
-            self.look()
+            self.check()
 
     # --- other optimizers -----------------------------------------------------------------------------------------
 
