@@ -235,7 +235,7 @@ def test_a_failed_write_leaves_the_old_file(files: StateDir) -> None:
 
 
 def test_one_process_per_directory(files: StateDir) -> None:
-    with pytest.raises(StateDirBusy, match="this process works in"), StateDir(files.path):
+    with pytest.raises(StateDirBusy, match="already uses"), StateDir(files.path):
         pass
     program = (
         "import sys; from pathlib import Path; from worker.state.state_dir import StateDir; "

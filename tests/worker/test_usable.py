@@ -65,7 +65,7 @@ def test_a_notebook_cell_that_runs_again_is_told_what_is_still_open(tmp_path: Pa
         run = Toy(coordinator, toy.spec(), tmp_path)
         with run.connect(model, optimizer, state_dir=tmp_path / "a") as diloco:
             other = toy.make_model()
-            with pytest.raises(StateDirBusy, match="this process works in"):
+            with pytest.raises(StateDirBusy, match="already uses"):
                 run.connect(other, sgd(other), state_dir=tmp_path / "a").__enter__()
             with pytest.raises(RuntimeError, match="has not left its run"):
                 run.connect(model, optimizer).__enter__()

@@ -78,7 +78,7 @@ def test_weights_that_are_left_in_are_refused_at_the_next_step(
     for unit in range(steps_before):
         plain_step(model, optimizer, unit)
     write(model, other_than(model))
-    with pytest.raises(ModelError, match=r"0\.weight for one.*a checkpoint that was loaded.*EMA"):
+    with pytest.raises(ModelError, match=r"0\.weight for one.*checkpoint.*EMA"):
         plain_step(model, optimizer, steps_before)
     assert diloco.inner_step == steps_before
 

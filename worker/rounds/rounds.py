@@ -267,7 +267,9 @@ class Rounds:
         the work is dropped."""
         ahead, self._asked_ahead = self._asked_ahead, None
         try:
-            self._epoch, asked = ahead.result() if ahead else self._assignments.ask(self._held_round(), self.carry.units)
+            self._epoch, asked = (
+                ahead.result() if ahead else self._assignments.ask(self._held_round(), self.carry.units)
+            )
         except Problem as problem:
             if problem.slug != "units-not-held":
                 raise
