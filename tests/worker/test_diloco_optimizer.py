@@ -157,7 +157,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no momentum": (
         {"outer_optimizer": partial(SGD, lr=1.0)},
         ValueError,
-        r"SGD\(lr=1.0, momentum=0, nesterov=False, .*takes its outer steps by SGD\(lr=1.0, momentum=0.9, nesterov=True",
+        r"SGD\(lr=1.0, momentum=0, nesterov=False, .*takes its outer steps with SGD\(lr=1.0, momentum=0.9, nesterov=True",
     ),
     "another": ({"outer_optimizer": partial(AdamW, lr=1.0)}, ValueError, r"outer_optimizer is AdamW\(lr=1.0"),
     "dht": ({"dht": object(), "run": None, "run_id": "toy"}, TypeError, r"dht \(.*run_id \(give run\)"),

@@ -242,7 +242,7 @@ def test_one_process_per_directory(files: StateDir) -> None:
         "StateDir(Path(sys.argv[1])).__enter__()"
     )
     done = subprocess.run([sys.executable, "-c", program, files.path], check=False, capture_output=True, text=True)
-    assert re.search(r"StateDirBusy: another process works in .*another name \(--name\)", done.stderr)
+    assert re.search(r"StateDirBusy: another process uses .*another name \(--name\)", done.stderr)
 
 
 def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_what_a_skipped_step_leaves_is_loaded_again_and_told(tmp_path: Path, cap
         info = run.final()
         assert rows[-BATCH:] == rows[-2 * BATCH : -BATCH]
         assert info.tokens == toy.STEPS * info.spec.unit_tokens
-        assert f"1 of {toy.STEPS} units had no inner step: they are loaded again" in caplog.text
+        assert f"1 of {toy.STEPS} units had no inner step" in caplog.text
 
 
 def test_nothing_is_told_of_a_loop_that_does_it_right(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -189,7 +189,7 @@ def test_units_that_a_loader_takes_ahead_are_refused(tmp_path: Path) -> None:
         run = Toy(coordinator, spec(), tmp_path)
         with run.connect(model, torch.optim.SGD(model.parameters(), lr=0.1)) as diloco:
             loader = DataLoader(Rows(), batch_sampler=([unit] for unit in diloco.units()), num_workers=1)
-            with pytest.raises(RuntimeError, match=r"loads ahead: give that batch_sampler=diloco\.unit_sampler"):
+            with pytest.raises(RuntimeError, match=r"batch_sampler=diloco\.unit_sampler"):
                 next(iter(loader))
 
 

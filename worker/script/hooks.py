@@ -1,6 +1,6 @@
-"""The hooks on a script's optimizers: an inner step is counted by the last one's, and wrong steps raise.
+"""The hooks on a script's optimizers: the last one's counts inner steps, and steps that make no sense raise.
 
-A step that no round would contain must not pass silently: the script would train on, and nothing of it would be sent.
+A step that belongs to no round must not pass silently: the script would train on, and nothing of it would be sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ from worker.rounds.training import InnerSteps
 from worker.script.optimizers import RunSchedules
 from worker.state.writes import ForeignWrites
 
-# The hooks that reject a step before the run is joined: one per optimizer, from the latest DiLoCo that was given it.
+# The hooks that reject a step before the run is joined: one per optimizer, of the latest DiLoCo that it was given to.
 _unjoined: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 class InUse:
-    """The optimizers of a DiLoCo, within `with`: no other one of this process may count their steps as well."""
+    """The optimizers of a DiLoCo, within `with`: no other DiLoCo of this process may count their steps as well."""
 
     _all: ClassVar[WeakSet[Optimizer]] = WeakSet()
 
@@ -32,8 +32,8 @@ class InUse:
         """Raises RuntimeError if another DiLoCo has one of them."""
         if any(each in self._all for each in self._optimizers):
             raise RuntimeError(
-                "another DiLoCo of this process trains with this optimizer, and has not left its run: one made by a "
-                "notebook cell that ran before, for example; end its `with` block first, or restart the process"
+                "another DiLoCo in this process uses this optimizer and has not left its run (made by a notebook "
+                "cell that ran before, for example): end its `with` block first, or restart the process"
             )
         self._all.update(self._optimizers)
 
@@ -91,8 +91,8 @@ class StepHooks:
         """Raise RuntimeError for a step after the last optimizer's: the sync would come before it."""
         if self._steps.unit_stepped:
             raise RuntimeError(
-                "an inner optimizer steps after the last one of the sequence that DiLoCo was given, which ends the "
-                "inner step: call their step() in that order, each once per unit"
+                "an inner optimizer steps after the last one of the sequence that DiLoCo was given, which ends "
+                "the inner step: call step() in that order, once per unit for each"
             )
 
     def _before_last(self, *_: Any) -> None:
@@ -107,6 +107,6 @@ class StepHooks:
 
 def _refuse_to_train_alone(*_: Any) -> None:
     raise RuntimeError(
-        "the optimizer steps, and the run was not joined: DiLoCo is a context manager, so train within "
-        "`with DiLoCo.connect(...) as diloco:`; to train alone first, do that before DiLoCo is made"
+        "the optimizer steps, but the run was not joined: DiLoCo is a context manager, so train within `with "
+        "DiLoCo.connect(...) as diloco:`; to train without the run first, do that before DiLoCo is made"
     )
