@@ -1,4 +1,4 @@
-"""The `outerstep worker` process: signals, exit codes, and all that surrounds the training loop."""
+"""The `outerstep worker` process: everything around the training loop, and exit codes."""
 
 import logging
 import os
@@ -46,8 +46,8 @@ def run_worker(
 ) -> Exit:
     """Join the run, train until it ends, and return the exit code.
 
-    `ask` puts a question to the machine's owner, where he can be asked. `end_process` is called if leaving after a
-    signal takes longer than LEAVE_WITHIN_S.
+    `ask` asks the machine's owner a yes-or-no question; None if nobody can be asked. `end_process` is called if leaving
+    after a signal takes longer than LEAVE_WITHIN_S.
     """
     return _run(settings, partial(_work, settings, ask), end_process)
 
@@ -60,8 +60,8 @@ def run_alone(
     ask: Callable[[str], bool] | None = None,
     end_process: Callable[[int], object] = os._exit,
 ) -> Exit:
-    """Train the run `spec` alone, without a coordinator, and return the exit code. With `own_spec` it is one that the
-    machine's owner has given himself, who has allowed what it says."""
+    """Train the run `spec` alone, without a coordinator, and return the exit code. `own_spec`: the machine's owner has
+    supplied the spec, and so allowed what it asks for."""
     allowed = None if own_spec else allowed_by(settings)
     return _run(settings, partial(_work_alone, settings, spec, allowed, ask), end_process)
 
@@ -96,7 +96,7 @@ def _ended(
             try:
                 work(device, stop)
             finally:
-                stop.set()  # whatever is still being fetched is not needed any more
+                stop.set()  # whatever is still being fetched is no longer needed
     except Stopped:
         log.info("stopped")
     except Problem as problem:
@@ -121,10 +121,10 @@ def _ended(
         return Exit.RETRY
     except Exception as error:
         if is_out_of_memory(error):
-            told = memory_told(error) or "there is no more of it"
-            log.error("the memory does not suffice: %s; try --parameters bf16, or several GPUs (--gpus N)", told)
+            told = memory_told(error) or "no more is available"
+            log.error("not enough memory: %s; try --parameters bf16, or several GPUs (--gpus N)", told)
             return Exit.REFUSED
-        log.exception("an unexpected fault; starting this worker again resumes its work")
+        log.exception("unexpected error; restarting this worker resumes its work")
         return Exit.RETRY
     return Exit.DONE
 
@@ -148,13 +148,15 @@ def _work(
 
 
 def _check_state_directory(path: Path) -> None:
-    """Raise BoxError where a worker cannot keep its state in `path`, and StateDirBusy where another one does, before a
-    model is loaded in vain."""
+    """Raise BoxError if a worker cannot keep its state in `path`, and StateDirBusy if another one uses it, before a
+    model is loaded for nothing."""
     try:
         with StateDir(rank_directory(path, Ranks.here().rank)):
             pass
     except OSError as error:
-        raise BoxError(f"--state {path} cannot hold this worker's state: {in_words(error)}; give another") from error
+        raise BoxError(
+            f"--state {path} cannot hold this worker's state: {in_words(error)}; choose another directory"
+        ) from error
 
 
 def _train(
@@ -211,8 +213,7 @@ def _work_alone(
 
 @contextmanager
 def _step_log(settings: BoxSettings, ranks: Ranks) -> Iterator[StepLog | None]:
-    """Yield the step log, which rank 0 writes; None where none is wanted. Raises BoxError where it cannot be written
-    from the start."""
+    """Yield the step log, which rank 0 writes; None if there is none. Raises BoxError if it cannot be written."""
     if settings.log is None or not ranks.is_first:
         yield None
         return

@@ -87,7 +87,7 @@ class DiLoCo:
     few seconds. `inner_optimizer` is one optimizer, or several in the order in which they step.
 
     state_dir   directory of the snapshot from which a killed process continues; None: a restart is a new worker
-    data        the training set, compared between workers (`training_set()` fills it in); None if the script gives none.
+    data        the training set, compared between workers (`training_set()` fills it in); None if not given.
                 If the data are private, only their length and tokenizer leave this machine.
     evaluate    measures the held-out loss of the model as it is, and returns an outerstep.EvaluationReport; called
                 when the coordinator asks this worker to

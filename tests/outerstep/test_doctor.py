@@ -588,13 +588,13 @@ def test_a_spec_that_asks_for_what_is_not_allowed(running: InThread, run: str, t
 def test_a_run_of_scripts(running: InThread, run: str, tmp_path: Path) -> None:
     running.create_run(f'name = "{run}-own"\n[data]\nsource = "custom"\n[sync]\nrounds = 1\n')
     found = examine(worker_settings(running, f"{run}-own", tmp_path / "state"))
-    assert "its workers are scripts of their own" in of(found, "data").said
+    assert "its workers are scripts" in of(found, "data").said
     assert code(found) is Exit.REFUSED
 
 
 def test_a_batch_that_the_processes_cannot_share(running: InThread, run: str, tmp_path: Path) -> None:
     found = examine(worker_settings(running, run, tmp_path / "state"), 3)
-    assert "cannot be shared by 3 processes" in of(found, "model").said
+    assert "cannot be divided by 3 processes" in of(found, "model").said
     assert code(found) is Exit.REFUSED
 
 

@@ -94,7 +94,7 @@ def test_a_wildcard_leads_nowhere_else(text: Path, tmp_path: Path) -> None:
     (tmp_path / "a" / "b" / "c.txt").symlink_to(text / "0.txt")
     assert refused(source(f"{tmp_path}/a/*/c.txt"), tmp_path / "a") == [("--data-root", str(text))]
     assert refused(source(f"{tmp_path}/a"), tmp_path / "a") == [("--data-root", str(text))], "nor does a walk"
-    with pytest.raises(DataError, match="has '..' behind a wildcard"):
+    with pytest.raises(DataError, match="has '..' after a wildcard"):
         refused(source(f"{tmp_path}/a/*/../../text/*"), tmp_path / "a")
 
 
@@ -181,7 +181,7 @@ def test_the_refusal_says_what_to_type() -> None:
         permit(given, Allowed())
     assert str(told.value) == (
         "the run r asks for what the owner of this machine has not allowed: model.factory = 'a:b' is code that would run "
-        "here; data.source = '/a b' reads files of this machine. If you trust whoever wrote its spec, add: "
+        "here; data.source = '/a b' reads files of this machine. If you trust the author of its spec, add: "
         "--allow-factory a:b --data-root '/a b'"
     )
 

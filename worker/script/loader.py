@@ -18,7 +18,7 @@ from worker.state.work import UnitRanges, count, numbers
 log = logging.getLogger(__name__)
 
 
-class Steps(Protocol):
+class RoundPosition(Protocol):
     """Where a worker is in its round."""
 
     taken: int
@@ -48,7 +48,7 @@ class UnitSampler(Sampler[list[int]]):
         spec: RunSpec,
         rows: int,
         micro_batch: int | None,
-        steps: Steps,
+        steps: RoundPosition,
         finished: Callable[[], bool],
         ranks: Ranks = ALONE,
     ) -> None:
