@@ -24,8 +24,8 @@ from rich.table import Table
 
 from benchmarks.faults import CPU, Replica, Size, contribution, step
 from outerstep.privacy import epsilon
-from protocol.spec.privacy import PrivacySpec
 from protocol.spec.run import RunSpec
+from protocol.spec.sections import PrivacySpec
 from worker.data.text import TextData
 from worker.inner.evaluation import evaluate
 from worker.privacy.noise import with_noise

@@ -28,8 +28,8 @@ from coordinator.tuning.heap import keep_freed_memory
 from outerstep.common import congestion, tracing
 from protocol import __version__
 from protocol.compiled import COMPILED, KERNELS
-from protocol.printable import printable
-from protocol.versions import OF_ANSWERS
+from protocol.text import printable
+from protocol.versions import RESPONSE_HEADERS
 
 GRACE_S = 10
 ADMIN_TOKEN = "admin.token"  # in the data directory
@@ -80,7 +80,7 @@ def make_server(
         forwarded_allow_ips=settings.proxies,
         log_config=None,
         access_log=False,
-        headers=list(OF_ANSWERS.items()),
+        headers=list(RESPONSE_HEADERS.items()),
         timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=75,
     )

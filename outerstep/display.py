@@ -15,7 +15,7 @@ from outerstep.common.text import SHOWN_LOSSES, rate_text, sparkline
 from outerstep.follow import Look
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text, share_text
 from protocol.messages import Cause, Event, FragmentState, Metrics, RoundInfo, RunInfo, Stage, WorkerInfo
-from protocol.printable import printable
+from protocol.text import printable
 
 GAP = 2  # columns of the terminal between those of a table
 SHOWN_BY_ROUNDS = frozenset({"round-opened", "round-published", "evaluated"})

@@ -29,7 +29,7 @@ from outerstep.display import (
 from outerstep.follow import ENDED, Look
 from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text
 from protocol.messages import Event, RoundInfo, RunInfo, Stage, WorkerInfo, WorkerState
-from protocol.printable import printable
+from protocol.text import printable
 
 SHOWN_ROUNDS = 8
 SHOWN_EVENTS = 4

@@ -49,7 +49,7 @@ from protocol.messages import (
     WorkerChange,
     WorkerInfo,
 )
-from protocol.versions import of_requests
+from protocol.versions import request_headers
 
 T = TypeVar("T")
 
@@ -238,7 +238,7 @@ class Client:
 def connect(url: str, token: str, *, ca: Path | None = None, trust_env: bool = True) -> Client:
     """Return a client of the coordinator at `url`. `ca`: a PEM file of certificates that are trusted too; `trust_env`:
     heed HTTP_PROXY and its like. Raises ValueError for a file without certificates."""
-    headers = {**of_requests("operator"), "authorization": f"Bearer {token}"}
+    headers = {**request_headers("operator"), "authorization": f"Bearer {token}"}
     verify = trusting(ca)
     return Client(httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=trust_env, verify=verify))
 

@@ -24,6 +24,5 @@ In reading order:
     agent.py        the `outerstep worker` process; starting.py its device, process.py its log and signals
     alone.py        training without a coordinator
     export.py       a checkpoint as a Hugging Face directory
-    files.py        locks and atomic replacement of files
     errors.py       the tree of exceptions
 """

@@ -142,7 +142,7 @@ class AloneSteps:
             parameter.data.copy_(found["parameters"][name])
         for optimizer, state in zip(self._box.optimizers, found["inner_optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        scaler, saved = self._box.step.scaler, found.get("scaler")  # older processes did not write it
+        scaler, saved = self._box.step.scaler, found["scaler"]
         if scaler is not None and saved is not None:
             scaler.load_state_dict(saved)
         self.round = found["round"]

@@ -33,8 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from outerstep.common import tracing
 from protocol.digest import model_digest
 from protocol.errors import OuterstepError
-from protocol.host import HostValue, Tell
-from protocol.messages import DataSummary, EvaluationReport, JoinRequest, Metrics, RunDetail
+from protocol.messages import DataSummary, EvaluationReport, HostDetail, HostValue, JoinRequest, Metrics, RunDetail
 from protocol.spec.run import RunSpec
 from worker.accounts.machine import DeviceUse, host_facts, shared_facts, shared_metrics
 from worker.accounts.progress import Progress
@@ -126,7 +125,7 @@ class DiLoCo:
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         host: dict[str, HostValue] | None = None,
-        tell: Tell = "all",
+        tell: HostDetail = "all",
         use: DeviceUse | None = None,
         ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -148,7 +147,7 @@ class DiLoCo:
             data = data.model_copy(update={"digest": None})
         tensors, device = tensor_specs(model), next(model.parameters()).device
         facts = (host_facts(device) if host is None else host) | ({"processes": ranks.size} if ranks.size > 1 else {})
-        self._tell: Tell = tell
+        self._tell: HostDetail = tell
         request = JoinRequest(tensors=tensors, data=data, frozen=frozen_summary(model), host=shared_facts(facts, tell))
         self._writes = ForeignWrites(model, self._optimizers)
         use = use or DeviceUse(device)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from protocol.printable import PrintableFormatter
+from protocol.text import PrintableFormatter
 from worker.errors import Stopped
 
 _LOGGERS = ("worker", "protocol", "outerstep")  # the packages that run in a script's process

@@ -12,10 +12,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from outerstep.common.quantities import parse_count, parse_rate
 from outerstep.common.reaching import CA_VARIABLE, trusting
-from protocol.explaining import explain_all
-from protocol.host import Tell
+from protocol.messages import HostDetail
+from protocol.spec.model import MAX_PARAMETERS
 from protocol.spec.sections import NAME_PATTERN, Name
-from protocol.spec.sizes import MOST_PARAMETERS
+from protocol.validation_errors import explain_all
 
 URL_VARIABLE, TOKEN_VARIABLE = "OUTERSTEP_URL", "OUTERSTEP_TOKEN"
 
@@ -89,13 +89,13 @@ class BoxSettings(_Settings):
         ),
     )
     max_parameters: Annotated[int, BeforeValidator(_count), Field(gt=0, lt=1 << 62)] = Field(
-        MOST_PARAMETERS,
+        MAX_PARAMETERS,
         description=(
             "largest model that the run's spec may describe, such as 70B: a larger one is not built; what "
             "model.factory returns is not counted"
         ),
     )
-    tell: Tell = Field(
+    tell: HostDetail = Field(
         "all", description="what the coordinator learns about this machine, and shows to everyone who may read the run"
     )
     data_cache: Path | None = Field(

@@ -28,8 +28,7 @@ from coordinator.backup.lease import Lease, Lost
 from coordinator.backup.manifest import Content, Manifest, encode
 from coordinator.backup.objects import Objects
 from coordinator.backup.place import Damaged, manifest_of
-from coordinator.store.blobs import Reader
-from coordinator.store.files import FileReader
+from coordinator.store.blobs import FileReader, Reader
 from coordinator.store.payloads import READ_BYTES
 from outerstep.common.reaching import in_words
 from protocol.errors import OuterstepError

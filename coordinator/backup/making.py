@@ -23,9 +23,8 @@ from coordinator.backup.manifest import Blob, Manifest, RunSummary
 from coordinator.backup.needed import needed
 from coordinator.backup.place import Place, content_of
 from coordinator.store import database
-from coordinator.store.blobs import Reader
+from coordinator.store.blobs import FileReader, Reader
 from coordinator.store.database import disk_is_full
-from coordinator.store.files import FileReader
 from outerstep.common.reaching import in_words
 from protocol import __version__
 from protocol.errors import OuterstepError
@@ -54,14 +53,7 @@ class Made:
 def files_of(data_dir: Path) -> Callable[[str], Reader]:
     """Return what opens the blobs of a data directory, whoever else uses it."""
 
-    def open_blob(name: str) -> Reader:
-        try:
-            return FileReader(data_dir / name)
-        except FileNotFoundError:
-            # Deltas and checkpoints of older versions have no digest in their names until a coordinator has started.
-            return FileReader(data_dir / name.rpartition(".")[0])
-
-    return open_blob
+    return lambda name: FileReader(data_dir / name)
 
 
 def make(

@@ -21,9 +21,8 @@ from coordinator.store.blobs import Reader
 from coordinator.store.data_directory import RESTORED, DataDirectory
 from coordinator.store.database import Database
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.store.files import fsync
 from coordinator.store.tokens import Tokens
-from outerstep.common.direct_io import write_new
+from outerstep.common.files import fsync, write_new
 from outerstep.common.reaching import in_words
 from protocol.errors import OuterstepError
 

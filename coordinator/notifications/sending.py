@@ -20,7 +20,7 @@ from coordinator.notifications.formats import Notification, Request, format_of, 
 from coordinator.notifications.outbox import Outbox, Pending
 from outerstep.common.reaching import in_words
 from protocol.errors import OuterstepError
-from protocol.printable import printable
+from protocol.text import printable
 
 logger = logging.getLogger(__name__)
 

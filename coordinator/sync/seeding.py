@@ -18,7 +18,7 @@ from protocol.digest import model_digest
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import CheckpointFragment
-from protocol.spec.pins import check_pin
+from protocol.spec.sections import check_pin
 from protocol.wire import Payload
 
 

@@ -19,7 +19,7 @@ from outerstep.doctor.finding import Finding, fine, warning, wrong
 from outerstep.units import duration_text
 from protocol.errors import NoCoordinator, NotUnderstood, OuterstepError, Transient
 from protocol.messages import Health
-from protocol.versions import OURS, Said, why_not
+from protocol.versions import OURS, Version, incompatibility
 
 ENDS_SOON_DAYS = 14
 
@@ -132,7 +132,7 @@ def judge_coordinator(url: str, seen: Greeting, own_version: str) -> list[Findin
         raise_for_problem(seen.answer)
         health = read_message(Health, seen.answer)
         # The body says it too: a proxy may have removed the headers.
-        if (difference := why_not(OURS, Said(str(health.protocol), health.version))) is not None:
+        if (difference := incompatibility(OURS, Version(str(health.protocol), health.version))) is not None:
             raise NotUnderstood(difference)
     except Transient as error:
         return [wrong("coordinator", str(error), "a proxy answers, and what is behind it does not", passing=True)]

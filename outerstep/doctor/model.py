@@ -10,8 +10,8 @@ from outerstep.doctor.finding import Finding, fine, wrong
 from outerstep.units import count_text, duration_text
 from protocol.fragments import Layout, TensorSpec, first_difference
 from protocol.messages import FrozenSummary, RunDetail
+from protocol.spec.model import MAX_PARAMETERS
 from protocol.spec.run import RunSpec
-from protocol.spec.sizes import MOST_PARAMETERS
 from worker.box import check_suited
 from worker.inner.layers import layers_of
 from worker.inner.optimizers import hidden_matrices
@@ -35,7 +35,7 @@ class Model:
     largest_layer: int
 
 
-def look(run: RunDetail, processes: int, vocabulary: int | None, max_parameters: int = MOST_PARAMETERS) -> Model:
+def look(run: RunDetail, processes: int, vocabulary: int | None, max_parameters: int = MAX_PARAMETERS) -> Model:
     """Build the model in host memory, if it has at most `max_parameters`. Raises ModelError, DataError and BoxError, as
     a worker would at its start."""
     spec = run.spec

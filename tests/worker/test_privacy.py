@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.codecs import F32
-from protocol.spec.privacy import PrivacySpec
+from protocol.codecs.base import F32
+from protocol.spec.sections import PrivacySpec
 from protocol.wire import ContributionHeader, Payload, pack_header
 from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread

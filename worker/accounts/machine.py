@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from protocol.compiled import KERNELS
-from protocol.host import MAX_TEXT, HostValue, Tell
-from protocol.messages import Metrics
-from protocol.printable import printable
+from protocol.messages import MAX_FACT_TEXT, HostDetail, HostValue, Metrics
+from protocol.text import printable
 
 # Dense peaks in TFLOP/s from the makers' data sheets: bf16 and fp16 with fp32 accumulation, TF32, fp32. A name must
 # occur, as whole words, in torch's name of the device; the first match counts.
@@ -91,8 +90,8 @@ def host_facts(device: torch.device) -> dict[str, HostValue]:
     """Return the facts about this machine, by name."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
-        "host": printable(platform.node())[:MAX_TEXT],
-        "device": printable(f"{device}: {name}")[:MAX_TEXT],
+        "host": printable(platform.node())[:MAX_FACT_TEXT],
+        "device": printable(f"{device}: {name}")[:MAX_FACT_TEXT],
         "threads": torch.get_num_threads(),
         "kernels": KERNELS,
         "torch": torch.__version__,
@@ -100,11 +99,11 @@ def host_facts(device: torch.device) -> dict[str, HostValue]:
     }
 
 
-def shared_facts(facts: dict[str, HostValue], tell: Tell) -> dict[str, HostValue]:
+def shared_facts(facts: dict[str, HostValue], tell: HostDetail) -> dict[str, HostValue]:
     """Return the facts that are sent."""
     return {name: value for name, value in facts.items() if tell == "all" or (tell == "some" and name in SOME)}
 
 
-def shared_metrics(metrics: Metrics, tell: Tell) -> Metrics:
+def shared_metrics(metrics: Metrics, tell: HostDetail) -> Metrics:
     """Return the metrics that are sent: those that reveal the device only with "all"."""
     return metrics if tell == "all" else metrics.model_copy(update={"mfu": None, "peak_memory_bytes": None})

@@ -12,8 +12,8 @@ from protocol.errors import Problem
 from protocol.fragments import Layout, first_difference
 from protocol.messages import CheckpointDetail, RunDetail, RunState
 from protocol.outer_step import reached
-from protocol.spec.sections import ModelSpec, OuterSpec
-from protocol.spec.sizes import MOST_PARAMETERS
+from protocol.spec.model import MAX_PARAMETERS, ModelSpec
+from protocol.spec.sections import OuterSpec
 from worker.codecs import unpack_payload
 from worker.errors import ModelError
 from worker.link.client import Client
@@ -56,7 +56,7 @@ def load_parameters(client: Client, model: nn.Module, state_round: int | None = 
 
 
 def load_bare_parameters(
-    client: Client, state_round: int | None = None, max_parameters: int = MOST_PARAMETERS
+    client: Client, state_round: int | None = None, max_parameters: int = MAX_PARAMETERS
 ) -> nn.Module:
     """Return a module with only the trained parameters of a checkpoint, under their names; otherwise like
     `load_parameters`. Raises ModelError if the checkpoint announces more than `max_parameters`."""

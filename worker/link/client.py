@@ -25,7 +25,7 @@ from protocol import messages, wire
 from protocol.digest import Buffer
 from protocol.errors import BeyondLimits, NotUnderstood, Problem, Transient, UnexpectedAnswer, WireError
 from protocol.spec.run import MAX_SPEC_BYTES
-from protocol.versions import OURS, both_named, of_requests
+from protocol.versions import OURS, different_builds, request_headers
 from worker.accounts.stages import RoundTrace, Stages, Traffic
 from worker.line.line import DOWN, UP, Line
 from worker.line.retry import Retry, Signal
@@ -50,7 +50,7 @@ def open_http(url: str, ca: Path | None = None) -> httpx.Client:
     file `ca`. Close it after use. Raises ValueError for a file without certificates."""
     most = UP[1] + DOWN[1] + OTHERS
     limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_OPEN_S)
-    headers = of_requests("worker")
+    headers = request_headers("worker")
     return httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, limits=limits, verify=trusting(ca))
 
 
@@ -325,7 +325,7 @@ def _payload(download: Download) -> wire.Payload:
     try:
         return wire.Payload.from_bytes(data)
     except WireError as error:
-        raise NotUnderstood(f"{download.path}: {error}; {both_named(OURS, download.coordinator)}") from error
+        raise NotUnderstood(f"{download.path}: {error}; {different_builds(OURS, download.coordinator)}") from error
 
 
 def _pass_over(response: httpx.Response) -> None:

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from protocol.messages import EvaluationReport, Metrics
-from protocol.spec.privacy import PrivacySpec
 from protocol.spec.run import RunSpec
+from protocol.spec.sections import PrivacySpec
 from worker.privacy.noise import KEY_BYTES, with_noise
 from worker.ranks import ALONE, Ranks
 from worker.state.state_dir import StateDir

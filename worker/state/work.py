@@ -11,6 +11,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from outerstep.common.ranges import merged
+
 UnitRanges = list[list[int]]
 
 
@@ -27,13 +29,7 @@ def count(units: UnitRanges) -> int:
 def in_order(units: UnitRanges) -> UnitRanges:
     """Return the same units in as few ranges as possible, ascending. Raises ValueError or TypeError if it is no list of
     ranges."""
-    result: UnitRanges = []
-    for start, stop in sorted(units):
-        if result and result[-1][1] == start:
-            result[-1][1] = stop
-        else:
-            result.append([start, stop])
-    return result
+    return [list(each) for each in merged(sorted(units))]
 
 
 def first_units(units: UnitRanges, most: int) -> UnitRanges:
