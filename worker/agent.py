@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import torch
 
+from outerstep.common.connections import error_text
 from outerstep.common.exit_codes import Exit
-from outerstep.common.reaching import in_words
 from protocol.compiled import KERNELS
 from protocol.errors import CodecError, NoCoordinator, NotUnderstood, OuterstepError, Problem, Remedy
 from protocol.messages import RunDetail, RunState
@@ -76,7 +76,7 @@ def _run(
         with logged_to(settings.log_file):
             return _ended(settings, work, end_process)
     except OSError as error:
-        log.error("--log-file: %s", in_words(error))
+        log.error("--log-file: %s", error_text(error))
         return Exit.USAGE
 
 
@@ -117,7 +117,7 @@ def _ended(
         log.error("%s", error)
         return Exit.RETRY
     except (OSError, httpx.HTTPError) as error:
-        log.error("%s", in_words(error))
+        log.error("%s", error_text(error))
         return Exit.RETRY
     except Exception as error:
         if is_out_of_memory(error):
@@ -154,9 +154,13 @@ def _check_state_directory(path: Path) -> None:
         with StateDir(rank_directory(path, Ranks.here().rank)):
             pass
     except OSError as error:
+<<<<<<< HEAD
         raise BoxError(
             f"--state {path} cannot hold this worker's state: {in_words(error)}; choose another directory"
         ) from error
+=======
+        raise BoxError(f"--state {path} cannot hold this worker's state: {error_text(error)}; give another") from error
+>>>>>>> main
 
 
 def _train(

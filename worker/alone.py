@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outerstep.common.text import UNKNOWN
+from outerstep.common.quantities import UNKNOWN
 from protocol.digest import digest
 from worker.accounts.progress import Progress, speed_text
 from worker.accounts.stages import Stages, Traffic

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from outerstep.common.connections import CA_VARIABLE, ssl_context
 from outerstep.common.quantities import parse_count, parse_rate
-from outerstep.common.reaching import CA_VARIABLE, trusting
 from protocol.messages import HostDetail
 from protocol.spec.model import MAX_PARAMETERS
 from protocol.spec.sections import NAME_PATTERN, Name
@@ -63,7 +63,7 @@ class _Membership(_Settings):
     @field_validator("ca")
     @classmethod
     def _has_certificates(cls, ca: Path | None) -> Path | None:
-        trusting(ca)
+        ssl_context(ca)
         return ca
 
 

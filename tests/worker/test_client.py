@@ -14,7 +14,7 @@ import msgpack
 import pytest
 from blake3 import blake3
 
-from outerstep.common.reaching import in_words
+from outerstep.common.connections import error_text
 from protocol import messages, wire
 from protocol.digest import parse_content_digest
 from protocol.errors import PROBLEMS, NoCoordinator, NotUnderstood, Problem, Remedy, UnexpectedAnswer
@@ -132,7 +132,7 @@ def test_an_outage_of_any_length(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_what_is_in_the_way_is_told_without_what_is_for_programmers(said: str, told: str) -> None:
-    assert in_words(httpx.ReadTimeout(said)) == told
+    assert error_text(httpx.ReadTimeout(said)) == told
 
 
 def distrusted() -> httpx.ConnectError:

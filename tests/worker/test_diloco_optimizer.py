@@ -152,8 +152,8 @@ def test_parameters_without_names_are_numbered(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "batch": ({"batch_size": 5}, ValueError, "batch_size = 5, and the run toy has inner.batch_size = 4"),
-    "H": ({"num_inner_steps": 7}, ValueError, "num_inner_steps = 7, and the run toy has sync.inner_steps = 4"),
+    "batch": ({"batch_size": 5}, ValueError, "batch_size = 5, but the run toy has inner.batch_size = 4"),
+    "H": ({"num_inner_steps": 7}, ValueError, "num_inner_steps = 7, but the run toy has sync.inner_steps = 4"),
     "no momentum": (
         {"outer_optimizer": partial(SGD, lr=1.0)},
         ValueError,

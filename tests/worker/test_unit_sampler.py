@@ -155,7 +155,7 @@ def test_a_loop_that_steps_on_every_micro_batch_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "micro_batch", "told"),
     [
-        (BATCH - 1, None, r"the data set has 3 rows, and a unit of this run has 4, its inner\.batch_size"),
+        (BATCH - 1, None, r"the data set has 3 rows, but a unit of this run has 4, its inner\.batch_size"),
         (ROWS, 3, r"micro_batch = 3: a unit of this run has 4 rows"),
         (ROWS, 0, r"micro_batch = 0: a unit of this run has 4 rows"),
         (ROWS, 8, r"micro_batch = 8: a unit of this run has 4 rows"),
@@ -205,7 +205,7 @@ def test_units_that_share_a_step_are_told(tmp_path: Path, caplog: pytest.LogCapt
                 if number % 2:
                     optimizer.step()
                     optimizer.zero_grad()
-    assert "round 0: 2 inner steps on 4 units; each unit is for a step of its own" in caplog.text
+    assert "round 0: 2 inner steps on 4 units" in caplog.text
 
 
 def test_several_processes_share_every_unit() -> None:
@@ -223,5 +223,5 @@ def test_several_processes_share_every_unit() -> None:
     assert [row for each in rows(Ranks(1, 2), 1) for row in each] == [row for each in parts[1] for row in each]
     with pytest.raises(ValueError, match="which 3 processes cannot share"):
         rows(Ranks(0, 3), None)
-    with pytest.raises(ValueError, match="2 of them for each of 2 processes, which is no whole number"):
+    with pytest.raises(ValueError, match="2 of them for each of 2 processes, which is not a multiple"):
         rows(Ranks(0, 2), 4)

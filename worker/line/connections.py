@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from outerstep.common import congestion
+from outerstep.common.connections import set_congestion_control
 
 UNSENT_BYTES = 1 << 17  # 0.1 s at 10 Mbit/s; loopback is as fast with it as without
 UNSENT_FAR_BYTES = 1 << 14  # per connection, where there are many
@@ -83,7 +83,7 @@ class Connections:
 
     def _set_up(self, opened: socket.socket) -> None:
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self.unsent_bytes)
-        used = congestion.ask(opened)
+        used = set_congestion_control(opened)
         if used != self.congestion_control:
             self.congestion_control = used
             log.info("TCP's congestion control: %s", used)

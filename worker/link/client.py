@@ -20,7 +20,7 @@ import httpx
 from pydantic import BaseModel
 
 from outerstep.common.answers import ERROR_BYTES, Reply, beginning, raise_for_problem, read_body, read_message
-from outerstep.common.reaching import trusting
+from outerstep.common.connections import ssl_context
 from protocol import messages, wire
 from protocol.digest import Buffer
 from protocol.errors import BeyondLimits, NotUnderstood, Problem, Transient, UnexpectedAnswer, WireError
@@ -51,7 +51,7 @@ def open_http(url: str, ca: Path | None = None) -> httpx.Client:
     most = UP[1] + DOWN[1] + OTHERS
     limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_OPEN_S)
     headers = request_headers("worker")
-    return httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, limits=limits, verify=trusting(ca))
+    return httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, limits=limits, verify=ssl_context(ca))
 
 
 class Client:
