@@ -154,13 +154,9 @@ def _check_state_directory(path: Path) -> None:
         with StateDir(rank_directory(path, Ranks.here().rank)):
             pass
     except OSError as error:
-<<<<<<< HEAD
         raise BoxError(
-            f"--state {path} cannot hold this worker's state: {in_words(error)}; choose another directory"
+            f"--state {path} cannot hold this worker's state: {error_text(error)}; choose another directory"
         ) from error
-=======
-        raise BoxError(f"--state {path} cannot hold this worker's state: {error_text(error)}; give another") from error
->>>>>>> main
 
 
 def _train(

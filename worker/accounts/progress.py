@@ -155,13 +155,8 @@ class Progress:
             "round %d: loss %s %s, rate %s, %s, %.2f MB up, %.2f MB down; elapsed %s, to go %s; seconds: %s",
             round_number,
             UNKNOWN if metrics.loss is None else f"{metrics.loss:.4f}",
-<<<<<<< HEAD
             sparkline(self._losses_by_round),
-            rate_text(metrics.learning_rate),
-=======
-            sparkline(self._told),
             learning_rate_text(metrics.learning_rate),
->>>>>>> main
             speed_text(metrics),
             report.upload_bytes / 1e6,
             report.download_bytes / 1e6,

@@ -14,16 +14,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-<<<<<<< HEAD
-from outerstep.common import congestion, tracing
-from worker.line.connections import UNSENT_FAR_BYTES, Connections, StallWatch
-from worker.line.meter import WINDOW_S, Meter, ParallelConnections
-=======
 from outerstep.common import tracing
 from outerstep.common.connections import BBR
-from worker.line.connections import UNSENT_FAR_BYTES, Connections, Stalls
-from worker.line.meter import WINDOW_S, Meter, Width
->>>>>>> main
+from worker.line.connections import UNSENT_FAR_BYTES, Connections, StallWatch
+from worker.line.meter import WINDOW_S, Meter, ParallelConnections
 
 AHEAD_S = 0.1  # seconds of the rate that may be used at once after a silence
 
@@ -227,11 +221,7 @@ class Line:
     def _set_far(self) -> None:
         with self._beginning:
             begins, self.is_far = not self.is_far, True
-<<<<<<< HEAD
-        if begins and self.connections.congestion_control != congestion.BBR:  # with BBR, one connection fills the line
-=======
-        if begins and self.connections.congestion_control != BBR:  # by which one connection fills it
->>>>>>> main
+        if begins and self.connections.congestion_control != BBR:  # with BBR, one connection fills the line
             self.connections.unsent_bytes = UNSENT_FAR_BYTES
             self.up.set_far(UP_FAR, UP_FAR_BYTES)
             self.down.set_far(DOWN_FAR, DOWN_FAR_BYTES)
