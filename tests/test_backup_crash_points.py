@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from coordinator.backup.directory import BackupDirectory
-from coordinator.backup.putting_back import restore
+from coordinator.backup.restore import restore
 from coordinator.store.database import url_of
 from coordinator.store.sqlite import FILE
 from harness.coordinator import coordinator_thread

@@ -114,7 +114,7 @@ async def contribute(
     layout = layout_with(run, fragment)
     limit = max_payload_bytes(run.spec.sync.upload_codec, layout.elements[fragment])
     round_bytes = max_payloads_bytes(run.spec.sync.upload_codec, len(layout.fragments), layout.total_elements)
-    async with received(http, service, limit, round_bytes, service.room) as arrived:
+    async with received(http, service, limit, round_bytes, service.memory) as arrived:
         reply = await run_in_threadpool(_accept, run, layout, worker, number, fragment, arrived)
     if isinstance(reply, PartReply):
         return part_taken(reply)
@@ -161,7 +161,7 @@ async def get_delta(
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
     # Only those of the last round: an older delta may still be in memory though the retention rule has deleted it.
-    recent = run.world.room.delta(found) if (number, fragment) in run.outer.deltas else None
+    recent = run.world.memory.delta(found) if (number, fragment) in run.outer.deltas else None
     if recent is not None:
         return blob_in_memory(http, recent, found)
     return await run_in_threadpool(_stored_delta, http, run, number, fragment, found)

@@ -22,8 +22,7 @@ from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.assembling import Whole
 from coordinator.store.data_directory import DataDirectory
-from coordinator.store.payloads import Body
-from coordinator.tuning.room import Room
+from coordinator.store.payloads import Body, MemoryBudget
 from protocol.digest import parse_content_digest
 from protocol.errors import Problem, Remedy
 from protocol.messages import PartReply
@@ -169,9 +168,9 @@ class Received:
 
 @asynccontextmanager
 async def received(
-    request: Request, service: Coordinator, max_bytes: int, round_bytes: int, room: Room | None = None
+    request: Request, service: Coordinator, max_bytes: int, round_bytes: int, budget: MemoryBudget | None = None
 ) -> AsyncIterator[Received]:
-    """Receive the request's body, into memory if `room` has some; then give it to the block, which `complete`s it.
+    """Receive the request's body, into memory if `budget` allows it; then give it to the block, which `complete`s it.
 
     `round_bytes`: the size of all payloads that the member has to send for a round. At most ROUNDS times as many bytes
     may be arriving at once, and as many may be stored of payloads with missing parts.
@@ -181,7 +180,7 @@ async def received(
     """
     size, announced, part = _announced(request, max_bytes)
     with service.callers.upload(_owner(request), size, ROUNDS * round_bytes):
-        async with _received(request, service, size, announced, part, round_bytes, room) as arrived:
+        async with _received(request, service, size, announced, part, round_bytes, budget) as arrived:
             yield arrived
 
 
@@ -198,9 +197,9 @@ async def _received(
     announced: bytes,
     part: Part | None,
     round_bytes: int,
-    room: Room | None,
+    budget: MemoryBudget | None,
 ) -> AsyncIterator[Received]:
-    content = None if room is None else await _take(room, size)
+    content = None if budget is None else await _take(budget, size)
     upload: Upload = (
         ThroughFile(size, announced, service.data) if content is None else InMemory(size, announced, content)
     )
@@ -209,7 +208,7 @@ async def _received(
         if part is None:
             yield Received(upload, service.data)
         else:
-            with _of_whole(request, service, upload, part, round_bytes, room) as arrived:
+            with _of_whole(request, service, upload, part, round_bytes, budget) as arrived:
                 yield arrived
     finally:
         upload.discard()
@@ -217,12 +216,12 @@ async def _received(
 
 @contextmanager
 def _of_whole(
-    request: Request, service: Coordinator, upload: Upload, part: Part, round_bytes: int, room: Room | None
+    request: Request, service: Coordinator, upload: Upload, part: Part, round_bytes: int, budget: MemoryBudget | None
 ) -> Iterator[Received]:
     """Give the block a part of a payload; forget that payload where it was taken, or refused for good."""
 
     def target() -> memoryview | Path:
-        memory = None if room is None else room.take(part.total)
+        memory = None if budget is None else budget.take(part.total)
         return service.data.scratch() if memory is None else memory
 
     key = _owner(request), request.url.path
@@ -244,13 +243,13 @@ def part_taken(reply: PartReply) -> Response:
     return Response(reply.model_dump_json(), HTTPStatus.ACCEPTED, media_type="application/json")
 
 
-async def _take(room: Room, size: int) -> memoryview | None:
+async def _take(budget: MemoryBudget, size: int) -> memoryview | None:
     """Return memory for a body, or None. While others are freeing theirs, waiting for it costs less than going through
     a file."""
-    content = room.take(size)
-    while content is None and room.frees_up(size):
+    content = budget.take(size)
+    while content is None and budget.frees_up(size):
         await asyncio.sleep(POLL_S)
-        content = room.take(size)
+        content = budget.take(size)
     return content
 
 
