@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from coordinator.http.connections import MAX_AHEAD
+from coordinator.http.connections import MAX_PIPELINED
 from harness.certificates import make_certificate
 from harness.coordinator import InThread, coordinator_thread
 from outerstep.common.reaching import trusting
@@ -154,9 +154,9 @@ def test_an_upgrade_is_not_taken_up(shared: InThread) -> None:
 def test_requests_that_are_sent_far_ahead_end_their_connection(shared: InThread, run: str) -> None:
     """Each is remembered until those before it are answered."""
     with line(shared) as connection:
-        connection.sendall((GET + b"\r\n") * (MAX_AHEAD // 2))
+        connection.sendall((GET + b"\r\n") * (MAX_PIPELINED // 2))
         answered = b""
-        while answered.count(b"HTTP/1.1 200 ") < MAX_AHEAD // 2:
+        while answered.count(b"HTTP/1.1 200 ") < MAX_PIPELINED // 2:
             answered += connection.recv(1 << 16)
     with line(shared) as connection:
         assert send_all(connection, (GET + b"\r\n") * 1000, 1000) < 20_000_000
@@ -183,13 +183,13 @@ def test_the_rest_of_a_refused_body_is_waited_for_only_as_long_as_it_comes(
 
 def test_an_answer_that_is_not_read_is_given_up(shared: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared.coordinator.settings, "upload_idle_s", 0.2)
-    open_before = len(shared.server.gate)
+    open_before = len(shared.server.connections)
     with line(shared) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         asked = b"GET /v1/line-check?bytes=8388608 HTTP/1.1\r\nHost: c\r\nAuthorization: Bearer %s\r\n\r\n"
         connection.sendall(asked % shared.admin_token.encode() * 2)
-        wait_until(lambda: len(shared.server.gate) > open_before)
-        wait_until(lambda: len(shared.server.gate) <= open_before)
+        wait_until(lambda: len(shared.server.connections) > open_before)
+        wait_until(lambda: len(shared.server.connections) <= open_before)
 
 
 # --- how many ---------------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_of_one_address_so_many_and_another_is_served(tmp_path: Path) -> None:
     ):
         for _ in range(5):
             held.enter_context(line(running, "127.0.0.2")).sendall(b"GET")
-        wait_until(lambda: len(running.server.gate) >= 5)
+        wait_until(lambda: len(running.server.connections) >= 5)
         with line(running, "127.0.0.2") as one_more:
             assert status(one_more) == 503
         assert is_served(running)
@@ -234,8 +234,8 @@ def test_before_a_handshake_they_are_counted_too(tmp_path: Path) -> None:
         with httpx.Client(base_url=running.url, verify=trusting(certificate.file)) as client:
             assert client.get("/healthz").status_code == 200
             assert client.get("/healthz", headers={"X-Long": "a" * 40_000}).status_code == 431
-        assert len(running.server.gate) <= 20
-        for _ in range(running.server.gate.per_address):
+        assert len(running.server.connections) <= 20
+        for _ in range(running.server.connections.per_address):
             held.enter_context(line(running, "127.0.0.99"))
         assert is_cut(held.enter_context(line(running, "127.0.0.99")))
 
@@ -262,5 +262,5 @@ def test_idle_connections_shut_nobody_out(tmp_path: Path) -> None:
             for number in range(100):
                 held.enter_context(line(running, f"127.0.0.{2 + number % 50}"))
             assert is_served(running)
-            assert len(running.server.gate) <= 20
+            assert len(running.server.connections) <= 20
         assert is_served(running)
