@@ -28,9 +28,8 @@ from protocol.spec.privacy import PrivacySpec
 from protocol.spec.run import RunSpec
 from worker.data.text import TextData
 from worker.inner.evaluation import evaluate
+from worker.privacy.mechanism import Protection, Spent
 from worker.privacy.noise import with_noise
-from worker.privacy.protecting import Protection
-from worker.privacy.spent import Spent
 from worker.state.outer_state import OuterState
 from worker.state.work import Contribution
 

@@ -30,7 +30,7 @@ from worker.models.building import build_model, check_vocabulary
 from worker.models.pretrained import ADAPTERS, CONFIG
 from worker.settings import BoxSettings
 from worker.starting import choose_device
-from worker.state.frozen import frozen_summary
+from worker.state.parameters import frozen_summary
 
 HOST = torch.device("cpu")
 TOKENS_AT_ONCE = 4096  # a whole batch of a run may be half a million, whose logits no machine has room for

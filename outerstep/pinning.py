@@ -11,9 +11,8 @@ from worker.data.opening import open_training_set
 from worker.models.building import build_model
 from worker.settings import BoxSettings
 from worker.state.fragments import Fragments
-from worker.state.frozen import frozen_summary
 from worker.state.outer_state import OuterState
-from worker.state.parameters import tensor_specs
+from worker.state.parameters import frozen_summary, tensor_specs
 
 
 def pins_of(spec: RunSpec, settings: BoxSettings, *, state: bool) -> PinSpec:

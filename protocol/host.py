@@ -1,11 +1,9 @@
-"""What a worker says of its machine, as it may be told and as it is shown."""
+"""The facts that a worker reports about its machine, and their limits."""
 
 import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
-
-from protocol.printable import printable
 
 MAX_FACTS, MAX_NAME, MAX_TEXT, MAX_PHASE = 32, 64, 256, 32  # facts, and characters
 
@@ -31,23 +29,7 @@ def _told(host: Any) -> Any:
     return host
 
 
-def _shown(host: Any) -> Any:
-    """Return `host` as far as it can be shown, of older coordinators and of rows that they wrote."""
-    if not isinstance(host, dict):
-        return host
-    facts = list(host.items())[:MAX_FACTS]
-    return {printable(str(name)[:MAX_NAME]): value if _is_fact(value) else _readable(value) for name, value in facts}
-
-
-def shown_metrics(metrics: Any) -> Any:
-    """Return `metrics` with a phase that can be shown."""
-    if isinstance(metrics, dict) and isinstance(metrics.get("phase"), str):
-        return {**metrics, "phase": printable(metrics["phase"])[:MAX_PHASE]}
-    return metrics
-
-
 ToldHost = Annotated[dict[str, HostValue], BeforeValidator(_told)]
-ShownHost = Annotated[dict[str, HostValue], BeforeValidator(_shown)]
 
 
 def _is_fact(value: Any) -> bool:
@@ -62,16 +44,6 @@ def _is_fact(value: Any) -> bool:
             return len(value) <= MAX_TEXT and value.isprintable()
         case _:
             return False
-
-
-def _readable(value: Any) -> str:
-    match value:
-        case int():
-            return "a large number"
-        case float() | str():
-            return printable(str(value)[:MAX_TEXT])[:MAX_TEXT]
-        case _:
-            return "what is no fact"
 
 
 def _short(value: Any) -> str:

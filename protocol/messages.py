@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from protocol.fragments import Layout, TensorSpec
-from protocol.host import MAX_PHASE, ShownHost, ToldHost, shown_metrics
+from protocol.host import MAX_PHASE, ToldHost
 from protocol.printable import check_printable
 from protocol.spec.run import RunSpec
 from protocol.spec.sections import Name
@@ -233,7 +233,7 @@ class JoinRequest(_Request):
     `previous` is the member token of an earlier lease under this name: it proves that this is the same worker,
     restarted, so that it need not wait for that lease to expire.
 
-    `frozen` is left out where every parameter is trained, as it is unknown to older coordinators.
+    `frozen` is left out where every parameter is trained.
 
     `member_token` is the worker's proposal for the new lease, a random secret: a join whose answer was lost can then be
     repeated, like any PUT. Without it the coordinator chooses one.
@@ -259,8 +259,8 @@ class Metrics(BaseModel):
     """A worker's own measurements, since it started. They are for display only, but for `inner_steps_per_second`: with
     `sync.inner_steps = "auto"` it decides the number of inner steps.
 
-    Unknown keys are ignored, in requests as well: no worker is to lose its lease for a figure that an older coordinator
-    cannot show."""
+    Unknown keys are ignored, in requests as well: a worker must not lose its lease for a figure that the coordinator
+    does not know."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -325,8 +325,8 @@ class WorkerInfo(_Reply):
     epoch: int
     joined_at: float
     last_seen_s: float | None  # seconds ago; null if it is not live
-    host: ShownHost
-    metrics: Annotated[Metrics, BeforeValidator(shown_metrics)]
+    host: ToldHost
+    metrics: Metrics
     contributions: int
     tokens: int
     upload_bytes: int  # accepted contributions
@@ -564,7 +564,7 @@ JOIN_PREFIX = "ostj_"  # of a join token's secret, by which a worker knows that 
 MAX_TOKEN_S = 100 * 365 * 86_400.0  # how long a token that ends may last
 Times = Annotated[int, Field(ge=1, le=1_000_000)]
 Secret = Annotated[str, Field(pattern=r"^ost_[A-Za-z0-9_-]{43}$")]
-_UNLESS_NULL = Field(exclude_if=lambda value: value is None)  # unknown to older coordinators
+_UNLESS_NULL = Field(exclude_if=lambda value: value is None)
 
 
 class TokenRequest(_Request):

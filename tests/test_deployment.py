@@ -40,6 +40,7 @@ def told(sample: str, name: str) -> float:
     return float(number)
 
 
+@pytest.mark.covers("security:misconfigured-proxy")
 def test_the_samples_have_the_coordinator_s_own_limits() -> None:
     assert told(NGINX, "limit_conn connections") == DEFAULTS.max_connections_per_address
     assert told(NGINX, "client_header_timeout") == told(CADDY, "read_header") == DEFAULTS.head_s

@@ -57,6 +57,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert len(named) == len(set(named))
 
 
+@pytest.mark.covers("security:site-assets")
 def test_a_page_loads_nothing_from_elsewhere_and_links_to_what_is_there(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > len(list(DOCS.glob("*.md")))

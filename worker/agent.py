@@ -17,21 +17,20 @@ from protocol.compiled import KERNELS
 from protocol.errors import CodecError, NoCoordinator, NotUnderstood, OuterstepError, Problem, Remedy
 from protocol.messages import RunDetail, RunState
 from protocol.spec.run import RunSpec
-from worker.accounts.host import host_facts
+from worker.accounts.machine import host_facts
 from worker.accounts.step_log import StepLog
 from worker.allowing import Allowed, allowed_by, permit
 from worker.alone import train_alone
 from worker.box import Box, check_suited, set_up
 from worker.diloco import DiLoCo
 from worker.errors import BoxError, DataError, ModelError, NotAllowed, StateDirBusy, Stopped
-from worker.initial import initial_parameters
 from worker.inner.micro_batch import is_out_of_memory, memory_told
+from worker.joining.checkpoints import initial_parameters
 from worker.link.client import Client, open_http
 from worker.link.own_token import with_own_token
-from worker.logs import log_to_stderr, logged_to
+from worker.process import log_to_stderr, logged_to, stop_on_signals
 from worker.ranks import ALONE, Ranks
 from worker.settings import BoxSettings, WorkerSettings, state_directory
-from worker.signals import stop_on_signals
 from worker.starting import group_of, start
 from worker.state.state_dir import StateDir, rank_directory
 from worker.train import train

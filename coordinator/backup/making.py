@@ -54,14 +54,7 @@ class Made:
 def files_of(data_dir: Path) -> Callable[[str], Reader]:
     """Return what opens the blobs of a data directory, whoever else uses it."""
 
-    def open_blob(name: str) -> Reader:
-        try:
-            return FileReader(data_dir / name)
-        except FileNotFoundError:
-            # Deltas and checkpoints of older versions have no digest in their names until a coordinator has started.
-            return FileReader(data_dir / name.rpartition(".")[0])
-
-    return open_blob
+    return lambda name: FileReader(data_dir / name)
 
 
 def make(

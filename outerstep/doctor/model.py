@@ -16,8 +16,7 @@ from worker.box import check_suited
 from worker.inner.layers import layers_of
 from worker.inner.optimizers import hidden_matrices
 from worker.models.building import build_model, check_vocabulary
-from worker.state.frozen import frozen_summary
-from worker.state.parameters import tensor_specs
+from worker.state.parameters import frozen_summary, tensor_specs
 
 MOMENT_BYTES = 4  # of an element, fp32
 

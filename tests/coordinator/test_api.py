@@ -373,6 +373,7 @@ def test_runs_are_listed_by_name_page_by_page(tmp_path: Path) -> None:
 # --- OpenAPI and health -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covers("security:api-docs-assets")
 @pytest.mark.parametrize("page", ["/docs", "/redoc"])
 def test_the_documentation_loads_nothing_from_elsewhere(shared: InThread, page: str) -> None:
     html = httpx.get(shared.url + page, verify=False).text
@@ -385,6 +386,7 @@ def test_the_documentation_loads_nothing_from_elsewhere(shared: InThread, page: 
     assert elsewhere == []
 
 
+@pytest.mark.covers("security:documentation-scripts")
 @pytest.mark.parametrize("page", ["/docs", "/redoc"])
 def test_a_browser_runs_no_script_of_the_documentation_but_its_own(shared: InThread, page: str) -> None:
     answer = httpx.get(shared.url + page, verify=False)
@@ -398,6 +400,7 @@ def test_a_browser_runs_no_script_of_the_documentation_but_its_own(shared: InThr
     assert {"default-src 'none'", "frame-ancestors 'none'"} < set(policy.split("; "))
 
 
+@pytest.mark.covers("security:documentation-scripts")
 @pytest.mark.parametrize("path", ["/docs", "/redoc", "/", "/openapi.json", "/healthz", "/v1/runs", "/nowhere"])
 def test_no_answer_is_taken_for_another_type_than_it_names(shared: InThread, path: str) -> None:
     for token in (shared.admin_token, "none"):
@@ -405,6 +408,7 @@ def test_no_answer_is_taken_for_another_type_than_it_names(shared: InThread, pat
             assert http.get(path).headers["x-content-type-options"] == "nosniff"
 
 
+@pytest.mark.covers("security:host-redirect")
 def test_no_answer_leads_to_the_host_that_the_request_names(shared: InThread) -> None:
     with shared.client() as http:
         for path in ("/v1/runs/", "/v1/tokens/", "/healthz/", "/docs/", "/static-offline-docs", "/dashboard"):

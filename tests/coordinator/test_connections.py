@@ -93,6 +93,7 @@ def test_the_refusal_says_what_is_allowed(shared: InThread) -> None:
         assert answer.headers["Connection"] == "close"
 
 
+@pytest.mark.covers("security:huge-headers")
 def test_forty_megabytes_of_headers_are_not_read(shared: InThread) -> None:
     """They made the coordinator 1.2 GB larger, without a token."""
     with line(shared) as connection:
@@ -240,6 +241,7 @@ def test_before_a_handshake_they_are_counted_too(tmp_path: Path) -> None:
         assert is_cut(held.enter_context(line(running, "127.0.0.99")))
 
 
+@pytest.mark.covers("security:idle-connections")
 @needs_openssl
 def test_a_handshake_that_does_not_come_in_time_ends_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -255,6 +257,7 @@ def test_a_handshake_that_does_not_come_in_time_ends_its_connection(
                     pass
 
 
+@pytest.mark.covers("security:idle-connections")
 def test_idle_connections_shut_nobody_out(tmp_path: Path) -> None:
     """1,100 of them, where 1,024 files could be open, ended a run."""
     with coordinator_thread(tmp_path / "data", max_connections=20, proxies="127.0.0.0/8") as running:

@@ -20,6 +20,7 @@ def join(running: InThread, run: str, host: str, name: str = "w2") -> httpx.Resp
         return http.put(f"/v1/runs/{run}/workers/{name}", content=body, headers={"content-type": "application/json"})
 
 
+@pytest.mark.covers("security:hostile-host-facts")
 @pytest.mark.parametrize(
     ("host", "said"),
     [
@@ -48,6 +49,7 @@ def test_facts_within_the_bounds_are_shown(shared: InThread, run: str) -> None:
     assert info(shared, run, "/workers/w2")["host"] == host
 
 
+@pytest.mark.covers("security:hostile-host-facts")
 @pytest.mark.parametrize("phase", ["\x1b[31mtrain", "two\nlines", "x" * 33])
 def test_a_phase_is_a_short_text_that_can_be_printed(shared: InThread, run: str, phase: str) -> None:
     (member,) = crew(shared, run, ["w"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fastapi import Request
 
+from coordinator.http.downloads import blob_response
 from coordinator.store.blobs import Blobs, Stored
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs

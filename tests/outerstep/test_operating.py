@@ -246,6 +246,7 @@ def test_a_name_is_released(served: Served):
     assert served.outerstep("run", "release", "released", "ghost")[0] == 3
 
 
+@pytest.mark.covers("security:secrets-at-rest")
 def test_what_a_coordinator_writes_is_for_its_user_alone(tmp_path: Path):
     before = os.umask(0o022)
     try:

@@ -123,6 +123,7 @@ def test_the_wrong_scheme(served: Served, secured: Served, said_by_worker: Calla
         assert (code, line.strip().endswith(f"speaks HTTPS alone; give {tls}")) == (Exit.REFUSED, True), line
 
 
+@pytest.mark.covers("security:bad-answers")
 def test_a_certificate_that_nobody_has_signed(
     secured: Served, certificate: Certificate, said_by_worker: Callable[[str], tuple[int, str]]
 ) -> None:

@@ -75,6 +75,7 @@ def test_the_flags_are_those_of_the_installation() -> None:
     assert str(FLAGS).replace("'", '"') in (ROOT / "setup.py").read_text(encoding="utf-8")
 
 
+@pytest.mark.covers("security:kernel-bytes")
 def test_no_kernel_touches_what_is_not_its_own(tmp_path: Path) -> None:
     library = runtime()
     tests = [f"tests/protocol/test_{name}.py" for name in ("kernels", "hostile_payloads")]

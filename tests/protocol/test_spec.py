@@ -106,6 +106,7 @@ def test_numbers_beyond_all_runs_are_refused(key: str) -> None:
         parse_spec(f"{key} = {VAST[key]}\nname = 'demo'\nmodel.preset = 'tiny'\nsync.rounds = 4\n")
 
 
+@pytest.mark.covers("security:huge-spec-numbers")
 def test_no_number_of_a_spec_is_without_bounds() -> None:
     def unbounded(schema: dict[str, Any]) -> bool:
         kinds = [schema, *schema.get("anyOf", [])]
@@ -122,11 +123,13 @@ def test_no_number_of_a_spec_is_without_bounds() -> None:
     assert found == []
 
 
+@pytest.mark.covers("security:huge-spec-numbers")
 def test_the_tokens_of_an_inner_step_are_bounded() -> None:
     with pytest.raises(SpecError, match="1,099,511,627,776 tokens per inner step"):
         parse_spec(LEAST + "[data]\nsequence_length = 1048576\n[inner]\nbatch_size = 1048576\n")
 
 
+@pytest.mark.covers("security:huge-model")
 @pytest.mark.parametrize(
     ("config", "said"),
     [

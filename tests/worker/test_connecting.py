@@ -15,7 +15,7 @@ import torch
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
-from worker.script.connecting import membership_of
+from worker.settings import membership_of
 
 ENVIRONMENT = {"OUTERSTEP_URL": "https://coordinator.example.org/", "OUTERSTEP_TOKEN": " secret\n"}
 

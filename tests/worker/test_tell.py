@@ -14,13 +14,14 @@ from protocol.messages import Metrics, WorkerInfo
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
 from tests.support.workers import worker_settings
-from worker.accounts.host import SOME, host_facts, told_facts, told_metrics
+from worker.accounts.machine import SOME, host_facts, told_facts, told_metrics
 from worker.agent import run_worker
 from worker.settings import BoxSettings
 
 ALL = {"host", "device", "threads", "kernels", "torch", "python", "precision"}
 
 
+@pytest.mark.covers("security:training-data-leak")
 def test_what_is_told() -> None:
     facts = host_facts(torch.device("cpu")) | {"precision": "fp32"}
     assert facts.keys() == ALL

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from outerstep.common.text import PACE_ROUNDS, UNKNOWN, duration_text, rate_text, sparkline, to_go_s
 from protocol.messages import Metrics, RoundReport, Stage
-from worker.accounts.device_use import DeviceUse
-from worker.accounts.stages import Stages
-from worker.accounts.traffic import Traffic
+from worker.accounts.machine import DeviceUse
+from worker.accounts.stages import Stages, Traffic
 from worker.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)

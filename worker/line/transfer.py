@@ -33,12 +33,10 @@ from protocol.digest import Buffer, content_digest
 from protocol.errors import BeyondLimits, Problem, Transient, UnexpectedAnswer
 from protocol.messages import PartReply, Stage
 from protocol.versions import Said, said_by_coordinator
-from worker.accounts.stages import Stages
-from worker.accounts.traffic import Traffic
+from worker.accounts.stages import Stages, Traffic
 from worker.errors import Stopped
-from worker.line.line import Line
+from worker.line.line import Line, Range, Turn
 from worker.line.retry import Retry, Signal
-from worker.line.way import Range, Turn
 
 SEND_BYTES = 1 << 15
 _RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18})")

@@ -26,13 +26,11 @@ from protocol.digest import Buffer
 from protocol.errors import BeyondLimits, NotUnderstood, Problem, Transient, UnexpectedAnswer, WireError
 from protocol.spec.run import MAX_SPEC_BYTES
 from protocol.versions import OURS, both_named, of_requests
-from worker.accounts.round_trace import RoundTrace
-from worker.accounts.stages import Stages
-from worker.accounts.traffic import Traffic
+from worker.accounts.stages import RoundTrace, Stages, Traffic
 from worker.line.line import DOWN, UP, Line
 from worker.line.retry import Retry, Signal
 from worker.line.transfer import CONNECT_S, LONG_POLL_S, Channel, Download, Upload
-from worker.signals import interruptible
+from worker.process import interruptible
 
 TIMEOUT = httpx.Timeout(connect=CONNECT_S, read=60.0, write=60.0, pool=None)  # of silence, not of a transfer
 KEPT_OPEN_S = 50.0  # a connection without requests; the coordinator closes it after 75 s, and many a proxy after 60

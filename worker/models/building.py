@@ -21,7 +21,7 @@ from worker.models.adapters import import_peft, with_adapters
 from worker.models.counting import check_size
 from worker.models.pretrained import Pretrained, names_code
 from worker.models.refusing import refusing
-from worker.user_code import called
+from worker.models.user_code import called
 
 _SEEDING = threading.Lock()
 

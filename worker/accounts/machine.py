@@ -1,11 +1,20 @@
-"""How well a worker's device is used: model FLOPs utilisation, and peak memory."""
+"""How well a worker's device is used: model FLOPs utilisation, and peak memory.
 
+What the coordinator is told of a worker's machine, and shows to all who may read the run; its owner chooses.
+"""
+
+import platform
 import re
 import resource
 import sys
 from dataclasses import dataclass
 
 import torch
+
+from protocol.compiled import KERNELS
+from protocol.host import MAX_TEXT, HostValue, Tell
+from protocol.messages import Metrics
+from protocol.printable import printable
 
 # Dense peaks in TFLOP/s by the makers' data sheets: bf16 and fp16 with fp32 accumulation, TF32, fp32. A name is a part,
 # of whole words, of what torch calls the device; of several that fit, the first counts.
@@ -72,3 +81,30 @@ class DeviceUse:
             return None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+# Of what the others tell nothing: what the arithmetic of a worker depends on, and not whose machine it is.
+SOME = frozenset({"precision", "kernels", "torch", "python", "processes"})
+
+
+def host_facts(device: torch.device) -> dict[str, HostValue]:
+    """Return the facts about this machine, by name."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "host": printable(platform.node())[:MAX_TEXT],
+        "device": printable(f"{device}: {name}")[:MAX_TEXT],
+        "threads": torch.get_num_threads(),
+        "kernels": KERNELS,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def told_facts(facts: dict[str, HostValue], tell: Tell) -> dict[str, HostValue]:
+    """Return those facts that are told."""
+    return {name: value for name, value in facts.items() if tell == "all" or (tell == "some" and name in SOME)}
+
+
+def told_metrics(metrics: Metrics, tell: Tell) -> Metrics:
+    """Return the measurements as they are told: what gives the device away only with "all"."""
+    return metrics if tell == "all" else metrics.model_copy(update={"mfu": None, "peak_memory_bytes": None})
