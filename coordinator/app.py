@@ -62,7 +62,7 @@ def create_app(coordinator: Coordinator, connections: ConnectionLimit | None = N
         redirect_slashes=False,  # they would use the Host header, which the client controls
     )
     app.state.coordinator, app.state.connections = coordinator, connections
-    app.state.caches = Caches(coordinator.clock)
+    app.state.caches = Caches(lambda: coordinator.clock())
     app.state.metrics = metrics = ServerMetrics(coordinator, connections)
     answer_problems(app)
     openapi.extend_schema(app)

@@ -73,7 +73,7 @@ def test_a_list_ends_at_its_first_fault() -> None:
 def test_an_object_of_many_members_is_refused_wherever_it_is() -> None:
     wide = b"{" + b",".join(b'"%d":1' % number for number in range(MAX_MEMBERS + 1)) + b"}"
     for body in (wide, join_of(wide), join_of(rest=b',"host":' + wide)):
-        with pytest.raises(Problem, match="invalid-message: an object with 65 members; 64 are the most"):
+        with pytest.raises(Problem, match="invalid-message: .* 65 members"):
             parse(body, JOIN, JOIN_VALUES)
 
 

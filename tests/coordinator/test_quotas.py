@@ -92,7 +92,7 @@ def test_bytes_of_messages_are_counted_per_token_and_in_all(tmp_path: Path) -> N
         for number in range(1, ALL_TOKENS):
             held.enter_context(counted.message(bytes([number]), most))
         held.enter_context(counted.message(B, 1))
-        with pytest.raises(Problem, match="all messages together"):
+        with pytest.raises(Problem, match="of all tokens"):
             held.enter_context(counted.message(B, 1))
     with counted.message(A, most):
         pass
