@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from the table of the metrics: `python -m docs.write_metrics`.
+"""Write docs/metrics.md from the table of metrics: run `python -m docs.write_metrics` in the repository.
 
 A test fails if the page is out of date.
 """
@@ -21,20 +21,20 @@ coordinator answers `GET /metrics` in Prometheus' text format:
 curl --header "Authorization: Bearer $(cat viewer.token)" https://coordinator.example.org/metrics
 ```
 
-Any token works; a viewer's is enough (`outerstep token create --scope viewer`). A token for all runs gets all runs and
-the server; a token for one run gets only that run. A scrape counts as one request of the token, plus one for each run
+Any token works; a viewer's is enough (`outerstep token create --scope viewer`). A token for all runs shows all runs and
+the server; a token for one run shows that run alone. A scrape counts as one request of the token, plus one for each run
 that it shows.
 
-Values are read at each scrape: from memory, and with about ten small queries per run, on the threads that answer
-listings. A run's lock is held no longer than for a listing of runs. An unknown value has no series, for example the age
-of the open round when none is open. Ages use the coordinator's clock.
+Values are read at the scrape: from memory, and with about ten small queries per run, on the threads that answer
+listings. A scrape holds a run's lock no longer than a listing of runs does. Unknown values have no series, for example
+the age of a round when none is open. Ages are by the coordinator's clock.
 
-**The number of time series is bounded.** At most {MAX_RUNS} runs have series, active ones first and then the newest,
-and of each run at most {MAX_WORKERS} live workers, by name; two metrics count the others. Requests are labelled by the
-routes of [rest.md](rest.md), whatever paths clients request.
+**The number of series is bounded.** {MAX_RUNS} runs have series, first those that are not over and then the newest, and
+{MAX_WORKERS} live workers of each, the first by name; a metric has the number of those left out. Routes are labelled as in
+[rest.md](rest.md), whatever addresses are requested.
 
-Counters start at 0 with the coordinator, except divergences, bytes, stage seconds and joins, which are kept in the
-database.
+Counters start at 0 when the coordinator starts, except those of divergences, bytes, seconds of stages and joins, which
+are in the database.
 
 [deployment.md](deployment.md#prometheus-and-grafana) has the scrape configuration, alerts and a dashboard.
 """
@@ -45,7 +45,7 @@ The Prometheus library adds `process_*` and `python_gc_*`: CPU time, memory, ope
 
 
 def page() -> str:
-    """The page, Markdown."""
+    """Return the page as Markdown."""
     runs, server = _table(OF_RUNS), _table(OF_THE_SERVER)
     return f"{HEAD}\n## Runs and workers\n\n{runs}\n## The server\n\n{server}{LIBRARY}"
 

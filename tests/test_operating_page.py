@@ -1,5 +1,5 @@
-"""docs/operating.md: what it says comes out does, and every alert has its section; its commands, and those of the
-concepts and the FAQ, are commands."""
+"""docs/operating.md: the output it shows is what comes out, and every alert has its section; its commands, and those of
+the README and the newcomer's pages, exist and have the options that the pages name."""
 
 import re
 import shlex
@@ -18,14 +18,15 @@ from tests.test_monitoring import ALERTS
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
 TOP = get_command(app)
-OTHERS = [(ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("concepts", "faq", "index")]
+NAMED = ("concepts", "data", "faq", "index", "models", "multi-gpu", "scripts", "tutorial")
+OTHERS = [(ROOT / path).read_text(encoding="utf-8") for path in ("README.md", *(f"docs/{name}.md" for name in NAMED))]
 BLOCK = re.compile(r"^```(?:sh|console|ini)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Commands as the pages name them: in blocks by the line, in the text between backticks, which may be over two lines.
 IN_BLOCKS = [
     command
     for page in (PAGE, *OTHERS)
     for block in BLOCK.findall(page)
-    for command in re.findall(r"outerstep (?:coordinator|migrate|run|token|plan|doctor|worker)\b[^\n#]*", block)
+    for command in re.findall(r"outerstep (?:coordinator|migrate|run|token|plan|doctor|worker|data)\b[^\n#]*", block)
 ]
 IN_TEXT = [
     " ".join(command.split())
@@ -35,7 +36,7 @@ IN_TEXT = [
 
 
 def test_the_planner_says_what_the_page_says() -> None:
-    (block,) = (block for block in BLOCK.findall(PAGE) if block.startswith("$ "))
+    (block,) = (block for block in BLOCK.findall(PAGE) if block.startswith("$ outerstep plan "))
     command, _, told = block.partition("\n")
     done = CliRunner().invoke(app, shlex.split(command.removeprefix("$ outerstep ")), env={"COLUMNS": "200"})
     assert done.exit_code == 0

@@ -5,7 +5,6 @@ import json
 import httpx
 import pytest
 
-from coordinator.store.tables import WorkerRow
 from harness.coordinator import InThread
 from tests.coordinator.crew import crew, info, problem
 
@@ -56,20 +55,3 @@ def test_a_phase_is_a_short_text_that_can_be_printed(shared: InThread, run: str,
     assert (
         "phase" in problem(member.http.put(member.path("/lease"), json={"phase": phase}), "invalid-message")["detail"]
     )
-
-
-def test_rows_of_before_are_shown_and_their_workers_sent_away(shared: InThread, run: str) -> None:
-    """NaN was answered with 500, so the worker could not even be evicted."""
-    a, _ = crew(shared, run, ["a", "b"])
-    live = shared.live(run)
-    with live.change() as change:
-        for row in change.session.query(WorkerRow).filter_by(run_id=live.id):
-            row.host = {"share": float("nan"), "host": "\x1b]0;owned\x07", "list": [1], "long": "x" * 10**6}
-            row.metrics = {"phase": "\x1b[2J"}
-    with shared.client() as admin:
-        shown = admin.get(a.path()).raise_for_status().json()
-        assert shown["host"]["host"] == "\\x1b]0;owned\\x07"
-        assert shown["host"]["share"] == "nan"
-        assert len(shown["host"]["long"]) == 256
-        assert len(admin.get(f"/v1/runs/{run}/workers").raise_for_status().json()["items"]) == 2
-        assert admin.patch(a.path(), json={"state": "evicted"}).raise_for_status().json()["state"] == "evicted"
