@@ -29,9 +29,9 @@ Values are read at the scrape: from memory, and with about ten small queries per
 listings. A scrape holds a run's lock no longer than a listing of runs does. Unknown values have no series, for example
 the age of a round when none is open. Ages are by the coordinator's clock.
 
-**The number of series is bounded.** {MAX_RUNS} runs have series, first those that are not over and then the newest, and
-{MAX_WORKERS} live workers of each, the first by name; a metric has the number of those left out. Routes are labelled as in
-[rest.md](rest.md), whatever addresses are requested.
+**The number of series is bounded.** {MAX_RUNS} runs have series, first those that are not over and then the newest,
+and {MAX_WORKERS} live workers of each, the first by name; a metric has the number of those left out. Routes are
+labelled as in [rest.md](rest.md), whatever addresses are requested.
 
 Counters start at 0 when the coordinator starts, except those of divergences, bytes, seconds of stages and joins, which
 are in the database.
