@@ -18,7 +18,7 @@ from harness.coordinator import coordinator_thread
 from protocol import wire
 from protocol.digest import content_digest, digest, model_digest
 from protocol.outer_step import outer_step
-from protocol.versions import OF_ANSWERS
+from protocol.versions import RESPONSE_HEADERS
 
 PAGE = Path(__file__).parent / "rest.md"
 HEADING = "## The life of a worker\n"
@@ -60,7 +60,7 @@ PAYLOAD = "application/vnd.outerstep.payload"
 CASE = {"etag": "ETag", "www-authenticate": "WWW-Authenticate"}
 NO_TIME = 1767225600.0
 UNTOLD = {"host", "user-agent", "accept", "accept-encoding", "connection", "date", "server", "x-request-id"}
-UNTOLD |= {name.lower() for name in OF_ANSWERS}
+UNTOLD |= {name.lower() for name in RESPONSE_HEADERS}
 
 
 class Play:

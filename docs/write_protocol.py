@@ -70,7 +70,7 @@ def openapi() -> Record:
 def _models() -> Iterator[type[BaseModel]]:
     """Yield every message, header and run spec; models that they refer to are found by pydantic."""
     for found in vars(messages).values():
-        is_message = isinstance(found, type) and found.__module__ == messages.__name__ and issubclass(found, BaseModel)
+        is_message = isinstance(found, type) and issubclass(found, BaseModel)
         if is_message and found is not messages.Page:
             yield found
     yield from (messages.Page[messages.Event], wire.ContributionHeader, wire.DeltaHeader, wire.StateHeader, RunSpec)

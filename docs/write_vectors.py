@@ -32,8 +32,9 @@ from protocol.codecs import REFERENCE
 from protocol.digest import content_digest, digest, model_digest
 from protocol.fragments import TensorSpec, plan_fragments
 from protocol.outer_step import in_numpy, reached
+from protocol.spec.model import ModelSpec
 from protocol.spec.run import RunSpec
-from protocol.spec.sections import DataSpec, InnerSpec, ModelSpec, SyncSpec
+from protocol.spec.sections import DataSpec, InnerSpec, SyncSpec
 from worker.data.opening import open_training_set
 from worker.data.text import TextData
 from worker.data.tokens.index import Index, Shard

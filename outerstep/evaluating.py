@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from protocol.messages import DataSummary, Evaluation, RunDetail
+from protocol.spec.model import MAX_PARAMETERS
 from protocol.spec.run import RunSpec, parse_spec
-from protocol.spec.sizes import MOST_PARAMETERS
 from worker.allowing import permit_factory
 from worker.box import shard_cache
 from worker.data.opening import open_training_set
@@ -105,7 +105,7 @@ def load_export(
     directory: Path,
     run: RunDetail | None = None,
     factories: tuple[str, ...] = (),
-    max_parameters: int = MOST_PARAMETERS,
+    max_parameters: int = MAX_PARAMETERS,
 ) -> nn.Module:
     """Return the model of a directory that `outerstep run export` has written, on the CPU; of adapters, what they make
     with the model that they belong to. Of code that makes the model, that of `factories` may be run. Raises NotAllowed,

@@ -54,7 +54,7 @@ LAYERS: dict[str, list[str]] = {
         *("http", "metrics", "api", "dashboard", "app", "server"),
     ],
     "worker": [
-        *("errors", "files", "ranks", "settings", "process", "accounts", "codecs", "models"),
+        *("errors", "ranks", "settings", "process", "accounts", "codecs", "models"),
         *("tuning", "state", "privacy", "line", "link", "joining", "data", "rounds", "script", "allowing"),
         *("diloco", "diloco_optimizer", "export", "inner", "box", "starting", "train", "alone", "agent"),
     ],

@@ -25,7 +25,7 @@ from coordinator.quotas import caller_of
 from outerstep.common import tracing
 from protocol.errors import Problem
 from protocol.messages import Scope as TokenScope
-from protocol.versions import OURS, said_by_client, why_not
+from protocol.versions import OURS, client_version, incompatibility
 
 REJECT_DELAY_S = 1.0  # before a 429, or rejecting would cost as much as serving
 
@@ -162,7 +162,7 @@ class CheckProtocol:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and needs_a_token(scope["path"]):
-            difference = why_not(said_by_client(Headers(scope=scope)), OURS)
+            difference = incompatibility(client_version(Headers(scope=scope)), OURS)
             if difference is not None:
                 await reject(Problem("protocol-mismatch", difference), scope, receive, send)
                 return

@@ -26,7 +26,7 @@ from coordinator.metrics.runs import RunsCollector, Value, metrics
 from coordinator.run.live_run import LiveRun
 from coordinator.service import Coordinator
 from protocol import __version__
-from protocol.printable import printable
+from protocol.text import printable
 
 logger = logging.getLogger(__name__)
 

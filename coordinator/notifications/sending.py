@@ -18,9 +18,9 @@ from pydantic import SecretStr
 from coordinator.logs import scrubbed
 from coordinator.notifications.formats import Notification, Request, format_of, new_id, request_of
 from coordinator.notifications.outbox import Outbox, Pending
-from outerstep.common.reaching import in_words
+from outerstep.common.connections import error_text
 from protocol.errors import OuterstepError
-from protocol.printable import printable
+from protocol.text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ async def send(webhook: Webhook, each: Notification, now: float, open_: Open = n
     except TimeoutError as error:
         raise DeliveryError(f"{webhook.host}: no answer within {TIMEOUT_S:.0f} s") from error
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-        raise DeliveryError(f"{webhook.host}: {scrubbed(in_words(error), webhook.secrets)}") from error
+        raise DeliveryError(f"{webhook.host}: {scrubbed(error_text(error), webhook.secrets)}") from error
 
 
 def send_test(webhook: Webhook) -> int:

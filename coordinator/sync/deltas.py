@@ -11,7 +11,7 @@ from coordinator.store.payloads import HashedPayload, ReadBuffer, StoredPayload,
 from coordinator.store.tables import ContributionRow, FragmentRow
 from coordinator.sync import retention
 from coordinator.sync.aggregating import aggregate
-from outerstep.common.direct_io import aligned
+from outerstep.common.files import aligned
 from protocol.digest import Buffer, digest
 from protocol.errors import OuterstepError, WireError
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header

@@ -84,7 +84,7 @@ def test_errors_are_problems(admin: httpx.Client, member: Member, method: str, p
         (b"[]", "dict"),
         (b'{"scope": "king"}', "scope: input should be 'admin', 'operator', 'worker', 'viewer' or 'join'"),
         (b'{"note": "x"}', "scope: this key is missing"),
-        (b'{"scope": "admin", "colour": "red"}', "colour: there is no such key"),
+        (b'{"scope": "admin", "colour": "red"}', "colour: unknown key"),
         (b'{"scope": "admin", "note": "' + b"x" * 201 + b'"}', "note"),
         (b"\xff\xfe", "the body is not JSON"),
     ],
@@ -116,7 +116,7 @@ def test_every_json_request_but_metrics_refuses_unknown_keys(admin: httpx.Client
             assert [reply.status_code for reply in allowed] == [200]
             continue
         for reply in allowed:
-            assert "surprise: there is no such key" in problem(reply, "invalid-message")["detail"]
+            assert "surprise: unknown key" in problem(reply, "invalid-message")["detail"]
 
 
 def test_numbers_that_json_has_not_are_refused(member: Member) -> None:
@@ -141,7 +141,7 @@ def test_an_evaluation_of_a_state_that_does_not_exist_yet_is_refused(member: Mem
         (b'name = "x"', "invalid-spec", "sync"),
         (spec_toml("x", rounds=-1).encode(), "invalid-spec", "sync.rounds = -1"),
         (spec_toml("x", sync='upload_codec = "zip"').encode(), "invalid-spec", "sync.upload_codec = 'zip'"),
-        (spec_toml("x", sync="speed = 3").encode(), "invalid-spec", "sync.speed: there is no such key"),
+        (spec_toml("x", sync="speed = 3").encode(), "invalid-spec", "sync.speed: unknown key"),
         (spec_toml("../x").encode(), "invalid-spec", "name"),
         (
             b'name = "x"\nmodel = {preset = "tiny", run = "y"}\nsync.rounds = 1',

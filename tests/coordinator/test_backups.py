@@ -13,7 +13,7 @@ from coordinator.backup.directory import BackupDirectory, existing
 from coordinator.backup.manifest import Blob, Content, Manifest, decode, encode
 from coordinator.backup.pruning import superseded
 from coordinator.backup.putting_back import restore
-from coordinator.store.files import FileReader
+from coordinator.store.blobs import FileReader
 from coordinator.store.payloads import READ_BYTES
 from harness.coordinator import InThread, coordinator_thread
 from harness.stores import names

@@ -22,7 +22,7 @@ from coordinator.backup.putting_back import restore
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite
-from coordinator.store.files import FileReader
+from coordinator.store.blobs import FileReader
 from harness.coordinator import SettableClock, coordinator_thread
 from protocol.digest import digest
 from protocol.errors import OuterstepError, Transient

@@ -23,13 +23,13 @@ def join(running: InThread, run: str, host: str, name: str = "w2") -> httpx.Resp
 @pytest.mark.parametrize(
     ("host", "said"),
     [
-        ('{"share": NaN}', "host: share = float: give a text that can be printed, of 256 characters at most, a finite"),
+        ('{"share": NaN}', "host: share = float: give printable text of at most 256 characters, a finite"),
         ('{"share": 1e999}', "a finite number, true, false or null"),
-        ('{"phase": "\\u001b[2J"}', "host: phase = '\\x1b[2J': give a text that can be printed"),
-        ('{"a": {"b": 1}}', "host: a = dict: give a text"),
+        ('{"phase": "\\u001b[2J"}', "host: phase = '\\x1b[2J': give printable text"),
+        ('{"a": {"b": 1}}', "host: a = dict: "),
         (json.dumps({"a": "x" * 10**6}), "host: a = 'xxxx"),
-        (json.dumps({"x" * 10**6: 1}), "a fact is named by 1 to 64 characters that can be printed"),
-        (json.dumps({f"k{i}": "" for i in range(33)}), "host: 33 facts about a machine; tell 32 at most"),
+        (json.dumps({"x" * 10**6: 1}), "the name of a fact has 1 to 64"),
+        (json.dumps({f"k{i}": "" for i in range(33)}), "host: 33 facts about a machine; at most 32"),
     ],
     ids=["NaN", "infinite", "escapes", "nested", "a long text", "a long name", "many"],
 )

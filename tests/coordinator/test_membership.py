@@ -106,7 +106,7 @@ def test_another_training_set_is_refused_and_both_are_named(
     assert "abab" in detail
     assert "python-stdlib" in detail
     assert ("cdcd" in detail) == (data is not None)
-    assert "`outerstep data show DIR` tells the digest" in detail
+    assert "`outerstep data show DIR`" in detail
 
 
 FROZEN = FrozenSummary(digest="ab" * 32, elements=5)

@@ -8,11 +8,10 @@ from protocol.digest import model_digest
 from protocol.errors import SpecError
 from protocol.fragments import TensorSpec
 from protocol.messages import FrozenSummary
-from protocol.spec.layouts import planned
 from protocol.spec.run import parse_spec
 from tests.coordinator.crew import crew, enlist, events, info, problem
 
-LAYOUT = planned(parse_spec(spec_toml()).sync, TENSORS).digest().hex()
+LAYOUT = parse_spec(spec_toml()).sync.plan_layout(TENSORS).digest().hex()
 OTHER = "cd" * 32
 
 

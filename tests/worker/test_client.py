@@ -14,12 +14,12 @@ import msgpack
 import pytest
 from blake3 import blake3
 
-from outerstep.common.reaching import in_words
+from outerstep.common.connections import error_text
 from protocol import messages, wire
 from protocol.digest import parse_content_digest
 from protocol.errors import PROBLEMS, NoCoordinator, NotUnderstood, Problem, Remedy, UnexpectedAnswer
 from protocol.fragments import Layout
-from protocol.versions import OF_ANSWERS, OURS
+from protocol.versions import OURS, RESPONSE_HEADERS
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
 from worker.errors import Stopped
@@ -118,7 +118,7 @@ def test_an_outage_of_any_length(caplog: pytest.LogCaptureFixture) -> None:
     assert max(clock.slept) <= BACKOFF_CAP_S
     assert len({round(wait, 6) for wait in clock.slept}) > len(clock.slept) / 2, "no jitter"
     lines = [record.getMessage() for record in caplog.records if record.name == "worker.line.retry"]
-    assert lines[0].startswith("the coordinator at http://c cannot be reached: refused; trying again in ")
+    assert lines[0].startswith("the coordinator at http://c cannot be reached: refused; retrying in ")
     assert lines[-1].startswith("the coordinator answers again after 108")
     assert len(lines) <= 10_800 / 60 + 2
 
@@ -132,7 +132,7 @@ def test_an_outage_of_any_length(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_what_is_in_the_way_is_told_without_what_is_for_programmers(said: str, told: str) -> None:
-    assert in_words(httpx.ReadTimeout(said)) == told
+    assert error_text(httpx.ReadTimeout(said)) == told
 
 
 def distrusted() -> httpx.ConnectError:
@@ -158,7 +158,7 @@ def test_a_certificate_that_is_not_trusted_ends_a_worker_that_starts_and_none_th
     client, _, _ = make_client([httpx.Response(200, json=LEASE), distrusted(), httpx.Response(200, json=LEASE)])
     renew(client)
     renew(client)
-    assert "cannot be reached: its certificate is not trusted: self-signed certificate; trying again" in caplog.text
+    assert "cannot be reached: its certificate is not trusted: self-signed certificate; retrying" in caplog.text
 
 
 def test_another_servers_page_ends_a_worker_that_starts_and_none_that_works() -> None:
@@ -608,7 +608,7 @@ def test_a_header_of_another_build_is_reported_by_its_field_and_both_versions() 
 
     def answer(request: httpx.Request) -> httpx.Response:
         response = server(request)
-        response.headers.update(OF_ANSWERS | {"Outerstep-Version": "0.1.7"})
+        response.headers.update(RESPONSE_HEADERS | {"Outerstep-Version": "0.1.7"})
         return response
 
     client, _, _ = make_client(answer)

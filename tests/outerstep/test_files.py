@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outerstep.common.direct_io import LEAST_BYTES, PAGE_BYTES, Writer, aligned, write_new
+from outerstep.common.files import LEAST_BYTES, PAGE_BYTES, Writer, aligned, write_new
 
 SIZES = [0, 1, PAGE_BYTES + 1, LEAST_BYTES - 1, LEAST_BYTES, LEAST_BYTES + 1, LEAST_BYTES + 3 * PAGE_BYTES - 1]
 
