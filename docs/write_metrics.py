@@ -30,8 +30,8 @@ and a dashboard.
   listings. A scrape holds a run's lock no longer than a listing of runs does.
 - **Unknown values have no series**, such as the age of a round that is not open. Ages are by the coordinator's clock.
 - **The number of series is bounded.** {MAX_RUNS} runs have series: active ones first, then the newest. Of each run,
-  {MAX_WORKERS} live workers have series, in the order of their names. Two metrics count those left out. Routes are those
-  of [rest.md](rest.md), whatever addresses are requested.
+  {MAX_WORKERS} live workers have series, in the order of their names. Two metrics count those left out. Routes are
+  those of [rest.md](rest.md), whatever addresses are requested.
 - **Counters** start at 0 when the coordinator starts. Those of divergences, bytes, seconds of stages and joins
   continue, because they are in the database.
 """
