@@ -25,7 +25,8 @@ from coordinator.settings import Settings
 from coordinator.store.blobs import Store
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.tuning.heap import keep_freed_memory
-from outerstep.common import congestion, tracing
+from outerstep.common import tracing
+from outerstep.common.connections import set_congestion_control
 from protocol import __version__
 from protocol.compiled import COMPILED, KERNELS
 from protocol.text import printable
@@ -66,7 +67,7 @@ def make_server(
     """Return a server and its bound socket. OSError if the address is taken, OuterstepError if the directory is."""
     gate = gate_of(settings)
     listening = _listen(settings.host, settings.port)
-    logger.info("TCP's congestion control: %s", congestion.ask(listening))
+    logger.info("TCP's congestion control: %s", set_congestion_control(listening))
     try:
         coordinator = Coordinator(settings, clock=clock, now=now, store=store)
     except BaseException:

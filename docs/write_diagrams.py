@@ -9,8 +9,8 @@ from pathlib import Path
 from coordinator.run.decide import TRANSITIONS
 from docs.drawing import DOWN, INK, LINE, MEAN, QUIET, TRAIN, UP, Drawing
 from docs.vector_parts import contribution, spread
+from outerstep.common.quantities import bytes_text
 from outerstep.plan import Workload, contribution_bytes, delta_bytes, fragment_sizes, passages
-from outerstep.units import bytes_text
 from protocol import wire
 from protocol.spec.sections import SyncSpec
 from worker.rounds.schedule import schedule

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outerstep import plan
+from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, duration_text
 from outerstep.plan import Setting, Workload
-from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text
 from protocol.spec.run import RunSpec, parse_spec
 from worker.inner.optimizers import hidden_matrices
 from worker.models.building import build_model

@@ -1,4 +1,4 @@
-"""docs/reliability.md: what its table and its figures say."""
+"""docs/reliability.md: its figures."""
 
 from pathlib import Path
 

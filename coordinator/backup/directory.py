@@ -20,8 +20,8 @@ from coordinator.backup.copying import copy_whole
 from coordinator.backup.manifest import Content, Manifest, encode
 from coordinator.backup.place import Damaged, manifest_of
 from coordinator.store.blobs import FileReader, Reader
+from outerstep.common.connections import error_text
 from outerstep.common.files import fsync, open_locked, write_new
-from outerstep.common.reaching import in_words
 from protocol.errors import OuterstepError
 
 
@@ -46,7 +46,7 @@ class BackupDirectory:
         try:
             content = self._manifest(number).read_bytes()
         except OSError as error:
-            raise Damaged(in_words(error)) from error
+            raise Damaged(error_text(error)) from error
         return manifest_of(content, number)
 
     def database_name(self, manifest: Manifest) -> str:

@@ -25,7 +25,7 @@ from coordinator.backup.place import Place, content_of
 from coordinator.store import database
 from coordinator.store.blobs import FileReader, Reader
 from coordinator.store.database import disk_is_full
-from outerstep.common.reaching import in_words
+from outerstep.common.connections import error_text
 from protocol import __version__
 from protocol.errors import OuterstepError
 
@@ -143,4 +143,4 @@ def in_sentences(disk: Path, place: object) -> Iterator[None]:
         if disk_is_full(error):
             detail = f"the disk of {disk} is full: make room there, and do the same again"
             raise OuterstepError(f"{detail}; {kept}") from error
-        raise OuterstepError(f"{in_words(error)}; {kept}") from error
+        raise OuterstepError(f"{error_text(error)}; {kept}") from error

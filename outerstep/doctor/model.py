@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from outerstep.common.text import counted
+from outerstep.common.quantities import count_text, counted, duration_text
 from outerstep.doctor.finding import Finding, fine, wrong
-from outerstep.units import count_text, duration_text
 from protocol.fragments import Layout, TensorSpec, first_difference
 from protocol.messages import FrozenSummary, RunDetail
 from protocol.spec.model import MAX_PARAMETERS

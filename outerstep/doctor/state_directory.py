@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outerstep.common import files
+from outerstep.common.quantities import bytes_text
 from outerstep.doctor.finding import Finding, fine, warning, wrong
-from outerstep.units import bytes_text
 from worker.state.state_dir import LOCK, SNAPSHOT
 
 OUTER_STATE_BYTES = 8  # of an element: parameter and momentum, fp32

@@ -13,7 +13,7 @@ import pytest
 from coordinator.http.connections import MAX_AHEAD
 from harness.certificates import make_certificate
 from harness.coordinator import InThread, coordinator_thread
-from outerstep.common.reaching import trusting
+from outerstep.common.connections import ssl_context
 from tests.support.waiting import wait_until
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl for certificates")
@@ -232,7 +232,7 @@ def test_before_a_handshake_they_are_counted_too(tmp_path: Path) -> None:
         running = held.enter_context(served)
         for number in range(50):
             held.enter_context(line(running, f"127.0.0.{2 + number}"))
-        with httpx.Client(base_url=running.url, verify=trusting(certificate.file)) as client:
+        with httpx.Client(base_url=running.url, verify=ssl_context(certificate.file)) as client:
             assert client.get("/healthz").status_code == 200
             assert client.get("/healthz", headers={"X-Long": "a" * 40_000}).status_code == 431
         assert len(running.server.gate) <= 20

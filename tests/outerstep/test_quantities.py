@@ -4,9 +4,21 @@ from collections.abc import Callable
 
 import pytest
 
-from outerstep.common.quantities import parse_count, parse_rate, parse_seconds
-from outerstep.common.text import counted, natural, rate_text, sparkline, to_go_s
-from outerstep.units import bytes_text, count_text, duration_text, held_out_text, loss_text
+from outerstep.common.quantities import (
+    bytes_text,
+    count_text,
+    counted,
+    duration_text,
+    held_out_text,
+    learning_rate_text,
+    loss_text,
+    natural,
+    parse_count,
+    parse_rate,
+    parse_seconds,
+    remaining_s,
+    sparkline,
+)
 
 
 @pytest.mark.parametrize(
@@ -109,15 +121,15 @@ def test_losses_as_bars(losses: list[float | None], bars: str):
 
 
 def test_what_is_to_go():
-    assert to_go_s([5.0, 5.0, 3600.0, 5.0], 6) == 30.0, "a pause is no pace"
-    assert to_go_s([5.0], 6, spent_s=2.0) == 28.0
-    assert to_go_s([5.0], 6, spent_s=9.0) == 25.0, "the round that is overdue is over at once"
-    assert to_go_s([5.0], 6, spent_s=31.0) is None, "it is so late that it tells nothing of the others"
-    assert to_go_s([0.1], 6, spent_s=29.0) == 0.5, "of short rounds a moment is not late"
-    assert to_go_s([5.0], 0, spent_s=9.0) == 0.0
-    assert to_go_s([], 6) is None
-    assert to_go_s([5.0], -1) is None, "nobody has said how many rounds there are"
-    assert (rate_text(0.00038), rate_text(None)) == ("3.80e-04", "–")
+    assert remaining_s([5.0, 5.0, 3600.0, 5.0], 6) == 30.0, "a pause is no pace"
+    assert remaining_s([5.0], 6, spent_s=2.0) == 28.0
+    assert remaining_s([5.0], 6, spent_s=9.0) == 25.0, "the round that is overdue is over at once"
+    assert remaining_s([5.0], 6, spent_s=31.0) is None, "it is so late that it tells nothing of the others"
+    assert remaining_s([0.1], 6, spent_s=29.0) == 0.5, "of short rounds a moment is not late"
+    assert remaining_s([5.0], 0, spent_s=9.0) == 0.0
+    assert remaining_s([], 6) is None
+    assert remaining_s([5.0], -1) is None, "nobody has said how many rounds there are"
+    assert (learning_rate_text(0.00038), learning_rate_text(None)) == ("3.80e-04", "–")
 
 
 def test_names_are_sorted_as_people_count():
