@@ -27,7 +27,8 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.faults import FULL, Replica
-from protocol.codecs import CODECS, REFERENCE, Codec
+from protocol.codecs import CODECS, REFERENCE
+from protocol.codecs.base import Codec
 from protocol.compiled import KERNELS
 from protocol.digest import DIGEST_BYTES
 from protocol.outer_step import in_numpy, outer_step_by

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from outerstep.common.direct_io import aligned, write_new
+from outerstep.common.files import aligned, write_new
 from protocol.codecs import CODECS
 from protocol.outer_step import outer_step_by
 from protocol.wire import CHUNK_ELEMENTS

@@ -24,13 +24,12 @@ from rich.table import Table
 
 from benchmarks.faults import CPU, Replica, Size, contribution, step
 from outerstep.privacy import epsilon
-from protocol.spec.privacy import PrivacySpec
 from protocol.spec.run import RunSpec
+from protocol.spec.sections import PrivacySpec
 from worker.data.text import TextData
 from worker.inner.evaluation import evaluate
+from worker.privacy.mechanism import Protection, Spent
 from worker.privacy.noise import with_noise
-from worker.privacy.protecting import Protection
-from worker.privacy.spent import Spent
 from worker.state.outer_state import OuterState
 from worker.state.work import Contribution
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from protocol.printable import PrintableFormatter, printable, printable_json
+from protocol.text import PrintableFormatter, printable, printable_json
 
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 RECENT = 50  # different warnings and errors that are kept

@@ -23,7 +23,6 @@ from coordinator.sync import checkpointing, retention
 from coordinator.trust import held_out
 from coordinator.trust.quarantine import standing_of
 from protocol.errors import Problem
-from protocol.host import shown_metrics
 from protocol.messages import (
     Account,
     Cause,
@@ -150,7 +149,7 @@ def _worker(run: LiveRun, row: WorkerRow) -> WorkerInfo:
         joined_at=row.joined_at,
         last_seen_s=run.members.last_seen_s(row.name, run.world.clock()),
         host=row.host,
-        metrics=run.members.metrics(row.name) if live else Metrics.model_validate(shown_metrics(row.metrics)),
+        metrics=run.members.metrics(row.name) if live else Metrics.model_validate(row.metrics),
         contributions=row.contributions,
         tokens=row.tokens,
         upload_bytes=row.upload_bytes,

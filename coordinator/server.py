@@ -25,11 +25,12 @@ from coordinator.settings import Settings
 from coordinator.store.blobs import Store
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.tuning.heap import keep_freed_memory
-from outerstep.common import congestion, tracing
+from outerstep.common import tracing
+from outerstep.common.connections import set_congestion_control
 from protocol import __version__
 from protocol.compiled import COMPILED, KERNELS
-from protocol.printable import printable
-from protocol.versions import OF_ANSWERS
+from protocol.text import printable
+from protocol.versions import RESPONSE_HEADERS
 
 GRACE_S = 10
 ADMIN_TOKEN = "admin.token"  # in the data directory
@@ -66,7 +67,7 @@ def make_server(
     """Return a server and its bound socket. OSError if the address is taken, OuterstepError if the directory is."""
     gate = gate_of(settings)
     listening = _listen(settings.host, settings.port)
-    logger.info("TCP's congestion control: %s", congestion.ask(listening))
+    logger.info("TCP's congestion control: %s", set_congestion_control(listening))
     try:
         coordinator = Coordinator(settings, clock=clock, now=now, store=store)
     except BaseException:
@@ -80,7 +81,7 @@ def make_server(
         forwarded_allow_ips=settings.proxies,
         log_config=None,
         access_log=False,
-        headers=list(OF_ANSWERS.items()),
+        headers=list(RESPONSE_HEADERS.items()),
         timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=75,
     )

@@ -48,7 +48,7 @@ from protocol.digest import digest
 from protocol.errors import Problem, SpecError
 from protocol.messages import AuditEntry, Cause, Event, NewToken, Page, RollBack, RunState, TokenInfo, TokenRequest
 from protocol.spec.run import RunSpec, parse_spec
-from protocol.suggesting import those_here
+from protocol.text import existing_names
 
 logger = logging.getLogger(__name__)
 
@@ -289,7 +289,7 @@ class Coordinator:
         """Return the run of this name. Problem `not-found` if there is none."""
         run = self._runs.get(name)
         if run is None:
-            raise Problem("not-found", f"there is no run {name}; {those_here(name, self._runs, 'runs')}")
+            raise Problem("not-found", f"there is no run {name}; {existing_names(name, self._runs, 'runs')}")
         return run
 
     def runs(self) -> list[LiveRun]:

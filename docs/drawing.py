@@ -1,4 +1,4 @@
-"""A drawing as SVG: boxes, words and arrows, on ground of its own, to be read on light pages and dark ones."""
+"""A drawing as SVG: boxes, text and arrows on an opaque background, readable on light and dark pages."""
 
 from html import escape
 
@@ -8,7 +8,7 @@ FONT = "font-family='system-ui, sans-serif'"
 
 
 class Drawing:
-    """What is drawn, in pixels from the upper left corner. `says` is for those who cannot see it."""
+    """Coordinates are in pixels from the upper left corner. `says` describes the drawing for screen readers."""
 
     def __init__(self, width: float, height: float, says: str) -> None:
         self._says = says
@@ -29,7 +29,7 @@ class Drawing:
         self._parts.append(f"<polyline points='{way}' fill='none' stroke='{ink}'{dashes}/>")
 
     def arrow(self, *points: tuple[float, float]) -> None:
-        """A line with a head at its end, which is level or upright."""
+        """Draw a line with an arrowhead at its end; the last segment is horizontal or vertical."""
         self.line(*points, ink=QUIET)
         (x0, y0), (x, y) = points[-2:]
         along_x, along_y = (x > x0) - (x < x0), (y > y0) - (y < y0)

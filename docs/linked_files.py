@@ -1,8 +1,8 @@
-"""What mkdocs does beside its own, as a hook: files of the repository that pages link to become pages of the site.
+"""A hook of mkdocs: files of the repository that pages link to become pages of the site.
 
-On a plain git host `../deploy/Caddyfile` leads to the file. The site is of docs/ alone and has no host that it could
-point at, so each file or folder outside that a page links to becomes a page below `repository/`, and so does what
-those link to in turn. A link to what is not there is a warning, which ends a strict build.
+On a git host `../deploy/Caddyfile` is a link to the file. The site has only docs/ and no host to point at. So each file
+or folder outside docs/ that a page links to becomes a page below `repository/`, and so do the files that those link to.
+A broken link is a warning, which ends a strict build.
 """
 
 import logging
@@ -26,7 +26,7 @@ log = logging.getLogger("mkdocs.hooks")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each file and folder outside that is linked to, directly or by another such page."""
+    """Add a page for each file and folder outside docs/ that a page links to, directly or through another such page."""
     waiting = [(file.src_uri, file.content_string) for file in files.documentation_pages()]
     while waiting:
         page, text = waiting.pop()
@@ -45,8 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let each link lead to where its target is on the site; and let `|` within code in a table be that alone, as it is
-    everywhere else: it is written `\\|`."""
+    """Point each link at its target's place on the site. In tables, show `\\|` within code as `|`, as git hosts do."""
     here = page.file.src_uri
 
     def led(target: str) -> str:
@@ -65,7 +64,7 @@ def _unescaped(code: re.Match[str]) -> str:
 
 
 def _targets(page: str, text: str) -> set[str]:
-    """The paths in the repository of what a page links to."""
+    """Return the repository paths that a page links to."""
     found: set[str] = set()
 
     def note(target: str) -> str:
@@ -83,7 +82,7 @@ def _with_links(text: str, led: Callable[[str], str]) -> str:
 
 
 def _folder(page: str) -> str:
-    """The folder in the repository of what a page of the site is of."""
+    """Return the repository folder of the file that a page of the site shows."""
     if not page.startswith(f"{FOLDER}/"):
         return posixpath.join(DOCS, posixpath.dirname(page))
     path = page.removeprefix(f"{FOLDER}/")
@@ -91,7 +90,7 @@ def _folder(page: str) -> str:
 
 
 def _address(target: str) -> str:
-    """Where a path of the repository is on the site."""
+    """Return where a path of the repository is on the site."""
     path = ROOT / target
     within = target.removeprefix(f"{DOCS}/")
     if within != target and path.is_file() and path.suffix in (".md", ".svg", ".png"):

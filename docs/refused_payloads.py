@@ -1,4 +1,4 @@
-"""Payloads that a reader must refuse, and values that a writer must not encode: one or more of each kind of fault."""
+"""Payloads that a reader must reject, and values that a writer must not encode: at least one of each kind of fault."""
 
 import struct
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ FIELDS: dict[str, Any] = {
 }
 FRAME = bytes.fromhex("023c 3f e0 10 00 82")
 
-# What a header may not be: the name of the vector, and what is changed; None: the key is missing.
+# Invalid headers: the name of the vector and the changed fields; None removes the field.
 HEADERS: list[tuple[str, dict[str, Any]]] = [
     ("a key is missing", {"tokens": None}),
     ("a key is of another kind of payload", {"contributors": []}),
@@ -55,7 +55,7 @@ HEADERS: list[tuple[str, dict[str, Any]]] = [
     ("an empty frame", {"frame_bytes": [0]}),
 ]
 
-# Bytes that no codec means anything by: codec, elements, chunk.
+# Bytes to which the codec gives no meaning: codec, name, elements, chunk.
 CHUNKS: list[tuple[str, str, int, str]] = [
     ("fp32", "a NaN", 2, "0000803f 0000c07f"),
     ("fp32", "an infinity", 1, "0000807f"),
@@ -80,7 +80,7 @@ CHUNKS: list[tuple[str, str, int, str]] = [
     ("sparse", "a value too many", 5, "803f 01 00 04"),
 ]
 
-# Of a contribution at most 2^100: as fp32, bf16, and by the largest code times any block's scale.
+# Contributions with values above 2^100: as fp32, bf16, and as the largest code times a block's scale.
 TOO_LARGE: list[tuple[str, int, str]] = [
     ("fp32", 1, "01008071"),
     ("bf16", 1, "8171"),
@@ -91,7 +91,7 @@ TOO_LARGE: list[tuple[str, int, str]] = [
     ("sparse", 1, "cd6f 00 00 00"),
 ]
 
-# Values, as the bits of fp32, that a writer must not encode.
+# Values that a writer must not encode, as the bits of fp32.
 UNWRITABLE: list[tuple[str, str, str]] = [
     *((codec, "a NaN", "0000803f 0000c07f") for codec in CODECS),
     *((codec, "an infinity", "000080ff") for codec in CODECS),
@@ -105,7 +105,7 @@ UNWRITABLE: list[tuple[str, str, str]] = [
 
 
 def cases() -> list[dict[str, Any]]:
-    """All of them, as the file has them."""
+    """Return all cases as the file has them."""
     refused = [{"kind": kind, "name": name, "payload": body.hex()} for kind, name, body in payloads()]
     unwritable = [
         {"kind": "values", "name": name, "codec": codec, "values": bytes.fromhex(values).hex()}
@@ -115,7 +115,7 @@ def cases() -> list[dict[str, Any]]:
 
 
 def payloads() -> Iterator[tuple[str, str, bytes]]:
-    """The kind of the fault, its name, the payload."""
+    """Yield (kind of fault, name, payload)."""
     sound = payload()
     yield "length", "nothing at all", b""
     yield "length", "half a prefix", sound[:6]
@@ -154,7 +154,7 @@ def payloads() -> Iterator[tuple[str, str, bytes]]:
 
 
 def several_faults(sound: bytes) -> Iterator[tuple[str, str, bytes]]:
-    """Payloads with more than one fault, of which the first in the order of checks gives the kind."""
+    """Yield payloads with several faults; the first one in the order of checks gives the kind."""
     header = sound[12 : len(sound) - len(FRAME)]
     yield "length", "too few bytes for a prefix, and another magic", b"OSTQ" + sound[4:11]
     yield "magic", "another magic, and version 2", b"OSTQ" + prefix(len(header), version=2)[4:] + header + FRAME
@@ -175,7 +175,7 @@ def several_faults(sound: bytes) -> Iterator[tuple[str, str, bytes]]:
 
 
 def payload(*frames: bytes, **changes: Any) -> bytes:
-    """The contribution of FIELDS, with these frames instead of its own and these fields."""
+    """Return the contribution of FIELDS with these frames and changed fields."""
     frames = frames or (FRAME,)
     return enclosed({**FIELDS, "frame_bytes": [len(frame) for frame in frames], **changes}, b"".join(frames))
 

@@ -1,4 +1,4 @@
-"""What the vectors are made of: values, and payloads of them."""
+"""Values and payloads for the test vectors."""
 
 import math
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ def array(*values: float) -> F32:
 
 
 def spread(n: int, seed: int) -> F32:
-    """n different values around 0, from whole numbers, so that no logarithm's last bit has a part in them."""
+    """Return n varied values around 0. They are computed from integers, so that they are the same on every machine."""
     draws = np.random.RandomState(seed).randint(-1000, 1001, (3, n)).sum(axis=0)
     return (draws / 997).astype(np.float32)
 
 
 def hexadecimal(values: F32) -> str:
-    """The bytes of fp32 values, little-endian."""
+    """Return the bytes of fp32 values, little-endian, in hexadecimal."""
     return values.astype("<f4").tobytes().hex()
 
 

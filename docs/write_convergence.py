@@ -1,5 +1,6 @@
-"""Writes docs/convergence.md and its plots from docs/convergence.jsonl, what `python -m benchmarks.convergence` found:
-`python -m docs.write_convergence`, in the repository. The plots need matplotlib, which is of the extra `dev`.
+"""Write docs/convergence.md and its plots from docs/convergence.jsonl, which `python -m benchmarks.convergence` writes.
+
+Run `python -m docs.write_convergence` in the repository. The plots need matplotlib (extra `dev`).
 
 A test fails while the page is not what this writes.
 """
@@ -23,27 +24,28 @@ PLOTTED = ("one worker, rate 0.008", "synchronous, rate 0.008", "DiLoCo", "Muon"
 
 COMPARED = (*PLOTTED[:3], "DiLoCo, ternary up", "synchronous, Muon", "Muon")
 BY_KIND = (
-    "Equal loss may hide worse skill (arXiv 2511.13761). So: completed lines, as above, and bits per byte of 128 KiB "
-    "of held-out sources, by what the byte is in them."
+    "Equal loss may hide worse skill (arXiv 2511.13761). This table has completed lines, as above, and bits per byte "
+    "of 128 KiB of held-out source code, by the kind of byte."
 )
 
 HEAD = """\
 # Convergence
 
-What DiLoCo costs in perplexity beside synchronous training, and in bytes. Made by `docs/write_convergence.py` from what
-`python -m benchmarks.convergence` found, each line a real run: a coordinator and 8 worker processes, the model `tiny`
-(139,584 parameters) on the sources of Python's standard library, 3000 inner steps of 8 sequences of 64 bytes per
-worker. If not said otherwise: H = 50, int4 both ways, AdamW at 8e-3, outer learning rate 1.0 and momentum 0.8.
-[log.md](log.md) has what was tried.
+How much perplexity DiLoCo costs against synchronous training, and how many bytes it saves. `docs/write_convergence.py`
+generates this page from the results of `python -m benchmarks.convergence`. Each row is a real run: a coordinator and 8
+worker processes, the model `tiny` (139,584 parameters) on the source code of Python's standard library, and 3000 inner
+steps of 8 sequences of 64 bytes per worker. Unless a row says otherwise: H = 50, int4 both ways, AdamW at 8e-3, outer
+learning rate 1.0 and momentum 0.8. [log.md](log.md) has the experiments that led to these settings.
 
-- **loss**: held out, nats per byte, of the last state, over 65,536 bytes: the mean of so many **seeds**. Two seeds
-  differ by about 0.01, so rows of one seed and of three are compared by the next columns, not by this one.
-- **same rate**, **best rate**: perplexity above synchronous training, one worker that does the work of all, batch by
-  batch, at the same learning rate and at the best of those measured; seed by seed.
-- **gap closed**: the share of the way from one worker alone to synchronous training, both at the row's rate.
-- **bytes**: all that a worker sends and receives, as a share of what a ring all-reduce of fp32 gradients at every step
-  would move, 2·(7/8)·4 bytes per parameter each way.
-- **lines**: of how many held-out lines of code the model completes the last 8 bytes exactly.
+- **loss**: held-out loss of the last state in nats per byte, over 65,536 bytes, the mean over **seeds**. Two seeds
+  differ by about 0.01, so compare rows with different numbers of seeds by the next two columns.
+- **same rate**, **best rate**: perplexity above synchronous training (one worker that does the work of all, batch by
+  batch) at the same learning rate, and at the best one measured; compared seed by seed.
+- **gap closed**: 0 % is one worker alone, 100 % synchronous training, both at the row's learning rate.
+- **bytes**: everything that a worker sends and receives, relative to a ring all-reduce of fp32 gradients at every step,
+  2·(7/8)·4 bytes per parameter each way.
+- **lines**: the share of held-out lines of code whose last 8 bytes the model completes exactly.
+- **replicas**: whether all workers ended with identical bits.
 """
 
 
@@ -67,7 +69,7 @@ def _filled(text: str) -> str:
 
 
 def _by_kind(results: Sequence[Result]) -> list[list[str]]:
-    """Return what the rows of COMPARED know, seeds averaged: completed lines, and bits per byte of each kind."""
+    """Return the rows of COMPARED, averaged over seeds: completed lines, and bits per byte of each kind."""
     rows = []
     for name in COMPARED:
         found = [each for each in results if each.row == name]
@@ -84,12 +86,12 @@ def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def tokens(result: Result) -> list[float]:
-    """Return the tokens that all workers have trained on, in millions, at each look of the curve."""
+    """Return the tokens that all workers have trained on, in millions, at each point of the curve."""
     return [step * ROWS[result.row].workers * BATCH * LENGTH / 1e6 for step, _ in result.curve]
 
 
 def moved(result: Result) -> list[float]:
-    """Return the megabytes that one worker has moved, both ways, at each look of the curve."""
+    """Return the megabytes that one worker has moved, both ways, at each point of the curve."""
     last, all_of_it = result.curve[-1][0], (result.upload_bytes + result.download_bytes) / 1e6
     return [all_of_it * step / last for step, _ in result.curve]
 

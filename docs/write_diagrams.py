@@ -1,6 +1,6 @@
-"""Writes docs/diagrams, each picture drawn from what the code does: `python -m docs.write_diagrams`, in the repository.
+"""Write docs/diagrams, each drawn from the code: run `python -m docs.write_diagrams` in the repository.
 
-A test fails while a picture is not what this draws.
+A test fails while a diagram is not what this draws.
 """
 
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from pathlib import Path
 from coordinator.run.decide import TRANSITIONS
 from docs.drawing import DOWN, INK, LINE, MEAN, QUIET, TRAIN, UP, Drawing
 from docs.vector_parts import contribution, spread
+from outerstep.common.quantities import bytes_text
 from outerstep.plan import Workload, contribution_bytes, delta_bytes, fragment_sizes, passages
-from outerstep.units import bytes_text
 from protocol import wire
 from protocol.spec.sections import SyncSpec
 from worker.rounds.schedule import schedule
@@ -20,7 +20,7 @@ MARGIN = 20.0
 
 
 def fragment_states() -> str:
-    """The states of one fragment of a round, from the table of transitions."""
+    """Draw the states of one fragment of a round, from the table of transitions."""
     width, gap, height = 130.0, 130.0, 40.0
     states = list(TRANSITIONS)
     place = {state: MARGIN + 60 + index * (width + gap) for index, state in enumerate(states)}
@@ -52,11 +52,11 @@ SCHEDULES = {
     'offsets = "spread", overlap = 3': SyncSpec(rounds=9, inner_steps=H, overlap=3, offsets="spread"),
     'overlap = "eager"': SyncSpec(rounds=9, inner_steps=H, overlap="eager"),
 }
-STANDSTILL = 3.0  # inner steps long; drawn as long as this, as it is as long as the line makes it
+STANDSTILL = 3.0  # the drawn length of a classic sync, in inner steps; the real one depends on the line
 
 
 def schedules() -> str:
-    """When, within a round, each fragment is sent and merged, as `schedule` says."""
+    """Draw when, within a round, `schedule` sends and merges each fragment."""
     left, step, row, each = 110.0, 32.0, 16.0, 110.0
     drawing = Drawing(
         left + (H + STANDSTILL) * step + 190, MARGIN + each * len(SCHEDULES), "When fragments are sent and merged"
@@ -87,7 +87,7 @@ CODEC = "int8"
 
 
 def sync() -> str:
-    """One sync of all fragments, as `outerstep plan` computes it."""
+    """Draw one sync of all fragments, as `outerstep plan` computes it."""
     sizes = fragment_sizes(WORKLOAD.parameters, SyncSpec.model_fields["fragment_elements"].default)
     up = [contribution_bytes(CODEC, n, zstd=True) for n in sizes]
     down = [delta_bytes(CODEC, n, WORKLOAD.workers, zstd=True) for n in sizes]
@@ -130,21 +130,21 @@ ELEMENTS = 2 * wire.CHUNK_ELEMENTS + 100_000
 
 
 def payload() -> str:
-    """The parts of a real contribution, and at which byte each begins."""
+    """Draw the parts of a real contribution and the byte at which each begins."""
     body = contribution(spread(ELEMENTS, 0))
     header = wire.Payload.from_bytes(body).header
     start = wire.PREFIX.size
     frames = [len(body) - sum(header.frame_bytes[index:]) for index in range(len(header.frame_bytes))]
     named = ["magic, version, header length", "header, msgpack", *(f"frame {p}" for p in range(len(frames)))]
     begins = [0, start, *frames]
-    told = [
+    contents = [
         f"{wire.MAGIC.decode()} {wire.VERSION}",
         "round, fragment, codec, worker, units …",
         *(f"{n:,} elements, {CODEC}" for n in wire.chunk_sizes(ELEMENTS, wire.CHUNK_ELEMENTS)),
     ]
     row, left = 34.0, 90.0
     drawing = Drawing(720, MARGIN * 2 + row * len(named) + 20, "The parts of a payload")
-    for index, (name, begin, what) in enumerate(zip(named, begins, told, strict=True)):
+    for index, (name, begin, what) in enumerate(zip(named, begins, contents, strict=True)):
         y = MARGIN + row * index
         size = [*begins, len(body)][index + 1] - begin
         drawing.words(left - 10, y + 21, f"{begin:,}", ink=QUIET, size=12, at="end")

@@ -1,7 +1,7 @@
-"""Writes docs/pictures/: what the dashboard shows of the demo, in light on a desk and in dark on a phone. `make
-screenshots`, or `python -m docs.write_pictures` in the repository; it needs Chromium and takes a few minutes.
+"""Write docs/pictures/: the dashboard of the demo, in light on a desktop and in dark on a phone.
 
-The demo is a real one, of 4 workers; only the name of the machine that it runs on is another one in the pictures.
+Run `make screenshots`, or `python -m docs.write_pictures` in the repository. It needs Chromium and takes a few minutes.
+The demo is a real one with 4 workers; only the machine's name is replaced in the pictures.
 """
 
 import re
@@ -38,7 +38,7 @@ expect.set_options(timeout=60_000)
 
 
 class Shooting(LineDisplay):
-    """A display of the demo that takes the pictures when it comes to round SHOT_AT."""
+    """A display of the demo that takes the pictures in round SHOT_AT."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(Console())
@@ -54,7 +54,7 @@ class Shooting(LineDisplay):
 
 
 def shoot(url: str, token: str) -> None:
-    """Take all pictures of the demo that this coordinator has."""
+    """Take all pictures of this coordinator's demo."""
     with chromium() as browser:
         for name, options in (("run-light", DESK), ("run-dark-phone", PHONE)):
             with tab(browser, **options) as found:
@@ -84,7 +84,7 @@ def scroll_to(page: Page, part: str) -> None:
 
 
 def save(page: Page, name: str) -> None:
-    """Write what is in sight, in as few colours as there nearly are, so that the file is small."""
+    """Write a screenshot of the visible part in at most 256 colours, so that the file is small."""
     PICTURES.mkdir(exist_ok=True)
     path = PICTURES / f"{name}.png"
     page.screenshot(path=path)
@@ -94,7 +94,7 @@ def save(page: Page, name: str) -> None:
 
 
 def rename_hosts(route: Route) -> None:
-    """Answer as the coordinator does, with made-up names of machines."""
+    """Answer as the coordinator does, with made-up host names."""
     answer = route.fetch()
     page = answer.json()
     for number, worker in enumerate(page["items"]):

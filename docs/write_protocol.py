@@ -1,5 +1,5 @@
-"""Writes docs/protocol.json, the record of the last released protocol: `python -m docs.write_protocol`, in the
-repository, as a step of making a release (docs/releasing.md).
+"""Write docs/protocol.json, the record of the last released protocol: run `python -m docs.write_protocol` in the
+repository when you make a release (docs/releasing.md).
 
 tests/protocol/test_protocol.py compares the record with the code: as soon as one of the changes that `breaks` lists is
 in the code, `PROTOCOL_VERSION` must be larger than the recorded number. Between two releases the file stays as it is.
@@ -47,7 +47,7 @@ Record = dict[str, Any]
 
 
 def spoken() -> Record:
-    """Return the record of the protocol that the code speaks, without `version` and `protocol`."""
+    """Return the record of the code's protocol, without `version` and `protocol`."""
     models: list[tuple[type[BaseModel], Literal["validation"]]] = [(model, "validation") for model in _models()]
     definitions = dict(sorted(models_json_schema(models)[1]["$defs"].items()))
     classes = {model.__name__: model for model, _ in models}
@@ -70,7 +70,7 @@ def openapi() -> Record:
 def _models() -> Iterator[type[BaseModel]]:
     """Yield every message, header and run spec; models that they refer to are found by pydantic."""
     for found in vars(messages).values():
-        is_message = isinstance(found, type) and found.__module__ == messages.__name__ and issubclass(found, BaseModel)
+        is_message = isinstance(found, type) and issubclass(found, BaseModel)
         if is_message and found is not messages.Page:
             yield found
     yield from (messages.Page[messages.Event], wire.ContributionHeader, wire.DeltaHeader, wire.StateHeader, RunSpec)
@@ -89,7 +89,7 @@ def _keys(schema: Record, model: type[BaseModel] | None) -> dict[str, str]:
 
 
 def _without_words(schema: Any, words: set[str]) -> Any:
-    """Return a schema without what is for people and without its words, which are added to `words`."""
+    """Return a schema without titles and descriptions and without its words, which are added to `words`."""
     if isinstance(schema, list):
         return [_without_words(each, words) for each in schema]
     if not isinstance(schema, dict):

@@ -1,6 +1,6 @@
-"""Writes recipes/README.md, what each recipe needs and costs: `python -m docs.write_recipes`, in the repository.
+"""Write recipes/README.md, what each recipe needs and costs: run `python -m docs.write_recipes` in the repository.
 
-The costs are those of `outerstep plan`; a test fails while the page is not what this writes.
+The costs come from `outerstep plan`. A test fails while the page is not what this writes.
 """
 
 import textwrap
@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outerstep import plan
+from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, duration_text
 from outerstep.plan import Setting, Workload
-from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text
 from protocol.spec.run import RunSpec, parse_spec
 from worker.inner.optimizers import hidden_matrices
 from worker.models.building import build_model
@@ -24,14 +24,14 @@ PAGE = FOLDER / "README.md"
 WIDTH = 120  # columns
 META = torch.device("meta")
 
-# The box and the line that the costs are for. An H100 SXM does 989 TFLOP/s in bf16 without sparsity (NVIDIA's data
-# sheet), of which training keeps less than a half.
+# The box and the line that the costs are for. An H100 SXM has 989 TFLOP/s in bf16 without sparsity (NVIDIA's data
+# sheet); training reaches less than half of that.
 FLOPS, UTILISATION = 989e12, 0.45
 DAY_S = 86_400
 UP, DOWN, LATENCY_S = 110e6, 500e6, 0.04
 LINE = f"{DOWN / 1e6:.0f} Mbit/s down and {UP / 1e6:.0f} up"
 
-# The shapes of what the recipes fine-tune, as config.json has them on the hub: nothing is fetched for this page.
+# The shapes of the models that the recipes fine-tune, from config.json on the hub: nothing is fetched for this page.
 PRETRAINED: dict[str, dict[str, Any]] = {
     "HuggingFaceTB/SmolLM2-360M": {
         "vocab_size": 49_152,
@@ -56,40 +56,40 @@ PRETRAINED: dict[str, dict[str, Any]] = {
 HEAD = f"""\
 # Recipes
 
-Runs to start from, each a `run.toml`:
+Run specs to start from:
 
 ```sh
 outerstep run create recipes/opendiloco-150m-h500.toml
 outerstep worker https://coordinator.example.org --run opendiloco-150m-h500 --data-root hub:
 ```
 
-`--data-root hub:` lets the recipe name data, tokenizers and weights of the Hugging Face hub; without it the worker
-asks at a terminal, and elsewhere says what to add, as for a directory of a recipe's. A worker's first start fetches
-and tokenises what `data.source` names, once, into its cache (C4 in English: 305 GB). Text of the hub (`hub:…`) needs
-`pip install 'outerstep[data]'` on the workers, and a repository that is gated, as Mistral's has been, HF_TOKEN there,
-of an account that has accepted its terms.
+`--data-root hub:` allows the recipe to use data, tokenizers and weights from the Hugging Face hub. Without it the
+worker asks at a terminal, and otherwise prints the option to add; the same holds for a recipe's directories. At its
+first start a worker downloads and tokenises `data.source` once, into its cache (C4 in English: 305 GB). Text from the
+hub (`hub:…`) needs `pip install 'outerstep[data]'` on the workers. A gated repository, as Mistral's has been, also
+needs HF_TOKEN there, from an account that has accepted its terms.
 
-Where the boxes are many, prepare the set on one of them instead, and let `data.source` say where it then lies, which
-may be `https://`, `hf://` or `s3://`. Without `data.tokenizer` the other boxes do not need the tokenizer:
+With many boxes, prepare the set on one of them instead, and set `data.source` to where you put it, which may be
+`https://`, `hf://` or `s3://`. Without `data.tokenizer` the other boxes do not need the tokenizer:
 
 ```sh
 outerstep data prepare hub:allenai/c4:en --tokenizer mistralai/Mistral-7B-v0.1 --holdout 0.001 --out /data/c4
 ```
 
-What is the box's own, such as its precision, is the worker's: `outerstep worker --help`.
+What depends on the box, such as its precision, is an option of the worker: `outerstep worker --help`.
 
 ## What they need and cost
 
-Made by `docs/write_recipes.py`, by the arithmetic of `outerstep plan`, for workers that have one H100 each, of whose
-{FLOPS / 1e12:.0f} TFLOP/s in bf16 they use {UTILISATION:.0%}, and lines of {LINE}.
-The coordinator's line has to carry those of all workers at once, or syncs take longer; `outerstep plan` says how much.
-Nothing here was run at this size by us; the tests run each recipe in miniature.
+Computed by `docs/write_recipes.py` with the arithmetic of `outerstep plan`, for workers with one H100 each that reach
+{UTILISATION:.0%} of its {FLOPS / 1e12:.0f} TFLOP/s in bf16, and lines of {LINE}.
+The coordinator's line must carry those of all workers at once, or syncs take longer; `outerstep plan` prints the rate.
+We ran none of these at full size; the tests run each recipe in miniature.
 
-- **tokens**: what all workers together train on; where that is more than the set has, in several epochs.
-- **GPU**: fp32 weights, gradients and the optimizer's state; activations of a micro-batch come on top.
-- **time**: of inner steps, and of all the syncs where training waits for them.
-- **a sync**: the bytes of one worker, up and down; its share of the time is what is left of **in inner steps**.
-- **against all-reduce**: how many times more a fp32 all-reduce after every step would move.
+- **tokens**: what all workers together train on; if that is more than the set has, in several epochs.
+- **GPU**: fp32 weights, gradients and the optimizer's state, without the activations of a micro-batch.
+- **time**: of inner steps, and of syncs that training waits for.
+- **a sync**: the bytes of one worker, up and down. **in inner steps**: the share of time that syncs leave.
+- **against all-reduce**: how many times as much a fp32 all-reduce after every step would move.
 
 """
 
@@ -109,7 +109,7 @@ class Recipe:
 
 
 def recipe(path: Path) -> Recipe:
-    """Return the recipe in a file, with what it costs."""
+    """Return the recipe in a file with its costs."""
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
     comment = " ".join(line.removeprefix("# ") for line in lines[: lines.index("")] if line.startswith("# "))
@@ -129,7 +129,7 @@ def recipe(path: Path) -> Recipe:
 
 
 def shape(spec: RunSpec) -> nn.Module:
-    """Return the run's model without its values, with adapters of their shapes beside the matrices that get one."""
+    """Return the run's model on the meta device, with adapters of the right shapes beside the matrices that get one."""
     if spec.model.pretrained is None:
         return build_model(spec, META)
     model: nn.Module = AutoModelForCausalLM.from_config(LlamaConfig(**PRETRAINED[spec.model.pretrained]))
@@ -145,7 +145,7 @@ def shape(spec: RunSpec) -> nn.Module:
 
 def flops_per_token(model: nn.Module, length: int) -> float:
     """Return the FLOPs per token of a forward and a backward pass (PaLM, arXiv 2204.02311, appendix B): six for each
-    weight of a matrix product, four for one that is frozen, and those of attention, of which a mask saves none."""
+    weight of a matrix product, four for a frozen one, plus attention, where a mask saves none."""
     weights = [each.weight for each in model.modules() if isinstance(each, nn.Linear)]
     products = sum(each.numel() * (6 if each.requires_grad else 4) for each in weights)
     config: Any = model.config
@@ -169,7 +169,7 @@ def time_text(each: Recipe) -> str:
 
 
 def hidden(each: Recipe) -> bool:
-    """Return True if the training goes on for as long as a sync takes."""
+    """Return True if training continues during the whole sync."""
     own, enough = each.spec.sync.overlap, each.setting.overlap
     return enough is not None and (own == "eager" or (isinstance(enough, int) and own >= enough))
 
@@ -209,14 +209,14 @@ COLUMNS = (
 
 
 def page() -> str:
-    """The page, Markdown."""
+    """Return the page as Markdown."""
     found = [recipe(path) for path in sorted(FOLDER.glob("*.toml"))]
     table = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}\n" + "".join(map(row, found))
-    said = "".join(
+    comments = "".join(
         textwrap.fill(f"- **{each.file.removesuffix('.toml')}**: {each.comment}", WIDTH, subsequent_indent="  ") + "\n"
         for each in found
     )
-    return HEAD + table + "\n## What they are\n\n" + said
+    return HEAD + table + "\n## What they are\n\n" + comments
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Writes docs/rounds.md from `coordinator/run/decide.py`: `python docs/write_rounds.py`, in the repository.
+"""Write docs/rounds.md from `coordinator/run/decide.py`: run `python docs/write_rounds.py` in the repository.
 
-The examples are what its `decide` says. A test fails while the page is not what this writes.
+The tables show what `decide` returns. A test fails while the page is not what this writes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,22 +15,21 @@ PAGE = Path(__file__).parent / "rounds.md"
 HEAD = """\
 # Rounds
 
-When a round closes, and why. Made by `docs/write_rounds.py` from `coordinator/run/decide.py`: the diagram is drawn
-from its table of transitions (`docs/write_diagrams.py`), and every sentence in the tables below was said by its
-`decide`.
+When a round closes, and why. `docs/write_rounds.py` generates this page from `coordinator/run/decide.py`: the diagram
+is drawn from its table of transitions, and the tables below show what its function `decide` returns.
 
-A round is open for all fragments at once, and each fragment goes through these states by itself. The last one that is
-published ends the round, and the next one opens.
+A round opens for all fragments at once, and each fragment then goes through these states separately. When the last one
+is published, the round ends and the next one opens.
 
 ![the states of a fragment](diagrams/fragment-states.svg)
 
-- **collecting**: contributions are accepted. `decide` is asked after everything that may change its answer: a
-  contribution, a worker that joins, leaves or whose lease ends, and the passing of a deadline. "closed" is its answer
-  Close.
-- **aggregating**: the contributors are fixed, in the database. A contribution that comes now is late: it is refused
-  with `round-closed`, and its work goes into its worker's next one. After a crash the aggregation is done again, over
-  the same contributors, to the same bytes. "contribution lost" is a file that no longer is what was acknowledged: its
-  worker is asked to send it again.
+- **collecting**: contributions are accepted. After everything that may change the answer, the coordinator calls
+  `decide`: a contribution, a worker that joins, leaves or loses its lease, a deadline that passes. "closed" is the
+  transition when `decide` returns Close.
+- **aggregating**: the contributors are fixed, in the database. A contribution that arrives now is late: it is answered
+  `round-closed`, and its work goes into its worker's next contribution. After a crash the aggregation is repeated, over
+  the same contributors, to the same bytes. "contribution lost" is the transition when a contribution's file is damaged
+  or missing: its worker is asked to send it again.
 - **published**: the delta is durable and never changes.
 
 ## What `decide` looks at
@@ -38,35 +37,35 @@ published ends the round, and the next one opens.
 `decide(expected, contributed, policy, opened_at, quorum_at, now, silent)` returns
 `Wait(until, reason, silent)` or `Close(contributors, reason)`.
 
-It is a pure function. `expected` are the live workers that hold an assignment for the round and are waited for;
-`contributed` are those whose contribution was acknowledged, whether they are still alive or not. Times are of one
-monotonic clock, the coordinator's: no worker's clock is ever looked at. The reason is one sentence, and the log, the
-events, `GET …/rounds/current` and the failure of a test show that same one.
+It is a pure function. `expected` are the live workers that hold an assignment for the round and are waited for.
+`contributed` are the workers whose contribution was acknowledged, alive or not. All times are of the coordinator's
+monotonic clock; no worker's clock is used. The reason is one sentence, which the log, the events,
+`GET …/rounds/current` and a failing test all show.
 
-- **Who is silent.** A live worker whose last heartbeat is older than half of its lease is still waited for, but the
-  reason names it first, with when it was last heard of and when it is dropped.
-- **Who is waited for** (`coordinator/run/members.py`). Workers that have contributed to the run before are *proven*;
-  one that has missed three rounds in a row is not waited for until it contributes again. A newcomer is waited for in
-  its first round, and no longer than the grace. Where nobody is proven, as in the first round, all are alike. So names
-  that never contribute cost one grace each, and hold up nobody; what comes in time counts, whoever has sent it.
+- **Everybody.** If all expected workers have contributed, and at least `min_workers`, the round closes at once.
+- **Quorum.** A quorum is more than half of the votes and at least `min_workers` workers. Each token has one vote, which
+  its proven workers (below) in the round share equally. If each box has its own token, or all share one token, that is
+  more than half of the workers; but many names of one token are no majority over the others. With exactly half of the
+  votes, more than half of the workers must have contributed. Give each box its own token if each shall have a vote.
+- **Grace.** From the quorum on, stragglers still have the *grace*: `grace_factor` times what the quorum took, but at
+  least `grace_min_s` and at most `grace_max_s`. So a run whose rounds take an hour waits for minutes, and one whose
+  rounds take seconds waits for seconds.
+- **Cap.** `round_max_s` after it opened, the round closes with or without a quorum, as soon as at least `min_workers`
+  have contributed.
+- **Otherwise it waits.** Before a quorum, only contributions, new workers and the ends of leases change the answer.
+- **Which workers are waited for** (`coordinator/run/members.py`). A worker that has contributed to the run before is
+  *proven*. It is waited for until it misses three rounds in a row, and again once it contributes. A newcomer is waited
+  for in its first round, and not beyond the grace. If no worker is proven, as in the first round, all count the same.
+  So names that never contribute cost one grace each. Any contribution that arrives in time counts.
+- **Silent workers.** A live worker whose last heartbeat is older than half of its lease is still waited for. The reason
+  names it first, with when it was last heard of and when it will be dropped.
 - **Quarantine** (`coordinator/trust/quarantine.py`). A quarantined worker is left out of the round only if at least
-  `min_workers` others take part that have contributed before. A member that only sends heartbeats, or has not
-  contributed yet, is none of them. In a round that has lasted for `round_max_s` only those count that have contributed
-  to it.
-- **Everybody.** All expected workers have contributed, at least `min_workers` of them: the round closes at once.
-- **Quorum and grace.** A quorum is more than half of the voices and at least `min_workers` workers. Every token has one
-  voice, which the proven workers of the round that joined with it share equally: with a token for each box that is more
-  than half of the workers, and so it is where all are of one token; but many names of one token are no majority over
-  others. Where just half of the voices are there, more than half of the workers must be. Whose boxes are to count one
-  by one gives each a token of its own. From the quorum on stragglers have the *grace*: `grace_factor` times what the
-  quorum took, within `grace_min_s` and `grace_max_s`. So a run whose rounds take an hour waits for minutes, and one
-  whose rounds take seconds waits for seconds.
-- **Cap.** `round_max_s` after its opening the round closes, quorum or not, as soon as at least `min_workers` have
-  contributed.
-- **Otherwise** it waits: before a quorum only contributions, new workers and the ends of leases change anything.
+  `min_workers` others take part that have contributed before; a member that only sends heartbeats, or has not
+  contributed yet, does not count. Once a round has lasted `round_max_s`, only workers that have contributed to it
+  count.
 
-After a restart of the coordinator, `opened_at` and `quorum_at` are those of the restart: everybody has as much time
-again.
+After a restart of the coordinator, `opened_at` and `quorum_at` are the time of the restart, so every worker has the
+full time again.
 """
 
 GRACE = """
@@ -81,8 +80,8 @@ With the defaults ({policy}):
 EXAMPLES = """
 ## Examples
 
-With the defaults, unless the title says otherwise. Seconds count from the opening of the round. Where nothing happens,
-a deadline has passed.
+With the defaults, unless the title says otherwise. Seconds count from the opening of the round. A row without an event
+is a deadline that has passed.
 """
 
 
@@ -94,7 +93,7 @@ DEFAULTS = MembersSpec()
 
 @dataclass
 class Situation:
-    """One fragment's inputs of `decide`, as the coordinator keeps them (`coordinator/sync/publishing.py`)."""
+    """The inputs of `decide` for one fragment, as `coordinator/sync/publishing.py` keeps them."""
 
     policy: MembersSpec
     owners: Mapping[str, str]
@@ -104,7 +103,7 @@ class Situation:
     quorum_at: float | None = None
 
     def look(self, now: float) -> tuple[str, float | None, bool]:
-        """What `decide` says at `now`: in words, when to look again, and whether the round closed."""
+        """Return what `decide` says at `now`, when to decide again, and whether the round closed."""
         if self.quorum_at is None and has_quorum(self.expected, self.contributed, self.policy, self.owners):
             self.quorum_at = now
         waited_for = self.expected | self.newcomers
@@ -149,66 +148,66 @@ class Example:
 EXAMPLE_LIST = [
     Example(
         "Everybody contributes",
-        "The usual round: it closes with the last contribution, no deadline has any part in it.",
+        "The usual round closes with the last contribution, without a deadline.",
         [opens("a", "b", "c", "d"), contributes(100, "a", "b"), contributes(101, "c"), contributes(104, "d")],
     ),
     Example(
         "A straggler",
-        "The third contribution makes the quorum. It took 102 s, so d has half of that.",
+        "The third contribution completes the quorum. That took 102 s, so d has half of that.",
         [opens("a", "b", "c", "d"), contributes(100, "a", "b"), contributes(102, "c")],
     ),
     Example(
         "A straggler that makes it",
-        "Within the grace its contribution closes the round.",
+        "Its contribution arrives within the grace and closes the round.",
         [opens("a", "b", "c", "d"), contributes(100, "a", "b", "c"), contributes(131, "d")],
     ),
     Example(
         "A worker dies",
-        "Nobody waits for the dead: the end of its lease, or its leaving, closes the round, quorum or not.",
+        "The round no longer waits for it once its lease ends or it leaves, with or without a quorum.",
         [opens("a", "b", "c"), contributes(100, "a", "b"), dies(110, "c")],
     ),
     Example(
         "A worker dies after contributing",
-        "What was acknowledged counts.",
+        "Its acknowledged contribution counts.",
         [opens("a", "b", "c"), contributes(90, "a"), dies(95, "a"), contributes(100, "b"), contributes(101, "c")],
     ),
     Example(
         "Half of the workers lose their lines",
-        "Two of four are no quorum, and no deadline runs but the cap. The leases end it.",
+        "Two of four are no quorum, so no deadline runs except the cap. The round closes when the leases end.",
         [opens("a", "b", "c", "d"), contributes(100, "a", "b"), dies(160, "c"), dies(161, "d")],
     ),
     Example(
         "A worker joins in the middle",
-        "It has the grace from the quorum on, which is made without it.",
+        "The quorum does not count it. From the quorum on it has the grace.",
         [opens("a", "b"), contributes(60, "a"), enters(80, "c"), contributes(100, "b")],
     ),
     Example(
         "Too few workers, `min_workers = 3`",
-        "The run waits, and says so.",
+        "The run waits, and the reason shows it.",
         [opens("a", "b", "c"), contributes(100, "a", "b"), dies(110, "c"), enters(500, "d"), contributes(600, "d")],
         MembersSpec(min_workers=3),
     ),
     Example(
         "A cap, `round_max_s = 300`",
-        "Two of five are no quorum, but the round has lasted long enough.",
+        "Two of five are no quorum, but the cap closes the round.",
         [opens("a", "b", "c", "d", "e"), contributes(100, "a"), contributes(130, "b")],
         MembersSpec(round_max_s=300),
     ),
     Example(
         "Four names of one token",
-        "They are two thirds of the workers, but one voice of three. With b there are two voices, and c has the grace.",
+        "They are two thirds of the workers with one vote of three. With b there are two votes, and c has the grace.",
         [opens("m1", "m2", "m3", "m4", "b", "c"), contributes(1, "m1", "m2", "m3", "m4"), contributes(100, "b")],
         owners=dict.fromkeys(("m1", "m2", "m3", "m4"), "m"),
     ),
     Example(
         "Four boxes of one token, and one that is slow",
-        "Each of the two tokens has one voice. Half of them are there with the four, and so are most of the workers.",
+        "Each of the two tokens has one vote. The four boxes have half of the votes, and are most of the workers.",
         [opens("m1", "m2", "m3", "m4", "slow"), contributes(100, "m1", "m2", "m3", "m4")],
         owners=dict.fromkeys(("m1", "m2", "m3", "m4"), "m"),
     ),
     Example(
         "Nobody is left behind, `grace_min_s = grace_max_s = 3600`",
-        "A long grace waits for everybody that is alive; the leases still end it for those who are not.",
+        "With a long grace the round waits for every live worker, and no longer for those whose leases end.",
         [opens("a", "b", "c", "d"), contributes(100, "a", "b", "c"), contributes(900, "d")],
         MembersSpec(grace_min_s=3600, grace_max_s=3600),
     ),
@@ -216,7 +215,7 @@ EXAMPLE_LIST = [
 
 
 def history(example: Example) -> Iterator[tuple[float, str, str]]:
-    """Seconds, what happens and what `decide` says to it, until the round closes."""
+    """Yield (seconds, what happens, what `decide` says) until the round closes."""
     situation, until = Situation(example.policy, example.owners), None
     events = list(example.events)
     while events or until is not None:
@@ -256,7 +255,7 @@ def _duration(seconds: float) -> str:
 
 
 def page() -> str:
-    """The page, Markdown."""
+    """Return the page as Markdown."""
     return HEAD + grace_section() + EXAMPLES + "".join(map(example_section, EXAMPLE_LIST))
 
 

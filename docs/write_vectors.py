@@ -1,7 +1,7 @@
-"""Writes docs/vectors/*.json, the vectors of the wire format: `python -m docs.write_vectors`, in the repository.
+"""Write docs/vectors/*.json, the test vectors of the wire format: run `python -m docs.write_vectors` in the repository.
 
-A test fails while the files are not what this writes. docs/wire-format.md says how to read them. What must be refused
-is in docs/refused_payloads.py.
+A test fails while the files are not what this writes. docs/wire-format.md describes them. docs/refused_payloads.py has
+the payloads that must be rejected.
 """
 
 import itertools
@@ -32,8 +32,9 @@ from protocol.codecs import REFERENCE
 from protocol.digest import content_digest, digest, model_digest
 from protocol.fragments import TensorSpec, plan_fragments
 from protocol.outer_step import in_numpy, reached
+from protocol.spec.model import ModelSpec
 from protocol.spec.run import RunSpec
-from protocol.spec.sections import DataSpec, InnerSpec, ModelSpec, SyncSpec
+from protocol.spec.sections import DataSpec, InnerSpec, SyncSpec
 from worker.data.opening import open_training_set
 from worker.data.text import TextData
 from worker.data.tokens.index import Index, Shard
@@ -45,7 +46,7 @@ LEAST, LARGEST = 2.0**-149, float(np.finfo(np.float32).max)
 NOT_FULL = {"ternary": 150, "sparse": 4200}  # elements of a chunk whose last block is not full; of the others 300
 HUGE = {"fp32": LARGEST, "bf16": 255 * 2.0**120, "int8": 127 * 2.0**120, "int4": 7 * 2.0**120, "sparse": 2.0**123}
 
-# Allowed, though no writer would choose it: elements and bytes.
+# Allowed, though no writer would choose these bytes: codec, name, elements, bytes.
 UNUSUAL: list[tuple[str, str, int, str]] = [
     ("int8", "a scale of 2 where 2^-5 would do", 3, "0040 01 ff 00"),
     ("int8", "the largest scale and code; of a contribution this is too large", 2, "807b 7f 81"),
@@ -61,7 +62,7 @@ UNUSUAL: list[tuple[str, str, int, str]] = [
 
 
 def codecs() -> Document:
-    """Every codec: values, their bytes, and the values that these mean."""
+    """Return for every codec: values, their bytes, and the decoded values."""
     result: Document = []
     for codec in REFERENCE:
         for name, values in chunks(codec).items():
@@ -80,7 +81,7 @@ def codecs() -> Document:
 
 
 def chunks(codec: str) -> dict[str, F32]:
-    """What each codec is tried with."""
+    """Return the values to encode, by name."""
     n, huge = NOT_FULL.get(codec, 300), HUGE.get(codec, 2.0**60)  # where squares are added up
     blocks = spread(n, seed=1)
     blocks[: n // 2] *= np.float32(1e-6)
@@ -100,7 +101,7 @@ def chunks(codec: str) -> dict[str, F32]:
 
 
 def payloads() -> Document:
-    """Whole payloads of each kind, raw and compressed, of one chunk and of several."""
+    """Return whole payloads of each kind, raw and compressed, with one chunk and with several."""
     theta, momentum = array(1, -2, 0.5, 0, 3), array(0.25, 0, -0.125, LEAST, -1)
     two_chunks = np.zeros(wire.CHUNK_ELEMENTS + 300, np.float32)
     two_chunks[[0, 255, 256]] = array(0.5, -1, 1e-3)
@@ -126,13 +127,13 @@ def payloads() -> Document:
 
 
 def few_values() -> F32:
-    """320 values of six kinds: what a compressor makes much of."""
+    """Return 320 values, of which six differ, so that they compress well."""
     kinds = array(1, -1, 0.5, 0, 0.25, 0, 0, -0.5, 0, 0)
     return kinds[np.random.RandomState(3).randint(0, len(kinds), 320)]
 
 
 def described(body: bytes) -> dict[str, Any]:
-    """A payload and all that is in it; of its values those that are not +0, by runs."""
+    """Return a payload with its header, digests and values; of the values only those that are not +0, as runs."""
     payload = wire.Payload.from_bytes(body)
     payload.check()
     header = payload.header.model_dump()
@@ -148,7 +149,7 @@ def described(body: bytes) -> dict[str, Any]:
 
 
 def runs(values: F32, gap: int = 16) -> list[tuple[int, F32]]:
-    """The values by where they start, without gaps of +0 of more than `gap`."""
+    """Return runs of values as (start, values), split at gaps of more than `gap` times +0."""
     there = np.flatnonzero(values.view(np.uint32))
     parts = np.split(there, np.flatnonzero(np.diff(there) > gap) + 1)
     return [(int(part[0]), values[part[0] : part[-1] + 1]) for part in parts if len(part)]
@@ -158,8 +159,8 @@ def runs(values: F32, gap: int = 16) -> list[tuple[int, F32]]:
 
 
 def means() -> Document:
-    """The mean of three workers of unlike weights, by every codec: all factors 1 and `int8` as the download codec, then
-    factors below 1 with the other download codecs. `contributions` are in the order of arrival."""
+    """Return means of three workers with different weights, for every codec: all factors 1 and `int8` as the download
+    codec, then factors below 1 with the other download codecs. `contributions` are in the order of arrival."""
     arrived = {"w9": 3 * 2048, "w10": 7 * 2048, "w-1": 5 * 2048}
     whole, screened = dict.fromkeys(arrived, 1.0), {"w9": 0.3, "w10": 1.0, "w-1": 0.875}
     cases = [(codec, whole, "int8") for codec in REFERENCE]
@@ -169,8 +170,8 @@ def means() -> Document:
         n = 640 if codec == "sparse" else 200
         sent = {worker: spread(n, seed) for seed, worker in enumerate(arrived, start=5)}
         for each, magnitude in zip(sent.values(), (1, 0.03, 5), strict=True):
-            each[7::64] += 9  # what all of them send, also by `sparse`
-            each *= np.float32(magnitude)  # so that the order of summation shows
+            each[7::64] += 9  # values that all of them send, also with `sparse`
+            each *= np.float32(magnitude)  # so that the order of summation matters
         bodies = {
             worker: contribution(sent[worker], codec, worker=worker, tokens=tokens, units=[[0, tokens // 2048]])
             for worker, tokens in arrived.items()
@@ -198,7 +199,7 @@ def means() -> Document:
 
 
 def mean_of(codec: str, bodies: list[bytes], shares: list[np.float32], weights: list[np.float32]) -> F32:
-    """The weighted mean of contributions of one chunk, in the order in which they are given."""
+    """Return the weighted mean of contributions of one chunk each, summed in the given order."""
     payloads = [wire.Payload.from_bytes(body) for body in bodies]
     total = np.zeros(payloads[0].header.elements, np.float32)
     sent = np.zeros_like(total)  # the shares of those that sent each value
@@ -211,7 +212,7 @@ def mean_of(codec: str, bodies: list[bytes], shares: list[np.float32], weights: 
 
 
 def outer_steps() -> Document:
-    """Several steps with momentum, from values at which fusing two operations, or flushing denormals, shows."""
+    """Return several steps with momentum, on values where fused operations or flushed denormals give other results."""
     theta = np.concatenate([array(1, -2, 0.5, 0, -0.0, 1e30, LEAST, 2.0**-126), spread(24, seed=8)])
     momentum = np.concatenate([array(0, 0.25, -1, 3, 0, -1e30, 0, 2.0**-126), spread(24, seed=9)])
     result: Document = []
@@ -234,7 +235,7 @@ def outer_steps() -> Document:
 
 
 def digests() -> Document:
-    """Of bytes, as they are announced; of the state of each fragment; of the whole model."""
+    """Return digests of payloads, of the state of each fragment, and of the whole model."""
     texts = [b"", b"OSTP", bytes(range(256)) * 5]
     states = [(spread(3, 20), spread(3, 21)), (array(-0.0), array(0.0)), (spread(300, 22), np.zeros(300, np.float32))]
     of_states = [state_digest(theta, u) for theta, u in states]
@@ -249,7 +250,7 @@ def digests() -> Document:
 
 
 def layouts() -> Document:
-    """Which slices make up the fragments, and the digest of that."""
+    """Return layouts and their digests."""
     layers = [f"layers.{i}.{each}.weight" for i in range(12) for each in ("norm", "mlp")]
     names = ["embedding.weight", *layers[:8], "shared.weight", *layers[8:], "norm.weight"]
     small = [TensorSpec(name=name, shape=[8] if "norm" in name else [40, 8]) for name in names]
@@ -281,7 +282,7 @@ TEXT = {
 
 
 def data() -> Document:
-    """A training set: its digest, which text is held out, and the rows of the work units of two epochs."""
+    """Return training sets: digest, held-out text, and the rows of the work units of two epochs."""
     result: Document = []
     every, single = list(TEXT), ["b/two.txt"]
     for seed, holdout, names in ((0, 0.3, every), (7, 0.001, every), (7, 0.0, every), (7, 0.25, single)):
@@ -301,12 +302,12 @@ def data() -> Document:
 
 
 def rows(unit: Tensor) -> list[str]:
-    """The bytes of each row of a work unit, int64[batch_size, sequence_length + 1]."""
+    """Return the bytes of each row of a work unit, int64[batch_size, sequence_length + 1], in hexadecimal."""
     return [bytes(row).hex() for row in unit.tolist()]
 
 
 def token_sets() -> Document:
-    """A token set of two windows, its shards of several lengths: its digest, and the ids of the rows of two epochs."""
+    """Return a token set of two windows with shards of different lengths: its digest, and the rows of two epochs."""
     sizes = [9, 30, 4, 17, 23, 12, 5, 26, 14, 20]
     parts = [(((np.arange(n) + 50 * i) * 7) % 1000).astype("<u2") for i, n in enumerate([*sizes, 11])]
     shards = [
@@ -343,7 +344,7 @@ def token_sets() -> Document:
 
 
 def read_text(files: dict[str, str], *, seed: int, sequence_length: int, batch_size: int, holdout: float) -> TextData:
-    """The training set of a directory with these files."""
+    """Return the training set of a directory with these files."""
     with tempfile.TemporaryDirectory() as directory:
         for name, text in files.items():
             path = Path(directory, name)
@@ -369,7 +370,7 @@ FILES = {
 
 
 def files() -> dict[str, str]:
-    """The text of each file, by its name."""
+    """Return the text of each file by its name."""
     return {f"{name}.json": json.dumps(make(), indent=1, ensure_ascii=False) + "\n" for name, make in FILES.items()}
 
 

@@ -1,6 +1,6 @@
-"""zstd frames that are the same whatever version of zstd is installed (RFC 8878, section 3.1).
+"""zstd frames that do not depend on the installed version of zstd (RFC 8878, section 3.1).
 
-They are put together by hand, of raw blocks and of blocks that repeat one byte; one was made by a compressor, and kept.
+They are built by hand from raw blocks and blocks that repeat one byte. One is a stored result of a real compressor.
 """
 
 MAX_BLOCK_BYTES = 1 << 17
@@ -16,7 +16,7 @@ FROM_A_COMPRESSOR = bytes.fromhex("""
 
 
 def zstd_frame(content: bytes, *, declared: int | None = None, dictionary: int | None = None) -> bytes:
-    """A frame of `content`, which should end with a repeated byte. `declared`: its size, if not the true one."""
+    """Return a frame of `content`, which should end with a repeated byte. `declared`: a wrong size to declare."""
     size = len(content) if declared is None else declared
     flags = 0xA0 | (dictionary is not None)  # the size in 4 bytes, one segment; 1 byte for the dictionary's number
     named = b"" if dictionary is None else bytes([dictionary])
@@ -24,7 +24,7 @@ def zstd_frame(content: bytes, *, declared: int | None = None, dictionary: int |
 
 
 def frame_without_size(content: bytes) -> bytes:
-    """A frame that does not declare its content's size; its window is of 1 MiB."""
+    """Return a frame that does not declare its content's size; its window is 1 MiB."""
     return MAGIC + bytes([0x00, 10 << 3]) + _blocks(content)
 
 

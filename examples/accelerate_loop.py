@@ -1,4 +1,5 @@
-"""A loop of accelerate's on the bytes of a file: python examples/accelerate_loop.py FILE. Outerstep's lines: # +."""
+"""Train with accelerate on the bytes of a file: python examples/accelerate_loop.py FILE. `# +` marks Outerstep's
+lines."""
 
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 with DiLoCo.connect(model, optimizer, run="example") as diloco:  # +
-    for batch in diloco.batches(loader):  # + it was for epoch in range(EPOCHS), and for batch in loader
+    for batch in diloco.batches(loader):  # + instead of: for epoch in range(EPOCHS), for batch in loader
         loss = model(input_ids=batch, labels=batch).loss
         accelerator.backward(loss)
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Lightning's Trainer on the bytes of a file: python examples/lightning_fit.py FILE. Outerstep's lines: # +."""
+"""Train with Lightning on the bytes of a file: python examples/lightning_fit.py FILE. `# +` marks Outerstep's lines."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Adapters by peft, in transformers' Trainer: python examples/lora.py FILE. Outerstep's lines: # +.
+"""Train peft adapters with transformers' Trainer: python examples/lora.py FILE. `# +` marks Outerstep's lines.
 
-Only the adapters travel. All workers need the same base model, which is compared when they join; this one is drawn by a
-seed, yours is loaded.
+Only the adapters are sent. All workers need the same base model, which is compared when they join. This example
+draws it from a seed; you would load yours.
 """
 
 import sys

@@ -1,4 +1,5 @@
-"""A plain loop on the bytes of a file, as nanoGPT has it: python examples/plain.py FILE. Outerstep's lines: # +."""
+"""Train in a plain loop, like nanoGPT's, on the bytes of a file: python examples/plain.py FILE. `# +` marks Outerstep's
+lines."""
 
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 with DiLoCo.connect(model, optimizer, run="example") as diloco:  # +
-    for step in diloco.units():  # + it was range(1000)
+    for step in diloco.units():  # + instead of range(1000)
         starts = torch.randint(len(text) - LENGTH, (BATCH, 1), generator=torch.Generator().manual_seed(step))
         batch = text[starts + torch.arange(LENGTH + 1)]
         logits = model(batch[:, :-1])

@@ -1,4 +1,5 @@
-"""transformers' Trainer on the bytes of a file: python examples/trainer.py FILE. Outerstep's lines: # +."""
+"""Train with transformers' Trainer on the bytes of a file: python examples/trainer.py FILE. `# +` marks Outerstep's
+lines."""
 
 import sys
 from pathlib import Path

@@ -15,7 +15,7 @@ from harness.lines import DEVICE, Line
 
 ROOT = Path(__file__).parents[2]
 ENDING_S = 30
-SOON_S = 2.0  # as worker/rounds/approach.py
+SOON_S = 2.0  # as worker/rounds/schedule.py
 GLOO = {"GLOO_SOCKET_IFNAME": DEVICE}  # by itself it takes the address of the machine's name, which is none there
 
 

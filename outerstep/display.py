@@ -11,11 +11,21 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from outerstep.common.text import SHOWN_LOSSES, rate_text, sparkline
+from outerstep.common.quantities import (
+    SHOWN_LOSSES,
+    UNKNOWN,
+    bytes_text,
+    count_text,
+    duration_text,
+    held_out_text,
+    learning_rate_text,
+    loss_text,
+    share_text,
+    sparkline,
+)
 from outerstep.follow import Look
-from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text, share_text
 from protocol.messages import Cause, Event, FragmentState, Metrics, RoundInfo, RunInfo, Stage, WorkerInfo
-from protocol.printable import printable
+from protocol.text import printable
 
 GAP = 2  # columns of the terminal between those of a table
 SHOWN_BY_ROUNDS = frozenset({"round-opened", "round-published", "evaluated"})
@@ -63,7 +73,7 @@ class LineDisplay:
             if item.round >= self.next_round:
                 self.course.add(item)
                 to_go = duration_text(look.run.eta_s if item is published[-1] else None)
-                rate = rate_text(self.rates.get(item.round))
+                rate = learning_rate_text(self.rates.get(item.round))
                 self._line(f"{round_line(item)}  rate {rate}  {self.course.text(look.run, to_go)}")
                 self.next_round = item.round + 1
         if look.trouble and not self.in_trouble:
@@ -184,7 +194,7 @@ def with_what_is_told(
     """Return columns and rows with those that would only take room where no worker tells them."""
     if any(item.metrics.learning_rate is not None for item in workers):
         columns = [*columns, ">rate"]
-        rows = [[*row, rate_text(item.metrics.learning_rate)] for row, item in zip(rows, workers, strict=True)]
+        rows = [[*row, learning_rate_text(item.metrics.learning_rate)] for row, item in zip(rows, workers, strict=True)]
     if any(item.metrics.mfu is not None for item in workers):
         columns = [*columns, ">MFU"]
         rows = [[*row, share_text(item.metrics.mfu)] for row, item in zip(rows, workers, strict=True)]

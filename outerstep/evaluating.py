@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from protocol.messages import DataSummary, Evaluation, RunDetail
+from protocol.spec.model import MAX_PARAMETERS
 from protocol.spec.run import RunSpec, parse_spec
-from protocol.spec.sizes import MOST_PARAMETERS
 from worker.allowing import permit_factory
 from worker.box import shard_cache
 from worker.data.opening import open_training_set
@@ -30,7 +30,7 @@ from worker.models.building import build_model, check_vocabulary
 from worker.models.pretrained import ADAPTERS, CONFIG
 from worker.settings import BoxSettings
 from worker.starting import choose_device
-from worker.state.frozen import frozen_summary
+from worker.state.parameters import frozen_summary
 
 HOST = torch.device("cpu")
 TOKENS_AT_ONCE = 4096  # a whole batch of a run may be half a million, whose logits no machine has room for
@@ -105,7 +105,7 @@ def load_export(
     directory: Path,
     run: RunDetail | None = None,
     factories: tuple[str, ...] = (),
-    max_parameters: int = MOST_PARAMETERS,
+    max_parameters: int = MAX_PARAMETERS,
 ) -> nn.Module:
     """Return the model of a directory that `outerstep run export` has written, on the CPU; of adapters, what they make
     with the model that they belong to. Of code that makes the model, that of `factories` may be run. Raises NotAllowed,

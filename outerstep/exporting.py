@@ -6,7 +6,7 @@ import httpx
 from torch import nn
 from transformers.utils import logging
 
-from protocol.spec.sizes import MOST_PARAMETERS
+from protocol.spec.model import MAX_PARAMETERS
 from worker.export import export
 from worker.link.client import Client
 
@@ -20,7 +20,7 @@ def export_model(
     *,
     merge: bool = False,
     factories: tuple[str, ...] = (),
-    max_parameters: int = MOST_PARAMETERS,
+    max_parameters: int = MAX_PARAMETERS,
 ) -> nn.Module:
     """Write checkpoint `state` of `run` (None: the latest) into `directory`, with its adapters merged if `merge`, and
     return the model, which code of `factories` may make.

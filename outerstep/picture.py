@@ -14,7 +14,16 @@ from rich.segment import SegmentLines
 from rich.table import Table
 from rich.text import Text
 
-from outerstep.common.text import natural, sparkline
+from outerstep.common.quantities import (
+    UNKNOWN,
+    bytes_text,
+    count_text,
+    duration_text,
+    held_out_text,
+    loss_text,
+    natural,
+    sparkline,
+)
 from outerstep.display import (
     GAP,
     Course,
@@ -27,9 +36,8 @@ from outerstep.display import (
     with_what_is_told,
 )
 from outerstep.follow import ENDED, Look
-from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text
 from protocol.messages import Event, RoundInfo, RunInfo, Stage, WorkerInfo, WorkerState
-from protocol.printable import printable
+from protocol.text import printable
 
 SHOWN_ROUNDS = 8
 SHOWN_EVENTS = 4

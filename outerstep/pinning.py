@@ -2,18 +2,16 @@
 
 import torch
 
-from protocol.spec.layouts import planned
-from protocol.spec.pins import PinSpec
 from protocol.spec.run import RunSpec
+from protocol.spec.sections import PinSpec
 from worker.allowing import allowed_by, permit
 from worker.box import check_suited, shard_cache
 from worker.data.opening import open_training_set
 from worker.models.building import build_model
 from worker.settings import BoxSettings
 from worker.state.fragments import Fragments
-from worker.state.frozen import frozen_summary
 from worker.state.outer_state import OuterState
-from worker.state.parameters import tensor_specs
+from worker.state.parameters import frozen_summary, tensor_specs
 
 
 def pins_of(spec: RunSpec, settings: BoxSettings, *, state: bool) -> PinSpec:
@@ -25,7 +23,7 @@ def pins_of(spec: RunSpec, settings: BoxSettings, *, state: bool) -> PinSpec:
     permit(spec, allowed_by(settings))
     check_suited(spec, 1)
     model = build_model(spec, torch.device("cpu"), settings.max_parameters)
-    layout = planned(spec.sync, tensor_specs(model))
+    layout = spec.sync.plan_layout(tensor_specs(model))
     frozen = frozen_summary(model)
     digest = None
     if not spec.data.private:

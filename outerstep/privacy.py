@@ -11,7 +11,7 @@ import math
 
 from dp_accounting import get_epsilon_gaussian, get_sigma_gaussian
 
-from protocol.spec.privacy import PrivacySpec
+from protocol.spec.sections import PrivacySpec
 
 
 def epsilon(spec: PrivacySpec, contributions: float) -> float:

@@ -26,8 +26,8 @@ from outerstep.common.answers import (
     read_body,
     read_message,
 )
-from outerstep.common.reaching import check_address, in_words, trusting
-from outerstep.common.text import natural
+from outerstep.common.connections import check_address, error_text, ssl_context
+from outerstep.common.quantities import natural
 from protocol.errors import Problem, Transient, UnexpectedAnswer
 from protocol.messages import (
     AuditEntry,
@@ -49,7 +49,7 @@ from protocol.messages import (
     WorkerChange,
     WorkerInfo,
 )
-from protocol.versions import of_requests
+from protocol.versions import request_headers
 
 T = TypeVar("T")
 
@@ -232,14 +232,14 @@ class Client:
     def _unreachable(self, error: httpx.TransportError) -> Transient:
         url = str(self.http.base_url)
         check_address(url, error)
-        return Transient(f"cannot reach the coordinator at {url}: {in_words(error)}")
+        return Transient(f"cannot reach the coordinator at {url}: {error_text(error)}")
 
 
 def connect(url: str, token: str, *, ca: Path | None = None, trust_env: bool = True) -> Client:
     """Return a client of the coordinator at `url`. `ca`: a PEM file of certificates that are trusted too; `trust_env`:
     heed HTTP_PROXY and its like. Raises ValueError for a file without certificates."""
-    headers = {**of_requests("operator"), "authorization": f"Bearer {token}"}
-    verify = trusting(ca)
+    headers = {**request_headers("operator"), "authorization": f"Bearer {token}"}
+    verify = ssl_context(ca)
     return Client(httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=trust_env, verify=verify))
 
 

@@ -1,7 +1,7 @@
-"""The compiled kernels (`kernels.c`), or None where this installation has none.
+"""The compiled kernels (`kernels.c`); None if they were not built.
 
-It has none if there was no C compiler, or no Python.h, when it was installed. Then numpy computes the same bits, and
-takes several times as long.
+They are not built if there was no C compiler or no Python.h at installation. numpy then computes the same bits, several
+times slower.
 """
 
 try:
@@ -9,9 +9,9 @@ try:
 
     COMPILED = True
     KERNELS = f"compiled, for {kernels.generations()[0]}"
-except ModuleNotFoundError:  # a file that is there and cannot be loaded is an error, and its reason is told
+except ModuleNotFoundError:  # a file that exists but cannot be loaded is an error
     kernels = None  # type: ignore[assignment]
     COMPILED = False
-    KERNELS = "none, as there was no C compiler or no Python.h at installation: numpy takes several times as long"
+    KERNELS = "none (no C compiler or no Python.h at installation): numpy is several times slower"
 
 __all__ = ["COMPILED", "KERNELS", "kernels"]

@@ -19,7 +19,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple
 
-from protocol.printable import printable
+from protocol.text import printable
 
 PROBLEM_PREFIX = "urn:outerstep:problem:"
 

@@ -1,7 +1,7 @@
-"""What kernels.c compiles to. `protocol/compiled.py` says whether it is there.
+"""The module that kernels.c compiles to. `protocol/compiled.py` tells whether it exists.
 
-All raise ValueError where an argument is not a contiguous, aligned vector of the type and length that it should be.
-int8_step and int4_step are decode and outer_step in one.
+All functions raise ValueError if an argument is not a contiguous, aligned vector of the right type and length.
+int8_step and int4_step combine decode and outer_step.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 
-def int8_encode(x: F32, out: U8, /) -> bool: ...  # False where the codec cannot carry a value
+def int8_encode(x: F32, out: U8, /) -> bool: ...  # False if the codec cannot represent a value
 def int8_decode(data: U8, out: F32, /) -> None: ...
 def int8_accumulate(data: U8, weight: np.float32 | float, acc: F32, /) -> None: ...
 def int8_step(data: U8, theta: F32, momentum: F32, learning_rate: float, beta: float, /) -> None: ...
@@ -19,5 +19,5 @@ def int4_decode(data: U8, out: F32, /) -> None: ...
 def int4_accumulate(data: U8, weight: np.float32 | float, acc: F32, /) -> None: ...
 def int4_step(data: U8, theta: F32, momentum: F32, learning_rate: float, beta: float, /) -> None: ...
 def outer_step(theta: F32, momentum: F32, delta: F32, learning_rate: float, beta: float, /) -> None: ...
-def generations() -> list[str]: ...  # of CPUs, that this one runs, the fastest first; that one is used
-def use(generation: str, /) -> None: ...  # another one, for tests and benchmarks
+def generations() -> list[str]: ...  # CPU generations that this CPU supports, fastest first; the first is used
+def use(generation: str, /) -> None: ...  # use another one, for tests and benchmarks

@@ -8,7 +8,7 @@ one pass.
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codecs import Codec
+from protocol.codecs.base import Codec
 from protocol.compiled import COMPILED, kernels
 
 F32 = npt.NDArray[np.float32]

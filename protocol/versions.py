@@ -1,8 +1,8 @@
-"""Which versions talk with each other: those that speak the same protocol.
+"""Which versions can talk to each other: those that speak the same protocol.
 
-Both sides say what they are, requests by User-Agent and Outerstep-Protocol, answers by Outerstep-Version and
-Outerstep-Protocol. Each refuses the other where the protocol is another one, and says which of them is to be changed.
-Who says nothing of a protocol, such as a browser or curl, is not refused.
+Both sides identify themselves: requests by User-Agent and Outerstep-Protocol, responses by Outerstep-Version and
+Outerstep-Protocol. Each rejects the other if the protocols differ, and says which side to upgrade. A client that sends
+no protocol, such as a browser or curl, is not rejected.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from protocol import PROTOCOL_VERSION, __version__
-from protocol.printable import printable
+from protocol.text import printable
 
 VERSION_HEADER = "Outerstep-Version"
 PROTOCOL_HEADER = "Outerstep-Protocol"
@@ -19,29 +19,29 @@ _AGENT = re.compile(r"outerstep/([0-9A-Za-z.+-]{1,32})(?: |$)")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
-class Said(NamedTuple):
-    """What one side says of itself."""
+class Version(NamedTuple):
+    """The protocol and the software version that one side sent; None for what it did not send."""
 
-    protocol: str | None  # None: nothing
-    version: str | None = None
+    protocol: str | None
+    software: str | None = None
 
     @property
     def number(self) -> float:
-        """The protocol's; infinite if it is none, as only later ones could be called otherwise."""
+        """The protocol's number; infinite if it is not a number, since only a later protocol could be called so."""
         return int(self.protocol) if self.protocol and _NUMBER.fullmatch(self.protocol) else float("inf")
 
     def __str__(self) -> str:
-        software = "" if self.version is None else f"Outerstep {self.version}, "
+        software = "" if self.software is None else f"Outerstep {self.software}, "
         return software + ("an unknown protocol" if self.protocol is None else f"protocol {self.protocol}")
 
 
-OURS = Said(str(PROTOCOL_VERSION), __version__)
-OF_ANSWERS = {VERSION_HEADER: __version__, PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
+OURS = Version(str(PROTOCOL_VERSION), __version__)
+RESPONSE_HEADERS = {VERSION_HEADER: __version__, PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
 
 
-def of_requests(part: str) -> dict[str, str]:
-    """Return the headers of all requests of a client, which is this `part` of Outerstep. No answer is to be compressed:
-    answers.py refuses those that are."""
+def request_headers(part: str) -> dict[str, str]:
+    """Return the headers of every request from this `part` of Outerstep. They ask for uncompressed responses, because
+    answers.py rejects compressed ones."""
     return {
         "User-Agent": f"outerstep/{__version__} ({part})",
         PROTOCOL_HEADER: str(PROTOCOL_VERSION),
@@ -49,25 +49,25 @@ def of_requests(part: str) -> dict[str, str]:
     }
 
 
-def said_by_client(headers: Mapping[str, str]) -> Said:
-    """Return what a request says of who sent it."""
+def client_version(headers: Mapping[str, str]) -> Version:
+    """Return the version of the client that sent a request with these headers."""
     agent = _AGENT.match(headers.get("User-Agent", ""))
-    return Said(_protocol_of(headers), agent and agent[1])
+    return Version(_protocol_of(headers), agent and agent[1])
 
 
-def said_by_coordinator(headers: Mapping[str, str]) -> Said:
-    """Return what an answer says of who gave it."""
-    version = headers.get(VERSION_HEADER)
-    return Said(_protocol_of(headers), None if version is None else printable(version)[:32])
+def coordinator_version(headers: Mapping[str, str]) -> Version:
+    """Return the version of the coordinator that sent a response with these headers."""
+    software = headers.get(VERSION_HEADER)
+    return Version(_protocol_of(headers), None if software is None else printable(software)[:32])
 
 
 def _protocol_of(headers: Mapping[str, str]) -> str | None:
-    told = headers.get(PROTOCOL_HEADER)
-    return None if told is None else printable(told.strip())[:32]
+    protocol = headers.get(PROTOCOL_HEADER)
+    return None if protocol is None else printable(protocol.strip())[:32]
 
 
-def why_not(client: Said, coordinator: Said) -> str | None:
-    """Return why these two cannot talk with each other, and what to do; None if they can."""
+def incompatibility(client: Version, coordinator: Version) -> str | None:
+    """Return why these two cannot talk to each other, and what to do; None if they can."""
     if client.protocol is None or coordinator.protocol is None or client.number == coordinator.number < float("inf"):
         return None
     if client.number < coordinator.number:
@@ -77,10 +77,10 @@ def why_not(client: Said, coordinator: Said) -> str | None:
     return f"this client ({client}) and the coordinator ({coordinator}) do not speak the same protocol: {remedy}"
 
 
-def both_named(client: Said, coordinator: Said) -> str:
-    """Return a sentence for two sides that speak one protocol and still do not know each other's fields."""
-    return f"the client is {client}, the coordinator {coordinator}: give both sides the same build of Outerstep"
+def different_builds(client: Version, coordinator: Version) -> str:
+    """Return advice for two sides that speak the same protocol and still do not know each other's fields."""
+    return f"the client is {client}, the coordinator {coordinator}: install the same build of Outerstep on both sides"
 
 
-def _to(other: Said) -> str:
-    return "" if other.version is None else f" to Outerstep {other.version}"
+def _to(other: Version) -> str:
+    return "" if other.software is None else f" to Outerstep {other.software}"

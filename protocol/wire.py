@@ -19,7 +19,8 @@ import numpy.typing as npt
 import zstandard
 from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError, model_validator
 
-from protocol.codecs import CODECS, Codec, CodecName
+from protocol.codecs import CODECS, CodecName
+from protocol.codecs.base import Codec
 from protocol.digest import DIGEST_BYTES, Buffer
 from protocol.errors import WireError, WireFault
 

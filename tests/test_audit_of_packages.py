@@ -53,6 +53,7 @@ def stand_in(folder: Path, script: str) -> str:
     return str(path)
 
 
+@pytest.mark.covers("security:vulnerable-package")
 def test_where_nobody_can_be_asked_it_says_so(tmp_path: Path) -> None:
     pip_audit = stand_in(tmp_path, "echo 'no way there' >&2; exit 1")
     code, lines = audit.audit(pip_audit, audit.PINS)

@@ -85,6 +85,7 @@ def killed(folder: Path, point: str, count: int, command: object, *paths: Path) 
     assert process.exitcode == -signal.SIGKILL, (point, (folder / "log").read_text())
 
 
+@pytest.mark.covers("reliability:backup-killed")
 def test_a_backup_killed_at_each_point_leaves_a_whole_one_and_the_next_goes_on(
     prepared: Prepared, tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_backup_killed_at_each_point_leaves_a_whole_one_and_the_next_goes_on(
             shutil.rmtree(folder)
 
 
+@pytest.mark.covers("reliability:backup-killed")
 def test_a_restore_killed_at_each_point_is_done_again(prepared: Prepared, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     process = forked(run_restore, tmp_path / "first", prepared.backups, tmp_path / "undisturbed")

@@ -106,6 +106,7 @@ def later(data_dir: Path, url: str) -> Made:
     return make(Source(sqlite.url_in(data_dir), files_of(data_dir)), place_of(url, lambda: at), keep=1)
 
 
+@pytest.mark.covers("reliability:bucket-backup-killed")
 def test_a_backup_killed_at_each_request_leaves_a_whole_one_and_the_next_goes_on(
     s3: S3Server, states: list[Path], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of convergence: its rows are runs, what was found is not run again, and its page is what was found."""
+"""The convergence benchmark: rows are runs, existing results are not run again, and the page shows the results."""
 
 import json
 import math
@@ -97,8 +97,8 @@ def test_a_row_that_changed_is_run_again() -> None:
 
 
 def test_completion_knows_what_it_reads() -> None:
-    """Against the definition, byte by byte, with a model that knows nothing: every byte costs about 8 bits."""
-    torch.set_num_threads(1)  # on busy cores several are much slower
+    """Every byte costs an untrained model about 8 bits."""
+    torch.set_num_threads(1)  # several are much slower on busy cores
     spec = parse_spec(ROWS["DiLoCo"].spec(STEPS, 0))
     text, kinds = held_out(spec)
     assert len(text) == len(kinds)

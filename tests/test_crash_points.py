@@ -209,6 +209,7 @@ def test_every_operation_that_matters_is_a_point(undisturbed: Undisturbed) -> No
     assert {who.partition(".")[0] for what, who in operations if what.startswith("commit of ")} >= COMMITS
 
 
+@pytest.mark.covers("reliability:acknowledged-once")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_coordinator_killed_at_each_point_ends_as_the_undisturbed_one(undisturbed: Undisturbed, part: int) -> None:
     victim = undisturbed.victim
@@ -297,6 +298,7 @@ def end(process: ForkServerProcess, folder: Path, exit_code: int) -> None:
     assert process.exitcode == exit_code, (folder / "log").read_text()
 
 
+@pytest.mark.covers("reliability:worker-restart")
 def test_a_worker_killed_at_each_point_in_turn_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     text = write_text(tmp_path / "text", seed=2)

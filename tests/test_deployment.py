@@ -1,5 +1,5 @@
-"""The proxies of `deploy/`: that they agree with the coordinator, and, where they are installed, a round through each, and
-whole runs through Caddy by HTTP/2."""
+"""The proxies of `deploy/` agree with the coordinator. If they are installed: a round through each, and whole runs through
+Caddy over HTTP/2."""
 
 import os
 import re
@@ -34,31 +34,32 @@ NGINX, CADDY = (DEPLOY / "nginx.conf").read_text(), (DEPLOY / "Caddyfile").read_
 DEFAULTS = Settings()
 
 
-def told(sample: str, name: str) -> float:
-    """The number of a directive."""
+def directive(sample: str, name: str) -> float:
+    """Return the number of a directive in a sample configuration."""
     (number,) = re.findall(rf"^\s*{name} (\d+)", sample, re.MULTILINE)
     return float(number)
 
 
+@pytest.mark.covers("security:misconfigured-proxy")
 def test_the_samples_have_the_coordinator_s_own_limits() -> None:
-    assert told(NGINX, "limit_conn connections") == DEFAULTS.max_connections_per_address
-    assert told(NGINX, "client_header_timeout") == told(CADDY, "read_header") == DEFAULTS.head_s
-    assert told(NGINX, "client_body_timeout") == told(NGINX, "send_timeout") == DEFAULTS.upload_idle_s
-    assert told(NGINX, "large_client_header_buffers 4") * 4 * 1024 == DEFAULTS.max_head_bytes
-    assert told(CADDY, "max_header_size") * 1024 == DEFAULTS.max_head_bytes
+    assert directive(NGINX, "limit_conn connections") == DEFAULTS.max_connections_per_address
+    assert directive(NGINX, "client_header_timeout") == directive(CADDY, "read_header") == DEFAULTS.head_s
+    assert directive(NGINX, "client_body_timeout") == directive(NGINX, "send_timeout") == DEFAULTS.upload_idle_s
+    assert directive(NGINX, "large_client_header_buffers 4") * 4 * 1024 == DEFAULTS.max_head_bytes
+    assert directive(CADDY, "max_header_size") * 1024 == DEFAULTS.max_head_bytes
     assert f"127.0.0.1:{DEFAULTS.port}" in NGINX
     assert f"127.0.0.1:{DEFAULTS.port}" in CADDY
 
 
 def test_the_samples_wait_for_long_polls_and_keep_connections_as_long_as_workers_do() -> None:
-    assert min(told(NGINX, "proxy_read_timeout"), told(CADDY, "response_header_timeout")) > MAX_WAIT_S
+    assert min(directive(NGINX, "proxy_read_timeout"), directive(CADDY, "response_header_timeout")) > MAX_WAIT_S
     kept_s = [float(number) for number in re.findall(r"(?:keepalive_timeout|idle|keepalive) (\d+)s", NGINX + CADDY)]
     assert len(kept_s) == 4
     assert min(kept_s) > KEPT_OPEN_S
 
 
 def nginx(folder: Path, port: int, behind: int, certificate: Certificate) -> list[str]:
-    """The command that starts it, with the sample but for addresses and paths."""
+    """Return the command that starts nginx with the sample, in which only addresses and paths differ."""
     paths = "".join(
         f"{kind}_temp_path {folder}/{kind};\n" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
@@ -98,7 +99,7 @@ PROXIES = {"nginx": nginx, "caddy": caddy}
 
 @contextmanager
 def through(name: str, running: InThread, folder: Path, *, http2: bool = False) -> Iterator[httpx.Client]:
-    """A client of the coordinator behind a proxy; `folder`/tls has what it trusts."""
+    """Yield a client of the coordinator behind a proxy; `folder`/tls has the certificate that it trusts."""
     certificate, port = make_certificate(folder / "tls"), free_port()
     command = PROXIES[name](folder, port, running.port, certificate)
     proxy = subprocess.Popen(command, env=os.environ | {"HOME": str(folder)})
@@ -138,7 +139,7 @@ def test_a_round_goes_through_the_proxy(name: str, tmp_path: Path) -> None:
         running.create_run(spec_toml("r", rounds=1))
         accept = {"Accept": "text/event-stream"}
         with client.stream("GET", "/v1/runs/r/events", headers=accept) as events:
-            assert next(events.iter_lines()).startswith("id:"), "as it happens, and not when it is over"
+            assert next(events.iter_lines()).startswith("id:"), "at once, not at the end of the stream"
         member = Member(client, "r", "a")
         member.join(running.admin_token)
         member.assignment(None)
@@ -148,7 +149,7 @@ def test_a_round_goes_through_the_proxy(name: str, tmp_path: Path) -> None:
         shown = client.get("/v1/runs/r", headers={"X-Request-Id": "the-client-s"})
         assert shown.json()["round"] == 1
         assert re.fullmatch("[0-9a-f-]{32,36}", shown.headers["X-Request-Id"]), (
-            "the proxy's, which its own log can have"
+            "the proxy's id, which its log can have too"
         )
 
 
@@ -161,7 +162,7 @@ AS_LARGE = spec_toml("large", rounds=1, min_workers=2).replace(
 @pytest.mark.system
 @INSTALLED["caddy"]
 def test_whole_runs_go_through_caddy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that train, and beside them by HTTP/2: streams of events to the last one, long polls, large bodies."""
+    """Workers train through it. Over HTTP/2: event streams up to the last event, long polls, large bodies."""
     with (
         ThreadPoolExecutor() as threads,
         coordinator_thread(tmp_path / "data") as running,
@@ -198,7 +199,7 @@ def test_whole_runs_go_through_caddy(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for member in members:
             member.assignment(0)  # each is ready once it has asked
         seeding.take_part(0)
-        waiting = threads.submit(seeding.delta, 0, 0, 60)  # until the other one has contributed
+        waiting = threads.submit(seeding.delta, 0, 0, 60)  # until the other has contributed
         other.take_part(0)
         delta = waiting.result()
         assert delta.headers["Preference-Applied"] == "wait=60"
@@ -215,7 +216,7 @@ def test_whole_runs_go_through_caddy(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def kinds_of_events(client: httpx.Client, run: str) -> list[str]:
-    """Those of all events of the run, as they come, until it has ended."""
+    """Return the kinds of the run's events, as they arrive, until it has ended."""
     kinds: list[str] = []
     with client.stream("GET", f"/v1/runs/{run}/events", headers={"Accept": "text/event-stream"}) as events:
         assert events.http_version == "HTTP/2"

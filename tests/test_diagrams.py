@@ -1,4 +1,4 @@
-"""docs/diagrams are what docs/write_diagrams.py draws, from what the code does, and pages show them."""
+"""docs/diagrams are what docs/write_diagrams.py draws from the code, and every one is on a page."""
 
 import re
 import xml.etree.ElementTree as ElementTree

@@ -110,6 +110,7 @@ def workers_delta(url: str) -> None:
 ASKING: list[Callable[[str], None]] = [operators, listing, watching, workers, workers_spec, workers_delta]
 
 
+@pytest.mark.covers("security:answer-bombs")
 @pytest.mark.parametrize("kind", ["gzip", "announced", "endless"])
 @pytest.mark.parametrize("ask", ASKING)
 def test_a_success_beyond_all_bounds_is_refused_in_bounded_memory(ask: Callable[[str], None], kind: str) -> None:
@@ -122,6 +123,7 @@ def test_a_success_beyond_all_bounds_is_refused_in_bounded_memory(ask: Callable[
         assert ("gzip" in said) if kind == "gzip" else ("bytes can be right" in said)
 
 
+@pytest.mark.covers("security:answer-bombs")
 @pytest.mark.parametrize("kind", ["gzip", "announced", "endless"])
 @pytest.mark.parametrize("ask", ASKING)
 def test_a_refusal_beyond_all_bounds_is_read_as_far_as_it_is_shown(ask: Callable[[str], None], kind: str) -> None:
@@ -136,6 +138,7 @@ def test_the_doctor_finds_no_coordinator_there(kind: str) -> None:
     assert found.state is State.WRONG
 
 
+@pytest.mark.covers("security:hostile-data-server")
 @pytest.mark.parametrize("kind", ["gzip", "announced", "endless"])
 def test_a_token_set_s_server_is_held_to_what_an_index_can_be(kind: str) -> None:
     with hostile(200, kind) as url:
@@ -201,6 +204,7 @@ def test_a_worker_that_works_outlasts_an_answer_that_is_too_large() -> None:
     assert len(slept) == 1
 
 
+@pytest.mark.covers("security:answer-bombs")
 def test_a_payload_of_another_size_is_refused_unread() -> None:
     """A few kilobytes of zstd would be eight gigabytes of zeros."""
     header = wire.StateHeader(
@@ -238,6 +242,7 @@ def test_the_layout_of_another_model_is_refused() -> None:
             membership.join()
 
 
+@pytest.mark.covers("security:answer-bombs")
 def test_a_layout_names_only_what_its_tensors_have() -> None:
     """Memory is taken for a layout before anything is fetched."""
     good = Layout(tensors=[TensorSpec(name="a", shape=[4])], fragments=[])

@@ -182,6 +182,7 @@ HOSTILE: dict[str, tuple[Callable[[Target], bytes], str]] = {
 }
 
 
+@pytest.mark.covers("security:replayed-upload")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_body_is_refused_and_leaves_nothing(target: Target, name: str) -> None:
     make, slug = HOSTILE[name]
@@ -190,6 +191,7 @@ def test_a_hostile_body_is_refused_and_leaves_nothing(target: Target, name: str)
     assert target.traces() == before
 
 
+@pytest.mark.covers("security:nan-payload")
 def test_a_contribution_with_nan_in_fp32_or_bf16_is_refused(tmp_path: Path) -> None:
     for codec in ("fp32", "bf16"):
         with coordinator_thread(tmp_path / codec) as running:
@@ -258,6 +260,7 @@ def test_without_the_right_token_nothing_is_taken(target: Target) -> None:
     assert target.traces() == before
 
 
+@pytest.mark.covers("security:path-traversal")
 def test_addresses_that_do_not_exist_take_nothing(target: Target) -> None:
     before = target.traces()
     body = target.payload()
@@ -291,6 +294,7 @@ def test_whatever_is_mutated_the_answer_is_a_problem_and_nothing_is_left(target:
     assert target.traces() == before
 
 
+@pytest.mark.covers("security:payload-bombs")
 def test_a_thousand_hostile_bodies_do_not_make_the_coordinator_grow(target: Target) -> None:
     bodies = [make(target) for make, _ in HOSTILE.values()]
     for body in bodies:

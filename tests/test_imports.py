@@ -54,9 +54,9 @@ LAYERS: dict[str, list[str]] = {
         *("http", "metrics", "api", "dashboard", "app", "server"),
     ],
     "worker": [
-        *("errors", "files", "ranks", "user_code", "settings", "logs", "signals", "accounts", "codecs", "models"),
+        *("errors", "ranks", "settings", "process", "accounts", "codecs", "models"),
         *("tuning", "state", "privacy", "line", "link", "joining", "data", "rounds", "script", "allowing"),
-        *("diloco", "diloco_optimizer", "export", "initial", "inner", "box", "starting", "train", "alone", "agent"),
+        *("diloco", "diloco_optimizer", "export", "inner", "box", "starting", "train", "alone", "agent"),
     ],
 }
 

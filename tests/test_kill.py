@@ -78,6 +78,7 @@ INT8 = 'upload_codec = "int8"\ndownload_codec = "int8"'
 ERROR_FEEDBACK = 'upload_codec = "ternary"\ndownload_codec = "int4"'
 
 
+@pytest.mark.covers("reliability:bit-equal-replicas")
 @pytest.mark.parametrize(
     ("disturb", "codecs"),
     [

@@ -1,5 +1,5 @@
-"""`deploy/prometheus` and `deploy/grafana`: alerts and panels ask for what is exported, and a real Prometheus that scrapes
-a real coordinator answers them."""
+"""`deploy/prometheus` and `deploy/grafana`: alerts and panels use exported metrics only, and a real Prometheus that
+scrapes a real coordinator has data for them."""
 
 import json
 import re
@@ -36,11 +36,11 @@ MISSING = [name for name in NEEDED if shutil.which(name) is None]
 installed = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 
-def asked_for(expression: str) -> set[str]:
+def metrics_in(expression: str) -> set[str]:
     return set(re.findall(rf"\b{PREFIX}\w+", expression))
 
 
-def test_alerts_and_panels_ask_for_what_is_exported() -> None:
+def test_alerts_and_panels_use_exported_metrics() -> None:
     exported = {family.name for family in FAMILIES} | {
         family.name + ending
         for family in FAMILIES
@@ -48,13 +48,13 @@ def test_alerts_and_panels_ask_for_what_is_exported() -> None:
         for ending in ("_bucket", "_count", "_sum")
     }
     for where, expression in [*((name, rule["expr"]) for name, rule in ALERTS.items()), *PANELS.items()]:
-        assert asked_for(expression) or "process_" in expression or "up{" in expression, where
-        assert asked_for(expression) <= exported, where
+        assert metrics_in(expression) or "process_" in expression or "up{" in expression, where
+        assert metrics_in(expression) <= exported, where
     for variable in DASHBOARD["templating"]["list"]:
-        assert asked_for(variable["query"]) <= exported
+        assert metrics_in(variable["query"]) <= exported
 
 
-def test_every_alert_says_what_to_do_by_commands_that_there_are() -> None:
+def test_every_alert_has_a_remedy_with_existing_commands() -> None:
     commands = set(re.findall(r"^## outerstep (.+)$", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE))
     for name, rule in ALERTS.items():
         assert name.startswith("Outerstep")
@@ -64,7 +64,7 @@ def test_every_alert_says_what_to_do_by_commands_that_there_are() -> None:
         assert set(named) <= commands, name
 
 
-def test_every_panel_says_what_it_shows_and_has_a_place_of_its_own() -> None:
+def test_every_panel_has_a_description_a_unit_and_a_free_place() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         at = panel["gridPos"]
@@ -75,7 +75,7 @@ def test_every_panel_says_what_it_shows_and_has_a_place_of_its_own() -> None:
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 
 
-def test_every_alert_is_tried() -> None:
+def test_every_alert_has_a_promtool_test() -> None:
     tried = re.findall(r'alertname="(\w+)"', (SAMPLES / "alerts_test.yml").read_text())
     assert set(tried) == set(ALERTS)
 
@@ -98,7 +98,8 @@ def test_promtool_finds_nothing(arguments: list[str]) -> None:
 
 @contextmanager
 def prometheus(folder: Path, running: InThread) -> Iterator[httpx.Client]:
-    """A Prometheus with the sample configuration, but for address, scheme and pace, which scrapes with a viewer's token."""
+    """Yield a client of a Prometheus that scrapes with a viewer's token. It has the sample configuration, except for address,
+    scheme and intervals."""
     sample = (SAMPLES / "prometheus.yml").read_text()
     changed = {
         "scrape_interval: 15s": "scrape_interval: 1s",
@@ -133,7 +134,7 @@ def is_ready(client: httpx.Client) -> bool:
 
 
 def answer(client: httpx.Client, expression: str) -> list[dict[str, Any]]:
-    """What Prometheus finds now."""
+    """Return the result of a query now."""
     reply = client.get("/api/v1/query", params={"query": expression})
     assert reply.is_success, f"{expression}: {reply.text}"
     result: list[dict[str, Any]] = reply.json()["data"]["result"]
@@ -141,9 +142,9 @@ def answer(client: httpx.Client, expression: str) -> list[dict[str, Any]]:
 
 
 def as_shown(expression: str) -> str:
-    """A panel's expression as Grafana asks it for all runs."""
+    """Return a panel's expression as Grafana sends it for all runs."""
     shown = expression.replace("$run", ".*").replace("$__rate_interval", "1m")
-    assert "$" not in shown, "a variable that nobody sets"
+    assert "$" not in shown, "an unknown variable"
     return shown
 
 
@@ -153,20 +154,20 @@ def test_a_prometheus_that_scrapes_a_run_has_an_answer_to_every_panel_and_alert(
     with coordinator_thread(tmp_path / "data") as running, prometheus(tmp_path, running) as client:
         a, _ = measure_everything(running, "r")
         with httpx.Client(base_url=running.url, trust_env=False) as stranger:
-            assert stranger.get("/metrics").status_code == 401, "a refusal, of which there is a panel"
-        a.http.put(a.path("/lease"), json={}).raise_for_status()  # of heartbeats too, once there was a first one
+            assert stranger.get("/metrics").status_code == 401, "a rejection, for the panel that shows them"
+        a.http.put(a.path("/lease"), json={}).raise_for_status()  # heartbeats have a panel too
 
         wait_until(lambda: all(answer(client, as_shown(expression)) for expression in PANELS.values()))
         for name, rule in ALERTS.items():
             found = answer(client, rule["expr"])
-            of_this_machine = re.search(r"\bup\b|_disk_", rule["expr"])  # which may be slow, and its disk full
-            assert not found or of_this_machine, f"{name} is about a run that is well: {found}"
+            of_this_machine = re.search(r"\bup\b|_disk_", rule["expr"])  # which may be slow, or its disk full
+            assert not found or of_this_machine, f"{name} fires for a healthy run: {found}"
         loaded = client.get("/api/v1/rules").json()["data"]["groups"]
         assert {rule["name"] for group in loaded for rule in group["rules"]} == set(ALERTS)
 
 
-def test_the_sample_scrapes_what_the_alerts_and_panels_name() -> None:
+def test_the_sample_scrapes_the_job_that_alerts_and_panels_name() -> None:
     (job,) = yaml.safe_load((SAMPLES / "prometheus.yml").read_text())["scrape_configs"]
-    assert "metrics_path" not in job, "Prometheus' own default is the coordinator's path"
+    assert "metrics_path" not in job, "the default of Prometheus is the coordinator's path"
     named = re.findall(r'job="(\w+)"', str([*ALERTS.values(), *PANELS.values()]))
     assert set(named) == {job["job_name"]}

@@ -1,5 +1,5 @@
-"""docs/operating.md: what it says comes out does, and every alert has its section; its commands, and those of the
-concepts and the FAQ, are commands."""
+"""docs/operating.md: its example output is real, and every alert has a section. Its commands and options, and those of the
+README and of other pages, exist."""
 
 import re
 import shlex
@@ -18,14 +18,15 @@ from tests.test_monitoring import ALERTS
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
 TOP = get_command(app)
-OTHERS = [(ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("concepts", "faq", "index")]
+NAMED = ("concepts", "data", "faq", "index", "models", "multi-gpu", "scripts", "tutorial")
+OTHERS = [(ROOT / path).read_text(encoding="utf-8") for path in ("README.md", *(f"docs/{name}.md" for name in NAMED))]
 BLOCK = re.compile(r"^```(?:sh|console|ini)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Commands as the pages name them: in blocks by the line, in the text between backticks, which may be over two lines.
+# Commands on the pages: lines in code blocks, and code spans in the text, which may be over two lines.
 IN_BLOCKS = [
     command
     for page in (PAGE, *OTHERS)
     for block in BLOCK.findall(page)
-    for command in re.findall(r"outerstep (?:coordinator|migrate|run|token|plan|doctor|worker)\b[^\n#]*", block)
+    for command in re.findall(r"outerstep (?:coordinator|migrate|run|token|plan|doctor|worker|data)\b[^\n#]*", block)
 ]
 IN_TEXT = [
     " ".join(command.split())
@@ -34,19 +35,19 @@ IN_TEXT = [
 ]
 
 
-def test_the_planner_says_what_the_page_says() -> None:
-    (block,) = (block for block in BLOCK.findall(PAGE) if block.startswith("$ "))
-    command, _, told = block.partition("\n")
+def test_the_planner_prints_what_the_page_shows() -> None:
+    (block,) = (block for block in BLOCK.findall(PAGE) if block.startswith("$ outerstep plan "))
+    command, _, shown = block.partition("\n")
     done = CliRunner().invoke(app, shlex.split(command.removeprefix("$ outerstep ")), env={"COLUMNS": "200"})
     assert done.exit_code == 0
     lines = [" ".join(line.split()) for line in done.output.splitlines()]
-    for line in told.splitlines():
+    for line in shown.splitlines():
         if line != "…":
             assert " ".join(line.split()) in lines, line
 
 
 @pytest.mark.parametrize("text", sorted({*IN_BLOCKS, *IN_TEXT}))
-def test_a_command_of_the_pages_is_one_with_these_options(text: str) -> None:
+def test_the_commands_and_options_on_the_pages_exist(text: str) -> None:
     words = shlex.split(text)[1:]
     command = TOP
     while isinstance(command, TyperGroup) and words and words[0] in command.commands:
@@ -66,18 +67,18 @@ def test_every_alert_has_its_section_and_every_section_its_alert() -> None:
     for name, section in sections.items():
         named = set(re.findall(r"outerstep ((?:run |coordinator )?\w+)", section))
         asked = set(re.findall(r"outerstep ((?:run |coordinator )?\w+)", ALERTS[name]["annotations"]["remedy"]))
-        assert asked <= named | {"doctor"}, f"{name}: the alert says {asked - named}, which its section does not have"
+        assert asked <= named | {"doctor"}, f"{name}: the alert has {asked - named}, which its section lacks"
         assert named or "curl" in section, name
 
 
-def test_settings_that_the_page_names_are_settings() -> None:
+def test_the_settings_on_the_page_exist() -> None:
     settings = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     for section, key in re.findall(r"`(members|checkpoints|guard|sync|model)\.(\w+)(?: = [^`]*)?`", PAGE):
         table = settings.partition(f"### `[{section}]`")[2].partition("\n### ")[0]
         assert f"| `{key}` |" in table, f"{section}.{key}"
 
 
-def test_the_disk_is_what_the_planner_and_the_defaults_make_of_it() -> None:
+def test_the_disk_sizes_follow_from_the_planner_and_the_defaults() -> None:
     parameters, workers, kept = 1_200_000_000, 8, CheckpointSpec()
     workload = Workload(parameters, 20e6, 100e6, 1.0, workers, 0.04, 100_000)
     moved = exchange(workload, "int4", "int4")

@@ -56,6 +56,7 @@ def help_of(*command: str) -> str:
 PINNED = ("coordinator", "worker", "dev")
 
 
+@pytest.mark.covers("security:vulnerable-package")
 @pytest.mark.parametrize("part", PINNED)
 def test_everything_that_is_installed_is_pinned(part: str) -> None:
     brought = closure(BASE + EXTRAS[part])
@@ -81,6 +82,7 @@ def test_a_coordinator_installs_without_torch_and_a_worker_without_a_web_server(
     assert not worker & {"fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic"}
 
 
+@pytest.mark.covers("security:container-takeover")
 @pytest.mark.parametrize(("part", "extras"), [("coordinator", "coordinator,remote"), ("worker", "worker,data,remote")])
 def test_an_image_holds_its_own_extras_only(part: str, extras: str) -> None:
     instructions = dockerfile(part)

@@ -1,4 +1,4 @@
-"""The README's commands and snippets run, as they stand there, against a real coordinator."""
+"""The commands and snippets of the README, and of the pages it leads to, run as they are against a real coordinator."""
 
 import os
 import re
@@ -20,9 +20,13 @@ from tests.support.text import write_text
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {"README": README} | {
+    name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("data", "models", "multi-gpu", "scripts")
+}
 REMOTE = "https://coordinator.example.org"
 
-# What shortens the example run: everything else of the README's spec stays as it is.
+# Replacements that shorten the example run; everything else of the README's spec stays as it is.
 SMALL = {
     "llama-150m": "tiny",
     "sequence_length = 1024": "sequence_length = 32",
@@ -33,8 +37,8 @@ SMALL = {
 }
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = "README") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
 
 
 def shell(script: str, directory: Path, **environment: str) -> str:
@@ -72,20 +76,30 @@ def test_every_picture_is_there_and_small() -> None:
 
 def test_the_tree_in_the_readme_is_the_tree() -> None:
     (tree,) = (block for block in blocks("text") if block.startswith("protocol/"))
-    for name in re.findall(r"^(\w+)/", tree, re.MULTILINE):
-        assert (ROOT / name).is_dir()
-    for name in re.findall(r"\b(\w+\.py)\b", tree):
-        assert [path for path in ROOT.glob(f"*/**/{name}") if ".venv" not in path.parts], name
+    top = ROOT
+    for line in tree.splitlines():
+        named, *words = re.split(r"  +", line.strip(), maxsplit=1)
+        parent = top if line.startswith(" ") else ROOT
+        folders = [parent / name for name in re.findall(r"(\w+)/", named)]
+        assert folders
+        assert [each for each in folders if not each.is_dir()] == []
+        if parent is ROOT:
+            top = folders[0]
+        for file in re.findall(r"\b(\w+\.py)\b", " ".join(words)):
+            assert any(list(each.glob(f"**/{file}")) for each in folders), file
+
+
+def test_every_spec_on_the_pages_is_one() -> None:
+    found = [block for page in PAGES for block in blocks("toml", page)]
+    assert len(found) >= 3
+    for block in found:
+        parse_spec(block if "name" in tomllib.loads(block) else f'name = "r"\n{block}\n[sync]\nrounds = 1')
 
 
 @pytest.mark.system
 def test_a_run_of_your_own_goes_as_the_readme_says(tmp_path: Path) -> None:
-    _, serve, create, join, *several_gpus = blocks("sh")
-    assert [each.split(" -")[0].split(" http")[0] for each in several_gpus] == ["outerstep worker", "torchrun"]
-    toml, *sections = blocks("toml")
-    parse_spec(toml)
-    for section in sections:
-        parse_spec(section if "name" in tomllib.loads(section) else f'name = "r"\n{section}\n[sync]\nrounds = 1')
+    _, serve, create, join = blocks("sh")
+    toml, _ = blocks("toml")
     for long, short in SMALL.items():
         assert long in toml
         toml = toml.replace(long, short)
@@ -122,8 +136,9 @@ def own_loop() -> str:
 
 
 def own_loop_with_a_loader() -> str:
-    """The README's script, with its loop over a DataLoader."""
-    script, loader, *_ = blocks("python")
+    """The README's script, with the loop over a DataLoader of docs/scripts.md."""
+    script = own_loop()
+    (loader,) = (block for block in blocks("python", "scripts") if block.startswith("loader = "))
     head, _, _ = script.partition("    for unit in")
     data = "dataset = torch.randn(100, 4)\n"
     step = "loss = model(batch).square().mean(); loss.backward(); diloco.report_loss(loss); optimizer.step()"
@@ -134,14 +149,8 @@ def own_loop_with_a_loader() -> str:
 @pytest.mark.system
 @pytest.mark.parametrize("written", [own_loop, own_loop_with_a_loader])
 def test_the_script_in_the_readme_trains(tmp_path: Path, written: Callable[[], str]) -> None:
-    spec = """
-name = "my-script"
-[data]
-source = "custom"
-[sync]
-rounds = 3
-inner_steps = 5
-"""
+    spec = blocks("toml")[1].replace("rounds = 100", "rounds = 3").replace("inner_steps = 100", "inner_steps = 5")
+    assert tomllib.loads(spec)["sync"] == {"rounds": 3, "inner_steps": 5}
     with coordinator_thread(tmp_path / "data") as running:
         running.create_run(spec)
         (tmp_path / "train.py").write_text(written())
@@ -155,8 +164,15 @@ inner_steps = 5
 
 
 @pytest.mark.parametrize(
-    "command", sorted(set(re.findall(r"(?:^|`|\$ )(outerstep (?:(?:run|token) )?[a-z]+)", README, re.MULTILINE)))
+    "command",
+    sorted(
+        {
+            command
+            for text in PAGES.values()
+            for command in re.findall(r"(?:^|`|\$ |-- )(outerstep (?:(?:run|token|data) )?[a-z]+)", text, re.MULTILINE)
+        }
+    ),
 )
-def test_every_command_that_the_readme_names_exists(command: str) -> None:
+def test_every_command_that_the_pages_name_exists(command: str) -> None:
     _, *words = command.split()
     assert CliRunner().invoke(app, [*words, "--help"]).exit_code == 0

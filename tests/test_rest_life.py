@@ -1,4 +1,4 @@
-"""The life of a worker on docs/rest.md is what a coordinator really says; its tables are what the code has."""
+"""In docs/rest.md the life of a worker equals a real coordinator's answers, and the tables equal the code."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ WIRE_PAGE = (ROOT / "docs" / "wire-format.md").read_text(encoding="utf-8")
 KIND = re.compile(r"[a-z]+(-[a-z]+)*")
 
 
-def test_a_coordinator_says_what_the_page_says() -> None:
+def test_the_life_of_a_worker_is_current() -> None:
     written = runpy.run_path(str(ROOT / "docs" / "write_life.py"))["page"]()
     assert written == PAGE, "run: python -m docs.write_life"
 
@@ -30,13 +30,13 @@ def test_its_payloads_are_those_of_the_wire_format_s_example() -> None:
 
 
 def rows(heading: str) -> list[list[str]]:
-    """The cells of the table below `heading`."""
+    """Return the cells of the table below `heading`."""
     section = PAGE.partition(f"### {heading}\n")[2].partition("\n#")[0]
     return [re.split(r" ?\| ?", line.strip("|").strip()) for line in section.splitlines() if line.startswith("| `")]
 
 
 def calls(name: str) -> Iterator[ast.Call]:
-    """Every call of a function or method of this name in the coordinator."""
+    """Yield every call of a function or method with this name in the coordinator."""
     for path in sorted((ROOT / "coordinator").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and name in (getattr(node.func, "id", ""), getattr(node.func, "attr", "")):
@@ -44,7 +44,7 @@ def calls(name: str) -> Iterator[ast.Call]:
 
 
 def words(nodes: list[ast.expr]) -> list[str]:
-    """Those of `nodes` that are a slug or a kind."""
+    """Return the values of those `nodes` that are a slug or a kind of event."""
     constants = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return [value for value in constants if KIND.fullmatch(value)]
 
@@ -72,7 +72,7 @@ def test_every_kind_of_event_with_its_data_and_no_other() -> None:
     states = [RunState.PAUSED, RunState.DRAINING, RunState.RUNNING, RunState.STOPPED]
     ends = [WorkerState.LOST, WorkerState.LEFT, WorkerState.EVICTED, WorkerState.BANNED]
     recorded |= {str(state): set() for state in states} | {str(state): {"worker"} for state in ends}
-    # Handed on by a helper.
+    # Recorded through a helper.
     recorded |= {
         "drained": set(),
         "storage-full": set(),
@@ -81,5 +81,5 @@ def test_every_kind_of_event_with_its_data_and_no_other() -> None:
         "readmitted": {"worker"},
     }
 
-    told = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[1])) for row in rows("Kinds of events")}
-    assert told == recorded
+    on_the_page = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[1])) for row in rows("Kinds of events")}
+    assert on_the_page == recorded

@@ -17,7 +17,7 @@ def nameless(path: str) -> str:
 
 
 def who(operation: dict[str, Any]) -> str:
-    """The kinds of tokens that OpenAPI names, in the page's words."""
+    """Return the kinds of tokens in an operation's `security`, as the page writes them."""
     if "security" not in operation:
         return "anybody"
     (needed,) = operation["security"]

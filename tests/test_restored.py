@@ -47,6 +47,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         yield f"s3://{BUCKET}/of-the-run"
 
 
+@pytest.mark.covers("reliability:restore-elsewhere")
 @pytest.mark.parametrize(
     ("overlap", "place"),
     [(0, "directory"), (2, "directory"), (0, "bucket")],

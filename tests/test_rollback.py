@@ -22,6 +22,7 @@ ROUNDS = 8
 UNIT_TOKENS = 4 * 32
 
 
+@pytest.mark.covers("security:wrong-majority")
 @pytest.mark.parametrize("overlap", [0, 2], ids=["classic", "streaming"])
 def test_every_replica_follows(tmp_path: Path, overlap: int) -> None:
     torch.set_num_threads(1)

@@ -16,7 +16,7 @@ DOCS = ROOT / "docs"
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """Without --quiet, with which warnings do not count."""
+    """Build the site, without --quiet, which would ignore warnings."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config)]
     return subprocess.run([*command, "--site-dir", str(site)], capture_output=True, text=True, check=False)
 
@@ -30,7 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Elements(HTMLParser):
-    """What a page loads, the names that can be linked to, and its links."""
+    """What a page loads, and its links."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -50,13 +50,14 @@ class Elements(HTMLParser):
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    # Its tags are of Python, which the site's builder makes objects of; none is looked at here.
+    # Its Python tags are for the site's builder and are not needed here.
     text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     named = re.findall(r"[\w/.-]+\.md", str(yaml.safe_load(text)["nav"]))
     assert {path.name for path in DOCS.glob("*.md")} == {name for name in named if "/" not in name}
     assert len(named) == len(set(named))
 
 
+@pytest.mark.covers("security:site-assets")
 def test_a_page_loads_nothing_from_elsewhere_and_links_to_what_is_there(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > len(list(DOCS.glob("*.md")))
@@ -111,9 +112,9 @@ def test_what_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
     page.write_text("# Here\n\n" + "\n\n".join(BROKEN))
     done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
     assert done.returncode != 0
-    told = [
+    warnings = [
         line for line in done.stderr.splitlines() if line.startswith("WARNING") or "does not contain an anchor" in line
     ]
     for each in BROKEN:
         (target,) = re.findall(r"no-[\w-]+", each)
-        assert [line for line in told if re.search(rf"{target}\b(?!-)", line)], f"{each}: {done.stderr}"
+        assert [line for line in warnings if re.search(rf"{target}\b(?!-)", line)], f"{each}: {done.stderr}"

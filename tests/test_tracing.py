@@ -232,7 +232,7 @@ IN_PARTS = """
 import httpx
 from protocol import tracing
 from protocol.messages import Stage
-from worker.accounts.round_trace import RoundTrace
+from worker.accounts.stages import RoundTrace
 from worker.line.line import Line
 
 assert tracing.start("s")

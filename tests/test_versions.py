@@ -21,7 +21,7 @@ from harness.member import Member, spec_toml
 from outerstep.common.exit_codes import Exit
 from protocol import PROTOCOL_VERSION, __version__
 from protocol.messages import Action, JoinRequest, Scope
-from protocol.versions import of_requests
+from protocol.versions import request_headers
 from protocol.wire import MAGIC, PREFIX, VERSION
 from tests.support.http_server import Handler, serving
 from tests.support.specs import tiny_spec
@@ -193,7 +193,7 @@ def test_a_coordinator_of_another_protocol_is_told_by_our_clients(tmp_path: Path
 def test_a_field_that_only_one_build_knows_is_named_with_both_versions(running: InThread) -> None:
     running.create_run(spec_toml())
     with running.client() as http:
-        http.headers.update(of_requests("worker") | {"User-Agent": "outerstep/0.1.7 (worker)"})
+        http.headers.update(request_headers("worker") | {"User-Agent": "outerstep/0.1.7 (worker)"})
         member = Member(http, "r", "w")
         path, request = member.path(), JoinRequest(tensors=member.tensors, data=member.data).model_dump(mode="json")
         refused = http.put(path, json=request | {"later": 1}).json()

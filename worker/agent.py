@@ -11,27 +11,26 @@ from pathlib import Path
 import httpx
 import torch
 
+from outerstep.common.connections import error_text
 from outerstep.common.exit_codes import Exit
-from outerstep.common.reaching import in_words
 from protocol.compiled import KERNELS
 from protocol.errors import CodecError, NoCoordinator, NotUnderstood, OuterstepError, Problem, Remedy
 from protocol.messages import RunDetail, RunState
 from protocol.spec.run import RunSpec
-from worker.accounts.host import host_facts
+from worker.accounts.machine import host_facts
 from worker.accounts.step_log import StepLog
 from worker.allowing import Allowed, allowed_by, permit
 from worker.alone import train_alone
 from worker.box import Box, check_suited, set_up
 from worker.diloco import DiLoCo
 from worker.errors import BoxError, DataError, ModelError, NotAllowed, StateDirBusy, Stopped
-from worker.initial import initial_parameters
 from worker.inner.micro_batch import is_out_of_memory, memory_told
+from worker.joining.checkpoints import initial_parameters
 from worker.link.client import Client, open_http
 from worker.link.own_token import with_own_token
-from worker.logs import log_to_stderr, logged_to
+from worker.process import log_to_stderr, logged_to, stop_on_signals
 from worker.ranks import ALONE, Ranks
 from worker.settings import BoxSettings, WorkerSettings, state_directory
-from worker.signals import stop_on_signals
 from worker.starting import group_of, start
 from worker.state.state_dir import StateDir, rank_directory
 from worker.train import train
@@ -77,7 +76,7 @@ def _run(
         with logged_to(settings.log_file):
             return _ended(settings, work, end_process)
     except OSError as error:
-        log.error("--log-file: %s", in_words(error))
+        log.error("--log-file: %s", error_text(error))
         return Exit.USAGE
 
 
@@ -118,7 +117,7 @@ def _ended(
         log.error("%s", error)
         return Exit.RETRY
     except (OSError, httpx.HTTPError) as error:
-        log.error("%s", in_words(error))
+        log.error("%s", error_text(error))
         return Exit.RETRY
     except Exception as error:
         if is_out_of_memory(error):
@@ -155,7 +154,7 @@ def _check_state_directory(path: Path) -> None:
         with StateDir(rank_directory(path, Ranks.here().rank)):
             pass
     except OSError as error:
-        raise BoxError(f"--state {path} cannot hold this worker's state: {in_words(error)}; give another") from error
+        raise BoxError(f"--state {path} cannot hold this worker's state: {error_text(error)}; give another") from error
 
 
 def _train(

@@ -14,12 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from outerstep.common.text import UNKNOWN
+from outerstep.common.quantities import UNKNOWN
 from protocol.digest import digest
 from worker.accounts.progress import Progress, speed_text
-from worker.accounts.stages import Stages
+from worker.accounts.stages import Stages, Traffic
 from worker.accounts.step_log import StepLog
-from worker.accounts.traffic import Traffic
 from worker.box import Box
 from worker.errors import BoxError, ModelError, Stopped
 from worker.state.parameters import trainable_parameters
@@ -143,7 +142,7 @@ class AloneSteps:
             parameter.data.copy_(found["parameters"][name])
         for optimizer, state in zip(self._box.optimizers, found["inner_optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        scaler, saved = self._box.step.scaler, found.get("scaler")  # which older processes did not write
+        scaler, saved = self._box.step.scaler, found["scaler"]
         if scaler is not None and saved is not None:
             scaler.load_state_dict(saved)
         self.round = found["round"]

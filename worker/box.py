@@ -11,7 +11,7 @@ from torch import nn
 
 from protocol.messages import EvaluationReport
 from protocol.spec.run import RunSpec
-from worker.accounts.device_use import DeviceUse, peak_flops
+from worker.accounts.machine import DeviceUse, peak_flops
 from worker.data.caches import cache_directory
 from worker.data.fetching.shards import CacheSettings
 from worker.data.opening import open_training_set

@@ -36,48 +36,37 @@ from torch.utils.hooks import RemovableHandle
 from outerstep.common import tracing
 from protocol.digest import model_digest
 from protocol.errors import OuterstepError
-from protocol.host import HostValue, Tell
-from protocol.messages import DataSummary, EvaluationReport, JoinRequest, Metrics, RunDetail
-from protocol.spec.privacy import PrivacySpec
+from protocol.messages import DataSummary, EvaluationReport, HostDetail, HostValue, JoinRequest, Metrics, RunDetail
 from protocol.spec.run import RunSpec
-from worker.accounts.device_use import DeviceUse
-from worker.accounts.host import host_facts, told_facts, told_metrics
+from protocol.spec.sections import PrivacySpec
+from worker.accounts.machine import DeviceUse, host_facts, told_facts, told_metrics
 from worker.accounts.progress import Progress
-from worker.accounts.round_trace import RoundTrace
+from worker.accounts.stages import RoundTrace
 from worker.allowing import permit_data
 from worker.data.opening import open_training_set
 from worker.data.training_set import TrainingSet
 from worker.errors import Stopped
 from worker.link.client import Client, open_http
-from worker.link.heartbeat import Heartbeat
-from worker.link.membership import Membership
+from worker.link.membership import Heartbeat, Membership, SharedMembership
 from worker.link.own_token import with_own_token
-from worker.link.sharing import SharedMembership
-from worker.privacy.protecting import Protection
-from worker.privacy.spent import Spent
+from worker.privacy.mechanism import Protection, Spent
+from worker.process import stop_on_signals, told_on_stderr
 from worker.ranks import LOST, Ranks, is_of_a_lost_rank
 from worker.rounds.exchange import Exchange
-from worker.rounds.inner_steps import InnerSteps
 from worker.rounds.rounds import Rounds
-from worker.rounds.seeds import round_seed
-from worker.rounds.training import Training
-from worker.script.connecting import membership_of, told_on_stderr
-from worker.script.loader import unit_batches
-from worker.script.sampler import UnitSampler
-from worker.script.schedules import RunSchedules
-from worker.script.usable import FirstUnits, InUse, reported_by, usable_optimizers
-from worker.script.weights import Weights, lent
-from worker.signals import stop_on_signals
+from worker.rounds.training import InnerSteps, Training, round_seed
+from worker.script.loader import UnitSampler, unit_batches
+from worker.script.optimizers import FirstUnits, InUse, RunSchedules, reported_by, usable_optimizers
+from worker.settings import membership_of
 from worker.state.fragments import Fragments
-from worker.state.frozen import frozen_summary
+from worker.state.optimizer_state import OwnPoints
 from worker.state.outer_state import OuterState
-from worker.state.own_points import OwnPoints
-from worker.state.parameters import own_buffers, tensor_specs
+from worker.state.parameters import frozen_summary, own_buffers, tensor_specs
 from worker.state.saver import Saver
 from worker.state.snapshot import identity
 from worker.state.state_dir import StateDir, rank_directory
-from worker.state.units import count, first_units, numbers
-from worker.state.writes import Writes
+from worker.state.work import count, first_units, numbers
+from worker.state.writes import Weights, Writes, lent
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +113,7 @@ class DiLoCo:
     pseudo-gradient is not finite) and OSError (of the state directory); also from within `optimizer.step()`, and from
     there RuntimeError, if the optimizers step in another order than they were given in, or after the run is over, and
     Stopped, in a loop that goes on where `finished` says that this worker was asked to stop. What cannot be trained
-    with is refused before the run is joined: TypeError, ValueError, ModelError (script/usable.py).
+    with is refused before the run is joined: TypeError, ValueError, ModelError (script/optimizers.py).
     """
 
     def __init__(
@@ -142,7 +131,7 @@ class DiLoCo:
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         host: dict[str, HostValue] | None = None,
-        tell: Tell = "all",
+        tell: HostDetail = "all",
         use: DeviceUse | None = None,
         ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -164,7 +153,7 @@ class DiLoCo:
             data = data.model_copy(update={"digest": None})
         tensors, device = tensor_specs(model), next(model.parameters()).device
         facts = (host_facts(device) if host is None else host) | ({"processes": ranks.size} if ranks.size > 1 else {})
-        self._tell: Tell = tell
+        self._tell: HostDetail = tell
         request = JoinRequest(tensors=tensors, data=data, frozen=frozen_summary(model), host=told_facts(facts, tell))
         self._writes = Writes(model, self._optimizers)
         use = use or DeviceUse(device)

@@ -11,9 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from protocol.messages import RunDetail
-from protocol.spec.presets import BYTES
-from protocol.spec.sections import ModelSpec
-from protocol.spec.sizes import MOST_PARAMETERS
+from protocol.spec.model import BYTES, MAX_PARAMETERS, ModelSpec
 from worker.allowing import permit_factory
 from worker.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from worker.errors import DataError, ModelError
@@ -32,7 +30,7 @@ def load_checkpoint(
     client: Client,
     state_round: int | None = None,
     factories: tuple[str, ...] = (),
-    max_parameters: int = MOST_PARAMETERS,
+    max_parameters: int = MAX_PARAMETERS,
 ) -> nn.Module:
     """Return the run's model with the parameters of checkpoint `state_round` (None: the latest, as `load_parameters`
     has it), on the CPU, for evaluation. Of code that makes the model, that of `factories` may be run.
@@ -53,7 +51,7 @@ def export(
     *,
     merge: bool = False,
     factories: tuple[str, ...] = (),
-    max_parameters: int = MOST_PARAMETERS,
+    max_parameters: int = MAX_PARAMETERS,
 ) -> nn.Module:
     """Write checkpoint `state_round` (None: the latest) into `directory`, new or empty. Return the model.
 
@@ -70,7 +68,7 @@ def export(
     adapted = run.spec.model.lora is not None
     if merge and not adapted:
         raise ModelError(f"the run {run.name} has no adapters to merge: its export is the whole model")
-    load = partial(load_checkpoint, factories=factories) if run.spec.model.is_said else load_bare_parameters
+    load = partial(load_checkpoint, factories=factories) if run.spec.model.is_given else load_bare_parameters
     load = partial(load, max_parameters=max_parameters)
     model, tokenizer = load(client, state_round), _tokenizer(run)
     directory.mkdir(parents=True, exist_ok=True)

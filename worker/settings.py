@@ -1,18 +1,23 @@
 """The settings of `outerstep worker`: what belongs to the box and not to the run."""
 
+import os
 import platform
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from outerstep.common.connections import CA_VARIABLE, ssl_context
 from outerstep.common.quantities import parse_count, parse_rate
-from outerstep.common.reaching import trusting
-from protocol.host import Tell
+from protocol.messages import HostDetail
+from protocol.spec.model import MAX_PARAMETERS
 from protocol.spec.sections import NAME_PATTERN, Name
-from protocol.spec.sizes import MOST_PARAMETERS
+from protocol.validation_errors import explain_all
+
+URL_VARIABLE, TOKEN_VARIABLE = "OUTERSTEP_URL", "OUTERSTEP_TOKEN"
 
 
 def _rate(given: object) -> object:
@@ -60,7 +65,7 @@ class _Membership(_Settings):
     @field_validator("ca")
     @classmethod
     def _has_certificates(cls, ca: Path | None) -> Path | None:
-        trusting(ca)
+        ssl_context(ca)
         return ca
 
 
@@ -86,13 +91,15 @@ class BoxSettings(_Settings):
         ),
     )
     max_parameters: Annotated[int, BeforeValidator(_count), Field(gt=0, lt=1 << 62)] = Field(
-        MOST_PARAMETERS,
+        MAX_PARAMETERS,
         description=(
             "of the model that the run's spec describes, at most, such as 70B: a larger one is not built; what "
             "model.factory returns is not counted"
         ),
     )
-    tell: Tell = Field("all", description="what the coordinator is told of this machine, for all who may read the run")
+    tell: HostDetail = Field(
+        "all", description="what the coordinator is told of this machine, for all who may read the run"
+    )
     data_cache: Path | None = Field(
         None, description="where shards of token sets behind a URL are kept; default: ~/.cache/outerstep/shards"
     )
@@ -181,3 +188,28 @@ class WorkerSettings(BoxSettings, _Membership):
 def state_directory(run: str, name: str) -> Path:
     """Return the default directory of a worker's state."""
     return Path.home() / ".local/state/outerstep" / run / name
+
+
+def membership_of(
+    run: str,
+    url: str | None,
+    token: str | None,
+    name: str | None,
+    environment: Mapping[str, str] | None = None,
+    **line: Any,
+) -> WorkerSettings:
+    """Return who is to join what over which `line`, as far as it is not given from the environment. Raises ValueError,
+    which says what is missing or wrong."""
+    environment = os.environ if environment is None else environment
+    given: dict[str, Any] = {"run": run, **line}
+    if name is not None:
+        given["name"] = name
+    given["ca"] = environment.get(CA_VARIABLE) or None
+    for key, value, variable in (("url", url, URL_VARIABLE), ("token", token, TOKEN_VARIABLE)):
+        given[key] = environment.get(variable, "").strip() if value is None else value
+        if not given[key]:
+            raise ValueError(f"{key} is missing: give {key}=…, or set {variable} in the environment")
+    try:
+        return WorkerSettings(**given)
+    except ValidationError as error:
+        raise ValueError(explain_all(error.errors())) from error

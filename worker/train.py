@@ -9,7 +9,7 @@ from torch import Tensor
 from worker.accounts.step_log import StepLog
 from worker.box import Box
 from worker.data.loader import batches
-from worker.rounds.seeds import round_seed
+from worker.rounds.training import round_seed
 
 
 class Steps(Protocol):

@@ -112,12 +112,11 @@ ROWS: dict[str, Row] = {
 GROUPS: dict[str, tuple[list[str], str]] = {
     "Beside synchronous training": (
         [*ONE_WORKER.values(), *SYNCHRONOUS.values(), "no communication", "DiLoCo"],
-        "One worker is what the others have to be better than. Without communication the models are averaged once, at "
-        "the end.",
+        "One worker is the baseline to beat. Without communication, the models are averaged once, at the end.",
     ),
     "Codecs": (
         ["DiLoCo, fp32", "DiLoCo, int8", "DiLoCo", "DiLoCo, ternary up"],
-        "Up and down; ternary with int4 down.",
+        "Each codec both ways; ternary is for uploads, with int4 down.",
     ),
     "Workers": (["2 workers", "4 workers", "DiLoCo"], "Synchronous training does the work of 8 in every row."),
     "Inner optimizer": (
@@ -131,8 +130,8 @@ GROUPS: dict[str, tuple[list[str], str]] = {
             "Muon, H 100, ternary up",
             "Muon, sparse up",
         ],
-        "Muon for the hidden matrices, AdamW for the rest (MuLoCo, arXiv 2505.23725), both at 8e-3; *same rate* and "
-        "*best rate* are of synchronous AdamW. The defaults are a spec that says nothing of optimizers and codecs.",
+        "Muon for the hidden matrices, AdamW for the rest (MuLoCo, arXiv 2505.23725), both at 8e-3. *same rate* and "
+        "*best rate* compare with synchronous AdamW. The defaults are a spec that names neither optimizer nor codecs.",
     ),
     "Inner steps per round": (["H 20", "DiLoCo", "H 100", "H 500"], "The same inner steps in fewer rounds."),
     "Overlap": (["DiLoCo", "overlap 6"], "Training goes on for an eighth of a round while fragments travel."),

@@ -47,7 +47,7 @@ from benchmarks.robust.timing import timed
 from benchmarks.robust.training import FULL, QUICK, Size, run
 from coordinator.sync.aggregating import AGGREGATORS
 from protocol.codecs import CODECS
-from protocol.spec.sections import BY_VALUE
+from protocol.spec.sections import PER_VALUE_RULES
 from worker.data.text import TextData
 
 
@@ -59,7 +59,7 @@ def measure(size: Size, elements: int, given: argparse.Namespace) -> dict[str, A
         clean = run(size.spec(given.seed, "mean", codec), data, None, 0, given.workers).loss
         assert clean is not None, "nobody attacks"
         for rule in given.rules:
-            if rule in BY_VALUE and CODECS[codec].add_weight is not None:
+            if rule in PER_VALUE_RULES and CODECS[codec].add_weight is not None:
                 continue
             cases = [(None, 0), *((attack, count) for count in given.hostile for attack in (AWAY, *given.attacks))]
             for attack, count in cases:

@@ -11,7 +11,7 @@ from coordinator.screening.judging import Evidence, judge
 from coordinator.screening.measuring import find
 from coordinator.sync.aggregating import AGGREGATORS, aggregate
 from protocol.codecs import CODECS
-from protocol.spec.sections import BY_VALUE
+from protocol.spec.sections import PER_VALUE_RULES
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, pack_frames, pack_header
 
 TIMED = 3
@@ -32,7 +32,7 @@ def timed(elements: int, codec: str) -> dict[str, float]:
     acts: dict[str, Callable[[], object]] = {
         rule: partial(aggregated, rule)
         for rule in AGGREGATORS
-        if rule not in BY_VALUE or first.codec.add_weight is None
+        if rule not in PER_VALUE_RULES or first.codec.add_weight is None
     }
     acts |= {"checked": first.check, "found": partial(find, first, b"key")}
     took: dict[str, list[float]] = {name: [] for name in acts}

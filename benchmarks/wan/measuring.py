@@ -20,7 +20,7 @@ from harness.coordinator import Running, coordinator_process
 from harness.far import Far, far, seconds, together
 from harness.lines import Line, Shape, on_the_wire, slow_lines
 from outerstep import plan
-from outerstep.common import congestion
+from outerstep.common.connections import CONGESTION_VARIABLE
 from protocol.messages import Scope
 
 WORKERS = 4
@@ -102,14 +102,14 @@ def bench(shape: Shape, tcp: str, *, workers: int = WORKERS, tls: bool = False) 
 @contextmanager
 def _asking_for(tcp: str) -> Iterator[None]:
     """Let coordinator and workers ask for this congestion control, as where the system keeps BBR for itself."""
-    before = os.environ.get(congestion.VARIABLE)
-    os.environ[congestion.VARIABLE] = tcp
+    before = os.environ.get(CONGESTION_VARIABLE)
+    os.environ[CONGESTION_VARIABLE] = tcp
     try:
         yield
     finally:
-        del os.environ[congestion.VARIABLE]
+        del os.environ[CONGESTION_VARIABLE]
         if before is not None:
-            os.environ[congestion.VARIABLE] = before
+            os.environ[CONGESTION_VARIABLE] = before
 
 
 def measure(row: Row, effort: Effort, others: Sequence[str]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from benchmarks.wan.plain import Direction, transfer
 from harness.orders import orders, say, timed
 from outerstep import DiLoCo
 from protocol.messages import Action, Assignment, JoinRequest
-from worker.joining import seeding
+from worker.joining.recovery import seed
 from worker.link.client import Client, open_http
 from worker.link.membership import Membership
 from worker.rounds.exchange import Exchange
@@ -64,7 +64,7 @@ def synchronise(url: str, ca: str | None, run: str, token: str, rank: int, eleme
 
         while (asked := ask(None)).action is not Action.RECOVER:
             if asked.action is Action.SEED:
-                seeding.seed(membership, spec, Fragments(model, layout), state)
+                seed(membership, spec, Fragments(model, layout), state)
         for p in range(len(state)):  # state 0 is known to everybody here
             state.set(p, torch.zeros(layout.elements[p]), None)
         exchange = Exchange(membership, spec, state, torch.device("cpu"))

@@ -28,10 +28,9 @@ from coordinator.backup.lease import Lease, Lost
 from coordinator.backup.manifest import Content, Manifest, encode
 from coordinator.backup.objects import Objects
 from coordinator.backup.place import Damaged, manifest_of
-from coordinator.store.blobs import Reader
-from coordinator.store.files import FileReader
+from coordinator.store.blobs import FileReader, Reader
 from coordinator.store.payloads import READ_BYTES
-from outerstep.common.reaching import in_words
+from outerstep.common.connections import error_text
 from protocol.errors import OuterstepError
 
 _MANIFEST = re.compile(r"([1-9][0-9]*)\.json")
@@ -153,7 +152,7 @@ class BackupBucket:
                 try:
                     count = reader.read_into(memoryview(piece), at)
                 except OSError as error:
-                    raise _Spoilt(in_words(error)) from error
+                    raise _Spoilt(error_text(error)) from error
                 if not count:
                     break
                 hasher.update(memoryview(piece)[:count])

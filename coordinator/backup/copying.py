@@ -8,7 +8,7 @@ from blake3 import blake3
 
 from coordinator.store.blobs import Reader
 from coordinator.store.payloads import READ_BYTES
-from outerstep.common.direct_io import Writer
+from outerstep.common.files import Writer
 
 
 class Interrupted(Exception):

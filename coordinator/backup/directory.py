@@ -19,11 +19,9 @@ from pathlib import Path
 from coordinator.backup.copying import copy_whole
 from coordinator.backup.manifest import Content, Manifest, encode
 from coordinator.backup.place import Damaged, manifest_of
-from coordinator.store.blobs import Reader
-from coordinator.store.files import FileReader, fsync
-from coordinator.store.locking import hold
-from outerstep.common.direct_io import write_new
-from outerstep.common.reaching import in_words
+from coordinator.store.blobs import FileReader, Reader
+from outerstep.common.connections import error_text
+from outerstep.common.files import fsync, open_locked, write_new
 from protocol.errors import OuterstepError
 
 
@@ -48,7 +46,7 @@ class BackupDirectory:
         try:
             content = self._manifest(number).read_bytes()
         except OSError as error:
-            raise Damaged(in_words(error)) from error
+            raise Damaged(error_text(error)) from error
         return manifest_of(content, number)
 
     def database_name(self, manifest: Manifest) -> str:
@@ -73,7 +71,7 @@ class BackupDirectory:
             if not folder.is_dir():
                 folder.mkdir(mode=0o700)  # not its parents: where a disk is not mounted, another would be filled
                 fsync(folder.parent)
-        with hold(self.root / "lock", f"another backup is being made in {self.root}; wait until it is done"):
+        with open_locked(self.root / "lock", f"another backup is being made in {self.root}; wait until it is done"):
             shutil.rmtree(self._incoming)
             self._incoming.mkdir(mode=0o700)
             yield

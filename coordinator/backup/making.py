@@ -23,10 +23,9 @@ from coordinator.backup.manifest import Blob, Manifest, RunSummary
 from coordinator.backup.needed import needed
 from coordinator.backup.place import Place, content_of
 from coordinator.store import database
-from coordinator.store.blobs import Reader
+from coordinator.store.blobs import FileReader, Reader
 from coordinator.store.database import disk_is_full
-from coordinator.store.files import FileReader
-from outerstep.common.reaching import in_words
+from outerstep.common.connections import error_text
 from protocol import __version__
 from protocol.errors import OuterstepError
 
@@ -54,14 +53,7 @@ class Made:
 def files_of(data_dir: Path) -> Callable[[str], Reader]:
     """Return what opens the blobs of a data directory, whoever else uses it."""
 
-    def open_blob(name: str) -> Reader:
-        try:
-            return FileReader(data_dir / name)
-        except FileNotFoundError:
-            # Deltas and checkpoints of older versions have no digest in their names until a coordinator has started.
-            return FileReader(data_dir / name.rpartition(".")[0])
-
-    return open_blob
+    return lambda name: FileReader(data_dir / name)
 
 
 def make(
@@ -151,4 +143,4 @@ def in_sentences(disk: Path, place: object) -> Iterator[None]:
         if disk_is_full(error):
             detail = f"the disk of {disk} is full: make room there, and do the same again"
             raise OuterstepError(f"{detail}; {kept}") from error
-        raise OuterstepError(f"{in_words(error)}; {kept}") from error
+        raise OuterstepError(f"{error_text(error)}; {kept}") from error

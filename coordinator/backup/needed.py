@@ -1,4 +1,4 @@
-"""What a backup has to hold: read from the copy of the database alone, of whatever schema it is.
+"""What a backup has to hold: read from the copy of the database alone.
 
 Needed are the checkpoints, every delta from the oldest of them on, and the contributions that are in no delta yet.
 Those that are in one are left out, though the coordinator has them until the next checkpoint: they are most of all
@@ -23,7 +23,6 @@ def needed(database: Path) -> tuple[list[RunSummary], list[Blob]]:
 
     Raises OuterstepError for a database that is none of a coordinator's.
     """
-    # Columns are named one by one: these are as old as the first schema, and a copy may be of any.
     engine = create_engine(URL.create("sqlite", database=str(database)))
     try:
         with engine.connect() as connection:

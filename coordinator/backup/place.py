@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from coordinator.backup.manifest import Content, Manifest, decode
-from coordinator.store.blobs import Reader
-from coordinator.store.files import FileReader
+from coordinator.store.blobs import FileReader, Reader
 from coordinator.store.payloads import digest_of
 from protocol.errors import OuterstepError
 

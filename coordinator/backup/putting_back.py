@@ -21,10 +21,9 @@ from coordinator.store.blobs import Reader
 from coordinator.store.data_directory import RESTORED, DataDirectory
 from coordinator.store.database import Database
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.store.files import fsync
 from coordinator.store.tokens import Tokens
-from outerstep.common.direct_io import write_new
-from outerstep.common.reaching import in_words
+from outerstep.common.connections import error_text
+from outerstep.common.files import fsync, write_new
 from protocol.errors import OuterstepError
 
 _NOTHING = {"lock", "incoming", "lost+found"}  # of a restore that was killed at once; of a disk's root
@@ -109,7 +108,7 @@ def _copied(opened: Callable[[], Reader], name: str, content: Content, data: Dat
     try:
         reader = opened()
     except OSError as error:
-        raise Damaged(in_words(error)) from error
+        raise Damaged(error_text(error)) from error
     with reader:
         if not copy_whole(reader, file, content.digest):
             raise Damaged(f"{name} is damaged")

@@ -14,7 +14,7 @@ from coordinator.callers import lineage_of
 from coordinator.run.live_run import LiveRun
 from coordinator.service import Coordinator
 from coordinator.store.identity import Actor, Identity
-from outerstep.common.text import counted
+from outerstep.common.quantities import counted
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import Scope

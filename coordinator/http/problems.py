@@ -14,10 +14,10 @@ from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import Problem, WireError, WireFault
-from protocol.explaining import explain_all
 from protocol.messages import Cause
-from protocol.printable import printable
-from protocol.versions import OURS, both_named, said_by_client
+from protocol.text import printable
+from protocol.validation_errors import explain_all
+from protocol.versions import OURS, client_version, different_builds
 
 MAX_DISCARDED_BYTES = 64 << 20  # more than a fragment's upload, which a worker sends whose lease has just ended
 
@@ -64,8 +64,8 @@ def answer_problems(app: FastAPI) -> None:
 
 def _both_sides(request: Request) -> str:
     """Return which builds speak, for a field that only one of them knows; empty for a client of somebody else."""
-    client = said_by_client(request.headers)
-    return "" if client.version is None else f"; {both_named(client, OURS)}"
+    client = client_version(request.headers)
+    return "" if client.software is None else f"; {different_builds(client, OURS)}"
 
 
 def _not_allowed(request: Request, where: str, known: str) -> Response:

@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from coordinator.http.authentication import needs_a_token
 from coordinator.http.problems import refuse
 from protocol.errors import Problem
-from protocol.versions import OURS, said_by_client, why_not
+from protocol.versions import OURS, client_version, incompatibility
 
 
 class CheckProtocol:
@@ -17,7 +17,7 @@ class CheckProtocol:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and needs_a_token(scope["path"]):
-            difference = why_not(said_by_client(Headers(scope=scope)), OURS)
+            difference = incompatibility(client_version(Headers(scope=scope)), OURS)
             if difference is not None:
                 await refuse(Problem("protocol-mismatch", difference), scope, receive, send)
                 return

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.http.head import wants_head_only
 from coordinator.metrics.server import Meter
-from protocol.printable import printable
+from protocol.text import printable
 
 logger = logging.getLogger(__name__)
 

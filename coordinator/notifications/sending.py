@@ -18,9 +18,9 @@ from pydantic import SecretStr
 from coordinator.logs import scrubbed
 from coordinator.notifications.formats import Notification, Request, format_of, new_id, request_of
 from coordinator.notifications.outbox import Outbox, Pending
-from outerstep.common.reaching import in_words
+from outerstep.common.connections import error_text
 from protocol.errors import OuterstepError
-from protocol.printable import printable
+from protocol.text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ async def send(receiver: Receiver, each: Notification, now: float, open_: Open =
     except TimeoutError as error:
         raise NotTaken(f"{receiver.host}: no answer in {DEADLINE_S:.0f} s") from error
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-        raise NotTaken(f"{receiver.host}: {scrubbed(in_words(error), receiver.secrets)}") from error
+        raise NotTaken(f"{receiver.host}: {scrubbed(error_text(error), receiver.secrets)}") from error
 
 
 def send_test(receiver: Receiver) -> int:

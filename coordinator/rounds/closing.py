@@ -10,7 +10,7 @@ from coordinator.run.open_round import OpenRound
 from coordinator.store.tables import EventRow, FragmentRow
 from coordinator.trust.equal_work import tell_equal_work
 from coordinator.trust.weights import weights
-from outerstep.common.text import natural
+from outerstep.common.quantities import natural
 from protocol.messages import RunState
 
 

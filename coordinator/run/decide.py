@@ -12,7 +12,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import NamedTuple
 
-from outerstep.common.text import counted, natural
+from outerstep.common.quantities import counted, natural
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
 

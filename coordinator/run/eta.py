@@ -6,7 +6,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from coordinator.store.tables import RoundRow
-from outerstep.common.text import PACE_ROUNDS, to_go_s
+from outerstep.common.quantities import PACE_ROUNDS, remaining_s
 from protocol.messages import RunState
 
 
@@ -25,4 +25,4 @@ def eta_s(session: Session, run_id: int, state: RunState, left: int, now: float)
         return None
     # From one end to the next, so that the time between two rounds is in it.
     ends = [rows[-1].opened_at, *(row.closed_at for row in reversed(rows))]
-    return to_go_s([max(end - start, 0.0) for start, end in pairwise(ends)], left, max(now - ends[-1], 0.0))
+    return remaining_s([max(end - start, 0.0) for start, end in pairwise(ends)], left, max(now - ends[-1], 0.0))

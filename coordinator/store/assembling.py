@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from coordinator.store.files import FileReader
+from coordinator.store.blobs import FileReader
 from coordinator.store.payloads import READ_BYTES, Body, digest_of
+from outerstep.common.ranges import Range, overlap, without
 from protocol.digest import digest
 from protocol.errors import Problem
 
@@ -21,7 +22,6 @@ BYTES_PER_OWNER = 4 << 30
 RETRY_S = 5.0
 MAX_GAPS = 1000  # between the parts of one payload: more than any client of good will leaves
 
-Range = tuple[int, int]  # half-open
 Key = tuple[str, str]  # its owner, and which of the owner's it is
 
 
@@ -43,8 +43,8 @@ class Whole:
         with self._lock:
             if self._gone:
                 return [(0, self.size)]
-            news = _overlap(self._missing, start, stop)
-            missing = _without(self._missing, start, stop)
+            news = overlap(self._missing, start, stop)
+            missing = without(self._missing, start, stop)
             if len(missing) > MAX_GAPS:
                 raise Problem("invalid-message", f"the parts leave {len(missing)} gaps; at most {MAX_GAPS} are kept")
             self._write(start, part, news)
@@ -165,12 +165,3 @@ class Wholes:
         for whole in stale.values():
             with suppress(OSError):  # the next start empties the directory
                 whole.discard()
-
-
-def _overlap(ranges: list[Range], start: int, stop: int) -> list[Range]:
-    return [(max(a, start), min(b, stop)) for a, b in ranges if max(a, start) < min(b, stop)]
-
-
-def _without(ranges: list[Range], start: int, stop: int) -> list[Range]:
-    pieces = [piece for a, b in ranges for piece in ((a, min(b, start)), (max(a, stop), b))]
-    return [(a, b) for a, b in pieces if a < b]

@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.store.files import fsync
-from coordinator.store.locking import hold
+from outerstep.common.files import fsync, open_locked
 
 RESTORED = "restored"
 # Of the disk: no upload takes these, so that the database and the work on what was accepted go on.
@@ -30,7 +29,9 @@ class DataDirectory:
             root.mkdir(parents=True)
             fsync(root.parent)
         self.root = root
-        self._lock = hold(root / "lock", f"{root} is in use by another coordinator; stop it or choose another --data")
+        self._lock = open_locked(
+            root / "lock", f"{root} is in use by another coordinator; stop it or choose another --data"
+        )
         self._scratch = root / "incoming"
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._scratch.mkdir()

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from coordinator.store.blobs import FileReader
 from coordinator.store.data_directory import DataDirectory
-from coordinator.store.files import FileReader, fsync
-from outerstep.common.direct_io import write_new
+from outerstep.common.files import fsync, write_new
 from protocol.digest import Buffer
 
 

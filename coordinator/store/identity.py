@@ -29,7 +29,7 @@ class Identity:
 
     run       the only run that it is for; None: all
     worker    the member, or the only name that the token joins under; None: any
-    token     the token's id, of a member that of the token that it joined with; None: it joined before these were kept
+    token     the token's id, of a member that of the token that it joined with; None: its name was released since
     names     under how many names workers may join with the token; None: any number
     lineage   the id of the join token that the token was exchanged for, else the token's own: limits are shared by it
     """

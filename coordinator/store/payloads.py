@@ -8,8 +8,7 @@ from typing import Self
 
 from blake3 import blake3
 
-from coordinator.store.blobs import Blobs, Reader
-from coordinator.store.files import FileReader
+from coordinator.store.blobs import Blobs, FileReader, Reader
 from protocol.wire import Payload
 
 READ_BYTES = 1 << 20

@@ -15,7 +15,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from coordinator.store.locking import hold
+from outerstep.common.files import open_locked
 from protocol.errors import OuterstepError
 from protocol.messages import Cause
 
@@ -60,7 +60,7 @@ def lock(url: URL) -> IO[str]:
     if not path.parent.is_dir():  # not made: where a disk is not mounted, an empty database would take its place
         raise FileNotFoundError(errno.ENOENT, "there is no directory for the database", os.fspath(path.parent))
     refusal = f"the database {path} is in use by another coordinator; stop it, or give each its own"
-    return hold(path.with_name(f"{path.name}.lock"), refusal)
+    return open_locked(path.with_name(f"{path.name}.lock"), refusal)
 
 
 def engines(url: URL) -> tuple[Engine, Engine]:

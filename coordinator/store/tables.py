@@ -81,7 +81,7 @@ class RunRow(Base):
     name: Mapped[str] = mapped_column(String(64), unique=True)
     spec_toml: Mapped[str]
     spec_digest: Mapped[bytes]
-    spec: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
+    spec: Mapped[dict[str, Any]]
     state: Mapped[str] = mapped_column(String(16))
     created_at: Mapped[float]
     round: Mapped[int] = mapped_column(default=0)
@@ -174,14 +174,14 @@ class AssignmentRow(Base):
 
 
 class RoundRow(Base):
-    """A round that was opened, `step` inner steps into the schedule; null where an earlier version did not note it. Its
-    sums are null until they replace the rows of its contributions and fragments."""
+    """A round that was opened, `step` inner steps into the schedule. Its sums are null until they replace the rows of
+    its contributions and fragments."""
 
     __tablename__ = "rounds"
 
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
     round: Mapped[int] = mapped_column(primary_key=True)
-    step: Mapped[int | None]
+    step: Mapped[int]
     opened_at: Mapped[float]
     closed_at: Mapped[float | None]  # when its last delta was published
     tokens: Mapped[int | None]

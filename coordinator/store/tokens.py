@@ -16,11 +16,11 @@ from sqlalchemy.orm import Session
 
 from coordinator.store import audit
 from coordinator.store.database import Database
-from coordinator.store.files import fsync
 from coordinator.store.identity import Actor, Identity
 from coordinator.store.tables import TokenRow
+from outerstep.common.files import fsync
 from protocol.errors import Problem
-from protocol.messages import JOIN_PREFIX, NAMES, USES, NewToken, Scope, TokenInfo, TokenRequest
+from protocol.messages import DEFAULT_NAMES, DEFAULT_USES, JOIN_PREFIX, NewToken, Scope, TokenInfo, TokenRequest
 
 TOKEN_PREFIX = "ost_"
 LAST_USES_S = 60.0  # between two writings of when tokens were used last
@@ -116,8 +116,8 @@ class Tokens:
             note=request.note,
             created_at=now,
             run=request.run,
-            names=request.names or (NAMES if request.scope is Scope.WORKER else None),
-            uses=request.uses or (USES if request.scope is Scope.JOIN else None),
+            names=request.names or (DEFAULT_NAMES if request.scope is Scope.WORKER else None),
+            uses=request.uses or (DEFAULT_USES if request.scope is Scope.JOIN else None),
             used=0,
             expires_at=None if request.expires_in_s is None else now + request.expires_in_s,
         )

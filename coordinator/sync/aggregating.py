@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol.codecs import CODECS, F32
+from protocol.codecs import CODECS
+from protocol.codecs.base import F32
 from protocol.digest import Buffer
 from protocol.wire import Payload, pack_frame
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sqlalchemy import select
 
 from coordinator.run.live_run import Change, LiveRun
-from coordinator.store.files import FileReader
+from coordinator.store.blobs import FileReader
 from coordinator.store.payloads import digest_of, fault_in
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow
 from coordinator.sync import retention

@@ -11,7 +11,7 @@ from coordinator.store.payloads import HashedPayload, ReadBuffer, StoredPayload,
 from coordinator.store.tables import ContributionRow, FragmentRow
 from coordinator.sync import retention
 from coordinator.sync.aggregating import aggregate
-from outerstep.common.direct_io import aligned
+from outerstep.common.files import aligned
 from protocol.digest import Buffer, digest
 from protocol.errors import OuterstepError, WireError
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
@@ -161,8 +161,7 @@ def _make_again(
     with StoredPayload(run.blobs.open(run.names.contribution(round_, fragment, worker, first.digest))) as payload:
         assert isinstance(payload.header, ContributionHeader)
         base = payload.header.base  # the run's state of that round: another one is refused
-    # Of deltas that were made before there were verdicts all are whole.
-    factors = {worker: row.verdicts.get(worker, {"factor": 1.0})["factor"] for worker in contributed}
+    factors = {worker: row.verdicts[worker]["factor"] for worker in contributed}
     delta = make_delta(run, round_, fragment, contributed, {}, base, factors)
     if digest(delta) != expected:
         return False

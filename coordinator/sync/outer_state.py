@@ -15,8 +15,8 @@ from sqlalchemy import select
 from coordinator.run.bell import EVENTS
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.outer import State
+from coordinator.store.blobs import FileReader
 from coordinator.store.database import disk_is_full
-from coordinator.store.files import FileReader
 from coordinator.store.payloads import StoredPayload
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow, OuterStateRow
 from coordinator.sync import checkpointing, retention

@@ -25,7 +25,7 @@ from coordinator.screening.judging import (
     judge,
 )
 from coordinator.screening.measuring import Found, find
-from coordinator.store.files import FileReader
+from coordinator.store.blobs import FileReader
 from coordinator.store.payloads import StoredPayload
 from coordinator.store.tables import EventRow, FragmentRow
 from coordinator.sync.checking import late_work

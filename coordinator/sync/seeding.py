@@ -13,12 +13,12 @@ from coordinator.store.payloads import Body
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow
 from coordinator.sync import checkpointing, outer_state
 from coordinator.sync.state_file import F32, write_state
-from outerstep.common.text import counted
+from outerstep.common.quantities import counted
 from protocol.digest import model_digest
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import CheckpointFragment
-from protocol.spec.pins import check_pin
+from protocol.spec.sections import check_pin
 from protocol.wire import Payload
 
 

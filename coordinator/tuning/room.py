@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-from outerstep.common.direct_io import aligned
+from outerstep.common.files import aligned
 
 CONTRIBUTIONS_BYTES = 96 << 20
 DELTAS_BYTES = 24 << 20

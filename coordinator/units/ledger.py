@@ -15,9 +15,8 @@ from sqlalchemy.orm import Session
 
 from coordinator.store.tables import UnitRangeRow
 from coordinator.units.pools import Pool
+from outerstep.common.ranges import Range, merged
 from protocol.errors import Problem
-
-Range = tuple[int, int]
 
 
 def assigned_units(session: Session, run_id: int, worker: str, round_: int) -> list[Range]:
@@ -279,17 +278,6 @@ def _alike(a: UnitRangeRow, b: UnitRangeRow, settled: int) -> bool:
     if a.consumed_round is None or b.consumed_round is None:
         return True
     return a.consumed_round == b.consumed_round or max(a.consumed_round, b.consumed_round) < settled
-
-
-def merged(ranges: list[Range]) -> list[Range]:
-    """Return the same units in as few ranges as their order allows."""
-    result: list[Range] = []
-    for start, stop in ranges:
-        if result and result[-1][1] == start:
-            result[-1] = (result[-1][0], stop)
-        else:
-            result.append((start, stop))
-    return result
 
 
 def _split(session: Session, row: UnitRangeRow, stop: int) -> UnitRangeRow | None:

@@ -15,7 +15,7 @@ from coordinator.store import audit
 from coordinator.store.blobs import REMOVED, RunNames
 from coordinator.store.identity import Actor
 from coordinator.store.tables import Base, RunRow, TokenRow
-from outerstep.common.text import natural
+from outerstep.common.quantities import natural
 from protocol.errors import Problem
 
 _BUSY_S = 1.0

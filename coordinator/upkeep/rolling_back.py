@@ -158,8 +158,6 @@ def _go_back(change: Change, to: int, checkpoint: Collection[CheckpointFragmentR
     run, session = change.run, change.session
     opened = session.get(RoundRow, (run.id, to))
     step = run.step if opened is None else opened.step
-    if step is None:
-        raise Problem("not-found", f"state {to} is of an earlier version, which did not note its place in the schedule")
     _return_units(change, to)
     for table, first in _later_than(to):
         session.execute(delete(table).where(table.run_id == run.id, table.round >= first))

@@ -15,7 +15,7 @@ from pathlib import Path
 from coordinator.run.live_run import LiveRun
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, Fault, fault_of
-from outerstep.common.text import duration_text
+from outerstep.common.quantities import duration_text
 from protocol.messages import Cause
 
 logger = logging.getLogger(__name__)

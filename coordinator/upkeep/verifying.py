@@ -15,8 +15,7 @@ from pathlib import Path
 from sqlalchemy import select
 
 from coordinator.run.live_run import LiveRun
-from coordinator.store.blobs import Reader
-from coordinator.store.files import FileReader
+from coordinator.store.blobs import FileReader, Reader
 from coordinator.store.tables import CheckpointFragmentRow, FragmentRow
 from coordinator.sync import checkpointing, retention
 from coordinator.sync.deltas import mend_delta

@@ -9,7 +9,7 @@ from coordinator.screening.agreeing import alone
 from coordinator.store.tables import AssignmentRow, EvaluationRow
 from coordinator.trust import guard as guarding
 from coordinator.trust.evaluators import IN_DOUBT, USUALLY
-from outerstep.common.text import natural
+from outerstep.common.quantities import natural
 from protocol.errors import Problem
 from protocol.messages import Evaluation, EvaluationReport, RunState
 

@@ -14,7 +14,6 @@ from coordinator.store.tokens import new_secret, secret_hash
 from coordinator.trust.quarantine import inherit, readmit
 from coordinator.workers import accounting, names
 from coordinator.workers.ending import end_lease
-from outerstep.common.data_difference import data_difference
 from protocol.errors import LayoutError, Problem
 from protocol.fragments import first_difference
 from protocol.messages import (
@@ -28,10 +27,10 @@ from protocol.messages import (
     RunState,
     WorkerChange,
     WorkerState,
+    data_difference,
 )
-from protocol.spec.layouts import planned
-from protocol.spec.pins import check_pin
 from protocol.spec.run import PRIVATE_WORKERS
+from protocol.spec.sections import check_pin
 
 DRAINING_S = 5.0  # until a newcomer asks again
 
@@ -179,7 +178,7 @@ def _model(change: Change, request: JoinRequest) -> Model:
         )
     if model is None:
         try:
-            layout = planned(run.spec.sync, request.tensors)
+            layout = run.spec.sync.plan_layout(request.tensors)
         except LayoutError as error:
             raise Problem("model-mismatch", str(error)) from error
         pins = run.spec.pins

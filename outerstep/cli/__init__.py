@@ -13,7 +13,7 @@ from typer.main import get_group
 from outerstep import __version__
 from outerstep.common.exit_codes import IN_WORDS
 from protocol.errors import OuterstepError
-from protocol.printable import PrintableFormatter
+from protocol.text import PrintableFormatter
 
 
 class CommandGroup(TyperGroup):

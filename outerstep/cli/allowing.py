@@ -10,8 +10,8 @@ import typer
 
 from outerstep.cli.faults import UsageError
 from outerstep.common.quantities import parse_count
-from protocol.printable import printable
-from protocol.spec.sizes import MOST_PARAMETERS
+from protocol.spec.model import MAX_PARAMETERS
+from protocol.text import printable
 
 AllowFactoryOption = Annotated[
     list[str] | None,
@@ -46,7 +46,7 @@ MaxParametersOption = Annotated[
 def parse_max_parameters(given: str | None) -> int:
     """Return the value of MaxParametersOption, or its default. Raises UsageError."""
     try:
-        return MOST_PARAMETERS if given is None else parse_count(given)
+        return MAX_PARAMETERS if given is None else parse_count(given)
     except ValueError as error:
         raise UsageError(f"--max-parameters: {error}") from error
 

@@ -10,8 +10,8 @@ import typer
 from outerstep.cli.coordinator import DatabaseOption, database_url_of, settings_of
 from outerstep.cli.faults import UsageError, import_extra
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
+from outerstep.common.quantities import bytes_text
 from outerstep.display import table
-from outerstep.units import bytes_text
 from protocol.errors import OuterstepError
 
 PlaceArgument = Annotated[

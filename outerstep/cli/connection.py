@@ -10,7 +10,7 @@ import typer
 
 from outerstep import rest
 from outerstep.cli.faults import UsageError
-from outerstep.common.reaching import CA_VARIABLE, in_words
+from outerstep.common.connections import CA_VARIABLE, error_text
 
 DEFAULT_URL = "http://127.0.0.1:8470"
 TOKEN_VARIABLE = "OUTERSTEP_TOKEN"
@@ -64,7 +64,7 @@ def check_log(flag: str, path: Path | None) -> None:
     try:
         path.open("a").close()
     except OSError as error:
-        raise UsageError(f"{flag}: {in_words(error)}") from error
+        raise UsageError(f"{flag}: {error_text(error)}") from error
 
 
 def find_token(token: str | None, token_file: Path | None, environment: Mapping[str, str]) -> str:

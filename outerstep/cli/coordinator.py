@@ -11,8 +11,8 @@ import typer
 from outerstep.cli.connection import LogFileOption, check_log
 from outerstep.cli.faults import UsageError, import_extra, validated
 from outerstep.cli.printing import say
+from outerstep.common.connections import error_text, ssl_context
 from outerstep.common.quantities import parse_seconds
-from outerstep.common.reaching import in_words, trusting
 
 FLAGS = {
     "data_dir": "--data",
@@ -145,7 +145,7 @@ def coordinator(
     except OSError as error:  # a port that is taken, a host that is not ours, a directory that is none
         address = server.netloc(settings.host, settings.port)
         remedy = "; give another --port, or 0 for any that is free" if error.errno == errno.EADDRINUSE else ""
-        raise UsageError(f"cannot serve at {address} from {settings.data_dir}: {in_words(error)}{remedy}") from error
+        raise UsageError(f"cannot serve at {address} from {settings.data_dir}: {error_text(error)}{remedy}") from error
 
 
 def notify_test(notify: NotifyOption = None, notify_format: NotifyFormatOption = None) -> None:
@@ -185,7 +185,7 @@ def migrate(data: DataOption = None, database_url: DatabaseOption = None) -> Non
             settings.data_dir.mkdir(parents=True, exist_ok=True)
         database.Database(url).close()
     except OSError as error:
-        raise UsageError(f"cannot migrate {url!r}: {in_words(error)}") from error
+        raise UsageError(f"cannot migrate {url!r}: {error_text(error)}") from error
     say(f"the database {url!r} is at the newest schema")
 
 
@@ -207,7 +207,7 @@ def _check_certificate(certificate: Path | None, key: Path | None) -> None:
     if certificate is None:
         return
     try:
-        trusting(certificate)
+        ssl_context(certificate)
     except ValueError as error:
         raise UsageError(f"--tls-certificate: {error}") from error
     try:
@@ -221,7 +221,7 @@ def _check_certificate(certificate: Path | None, key: Path | None) -> None:
             raise UsageError(f"--tls-key {key} is the key of another certificate than {certificate}") from error
         raise UsageError(f"--tls-key {key} has no private key in PEM, or one that needs a passphrase") from error
     except OSError as error:
-        raise UsageError(f"--tls-key: {in_words(error)}") from error
+        raise UsageError(f"--tls-key: {error_text(error)}") from error
 
 
 def database_url_of(settings: Any) -> Any:

@@ -12,9 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from outerstep.cli.faults import UsageError, import_extra
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say
-from outerstep.common.quantities import parse_count
+from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, parse_count
 from outerstep.display import table
-from outerstep.units import UNKNOWN, bytes_text, count_text
 from protocol.spec.sections import DataSpec
 
 app = typer.Typer(help="Prepare token sets to train on, and look into them.", no_args_is_help=True)

@@ -13,7 +13,7 @@ from outerstep.cli.connection import TOKEN_VARIABLE, checked_url, find_token
 from outerstep.cli.faults import UsageError, import_extra, validated
 from outerstep.cli.printing import Format, FormatOption, print_json, say, say_lines
 from outerstep.cli.worker import FLAGS, worker
-from protocol.printable import printable
+from protocol.text import printable
 
 # Settings of the worker's that its options call something else.
 _OPTIONS = {"state_dir": "state", "compile": "compile_model"}

@@ -20,7 +20,7 @@ from outerstep.cli.faults import UsageError, import_extra, validated
 from outerstep.cli.printing import Format, FormatOption, print_json, say
 from outerstep.cli.run import RunArgument
 from outerstep.cli.worker import FLAGS, DataCacheGbOption, DataCacheOption
-from outerstep.units import count_text, held_out_text
+from outerstep.common.quantities import count_text, held_out_text
 
 COMMAND = "outerstep run evaluate"
 

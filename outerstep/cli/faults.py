@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from outerstep.common.exit_codes import Exit
 from outerstep.shadowing import refuse_shadow
 from protocol.errors import OuterstepError, Problem, Remedy, SpecError, Transient
-from protocol.explaining import explain, explain_all
+from protocol.validation_errors import explain, explain_all
 
 Model = TypeVar("Model", bound=BaseModel)
 

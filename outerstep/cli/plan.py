@@ -10,10 +10,17 @@ import typer
 from outerstep import plan as planning
 from outerstep.cli.faults import UsageError
 from outerstep.cli.printing import UNBOUNDED_WIDTH, Format, FormatOption, console, print_json, say_lines
-from outerstep.common.quantities import parse_count, parse_rate, parse_seconds
+from outerstep.common.quantities import (
+    UNKNOWN,
+    bytes_text,
+    count_text,
+    duration_text,
+    parse_count,
+    parse_rate,
+    parse_seconds,
+)
 from outerstep.display import table
 from outerstep.plan import Setting, Workload
-from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text
 
 LEAST_STEP_S = 1e-6
 

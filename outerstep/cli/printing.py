@@ -1,7 +1,7 @@
 """The output of commands: lines and tables for people, or JSON for programs.
 
 All that a command writes to a terminal goes through here, for much of it is what workers and coordinators have said:
-what would not be looked at but obeyed by the terminal is shown as what it is (`protocol/printable.py`).
+what would not be looked at but obeyed by the terminal is shown as what it is (`protocol/text.py`).
 """
 
 import json
@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from protocol.printable import printable, printable_json, printable_lines
+from protocol.text import printable, printable_json, printable_lines
 
 UNBOUNDED_WIDTH = 4096  # columns; output that goes to a file or a pipe is not cut
 

@@ -14,8 +14,8 @@ from outerstep.cli.printing import Format, FormatOption, console, print_json, sa
 from outerstep.cli.run import RunArgument, read_spec
 from outerstep.display import table
 from protocol.messages import WorkerInfo
-from protocol.spec.privacy import PrivacySpec
 from protocol.spec.run import RunSpec
+from protocol.spec.sections import PrivacySpec
 
 WANTED = (1.0, 8.0)  # epsilons that are taken for strong, and for some protection
 UNBOUNDED = "unbounded"

@@ -21,12 +21,11 @@ from outerstep.cli.connection import (
 )
 from outerstep.cli.faults import UsageError, check_not_hidden, import_extra
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
+from outerstep.common.connections import error_text
 from outerstep.common.exit_codes import Exit
-from outerstep.common.reaching import in_words
-from outerstep.common.text import counted, natural
+from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, counted, held_out_text, natural
 from outerstep.display import round_table, table, worker_table
 from outerstep.follow import FIRST_ROUNDS
-from outerstep.units import UNKNOWN, bytes_text, count_text, held_out_text
 from protocol.errors import SpecError
 from protocol.messages import SUCCESSIVE, Account, RunChange, RunDetail, RunInfo, WorkerChange
 from protocol.spec.run import RunSpec, parse_spec
@@ -416,7 +415,7 @@ def export(
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"--out: {out} exists and is not an empty directory; choose another")
     except OSError as error:
-        raise UsageError(f"--out: {in_words(error)}") from error
+        raise UsageError(f"--out: {error_text(error)}") from error
     check_not_hidden("worker")
     with operator_client(url, secret, None, ca) as client:
         client.run(run)  # the export, below, would wait for ever for a coordinator that is not there

@@ -5,9 +5,8 @@ from itertools import islice
 
 from outerstep.cli.connection import DEFAULT_URL, CaOption, TokenFileOption, TokenOption, UrlOption, operator_client
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
-from outerstep.common.text import duration_text
+from outerstep.common.quantities import bytes_text, duration_text, share_text
 from outerstep.display import table
-from outerstep.units import bytes_text, share_text
 from protocol.messages import Finding, LoggedError, ServerStatus
 
 SHOWN_ERRORS = 10

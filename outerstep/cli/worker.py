@@ -245,8 +245,8 @@ def _checked(model: Any, given: dict[str, Any]) -> Any:
 
 def _agent(settings: Any) -> ModuleType:
     """Return the module `worker.agent`, which imports torch: that this begins is the first line of the log."""
-    logs = import_extra("worker.logs", extra="worker", command="outerstep worker")
-    logs.log_to_stderr()
+    process = import_extra("worker.process", extra="worker", command="outerstep worker")
+    process.log_to_stderr()
     log.info("outerstep %s, worker %s: importing torch and transformers", __version__, settings.name)
     return import_extra("worker.agent", extra="worker", command="outerstep worker")
 

@@ -8,10 +8,10 @@ from typing import Any
 from outerstep.cli.connection import DEFAULT_URL, CaOption, TokenFileOption, TokenOption, UrlOption, operator_client
 from outerstep.cli.printing import Format, FormatOption, console, print_json, time_text
 from outerstep.cli.run import RunArgument, WorkerArgument, shares_text
+from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text
 from outerstep.display import table, tables
 from outerstep.follow import FIRST_ROUNDS
 from outerstep.rest import Client
-from outerstep.units import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text
 from protocol.messages import Account, Evaluation, RoundDetail, Verdict, WorkerInfo
 
 

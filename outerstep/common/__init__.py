@@ -1,1 +1,1 @@
-"""What both sides use and the protocol does not define: addresses, HTTP responses, files, text, tracing, exit codes."""
+"""Code that coordinator, worker and CLI share, and that is not part of the protocol."""

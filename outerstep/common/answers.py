@@ -16,10 +16,10 @@ from typing import NamedTuple, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS, BeyondLimits, NotUnderstood, Problem, Transient, UnexpectedAnswer
-from protocol.explaining import explain_all
 from protocol.messages import Assignment, CheckpointDetail, JoinReply, Page, RoundDetail
-from protocol.printable import printable
-from protocol.versions import OURS, both_named, said_by_coordinator, why_not
+from protocol.text import printable
+from protocol.validation_errors import explain_all
+from protocol.versions import OURS, coordinator_version, different_builds, incompatibility
 
 Reply = TypeVar("Reply", bound=BaseModel)
 
@@ -137,7 +137,7 @@ def raise_for_problem(answer: Answer) -> None:
     Transient          a proxy answered 5xx, 408 or 429 in its place
     UnexpectedAnswer   a redirect, or any other answer that no coordinator gives
     """
-    status, difference = answer.status_code, why_not(OURS, said_by_coordinator(answer.headers))
+    status, difference = answer.status_code, incompatibility(OURS, coordinator_version(answer.headers))
     if difference is not None:
         raise NotUnderstood(difference)
     if 200 <= status < 300:
@@ -175,11 +175,11 @@ def read_message(reply: type[Reply], answer: Answer) -> Reply:
     try:
         return reply.model_validate_json(body)
     except ValidationError as error:
-        coordinator, faults = said_by_coordinator(answer.headers), error.errors()
+        coordinator, faults = coordinator_version(answer.headers), error.errors()
         if coordinator.protocol is not None and all(fault["type"] != "json_invalid" for fault in faults):
             raise NotUnderstood(
                 f"{_where(answer)} answered in words that this client does not know: "
-                f"{explain_all(faults, most=3)}; {both_named(OURS, coordinator)}"
+                f"{explain_all(faults, most=3)}; {different_builds(OURS, coordinator)}"
             ) from error
         raise UnexpectedAnswer(
             f"{_where(answer)} answered what is no {reply.__name__}: {_start(body)}; check the URL and what lies "
@@ -191,7 +191,7 @@ def _unknown_problem(said: str, status: int, retry_after_s: float | None) -> Tra
     """Return what a problem means whose name is not known here: a later coordinator's is treated by its status."""
     if status >= 500 or status in _TRANSIENT:
         return Transient(said, retry_after_s=retry_after_s)
-    return NotUnderstood(f"{said} (Outerstep {OURS.version} does not know this problem; the coordinator may be later)")
+    return NotUnderstood(f"{said} (Outerstep {OURS.software} does not know this problem; the coordinator may be later)")
 
 
 def _where(answer: Answer) -> str:

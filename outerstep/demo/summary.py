@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
+from outerstep.common.quantities import bytes_text, duration_text
 from outerstep.plan import FP32_BYTES, allreduce_bytes
-from outerstep.units import bytes_text, duration_text
 from protocol.messages import SUCCESSIVE, RoundInfo, RunDetail, Stage, WorkerInfo
 
 

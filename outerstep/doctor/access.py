@@ -11,7 +11,6 @@ class Access(Enum):
     WORKER = auto()
     ADMIN = auto()
     READING = auto()  # a viewer's, or a member's
-    UNCLEAR = auto()  # the coordinator is too old to tell
     NONE = auto()
 
 
@@ -23,9 +22,6 @@ def look(client: rest.Client) -> Access:
     try:
         client.line_check_down(0)  # for whoever may join
     except Problem as problem:
-        if problem.slug == "not-found":
-            next(iter(client.runs()), None)
-            return Access.UNCLEAR
         if problem.slug not in _REFUSALS:
             raise
         return _REFUSALS[problem.slug]
@@ -48,8 +44,6 @@ def judge(seen: Access) -> list[Finding]:
         case Access.ADMIN:
             said = "valid, but an admin's: whoever reads it on this box may stop runs and make tokens"
             return [warning("token", said, f"the box needs a join or worker token only; {_NEW}")]
-        case Access.UNCLEAR:
-            return [warning("token", "valid; this coordinator is too old to say whether it lets workers join")]
         case Access.READING:
             return [wrong("token", "valid, but for reading only: it does not let workers join", _NEW)]
         case Access.NONE:

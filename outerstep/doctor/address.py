@@ -14,12 +14,12 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 
 from outerstep.common.answers import ERROR_BYTES, beginning, raise_for_problem, read_message
-from outerstep.common.reaching import causes_of, check_address, in_words
+from outerstep.common.connections import causes_of, check_address, error_text
+from outerstep.common.quantities import duration_text
 from outerstep.doctor.finding import Finding, fine, warning, wrong
-from outerstep.units import duration_text
 from protocol.errors import NoCoordinator, NotUnderstood, OuterstepError, Transient
 from protocol.messages import Health
-from protocol.versions import OURS, Said, why_not
+from protocol.versions import OURS, Version, incompatibility
 
 ENDS_SOON_DAYS = 14
 
@@ -98,7 +98,7 @@ def judge_connection(url: str, seen: Greeting | httpx.TransportError) -> list[Fi
     if isinstance(seen, httpx.TimeoutException):
         remedy = "is the machine on, and does a firewall let this port through, there and here?"
         return [wrong("connection", f"{where} does not answer: {type(seen).__name__}", remedy, passing=True)]
-    told = f"{where} cannot be reached: {in_words(seen)}"
+    told = f"{where} cannot be reached: {error_text(seen)}"
     return [wrong("connection", told, "look at the network between", passing=True)]
 
 
@@ -132,7 +132,7 @@ def judge_coordinator(url: str, seen: Greeting, own_version: str) -> list[Findin
         raise_for_problem(seen.answer)
         health = read_message(Health, seen.answer)
         # The body says it too: a proxy may have removed the headers.
-        if (difference := why_not(OURS, Said(str(health.protocol), health.version))) is not None:
+        if (difference := incompatibility(OURS, Version(str(health.protocol), health.version))) is not None:
             raise NotUnderstood(difference)
     except Transient as error:
         return [wrong("coordinator", str(error), "a proxy answers, and what is behind it does not", passing=True)]

@@ -2,9 +2,9 @@
 
 from email.utils import parsedate_to_datetime
 
+from outerstep.common.quantities import duration_text
 from outerstep.doctor.address import Greeting
 from outerstep.doctor.finding import Finding, fine, warning
-from outerstep.units import duration_text
 
 TOLERATED_S = 5.0
 _HALF_A_SECOND = 0.5  # Date has whole seconds, rounded down

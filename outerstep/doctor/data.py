@@ -4,10 +4,9 @@ import threading
 from contextlib import closing
 from dataclasses import dataclass
 
-from outerstep.common.data_difference import data_difference
+from outerstep.common.quantities import count_text, duration_text
 from outerstep.doctor.finding import Finding, fine, warning, wrong
-from outerstep.units import count_text, duration_text
-from protocol.messages import DataSummary, RunDetail
+from protocol.messages import DataSummary, RunDetail, data_difference
 from protocol.spec.run import RunSpec
 from worker.box import check_suited, shard_cache
 from worker.data.opening import open_training_set

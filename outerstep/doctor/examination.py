@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 
 import httpx
 
+from outerstep.common.quantities import duration_text
 from outerstep.doctor.finding import Finding, State, skipped, warning, wrong
-from outerstep.units import duration_text
 from protocol.errors import OuterstepError, Problem, Remedy, Transient
 from worker.line.retry import describe
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outerstep import plan, rest
+from outerstep.common.quantities import bytes_text, count_text, share_text
 from outerstep.doctor.finding import Finding, fine, warning
 from outerstep.doctor.step import duration, inner_steps
-from outerstep.units import bytes_text, count_text, share_text
 from protocol.messages import LINE_CHECK_BYTES, RunDetail
 
 LEAST_BYTES = 1 << 18

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outerstep import rest
+from outerstep.common.quantities import duration_text
 from outerstep.doctor.finding import Finding, fine, warning, wrong
-from outerstep.units import duration_text
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import JOIN_PREFIX, RunDetail, RunState, WorkerInfo, WorkerState

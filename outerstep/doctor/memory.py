@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
+from outerstep.common.quantities import bytes_text
 from outerstep.doctor.finding import Finding, fine, warning, wrong
 from outerstep.doctor.model import MOMENT_BYTES, Model
 from outerstep.doctor.state_directory import OUTER_STATE_BYTES
-from outerstep.units import bytes_text
 from worker.inner.spreading import Mode
 
 TIGHT = 0.8  # of a device: activations need the rest

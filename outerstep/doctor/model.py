@@ -5,19 +5,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from outerstep.common.text import counted
+from outerstep.common.quantities import count_text, counted, duration_text
 from outerstep.doctor.finding import Finding, fine, wrong
-from outerstep.units import count_text, duration_text
 from protocol.fragments import Layout, TensorSpec, first_difference
 from protocol.messages import FrozenSummary, RunDetail
+from protocol.spec.model import MAX_PARAMETERS
 from protocol.spec.run import RunSpec
-from protocol.spec.sizes import MOST_PARAMETERS
 from worker.box import check_suited
 from worker.inner.layers import layers_of
 from worker.inner.optimizers import hidden_matrices
 from worker.models.building import build_model, check_vocabulary
-from worker.state.frozen import frozen_summary
-from worker.state.parameters import tensor_specs
+from worker.state.parameters import frozen_summary, tensor_specs
 
 MOMENT_BYTES = 4  # of an element, fp32
 
@@ -36,7 +34,7 @@ class Model:
     largest_layer: int
 
 
-def look(run: RunDetail, processes: int, vocabulary: int | None, max_parameters: int = MOST_PARAMETERS) -> Model:
+def look(run: RunDetail, processes: int, vocabulary: int | None, max_parameters: int = MAX_PARAMETERS) -> Model:
     """Build the model in host memory, if it has at most `max_parameters`. Raises ModelError, DataError and BoxError, as
     a worker would at its start."""
     spec = run.spec

@@ -6,9 +6,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from outerstep.common import files
+from outerstep.common.quantities import bytes_text
 from outerstep.doctor.finding import Finding, fine, warning, wrong
-from outerstep.units import bytes_text
-from worker import files
 from worker.state.state_dir import LOCK, SNAPSHOT
 
 OUTER_STATE_BYTES = 8  # of an element: parameter and momentum, fp32
@@ -50,7 +50,7 @@ def _is_locked(lock: Path) -> bool:
     except OSError:
         return False
     try:
-        return not files.lock_now(descriptor)
+        return not files.try_lock(descriptor)
     finally:
         os.close(descriptor)
 

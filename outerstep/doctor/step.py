@@ -1,8 +1,8 @@
 """What inner steps on trial say: the micro-batch and its reason, the time of a step and of a round."""
 
+from outerstep.common.quantities import bytes_text, count_text, duration_text, share_text
 from outerstep.doctor.finding import Finding, fine, warning, wrong
 from outerstep.doctor.trial import Steps
-from outerstep.units import bytes_text, count_text, duration_text, share_text
 from protocol.spec.run import RunSpec
 
 

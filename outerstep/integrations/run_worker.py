@@ -12,7 +12,7 @@ from outerstep import DiLoCo
 from worker.errors import BoxError
 from worker.link.client import Client, open_http
 from worker.link.own_token import token_to_read_with
-from worker.script.connecting import membership_of
+from worker.settings import membership_of
 
 
 class RunWorker:

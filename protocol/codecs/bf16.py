@@ -1,16 +1,13 @@
 """bf16: the upper half of each fp32 value, rounded to nearest even, little-endian uint16."""
 
 import numpy as np
-import numpy.typing as npt
 
-from protocol.codecs.figures import Figures
+from protocol.codecs.base import F32, U8, Figures
 from protocol.errors import CodecError, WireError, WireFault
 
 NAME = "bf16"
 ERROR_FEEDBACK = False
 FIGURES = Figures(zstd=0.793, up=0.0007, down=0.0007, pack=0.20, unpack=0.47, accumulate=2.9)
-F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
 
 _EXPONENT = np.uint16(0x7F80)  # all ones: infinity or NaN
 _MAGNITUDE = np.uint16(0x7FFF)
@@ -28,9 +25,9 @@ def encode(x: F32, out: U8) -> None:
     rounded += bits
     rounded >>= np.uint32(16)
     half = rounded.astype("<u2")
-    # A NaN's sum may wrap around to a finite pattern, so the input is looked at as well as the result.
+    # A NaN's sum may wrap around to a finite pattern, so the input is checked as well as the result.
     if not np.isfinite(x).all() or ((half & _EXPONENT) == _EXPONENT).any():
-        raise CodecError("bf16: the values contain NaN, infinity or more than bf16 can hold")
+        raise CodecError("bf16: the values contain NaN, infinity or values too large for bf16")
     out.view("<u2")[:] = half
 
 
@@ -48,7 +45,7 @@ def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
 
 
 def check(data: U8, n: int, limit: float) -> None:
-    bits = np.uint32((data.view("<u2") & _MAGNITUDE).max())  # the patterns of magnitudes are ordered as they are
+    bits = np.uint32((data.view("<u2") & _MAGNITUDE).max())  # bit patterns are ordered like the magnitudes
     largest = (bits << np.uint32(16)).view(np.float32)
     if not largest <= limit:
         fault = WireFault.MAGNITUDE if np.isfinite(largest) else WireFault.CODES

@@ -1,8 +1,8 @@
-"""The parts that all block codecs use: blocks of values with one scale s each, and codes q that mean q · s.
+"""Shared by all block codecs: blocks of values with one scale s each, and codes q that mean q · s.
 
 A scale is the upper half of an fp32 number (bf16), little-endian uint16, between 2^-126 and 2^120. It has 8 significant
-bits and no code has more than 7, so q · s is exact in fp32 and decoding does not round at all. The lower bound keeps
-1/s finite and every decoded value out of the denormals, which some GPUs flush to zero.
+bits and a code at most 7, so q · s is exact in fp32 and decoding never rounds. The lower bound keeps 1/s finite and
+decoded values out of the denormals, which some GPUs flush to zero.
 """
 
 import threading
@@ -11,19 +11,18 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from protocol.codecs.base import F32, U8
 from protocol.errors import CodecError, WireError, WireFault
 
 MIN_SCALE_BITS = 0x0080  # 2^-126 as bf16
-MAX_SCALE_BITS = 0x7B80  # 2^120 as bf16: 127 of them are still finite
+MAX_SCALE_BITS = 0x7B80  # 2^120 as bf16: 127 times that is still finite
 
-F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
 I8 = npt.NDArray[np.int8]
 U16 = npt.NDArray[np.uint16]
 
 
 class _Scratch(threading.local):
-    """Temporary arrays, one set per thread: reused, they are still in the cache from the chunk before."""
+    """A temporary array per thread, reused because it is still in the CPU cache from the previous chunk."""
 
     def __init__(self) -> None:
         self._values = np.empty(0, np.float32)
@@ -88,7 +87,7 @@ def accumulate(data: U8, weight: np.float32, block: int, codes: Callable[[U8, in
 
 
 def encode_absmax(name: str, x: F32, most: int, block: int, scales: U16, codes: I8) -> None:
-    """Encode float32[n] -> uint16[b], int8[n]: each block's largest magnitude gets the code `most`, or one less."""
+    """Encode float32[n] -> uint16[b], int8[n]. Each block's largest magnitude gets the code `most` or one less."""
     full = len(x) // block * block
     if full:
         rows = codes[:full].reshape(-1, block)
@@ -100,14 +99,14 @@ def encode_absmax(name: str, x: F32, most: int, block: int, scales: U16, codes: 
 def _encode_rows(name: str, x: F32, most: int, scales: U16, codes: I8) -> None:
     """Encode b blocks of k values: float32[b, k] -> uint16[b], int8[b, k]."""
     values = np.abs(x)
-    # Of each row; twice as fast as `values.max(axis=1)`.
+    # Per row; twice as fast as `values.max(axis=1)`.
     absmax = np.maximum.reduceat(values.reshape(-1), np.arange(0, values.size, values.shape[1]))
     bits = (absmax / np.float32(most)).view(np.uint32)
     bits += np.uint32(0xFFFF)  # up
     bits >>= np.uint32(16)
     np.maximum(bits, np.uint32(MIN_SCALE_BITS), out=bits)
     if not (absmax <= np.inf).all() or (bits > MAX_SCALE_BITS).any():
-        raise CodecError(f"{name}: the values contain NaN, infinity or more than {most} · 2^120")
+        raise CodecError(f"{name}: the values contain NaN, infinity or a magnitude above {most} · 2^120")
     scales[:] = bits
     bits <<= np.uint32(16)
     np.multiply(x, (np.float32(1) / bits.view(np.float32))[:, None], out=values)
@@ -116,10 +115,10 @@ def _encode_rows(name: str, x: F32, most: int, scales: U16, codes: I8) -> None:
 
 
 def means(name: str, x: F32, block: int) -> F32:
-    """Return the mean of each block of values that are not negative, float32[n] -> float32[b].
+    """Return the mean of each block of non-negative values, float32[n] -> float32[b].
 
-    The last block is filled up with zeros; then the second half of each block is added to the first, again and again,
-    until one sum is left, and divided by the number of values. Raises CodecError if a sum is not finite.
+    The last block is padded with zeros. The second half of each block is added to the first, repeatedly, until one sum
+    is left, which is divided by the number of values. Raises CodecError if a sum is not finite.
     """
     blocks = count(len(x), block)
     sums = np.zeros((blocks, block), np.float32)
@@ -130,7 +129,7 @@ def means(name: str, x: F32, block: int) -> F32:
             sums = sums[:, :half] + sums[:, half:]
     result: F32 = sums[:, 0]
     if not np.isfinite(result).all():
-        raise CodecError(f"{name}: the values contain NaN or infinity, or are too large to add up in fp32")
+        raise CodecError(f"{name}: the values contain NaN or infinity, or their sum is too large for fp32")
     result[:-1] /= np.float32(block)
     result[-1] /= np.float32(len(x) - (blocks - 1) * block)
     return result
@@ -144,7 +143,7 @@ def rms(name: str, x: F32, block: int) -> F32:
 
 
 def pack_scales(name: str, values: F32, scales: U16) -> F32:
-    """Return the scales float32[b], rounded toward zero and at least 2^-126; write them into uint16[b] too."""
+    """Return the scales float32[b], rounded toward zero and at least 2^-126, and write them to `scales`, uint16[b]."""
     bits = np.maximum(values.view(np.uint32) >> np.uint32(16), np.uint32(MIN_SCALE_BITS))
     if (bits > MAX_SCALE_BITS).any():
         raise CodecError(f"{name}: the values are too large: a block's scale may be at most 2^120")
@@ -156,7 +155,7 @@ def pack_scales(name: str, values: F32, scales: U16) -> F32:
 def pack_pairs(codes: U8, out: U8) -> None:
     """Pack 2-bit codes uint8[n] -> uint8[h], h = ceil(n / 4).
 
-    Byte i has the codes i, h + i, 2h + i and 3h + i, from its lowest bits up. Codes beyond the n-th are 0.
+    Byte i has the codes i, h + i, 2h + i and 3h + i, from its lowest bits up. Codes after the n-th are 0.
     """
     h = len(out)
     out[:] = codes[:h]
@@ -166,7 +165,7 @@ def pack_pairs(codes: U8, out: U8) -> None:
 
 
 def unpack_pairs(data: U8, n: int) -> I8:
-    """Reverse `pack_pairs`: int8[n], each code in the two upper bits; the lower bits are 0."""
+    """Reverse `pack_pairs`: int8[n], each code in the two upper bits, the lower bits 0."""
     h = len(data)
     codes = np.empty((4, h), np.uint8)
     for k in range(4):
@@ -176,6 +175,6 @@ def unpack_pairs(data: U8, n: int) -> I8:
 
 
 def check_padding(name: str, data: U8, n: int) -> None:
-    """Raise WireError unless the 2-bit codes beyond the n-th are 0."""
+    """Raise WireError unless the 2-bit codes after the n-th are 0."""
     if unpack_pairs(data, 4 * len(data))[n:].any():
-        raise WireError(WireFault.CODES, f"{name}: there are codes beyond the last value")
+        raise WireError(WireFault.CODES, f"{name}: there are codes after the last value")

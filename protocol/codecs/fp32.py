@@ -1,16 +1,13 @@
-"""fp32: the values as they are, little-endian. Lossless; for tests, references and checkpoints."""
+"""fp32: the unchanged values, little-endian. Lossless; for tests, references and checkpoints."""
 
 import numpy as np
-import numpy.typing as npt
 
-from protocol.codecs.figures import Figures
+from protocol.codecs.base import F32, U8, Figures
 from protocol.errors import CodecError, WireError, WireFault
 
 NAME = "fp32"
 ERROR_FEEDBACK = False
 FIGURES = Figures(zstd=0.918, up=0.0, down=0.0, pack=0.15, unpack=0.26, accumulate=3.6)
-F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
 
 
 def size(n: int) -> int:
@@ -32,7 +29,7 @@ def accumulate(data: U8, weight: np.float32, acc: F32) -> None:
 
 
 def check(data: U8, n: int, limit: float) -> None:
-    largest = np.abs(data.view("<f4")).max()  # NaN where there is one
+    largest = np.abs(data.view("<f4")).max()  # NaN if any value is NaN
     if not largest <= limit:
         fault = WireFault.MAGNITUDE if np.isfinite(largest) else WireFault.CODES
         raise WireError(fault, f"{NAME}: a value has the magnitude {largest:g}, at most {limit:g} is allowed")

@@ -5,16 +5,16 @@ Encoded chunk of n elements, b = ceil(n / 256) blocks, h = ceil(n / 2):
     b × uint16   scales, the upper half of an fp32 (bf16), little-endian
     h × uint8    codes in two's complement: byte i has code i in its lower half, code h + i in its upper half
 
-Two halves of the chunk lie side by side, not two neighbours: so nothing has to be interleaved, and packing works at the
-speed of memory. s = absmax / 7, rounded *up* to bf16 and at least 2^-126, so that |q| ≤ 7; q = rint(x · (1/s)), ties
-to even.
+A byte holds one code of each half of the chunk, not two adjacent ones. So nothing has to be interleaved, and packing
+runs at memory speed. s = absmax / 7, rounded *up* to bf16 and at least 2^-126, so that |q| ≤ 7; q = rint(x · (1/s)),
+ties to even.
 """
 
 import numpy as np
 
 from protocol.codecs import blocks
-from protocol.codecs.blocks import F32, I8, U8
-from protocol.codecs.figures import Figures
+from protocol.codecs.base import F32, U8, Figures
+from protocol.codecs.blocks import I8
 from protocol.errors import WireError, WireFault
 
 NAME = "int4"
@@ -64,5 +64,5 @@ def check(data: U8, n: int, limit: float) -> None:
     if ((packed & np.uint8(0x0F)) == 0x08).any() or ((packed & np.uint8(0xF0)) == 0x80).any():
         raise WireError(WireFault.CODES, "int4: a code is -8; codes are -7 to 7")
     if n % 2 and packed[-1] > 0x0F:
-        raise WireError(WireFault.CODES, "int4: there is a code beyond the last value")
+        raise WireError(WireFault.CODES, "int4: there is a code after the last value")
     blocks.check_largest(NAME, data[:start], MOST, limit)

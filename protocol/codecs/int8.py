@@ -11,8 +11,8 @@ s = absmax / 127, rounded *up* to bf16 and at least 2^-126, so that |q| ≤ 127;
 import numpy as np
 
 from protocol.codecs import blocks
-from protocol.codecs.blocks import F32, I8, U8
-from protocol.codecs.figures import Figures
+from protocol.codecs.base import F32, U8, Figures
+from protocol.codecs.blocks import I8
 from protocol.errors import WireError, WireFault
 
 NAME = "int8"

@@ -1,20 +1,20 @@
-"""sparse: of every 4096 values the 64 largest, as an ordered set of indices and 2-bit values.
+"""sparse: the 64 largest of every 4096 values, as an ordered set of indices and 2-bit values.
 
-Encoded chunk of n elements, m = ceil(n / 64) values at most, b = ceil(n / 4096) blocks:
+Encoded chunk of n elements, at most m = ceil(n / 64) values, b = ceil(n / 4096) blocks:
 
     b × uint16           scales, the upper half of an fp32 (bf16), little-endian
     ceil(m / 4) × uint8  2m bits: the upper parts of the indices
     ceil(3m / 4) × uint8 6m bits: the lower parts of the indices, 6 bits each
     ceil(m / 4) × uint8  2m bits: the values, 2 bits each
 
-Bits are counted from the lowest of the first byte up; those that are not used are 0. The indices ascend; the lower 6
-bits of each stand as they are, and with u_j the index j without them, bit u_j + j of the upper parts is 1, all others
-are 0. So an index costs 8 bits instead of 12, 0.6 above what any code of such a set needs, and the size is known
-beforehand (Elias–Fano: Elias, "Efficient storage and retrieval by content and address of static files", 1974).
+Bits are counted from the lowest bit of the first byte; unused bits are 0. The indices ascend. The lower 6 bits of each
+are stored unchanged; if u_j is index j without them, bit u_j + j of the upper parts is 1, and all others are 0. So an
+index costs 8 bits instead of 12, 0.6 above the minimum for any code of such a set, and the size is known in advance
+(Elias–Fano: Elias, "Efficient storage and retrieval by content and address of static files", 1974).
 
-A block's values share a scale s = mean / 8, of its largest magnitudes, rounded down to bf16 and at least 2^-126. A
-value means 7·s or 10·s, the latter where its magnitude is at least 8.5·s; the lower bit of its code says 10, the upper
-bit that it is negative. All other values, and those nearer to 0 than to 7·s, are not sent but not lost: the
+A block's values share a scale s = mean / 8, where the mean is over its largest magnitudes; s is rounded down to bf16
+and is at least 2^-126. A value is encoded as 10·s if its magnitude is at least 8.5·s, else as 7·s; the lower bit of its
+code means 10, the upper bit that it is negative. Other values, and those nearer to 0 than to 7·s, are not sent: the
 worker carries them over (error feedback, SparseLoCo: arXiv 2508.15706). The mean is taken, index by index, over the
 workers that sent this index.
 """
@@ -23,15 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.codecs import blocks
-from protocol.codecs.blocks import F32, U8
-from protocol.codecs.figures import Figures
+from protocol.codecs.base import F32, U8, Figures
 from protocol.errors import WireError, WireFault
 
 NAME = "sparse"
 ERROR_FEEDBACK = True
 FIGURES = Figures(zstd=0.982, up=None, down=None, pack=0.08, unpack=0.62, accumulate=1.4)
 BLOCK = 4096
-EVERY = 64  # one of so many is sent
+EVERY = 64  # one value in 64 is sent
 SMALL, LARGE = 7, 10
 LEAST, BETWEEN = np.float32(3.5), np.float32(8.5)
 
@@ -39,12 +38,12 @@ I64 = npt.NDArray[np.int64]
 
 
 def most(n: int) -> int:
-    """Return the number of values sent of n, at most."""
+    """Return the largest number of values that are sent of n."""
     return -(-n // EVERY)
 
 
 def _bounds(n: int) -> tuple[int, int, int]:
-    """Return the offsets at which the upper parts, the lower parts and the values begin, in bytes."""
+    """Return the byte offsets of the upper parts, the lower parts and the values."""
     uppers = 2 * blocks.count(n, BLOCK)
     lowers = uppers + -(-most(n) // 4)
     return uppers, lowers, lowers + -(-3 * most(n) // 4)
@@ -60,8 +59,8 @@ def encode(x: F32, out: U8) -> None:
 
 
 def _largest(x: F32) -> I64:
-    """Return the indices of each block's largest magnitudes, ascending, the first of equal ones: int64[most(n)]."""
-    # The patterns of magnitudes are ordered as they are; the reversed index makes each key unique.
+    """Return the ascending indices of each block's largest magnitudes, int64[most(n)]; among equals, the first."""
+    # Bit patterns are ordered like the magnitudes; subtracting the index makes each key unique.
     keys = (x.view(np.uint32) & np.uint32(0x7FFFFFFF)).astype(np.int64) * BLOCK - np.arange(len(x)) % BLOCK
     full = len(x) // BLOCK * BLOCK
     rows = np.argpartition(keys[:full].reshape(-1, BLOCK), -EVERY, axis=1)[:, -EVERY:]
@@ -133,11 +132,11 @@ def check(data: U8, n: int, limit: float) -> None:
     blocks.check_scales(NAME, data[:uppers])
     k = int(np.unpackbits(data[uppers:lowers]).sum())
     if k > most(n):
-        raise WireError(WireFault.CODES, f"sparse: {k} indices, of {n} values at most {most(n)} are sent")
+        raise WireError(WireFault.CODES, f"sparse: {k} indices; at most {most(n)} are sent for {n} values")
     for start, stop, used in ((uppers, lowers, 2 * most(n)), (lowers, values, 6 * k), (values, len(data), 2 * k)):
         if np.unpackbits(data[start:stop], bitorder="little")[used:].any():
             raise WireError(WireFault.CODES, f"sparse: bytes {start} to {stop} have bits beyond the last of {k} values")
     indices = _indices(data, n)
     if (indices >= n).any() or (np.diff(indices) <= 0).any():
-        raise WireError(WireFault.CODES, f"sparse: the indices do not ascend, or not within {n}")
+        raise WireError(WireFault.CODES, f"sparse: the indices do not ascend, or are not below {n}")
     blocks.check_largest(NAME, data[:uppers], LARGE, limit)

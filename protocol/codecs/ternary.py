@@ -6,22 +6,22 @@ Encoded chunk of n elements, b = ceil(n / 64) blocks, h = ceil(n / 4):
     h × uint8    codes in two's complement, 2 bits each: byte i has codes i, h + i, 2h + i, 3h + i, lowest bits first
 
 s = 1.5 · RMS, rounded down to bf16 and at least 2^-126; q is the sign of x where 1.5 · |x| ≥ s, else 0: so a value is
-sent if it is at least the block's RMS. Two thirds of a Gaussian's values are 0 then, which zstd makes use of.
-The encoding error is not lost: the worker carries it over (error feedback).
+sent if its magnitude is at least the block's RMS. Two thirds of a Gaussian's values are then 0, which zstd compresses.
+The worker carries over the encoding error (error feedback).
 """
 
 import numpy as np
 
 from protocol.codecs import blocks
-from protocol.codecs.blocks import F32, I8, U8
-from protocol.codecs.figures import Figures
+from protocol.codecs.base import F32, U8, Figures
+from protocol.codecs.blocks import I8
 from protocol.errors import WireError, WireFault
 
 NAME = "ternary"
 ERROR_FEEDBACK = True
 FIGURES = Figures(zstd=0.683, up=0.0087, down=None, pack=0.29, unpack=0.74, accumulate=1.7)
 BLOCK = 64
-LEVEL = np.float32(1.5)  # of a block's RMS; the mean of a Gaussian's values beyond it is 1.525
+LEVEL = np.float32(1.5)  # times a block's RMS; the mean of a Gaussian's values beyond the RMS is 1.525 times the RMS
 
 
 def _packed(n: int) -> int:

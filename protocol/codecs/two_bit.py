@@ -5,17 +5,17 @@ Encoded chunk of n elements, b = ceil(n / 256) blocks, h = ceil(n / 4):
     b × uint16   scales, the upper half of an fp32 (bf16), little-endian
     h × uint8    codes, 2 bits each: byte i has codes i, h + i, 2h + i, 3h + i, lowest bits first
 
-A code's lower bit says 97 rather than 29, its upper bit that the value is negative. s = RMS / 64, rounded down to bf16
+A code's lower bit means 97 instead of 29, its upper bit that the value is negative. s = RMS / 64, rounded down to bf16
 and at least 2^-126. 29/64 and 97/64 are the levels 0.4528 and 1.510 of the best quantiser of a Gaussian with four
-levels (Lloyd–Max: Max, "Quantizing for minimum distortion", 1960), and 63/64 lies halfway between. The encoding error
-is not lost: the worker carries it over (error feedback).
+levels (Lloyd–Max: Max, "Quantizing for minimum distortion", 1960), and 63/64 is halfway between them. The worker
+carries over the encoding error (error feedback).
 """
 
 import numpy as np
 
 from protocol.codecs import blocks
-from protocol.codecs.blocks import F32, I8, U8
-from protocol.codecs.figures import Figures
+from protocol.codecs.base import F32, U8, Figures
+from protocol.codecs.blocks import I8
 
 NAME = "2bit"
 ERROR_FEEDBACK = True
@@ -44,7 +44,7 @@ def encode(x: F32, out: U8) -> None:
 
 
 def _levels(data: U8, n: int) -> I8:
-    """Unpack the codes uint8[h] -> int8[n], 29 or 97 with its sign."""
+    """Unpack the codes uint8[h] -> int8[n], each ±29 or ±97."""
     codes = blocks.unpack_pairs(data, n)
     magnitudes = (codes.view(np.uint8) & np.uint8(0x40)) // np.uint8(0x40) * np.uint8(LARGE - SMALL) + np.uint8(SMALL)
     signs = codes >> np.int8(7)  # -1 or 0

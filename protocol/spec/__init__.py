@@ -1,4 +1,4 @@
-"""The run spec: one TOML file that says everything about a run. It never changes after the run was created.
+"""The run spec: one TOML file that describes a run completely. It never changes after the run was created.
 
-Unknown keys are refused. docs/settings.md lists every key (generated from these classes, and tested).
+Unknown keys are rejected. docs/settings.md lists every key (generated from these classes, and tested).
 """

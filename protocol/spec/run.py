@@ -1,4 +1,4 @@
-"""A run spec as a whole, and how it is read."""
+"""The whole run spec, and how it is read."""
 
 import tomllib
 from typing import Any
@@ -7,11 +7,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from protocol.codecs import CODECS
 from protocol.errors import SpecError
-from protocol.explaining import explain, explain_all
 from protocol.fragments import MAX_FRAGMENTS
-from protocol.spec.defaults import inner_by_the_model
-from protocol.spec.pins import PinSpec
-from protocol.spec.privacy import PrivacySpec, conflicts
+from protocol.spec.model import ModelSpec, inner_defaults, least_parameters
 from protocol.spec.sections import (
     CheckpointSpec,
     DataSpec,
@@ -19,26 +16,27 @@ from protocol.spec.sections import (
     GuardSpec,
     InnerSpec,
     MembersSpec,
-    ModelSpec,
     Name,
     OuterSpec,
+    PinSpec,
+    PrivacySpec,
     RetentionSpec,
     Section,
     SyncSpec,
+    privacy_conflicts,
 )
-from protocol.spec.sizes import least_parameters
-from protocol.suggesting import meant
+from protocol.validation_errors import explain, explain_all, similar_key
 
 MAX_SPEC_BYTES = 1 << 16
-MOST_UNIT_TOKENS = 1 << 28
+MAX_UNIT_TOKENS = 1 << 28
 
-# With private data worker k of a run, counted from 0 as they first joined, has the units [k, k + 1) times this.
+# With private data, worker k of a run (counted from 0 in the order of first joins) has the units [k, k + 1) times this.
 UNITS_PER_WORKER = 1 << 40
-PRIVATE_WORKERS = 1 << 23  # more of them had units whose numbers are above 2^63, which nobody can store or send
+PRIVATE_WORKERS = 1 << 23  # with more of them, unit numbers would exceed 2^63 and could not be stored or sent
 
 
 class RunSpec(Section):
-    """A run spec. `sync.rounds` has no default, nor has what is trained, `model`; all other keys do."""
+    """A run spec. All keys have defaults except `sync.rounds` and the model."""
 
     name: Name = Field(..., description="the run's name: lower-case letters, digits, '.', '_' and '-'")
     seed: int = Field(0, ge=0, lt=1 << 32, description="seed of the initial model and of the order of the data")
@@ -57,28 +55,28 @@ class RunSpec(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _inner_by_the_model(cls, document: Any) -> Any:
-        """Give [inner] the defaults that depend on the model."""
+    def _inner_defaults(cls, document: Any) -> Any:
+        """Add the defaults of [inner] that depend on the model."""
         if not isinstance(document, dict):
             return document
         model, inner = document.get("model"), document.get("inner", {})
         if not isinstance(model, dict) or not isinstance(inner, dict):
             return document
-        return {**document, "inner": {**inner_by_the_model(model), **inner}}
+        return {**document, "inner": {**inner_defaults(model), **inner}}
 
     @model_validator(mode="after")
-    def _says_what_is_trained(self) -> "RunSpec":
-        if not self.model.is_said and (self.data.source != "custom" or self.model.run is not None):
+    def _model_is_given(self) -> "RunSpec":
+        if not self.model.is_given and (self.data.source != "custom" or self.model.run is not None):
             raise ValueError(
-                "model: give exactly one of preset, config, factory and pretrained; none of them is for scripts that "
-                'bring the model, with data.source = "custom" and without model.run'
+                "model: give exactly one of preset, config, factory and pretrained; only scripts that bring their own "
+                'model, with data.source = "custom" and without model.run, leave out all four'
             )
         return self
 
     @model_validator(mode="after")
-    def _begins_with_another_run(self) -> "RunSpec":
+    def _starts_from_another_run(self) -> "RunSpec":
         if self.model.run == self.name:
-            raise ValueError(f"model.run = {self.name!r} is this run itself; name the one to start from")
+            raise ValueError(f"model.run = {self.name!r} is this run itself; name the run to start from")
         return self
 
     @model_validator(mode="after")
@@ -87,14 +85,14 @@ class RunSpec(Section):
         if codec.add_weight is not None and self.outer.momentum != 0:
             raise ValueError(
                 f'sync.upload_codec = "{codec.name}" needs outer.momentum = 0, not {self.outer.momentum}: what a '
-                "worker has not sent yet is its momentum, and a second one on top makes the training unstable"
+                "worker has not sent yet acts as momentum, and a second momentum makes the training unstable"
             )
         return self
 
     @model_validator(mode="after")
-    def _pins_what_is_shared(self) -> "RunSpec":
+    def _pins_only_shared_data(self) -> "RunSpec":
         if self.data.private and self.pins.data is not None:
-            raise ValueError("pins.data: with data.private each worker has a training set of its own; leave it out")
+            raise ValueError("pins.data: with data.private each worker has its own training set; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -102,46 +100,46 @@ class RunSpec(Section):
         units = self.sync.rounds * self.sync.most_inner_steps
         if self.data.private and units >= UNITS_PER_WORKER:
             raise ValueError(
-                f"data.private = true has room for {UNITS_PER_WORKER - 1} units per worker; sync.rounds and inner "
-                f"steps make it {units}; give less of either"
+                f"data.private = true has room for {UNITS_PER_WORKER - 1} units per worker; sync.rounds × inner steps "
+                f"is {units}; reduce either"
             )
         return self
 
     @model_validator(mode="after")
     def _a_batch_fits_into_memory(self) -> "RunSpec":
-        if self.unit_tokens > MOST_UNIT_TOKENS:
+        if self.unit_tokens > MAX_UNIT_TOKENS:
             raise ValueError(
                 f"inner.batch_size = {self.inner.batch_size:,} sequences of data.sequence_length = "
                 f"{self.data.sequence_length:,} are {self.unit_tokens:,} tokens per inner step; at most "
-                f"{MOST_UNIT_TOKENS:,} are allowed"
+                f"{MAX_UNIT_TOKENS:,} are allowed"
             )
         return self
 
     @model_validator(mode="after")
-    def _the_model_can_be_cut(self) -> "RunSpec":
+    def _the_model_fits_into_fragments(self) -> "RunSpec":
         least, most = least_parameters(self.model.config or {}), MAX_FRAGMENTS * self.sync.fragment_elements
         if least > most:
             raise ValueError(
-                f"model.config has at least {least:,} parameters, and {MAX_FRAGMENTS:,} fragments of "
-                f"sync.fragment_elements = {self.sync.fragment_elements:,} hold {most:,}: give fewer "
-                "layers or less width"
+                f"model.config has at least {least:,} parameters, but {MAX_FRAGMENTS:,} fragments of "
+                f"sync.fragment_elements = {self.sync.fragment_elements:,} hold at most {most:,}: reduce the layers or "
+                "the width"
             )
         return self
 
     @model_validator(mode="after")
     def _privacy_holds(self) -> "RunSpec":
-        if self.privacy is not None and (found := conflicts(self.sync, self.data)):
+        if self.privacy is not None and (found := privacy_conflicts(self.sync, self.data)):
             raise ValueError("privacy: " + "; ".join(found))
         return self
 
     def with_source(self, source: str | None) -> "RunSpec":
-        """Return the spec with another `data.source`, where one machine has the data elsewhere; None: as it is."""
+        """Return the spec with another `data.source`, for a machine that has the data elsewhere; None: unchanged."""
         if source is None:
             return self
         return self.model_copy(update={"data": self.data.model_copy(update={"source": source})})
 
     def number_in_set(self, unit: int) -> int:
-        """Return the number of a work unit within its own training set: with private data, its worker's."""
+        """Return the number of a work unit within its training set, which is the worker's own if data is private."""
         return unit % UNITS_PER_WORKER if self.data.private else unit
 
     @property
@@ -151,14 +149,14 @@ class RunSpec(Section):
 
     @property
     def total_inner_steps(self) -> int:
-        """Inner steps of the whole run, as the schedules count them: see `SyncSpec.schedule_steps`."""
+        """Inner steps of the whole run as the schedules count them: see `SyncSpec.schedule_steps`."""
         return self.sync.rounds * self.sync.schedule_steps
 
 
-def _explain(fault: Any) -> str:
-    key = ".".join(map(str, fault["loc"]))
-    nearest = meant(key, RunSpec) if fault["type"] == "extra_forbidden" else None
-    return explain(fault) + ("" if nearest is None else f"; did you mean {nearest}?")
+def _explain(error: Any) -> str:
+    key = ".".join(map(str, error["loc"]))
+    similar = similar_key(key, RunSpec) if error["type"] == "extra_forbidden" else None
+    return explain(error) + ("" if similar is None else f"; did you mean {similar}?")
 
 
 def parse_spec(text: str) -> RunSpec:
@@ -173,7 +171,7 @@ def parse_spec(text: str) -> RunSpec:
         spec = RunSpec.model_validate(document)
     except ValidationError as error:
         raise SpecError(explain_all(error.errors(), one=_explain)) from error
-    inner = spec.inner.without_effect(set(document.get("inner", {})), by_scripts=spec.data.source == "custom")
-    if faults := inner + spec.sync.without_effect(set(document["sync"])):
-        raise SpecError("; ".join(faults))
+    unused = spec.inner.without_effect(set(document.get("inner", {})), by_scripts=spec.data.source == "custom")
+    if unused := unused + spec.sync.without_effect(set(document["sync"])):
+        raise SpecError("; ".join(unused))
     return spec

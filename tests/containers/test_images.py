@@ -14,7 +14,7 @@ from tests.containers.engine import Engine
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]  # the first test makes base images and builds both
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]  # the first test makes base images and builds both
 
 MB = 1_000_000
 COORDINATOR_MB = 250  # above its base
@@ -78,6 +78,7 @@ def test_a_build_argument_chooses_torch_for_cpus(engine: Engine, images: Images)
     assert "nvidia" not in engine("run", "--rm", WORKER, "pip", "list")
 
 
+@pytest.mark.covers("security:container-takeover")
 def test_a_run_in_containers_survives_its_coordinator(engine: Engine, images: Images, network: Network, say) -> None:
     coordinator, port = f"{network.name}-coordinator", free_port()
     data = [f"--volume={coordinator}:/data", f"--publish=127.0.0.1:{port}:8470"]

@@ -84,6 +84,7 @@ def test_who_leaves_tells_the_rest_and_who_returns_adds_to_it(shared: InThread, 
     assert info(shared, run, "/workers/w")["account"] == account(200, 20, train=3.0)
 
 
+@pytest.mark.covers("security:false-accounts")
 def test_a_round_that_the_run_has_not_come_to_is_not_booked(shared: InThread, run: str) -> None:
     (member,) = crew(shared, run, ["w"], rounds=2)
     assert tell(member, 0, report(1)) == 200

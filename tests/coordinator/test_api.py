@@ -84,7 +84,7 @@ def test_errors_are_problems(admin: httpx.Client, member: Member, method: str, p
         (b"[]", "dict"),
         (b'{"scope": "king"}', "scope: input should be 'admin', 'operator', 'worker', 'viewer' or 'join'"),
         (b'{"note": "x"}', "scope: this key is missing"),
-        (b'{"scope": "admin", "colour": "red"}', "colour: there is no such key"),
+        (b'{"scope": "admin", "colour": "red"}', "colour: unknown key"),
         (b'{"scope": "admin", "note": "' + b"x" * 201 + b'"}', "note"),
         (b"\xff\xfe", "the body is not JSON"),
     ],
@@ -116,7 +116,7 @@ def test_every_json_request_but_metrics_refuses_unknown_keys(admin: httpx.Client
             assert [reply.status_code for reply in allowed] == [200]
             continue
         for reply in allowed:
-            assert "surprise: there is no such key" in problem(reply, "invalid-message")["detail"]
+            assert "surprise: unknown key" in problem(reply, "invalid-message")["detail"]
 
 
 def test_numbers_that_json_has_not_are_refused(member: Member) -> None:
@@ -141,7 +141,7 @@ def test_an_evaluation_of_a_state_that_does_not_exist_yet_is_refused(member: Mem
         (b'name = "x"', "invalid-spec", "sync"),
         (spec_toml("x", rounds=-1).encode(), "invalid-spec", "sync.rounds = -1"),
         (spec_toml("x", sync='upload_codec = "zip"').encode(), "invalid-spec", "sync.upload_codec = 'zip'"),
-        (spec_toml("x", sync="speed = 3").encode(), "invalid-spec", "sync.speed: there is no such key"),
+        (spec_toml("x", sync="speed = 3").encode(), "invalid-spec", "sync.speed: unknown key"),
         (spec_toml("../x").encode(), "invalid-spec", "name"),
         (
             b'name = "x"\nmodel = {preset = "tiny", run = "y"}\nsync.rounds = 1',
@@ -373,6 +373,7 @@ def test_runs_are_listed_by_name_page_by_page(tmp_path: Path) -> None:
 # --- OpenAPI and health -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covers("security:api-docs-assets")
 @pytest.mark.parametrize("page", ["/docs", "/redoc"])
 def test_the_documentation_loads_nothing_from_elsewhere(shared: InThread, page: str) -> None:
     html = httpx.get(shared.url + page, verify=False).text
@@ -385,6 +386,7 @@ def test_the_documentation_loads_nothing_from_elsewhere(shared: InThread, page: 
     assert elsewhere == []
 
 
+@pytest.mark.covers("security:documentation-scripts")
 @pytest.mark.parametrize("page", ["/docs", "/redoc"])
 def test_a_browser_runs_no_script_of_the_documentation_but_its_own(shared: InThread, page: str) -> None:
     answer = httpx.get(shared.url + page, verify=False)
@@ -398,6 +400,7 @@ def test_a_browser_runs_no_script_of_the_documentation_but_its_own(shared: InThr
     assert {"default-src 'none'", "frame-ancestors 'none'"} < set(policy.split("; "))
 
 
+@pytest.mark.covers("security:documentation-scripts")
 @pytest.mark.parametrize("path", ["/docs", "/redoc", "/", "/openapi.json", "/healthz", "/v1/runs", "/nowhere"])
 def test_no_answer_is_taken_for_another_type_than_it_names(shared: InThread, path: str) -> None:
     for token in (shared.admin_token, "none"):
@@ -405,6 +408,7 @@ def test_no_answer_is_taken_for_another_type_than_it_names(shared: InThread, pat
             assert http.get(path).headers["x-content-type-options"] == "nosniff"
 
 
+@pytest.mark.covers("security:host-redirect")
 def test_no_answer_leads_to_the_host_that_the_request_names(shared: InThread) -> None:
     with shared.client() as http:
         for path in ("/v1/runs/", "/v1/tokens/", "/healthz/", "/docs/", "/static-offline-docs", "/dashboard"):

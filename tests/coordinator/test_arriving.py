@@ -69,6 +69,7 @@ class Trickle:
         return sum(sizes)
 
 
+@pytest.mark.covers("security:slow-bodies", "security:trickling-parts")
 def test_a_body_that_hardly_moves_is_given_up(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path, upload_idle_s=60, min_body_bytes_per_s=10)
     assert asyncio.run(Trickle(*[100] * 30).received(settings)) == 3000

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from harness.coordinator import InThread, Running, coordinator_thread
 from harness.member import Member, spec_toml
 from protocol.messages import Scope
@@ -18,6 +20,7 @@ def entries(running: Running, query: str = "limit=1000") -> list[dict[str, Any]]
     return found[::-1]
 
 
+@pytest.mark.covers("security:event-flooding", "security:hostile-admin")
 def test_every_act_is_told_with_who_did_it_and_from_where(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running, running.client() as admin:
         running.create_run(spec_toml("r"))
@@ -63,6 +66,7 @@ def test_every_act_is_told_with_who_did_it_and_from_where(tmp_path: Path) -> Non
     assert not [secret for secret in (OWN, operator["token"], join_token["token"]) if secret in str(told)]
 
 
+@pytest.mark.covers("security:misconfigured-proxy")
 def test_a_proxy_on_this_machine_says_who_asks(shared: InThread) -> None:
     with shared.client() as admin:
         headers = {"X-Forwarded-For": "203.0.113.7"}

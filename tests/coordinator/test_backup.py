@@ -4,6 +4,8 @@ import shutil
 import sqlite3
 from pathlib import Path
 
+import pytest
+
 from harness.member import Member
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
 from tests.coordinator.test_restart import Lives
@@ -30,6 +32,7 @@ def caught_up(member: Member) -> Member:
     return member
 
 
+@pytest.mark.covers("reliability:restored-database", "security:old-backup")
 def test_the_run_goes_on_from_the_round_that_the_database_knows(tmp_path: Path) -> None:
     lives = Lives(tmp_path / "data")
     with lives.life() as running:

@@ -13,8 +13,7 @@ from coordinator.backup.directory import BackupDirectory, existing
 from coordinator.backup.manifest import Blob, Content, Manifest, decode, encode
 from coordinator.backup.pruning import superseded
 from coordinator.backup.putting_back import restore
-from coordinator.store.blobs import move
-from coordinator.store.files import FileReader
+from coordinator.store.blobs import FileReader
 from coordinator.store.payloads import READ_BYTES
 from harness.coordinator import InThread, coordinator_thread
 from harness.stores import names
@@ -89,6 +88,7 @@ def test_the_next_backup_copies_only_what_is_new(tmp_path: Path) -> None:
     assert damages(tmp_path / "backups") == {1: "", 2: "", 3: ""}
 
 
+@pytest.mark.covers("reliability:consistent-backup")
 def test_what_retention_deletes_in_the_middle_is_not_needed_by_a_newer_copy(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         (a,) = crew(running, "r", ["a"], rounds=9, checkpoints=SHORT)
@@ -113,6 +113,7 @@ def test_what_retention_deletes_in_the_middle_is_not_needed_by_a_newer_copy(tmp_
     assert round_in(tmp_path / "new" / "outerstep.db", "r") == 4
 
 
+@pytest.mark.covers("reliability:consistent-backup")
 def test_backups_one_after_the_other_while_a_crew_trains_are_all_whole(tmp_path: Path) -> None:
     rounds = 12
     with coordinator_thread(tmp_path / "data") as running:
@@ -174,20 +175,6 @@ def test_what_the_coordinator_has_lost_itself_is_told_and_ends_no_backup(tmp_pat
     manifest = back_up(tmp_path / "data", tmp_path / "backups").manifest
     assert manifest.lost == sorted([gone, spoilt])
     assert damages(tmp_path / "backups") == {1: ""}, "as whole as it can be"
-
-
-def test_a_data_directory_of_an_older_version_is_backed_up_before_its_first_start(tmp_path: Path) -> None:
-    """The names of deltas and checkpoints had no digest then."""
-    with coordinator_thread(tmp_path / "data") as running:
-        (a,) = crew(running, "r", ["a"], rounds=2)
-        play_round([a], 0)
-        settled(running, 1)
-        live = running.live("r")
-        today = [*names(live, "deltas"), *names(live, "checkpoints")]
-    for name in today:
-        move(live.blobs, name, name.rpartition(".")[0], tmp_path / "scratch")
-    manifest = back_up(tmp_path / "data", tmp_path / "backups").manifest
-    assert (sorted(blob.name for blob in manifest.blobs), manifest.lost) == (sorted(today), [])
 
 
 # --- which are kept ---------------------------------------------------------------------------------------------------
@@ -257,6 +244,7 @@ def only_in_2(root: Path) -> list[Path]:
     return sorted(root / "blobs" / digest for digest in second - first)
 
 
+@pytest.mark.covers("reliability:damaged-backup")
 def test_a_flipped_byte_of_a_blob_is_found_and_an_older_backup_restored(two: Path, tmp_path: Path) -> None:
     spoilt = only_in_2(two)[0]
     flip(spoilt)
@@ -273,6 +261,7 @@ def test_a_flipped_byte_of_a_blob_is_found_and_an_older_backup_restored(two: Pat
     check_restored(tmp_path / "new", manifest)
 
 
+@pytest.mark.covers("reliability:damaged-backup")
 def test_a_flipped_byte_of_the_database_or_the_manifest_is_found(two: Path, tmp_path: Path) -> None:
     flip(two / "backups" / "2.db")
     flip(two / "backups" / "1.json")

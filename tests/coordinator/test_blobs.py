@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.store import directory_blobs
-from coordinator.store.blobs import Blobs, RunNames, move, round_of
+from coordinator.store.blobs import Blobs, FileReader, RunNames, move, round_of
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.store.files import FileReader
 from harness.memory_blobs import MemoryBlobs
 from harness.stores import read
 

@@ -36,6 +36,7 @@ def rows(running: InThread, run: str) -> dict[str, int]:
         return {table.__tablename__: session.query(table).filter_by(run_id=run_id).count() for table in tables}
 
 
+@pytest.mark.covers("reliability:bounded-disk")
 @pytest.mark.system
 def test_files_and_rows_stay_bounded_over_two_hundred_rounds(shared: InThread, run: str) -> None:
     members = crew(shared, run, ["a", "b"], rounds=ROUNDS, min_workers=2, checkpoints=RETENTION)
@@ -78,6 +79,7 @@ def test_files_and_rows_stay_bounded_over_two_hundred_rounds(shared: InThread, r
     assert info(shared, run, "/units")["items"][0]["consumed"] == 1000
 
 
+@pytest.mark.covers("security:event-flooding")
 def test_events_are_trimmed_to_the_newest(shared: InThread, run: str) -> None:
     crew(shared, run, ["a"], checkpoints=RETENTION)
     live = shared.live(run)

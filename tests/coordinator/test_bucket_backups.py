@@ -22,7 +22,7 @@ from coordinator.backup.putting_back import restore
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite
-from coordinator.store.files import FileReader
+from coordinator.store.blobs import FileReader
 from harness.coordinator import SettableClock, coordinator_thread
 from protocol.digest import digest
 from protocol.errors import OuterstepError, Transient
@@ -241,6 +241,7 @@ def test_a_lock_that_somebody_removed_is_lost(s3: S3Server, url: str, prefix: st
     assert s3.keys(f"{prefix}/") == set()
 
 
+@pytest.mark.covers("reliability:bucket-backup-killed")
 def test_who_was_stopped_for_long_does_no_harm_to_who_took_over(
     url: str, states: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_streams_are_counted_while_they_last(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.covers("security:slow-bodies")
 def test_bytes_of_messages_are_counted_per_token_and_in_all(tmp_path: Path) -> None:
     counted = callers(tmp_path)
     most = Settings(data_dir=tmp_path).message_bytes_per_token

@@ -1,6 +1,7 @@
 """What a worker may carry, and what it may weigh, is what the coordinator's record says and not what it claims."""
 
 import httpx
+import pytest
 
 from harness.coordinator import InThread, SettableClock
 from harness.member import Member
@@ -9,6 +10,7 @@ from tests.coordinator.crew import crew, enlist, play_round, problem, recovered
 from tests.coordinator.test_weights import UNITS, ask, late_member, send
 
 
+@pytest.mark.covers("security:false-carried-rounds")
 def test_a_round_that_it_has_contributed_to_cannot_be_carried(shared: InThread, run: str) -> None:
     """Two rounds named as carried once doubled the norm that was allowed, and bent the test of directions."""
     members = crew(shared, run, ["a", "b"], rounds=4, min_workers=2)
@@ -23,6 +25,7 @@ def test_a_round_that_it_has_contributed_to_cannot_be_carried(shared: InThread, 
     assert send(a, assignment, UNITS).status_code == 201
 
 
+@pytest.mark.covers("security:false-carried-rounds")
 def test_a_round_without_an_assignment_cannot_be_carried(shared: InThread, run: str) -> None:
     members = crew(shared, run, ["a", "b"], rounds=4, min_workers=2)
     play_round(members, 0)
@@ -42,6 +45,7 @@ def test_only_rounds_since_the_last_contribution_can_be_carried(
     assert send(c, assignment, UNITS, **named).status_code == 200, "the same again"
 
 
+@pytest.mark.covers("security:untrained-units")
 def test_more_units_than_it_was_assigned_cannot_be_carried(shared: InThread, run: str, clock: SettableClock) -> None:
     """What is back in the pool was given to whoever said to carry it."""
     c, late = late_member(shared, run, clock, 1)
@@ -55,6 +59,7 @@ def claim(member: Member, round_: int, units: list[list[int]]) -> httpx.Response
     return member.http.put(member.path("/assignment"), json={"state_round": round_, "carried": units})
 
 
+@pytest.mark.covers("security:untrained-units")
 def test_over_some_rounds_a_fragment_weighs_what_its_worker_was_assigned(shared: InThread, run: str) -> None:
     """With overlap a contribution may name few of its units and weigh a round all the same, and the next one the rest
     beside its own: in turn that was half as much again as was assigned, for ever."""

@@ -13,7 +13,7 @@ import pytest
 from coordinator.http.connections import MAX_AHEAD
 from harness.certificates import make_certificate
 from harness.coordinator import InThread, coordinator_thread
-from outerstep.common.reaching import trusting
+from outerstep.common.connections import ssl_context
 from tests.support.waiting import wait_until
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl for certificates")
@@ -93,6 +93,7 @@ def test_the_refusal_says_what_is_allowed(shared: InThread) -> None:
         assert answer.headers["Connection"] == "close"
 
 
+@pytest.mark.covers("security:huge-headers")
 def test_forty_megabytes_of_headers_are_not_read(shared: InThread) -> None:
     """They made the coordinator 1.2 GB larger, without a token."""
     with line(shared) as connection:
@@ -231,7 +232,7 @@ def test_before_a_handshake_they_are_counted_too(tmp_path: Path) -> None:
         running = held.enter_context(served)
         for number in range(50):
             held.enter_context(line(running, f"127.0.0.{2 + number}"))
-        with httpx.Client(base_url=running.url, verify=trusting(certificate.file)) as client:
+        with httpx.Client(base_url=running.url, verify=ssl_context(certificate.file)) as client:
             assert client.get("/healthz").status_code == 200
             assert client.get("/healthz", headers={"X-Long": "a" * 40_000}).status_code == 431
         assert len(running.server.gate) <= 20
@@ -240,6 +241,7 @@ def test_before_a_handshake_they_are_counted_too(tmp_path: Path) -> None:
         assert is_cut(held.enter_context(line(running, "127.0.0.99")))
 
 
+@pytest.mark.covers("security:idle-connections")
 @needs_openssl
 def test_a_handshake_that_does_not_come_in_time_ends_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -255,6 +257,7 @@ def test_a_handshake_that_does_not_come_in_time_ends_its_connection(
                     pass
 
 
+@pytest.mark.covers("security:idle-connections")
 def test_idle_connections_shut_nobody_out(tmp_path: Path) -> None:
     """1,100 of them, where 1,024 files could be open, ended a run."""
     with coordinator_thread(tmp_path / "data", max_connections=20, proxies="127.0.0.0/8") as running:

@@ -40,6 +40,7 @@ def test_the_page_needs_no_token_and_has_nothing_of_a_run(shared: InThread, http
     assert "{" not in reply.text, "an address that was not filled in"
 
 
+@pytest.mark.covers("security:dashboard-assets")
 def test_it_loads_from_here_alone_and_all_that_it_names_is_there(http: httpx.Client) -> None:
     named = addresses(page(http))
     assert len(named) == len(FILES) - 1 + 2  # the page itself is not; main.js is named twice, and there are the charts
@@ -57,6 +58,7 @@ def test_no_file_names_another_server(name: str) -> None:
     assert not re.search(r"@import|url\(", text)
 
 
+@pytest.mark.covers("security:script-injection")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_no_script_makes_html_or_code_of_text(name: str) -> None:
     text = assets.page_files()[name].decode()
@@ -69,6 +71,7 @@ def test_no_script_or_style_stands_in_the_page(http: httpx.Client) -> None:
     assert not re.search(r"<style|\son\w+=|\sstyle=|javascript:", text)
 
 
+@pytest.mark.covers("security:dashboard-assets")
 @pytest.mark.parametrize("address", ["/", "charts", "main.js"])
 def test_what_a_browser_may_do_with_it(http: httpx.Client, address: str) -> None:
     path = {"charts": f"/dashboard/{assets.charts_path()}", "main.js": f"/dashboard/{assets.version()}/main.js"}

@@ -279,6 +279,7 @@ def test_making_and_revoking_a_join_token(browser: Browser, played: Played) -> N
             assert box.get("/v1/tokens/self").status_code == 401
 
 
+@pytest.mark.covers("security:token-in-link")
 def test_a_viewers_link(browser: Browser, played: Played) -> None:
     """The admin makes it by the page; whoever opens it sees the run, and nothing to press."""
     running = played.running
@@ -394,6 +395,7 @@ def test_creating_a_run_by_fields(browser: Browser, running: InThread, run: str)
     assert spec["checkpoints"] == {"every_rounds": 10, "keep": 3}
 
 
+@pytest.mark.covers("security:script-injection")
 def test_what_strangers_write_is_text(
     browser: Browser, running: InThread, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -674,7 +676,7 @@ def long_run(running: InThread, run: str, *, rounds: int, workers: int) -> None:
         for n in range(rounds):
             held_out = {"tokens": 10_000, "loss": 2 + 3 / (n + 1), "upload_bytes": 1000, "delta_bytes": 900}
             stamps = {"opened_at": 1e9 + 10 * n, "closed_at": 1e9 + 10 * n + 9}
-            change.session.add(RoundRow(run_id=live.id, round=n, account=account, **stamps, **held_out))
+            change.session.add(RoundRow(run_id=live.id, round=n, step=0, account=account, **stamps, **held_out))
         for n in range(workers):
             change.session.add(
                 WorkerRow(

@@ -129,6 +129,7 @@ def test_what_is_no_database_is_told_and_left_alone(tmp_path: Path) -> None:
     Database(url_of(f"sqlite:///{path}", tmp_path)).close()  # whoever was refused holds no lock
 
 
+@pytest.mark.covers("reliability:later-database")
 def test_a_database_of_a_later_version_is_told_and_left_alone(tmp_path: Path) -> None:
     """As where an upgrade is taken back: alembic's own words name a revision, and nothing that helps."""
     path = tmp_path / "run.db"

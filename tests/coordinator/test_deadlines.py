@@ -1,5 +1,7 @@
 """A round that closes without a straggler, by a clock that the tests move, and what becomes of its work."""
 
+import pytest
+
 from harness.coordinator import InThread, SettableClock
 from harness.member import Member
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, events, info, problem
@@ -13,6 +15,7 @@ def contribute_all(member: Member, round_: int, **changes: object) -> None:
         member.contribute(assignment, p, values, **changes).raise_for_status()
 
 
+@pytest.mark.covers("reliability:rounds-close")
 def test_a_round_closes_without_the_straggler_once_quorum_and_grace_have_passed(
     shared: InThread, run: str, clock: SettableClock
 ) -> None:
@@ -136,6 +139,7 @@ def test_a_contribution_of_a_worker_that_died_afterwards_counts(
     assert info(shared, run, "/rounds/0")["fragments"][0]["contributors"] == NAMES
 
 
+@pytest.mark.covers("security:replayed-upload")
 def test_the_same_contribution_again_is_200_and_another_one_is_409(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
     assignment = a.assignment(0)

@@ -65,6 +65,7 @@ class Asking:
         return self._replies[0]
 
 
+@pytest.mark.covers("reliability:revoked-token", "security:revoked-token")
 def test_revoking_a_token_ends_the_leases_of_its_members_at_once(shared: InThread, run: str) -> None:
     """They once went on contributing."""
     (other,) = crew(shared, run, ["a"], min_workers=2)
@@ -101,6 +102,7 @@ def streamed(running: InThread, run: str, token: str, act: Any) -> list[dict[str
     return found
 
 
+@pytest.mark.covers("reliability:revoked-token", "security:revoked-token")
 def test_revoking_a_token_ends_its_streams(shared: InThread, run: str) -> None:
     shared.create_run(spec_toml(run))
     token = made(shared, scope="viewer")
@@ -162,6 +164,7 @@ def test_revoking_a_token_ends_its_own_long_polls(shared: InThread, run: str) ->
         problem(asked.reply(), "unauthorized")
 
 
+@pytest.mark.covers("reliability:revoked-token", "security:revoked-token")
 def test_what_was_on_its_way_when_its_worker_was_sent_away_is_refused(shared: InThread, run: str) -> None:
     """With the first fragment the units were consumed, so those that came later were taken from whoever sent them."""
     a, b = crew(shared, run, ["a", "b"], min_workers=2)

@@ -20,6 +20,7 @@ def small_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member_module, "DATA", DataSummary(digest="cd" * 32, units=12))
 
 
+@pytest.mark.covers("reliability:units-once")
 def test_the_pool_is_shown_by_epoch_and_checked_when_an_epoch_is_over(
     shared: InThread, run: str, small_data: None
 ) -> None:

@@ -1,5 +1,7 @@
 """Workers that send the same are told of: they train on the same data, and nobody would know."""
 
+import pytest
+
 from coordinator.screening.judging import Evidence, judge
 from coordinator.screening.likeness import Likeness
 from harness.coordinator import InThread
@@ -19,6 +21,7 @@ def play(members: list[Member], round_: int, like: dict[str, Member]) -> None:
         member.step(round_)
 
 
+@pytest.mark.covers("security:copied-contribution")
 def test_workers_with_equal_work_are_told_of_once(shared: InThread, run: str) -> None:
     members = crew(shared, run, ["a", "b", "c", "d"], rounds=3)
     a, b, c, _ = members

@@ -94,6 +94,7 @@ def test_two_measure_each_state_in_turn(shared: InThread, run: str) -> None:
     problem(refused, "not-asked")
 
 
+@pytest.mark.covers("security:lying-evaluator")
 def test_who_lies_is_not_believed_and_found_out(shared: InThread, run: str) -> None:
     members = crew_of_tokens(shared, run, "abcd", min_workers=4)
     asked = [play(shared, members, round_, {"c": 0.012}) for round_ in range(2)]
@@ -113,6 +114,7 @@ def test_who_lies_is_not_believed_and_found_out(shared: InThread, run: str) -> N
     assert set(later) == {"a", "b", "d"}
 
 
+@pytest.mark.covers("security:lying-evaluator")
 def test_one_liar_neither_pauses_a_run_nor_hides_a_rise(shared: InThread, run: str) -> None:
     """A loss of 0.012 was the lowest so far from then on, and all that was honest a rise above it."""
     members = crew_of_tokens(shared, run, "abc", min_workers=3)

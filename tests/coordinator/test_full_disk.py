@@ -83,6 +83,7 @@ def assert_nothing_half_written(running: InThread, run: str) -> None:
             assert has_digest(live.blobs, name, each.delta_digest)
 
 
+@pytest.mark.covers("reliability:full-disk", "security:unfinished-payloads")
 @pytest.mark.system
 def test_whichever_write_finds_the_disk_full_the_run_ends_as_if_it_had_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -166,6 +167,7 @@ def test_a_disk_that_stays_full_for_a_while_is_told_once_and_then_that_it_has_ro
         assert_nothing_half_written(running, "r")
 
 
+@pytest.mark.covers("security:unfinished-payloads")
 def test_uploads_leave_the_room_that_the_run_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half-sent payloads filled the disk, and with it the database."""
     clock = SettableClock()

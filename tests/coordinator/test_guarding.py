@@ -102,6 +102,7 @@ def play(running: InThread, members: list[Member], run: str, losses: list[float]
     return asked
 
 
+@pytest.mark.covers("security:wrong-majority")
 def test_a_risen_loss_pauses_the_run_and_the_operator_may_go_on(shared: InThread, run: str):
     members = crew(shared, run, ["a", "b"], rounds=20, checkpoints=KEPT)
     asked = play(shared, members, run, [5.0, 4.0, 3.0, 3.6, 3.1, 3.6])
@@ -122,6 +123,7 @@ def test_a_risen_loss_pauses_the_run_and_the_operator_may_go_on(shared: InThread
     assert len(events(shared, run, "spoilt")) == 2
 
 
+@pytest.mark.covers("security:slow-sabotage")
 def test_a_loss_that_stops_falling_names_who_differs_and_nobody_else(
     shared: InThread, run: str, caplog: pytest.LogCaptureFixture
 ):
@@ -215,6 +217,7 @@ def test_without_a_checkpoint_of_before_it_waits(shared: InThread, run: str):
     assert "No checkpoint of before is kept, so the run is paused" in event["message"]
 
 
+@pytest.mark.covers("security:slow-poison")
 @pytest.mark.parametrize("action", ["tell", "pause", "rollback"])
 def test_values_out_of_bounds_pause_any_run(shared: InThread, run: str, action: str):
     spec = {"checkpoints": KEPT, "guard": f'action = "{action}"', "sync": 'aggregation = "mean"'}
@@ -250,6 +253,7 @@ def test_what_the_guard_wanted_is_done_after_a_restart(tmp_path: Path, monkeypat
 # --- who is believed --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covers("security:lying-evaluator")
 def test_only_who_was_asked_may_tell_the_loss_and_only_once(shared: InThread, run: str):
     _, b = members = crew(shared, run, ["a", "b"], rounds=4, min_workers=2)
     for member in members:
@@ -262,6 +266,7 @@ def test_only_who_was_asked_may_tell_the_loss_and_only_once(shared: InThread, ru
     assert len(events(shared, run, "evaluated")) == 1
 
 
+@pytest.mark.covers("security:hostile-initial-state")
 def test_a_state_0_out_of_bounds_is_refused(shared: InThread, run: str):
     shared.create_run(spec_toml(run))
     member = enlist(shared, run, "a")

@@ -11,6 +11,7 @@ TOKEN = "ost_" + "a" * 43
 MINUTE = "lease_s = 60"
 
 
+@pytest.mark.covers("reliability:lost-requests")
 def test_a_repeated_join_answers_as_the_first_one_did(shared: InThread, run: str) -> None:
     shared.create_run(spec_toml(run, members=MINUTE))
     worker = Member(shared.client(), run, "w")
@@ -30,6 +31,7 @@ def test_another_token_does_not_take_the_name_over(shared: InThread, run: str) -
     problem(thief.ask_to_join(member_token=TOKEN), "worker-name-taken")
 
 
+@pytest.mark.covers("security:guessed-token")
 @pytest.mark.parametrize("weak", ["ost_short", "a" * 47, "ost_" + "ä" * 43])
 def test_a_token_that_could_be_guessed_is_refused(shared: InThread, run: str, weak: str) -> None:
     shared.create_run(spec_toml(run))
@@ -38,6 +40,7 @@ def test_a_token_that_could_be_guessed_is_refused(shared: InThread, run: str, we
     assert worker.http.put(worker.path(), json=body).status_code == 422
 
 
+@pytest.mark.covers("security:shared-member-token")
 def test_a_token_of_another_worker_is_refused_in_this_run_and_in_others(shared: InThread, run: str) -> None:
     for name in (run, f"{run}-other"):
         shared.create_run(spec_toml(name, members=MINUTE))

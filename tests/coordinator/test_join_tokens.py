@@ -68,12 +68,14 @@ def test_a_name_that_belongs_to_a_token_is_not_exchanged_for_and_takes_no_use(sh
     assert exchange(shared, run, "v", join_token, drawn()).status_code == 201
 
 
+@pytest.mark.covers("security:guessed-token")
 @pytest.mark.parametrize("weak", ["ost_short", JOIN_PREFIX + "a" * 43, "ost_" + "ä" * 43])
 def test_a_secret_that_could_be_guessed_is_refused(shared: InThread, run: str, weak: str) -> None:
     shared.create_run(spec_toml(run))
     problem(exchange(shared, run, "w", shared.token(Scope.JOIN), weak), "invalid-message")
 
 
+@pytest.mark.covers("security:leaked-join-token")
 def test_uses_are_counted_right_however_many_boxes_ask_at_once(shared: InThread, run: str) -> None:
     shared.create_run(spec_toml(run))
     join_token = shared.token(Scope.JOIN, uses=3)
@@ -124,6 +126,7 @@ def test_the_tokens_of_a_removed_run_go_with_it(shared: InThread, run: str) -> N
         problem(http.get(f"/v1/runs/{run}"), "unauthorized")
 
 
+@pytest.mark.covers("security:clock-set")
 def test_a_token_that_expired_by_a_wrong_clock_is_good_once_that_is_set_right(tmp_path: Path) -> None:
     """It was forgotten until the next restart."""
     now = [1e9]
@@ -143,6 +146,7 @@ def test_a_token_that_expired_by_a_wrong_clock_is_good_once_that_is_set_right(tm
         assert tokens.find(secret_hash(made.token)) is not None
 
 
+@pytest.mark.covers("security:clock-set")
 def test_last_uses_are_written_after_the_clock_was_set_back(tmp_path: Path) -> None:
     now = [1e9]
     with closing(Database(sqlite.url_in(tmp_path))) as database:

@@ -1,5 +1,6 @@
 """Members: leases by an explicit clock, and who the next round opens with."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,6 +8,7 @@ from coordinator.run.members import MISSED, Members
 from protocol.messages import Metrics
 
 
+@pytest.mark.covers("security:clock-set")
 def test_a_lease_lasts_its_term_and_no_longer() -> None:
     members = Members(lease_s=10)
     members.join("w", b"", now=100)
@@ -92,6 +94,7 @@ def test_in_the_first_round_all_are_waited_for_alike() -> None:
     assert joined("a", "b").waited_for({"a", "b", "gone"}) == ({"a", "b"}, set())
 
 
+@pytest.mark.covers("security:many-names-one-token")
 def test_a_newcomer_is_waited_for_once_and_makes_no_quorum() -> None:
     members = joined("a", "b", proven=True)
     members.join("new", b"new", now=0)
@@ -103,6 +106,7 @@ def test_a_newcomer_is_waited_for_once_and_makes_no_quorum() -> None:
     assert members.waited_for(everybody) == (everybody, set())
 
 
+@pytest.mark.covers("security:silent-newcomers")
 def test_who_misses_round_after_round_is_not_waited_for_until_it_contributes() -> None:
     members = joined("a", "b", "slow", proven=True)
     everybody = {"a", "b", "slow"}

@@ -3,6 +3,7 @@
 from typing import Any
 
 import httpx
+import pytest
 
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member, spec_toml
@@ -30,6 +31,7 @@ def lose_all(shared: InThread, clock: SettableClock) -> None:
     shared.coordinator.tick()
 
 
+@pytest.mark.covers("reliability:owned-names", "security:lapsed-name")
 def test_a_lapsed_name_is_for_its_own_token_alone(shared: InThread, run: str, clock: SettableClock) -> None:
     """Another token once took it, and the honest worker was refused for good."""
     shared.create_run(spec_toml(run, members=MINUTE))
@@ -43,6 +45,7 @@ def test_a_lapsed_name_is_for_its_own_token_alone(shared: InThread, run: str, cl
     assert again.json()["epoch"] == 2
 
 
+@pytest.mark.covers("security:stolen-member-token")
 def test_the_thief_of_a_member_token_has_no_name_by_it(shared: InThread, run: str) -> None:
     (member,) = crew(shared, run, ["w"])
     with shared.client(shared.token(Scope.WORKER)) as http:
@@ -77,6 +80,7 @@ def test_the_name_of_a_revoked_token_is_not_free(shared: InThread, run: str) -> 
     assert join(shared, run, "w", other).status_code == 200
 
 
+@pytest.mark.covers("security:many-names-one-token")
 def test_a_token_is_for_so_many_names_over_all_runs(shared: InThread, run: str) -> None:
     runs = [f"{run}-a", f"{run}-b"]
     for each in runs:

@@ -159,6 +159,7 @@ def test_the_signature_is_the_one_of_standard_webhooks() -> None:
     assert "webhook-signature" not in unsigned.headers
 
 
+@pytest.mark.covers("security:forged-notification")
 def test_the_example_of_the_page_verifies_the_signature() -> None:
     page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
@@ -270,6 +271,7 @@ def test_one_that_is_refused_holds_up_no_other_and_is_given_up(
     assert box().outbox.pending == [], "nor after a restart"
 
 
+@pytest.mark.covers("security:hostile-webhook")
 def test_redirects_are_not_followed_and_answers_are_cut(sink: Sink) -> None:
     receiver = Receiver(SecretStr(f"{sink.url}/hook-of-9999"), "json")
     sink.answers.append((302, {"Location": f"{sink.url}/elsewhere"}, b""))

@@ -53,6 +53,7 @@ def played(paces: Paces, worker: str, pace: float, claim: float | None, rounds: 
     return given
 
 
+@pytest.mark.covers("reliability:hostile-worker")
 def test_a_worker_that_says_a_thousand_times_its_pace_gets_twice_what_it_has_shown() -> None:
     """It was once given as many as it said: 10,000 units where the others had 20, and 99.8 % of the mean."""
     assert played(Paces(AUTO), "liar", pace=1.0, claim=1e300, rounds=6) == [40, 40, 40, 40, 40, 40]
@@ -164,6 +165,7 @@ def test_who_comes_late_or_was_restarted_gets_what_the_rest_of_the_round_allows(
     assert recovered(enlist(shared, run, "last")).assignment(0).inner_steps == 2
 
 
+@pytest.mark.covers("security:false-pace")
 def test_who_lies_about_its_pace_gets_no_more_for_it_over_http(
     shared: InThread, run: str, clock: SettableClock
 ) -> None:

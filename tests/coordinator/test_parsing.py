@@ -49,6 +49,7 @@ def test_the_largest_messages_are_taken() -> None:
     assert len(parse(asked, TypeAdapter(AssignmentRequest), ASSIGNMENT_VALUES).carried) == MAX_UNIT_RANGES
 
 
+@pytest.mark.covers("security:object-flood")
 @pytest.mark.parametrize(
     "body",
     [b"[" + b"{}," * 1_000_000 + b"{}]", b"{" + b",".join(b'"%d":1' % n for n in range(1_000_000)) + b"}"],
@@ -119,6 +120,7 @@ def test_who_may_not_join_cannot_send_a_large_join(shared: InThread, run: str) -
         assert "at most 16384 bytes" in problem(refused, "forbidden")["detail"]
 
 
+@pytest.mark.covers("security:object-flood")
 def test_a_heartbeat_is_answered_while_a_large_join_is_parsed(
     shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +145,7 @@ def test_a_heartbeat_is_answered_while_a_large_join_is_parsed(
         problem(joining.result(), "model-mismatch")
 
 
+@pytest.mark.covers("security:huge-dimensions")
 @pytest.mark.parametrize("digits", [19, 4000])
 def test_a_dimension_beyond_all_models_is_refused(shared: InThread, run: str, digits: int) -> None:
     """Sixteen of 4,000 digits were a number that Python refuses to print, in the middle of the refusal."""

@@ -201,6 +201,7 @@ def test_crumbs_are_refused(shared: InThread, run: str, monkeypatch: pytest.Monk
     problem(parts.send(201, 202), "invalid-message")
 
 
+@pytest.mark.covers("security:unfinished-payloads")
 def test_what_nobody_goes_on_with_is_forgotten(shared: InThread, run: str, clock: SettableClock, room: Room) -> None:
     (a,) = crew(shared, run, ["a"], rounds=1, members=f"lease_s = {10 * KEPT_S}")
     parts = Parts(a, a.assignment(0))
@@ -282,6 +283,7 @@ def begin(parts: Parts, running: InThread, held: ExitStack, announced: int) -> s
     return line
 
 
+@pytest.mark.covers("security:trickling-parts")
 def test_parts_that_trickle_hold_up_nobody(shared: InThread, run: str, clock: SettableClock, room: Room) -> None:
     a, b, c = members = crew(shared, run, ["a", "b", "c"], rounds=2, members=GRACE_OF_A_SECOND)
     for member in members:
@@ -303,6 +305,7 @@ def test_parts_that_trickle_hold_up_nobody(shared: InThread, run: str, clock: Se
     assert shared.coordinator.wholes.waiting == 0
 
 
+@pytest.mark.covers("security:unfinished-payloads")
 def test_what_one_member_may_be_sending_at_once_is_bounded_by_what_a_round_takes(
     parts: Parts, shared: InThread
 ) -> None:
@@ -329,6 +332,7 @@ class Crumbs:
             yield number.to_bytes(2, "little")
 
 
+@pytest.mark.covers("security:trickling-parts")
 def test_pieces_of_two_bytes_take_no_more_memory_than_others(tmp_path: Path) -> None:
     """Each was an object of 35 bytes: 256 KiB that were on their way were 7 MB, for each connection."""
     with closing(DataDirectory(tmp_path / "data")) as data:

@@ -8,11 +8,10 @@ from protocol.digest import model_digest
 from protocol.errors import SpecError
 from protocol.fragments import TensorSpec
 from protocol.messages import FrozenSummary
-from protocol.spec.layouts import planned
 from protocol.spec.run import parse_spec
 from tests.coordinator.crew import crew, enlist, events, info, problem
 
-LAYOUT = planned(parse_spec(spec_toml()).sync, TENSORS).digest().hex()
+LAYOUT = parse_spec(spec_toml()).sync.plan_layout(TENSORS).digest().hex()
 OTHER = "cd" * 32
 
 
@@ -20,6 +19,7 @@ def pins(**keys: str) -> str:
     return "\n".join(f'{key} = "{value}"' for key, value in keys.items())
 
 
+@pytest.mark.covers("security:hostile-first-worker")
 def test_a_layout_that_is_not_the_pinned_one_locks_nobody_out(shared: InThread, run: str) -> None:
     shared.create_run(spec_toml(run, pins=pins(layout=LAYOUT, data=str(DATA.digest))))
     hostile = Member(shared.client(), run, "m", tensors=[TensorSpec(name="a", shape=[1])])
@@ -42,6 +42,7 @@ def test_who_has_nothing_of_what_is_pinned_is_refused(shared: InThread, run: str
     assert "here it is none" in problem(Member(shared.client(), run, "w").ask_to_join(), "pin-mismatch")["detail"]
 
 
+@pytest.mark.covers("security:hostile-first-worker")
 def test_another_state_0_is_refused_and_somebody_else_is_asked(shared: InThread, run: str) -> None:
     (probe,) = crew(shared, f"{run}-probe", ["p"])
     halves = model_digest([probe.base(0), probe.base(1)]).hex()

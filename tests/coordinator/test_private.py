@@ -58,6 +58,7 @@ def left_behind(running: InThread, run: str) -> Member:
     return b
 
 
+@pytest.mark.covers("reliability:units-once")
 def test_every_worker_is_dealt_units_of_its_own_set(shared: InThread, run: str) -> None:
     members = private_crew(shared, run, {"a": 12, "b": 7}, rounds=3, min_workers=2)
     for round_ in range(3):
@@ -159,6 +160,7 @@ def test_the_tokenizer_is_that_of_the_first_worker_that_tells_one(shared: InThre
     assert "made by the tokenizer words" in problem(other, "data-mismatch")["detail"]
 
 
+@pytest.mark.covers("security:training-data-leak")
 def test_nothing_but_the_length_of_a_set_is_told(shared: InThread, run: str) -> None:
     """A digest would tell whether a worker has a text that somebody else knows."""
     private_crew(shared, run, {"a": 12, "b": None}, rounds=3)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from coordinator.screening.standing import BACK, MOST_ROUNDS, QUARANTINED, Standing
 from harness.coordinator import InThread, SettableClock
 from harness.member import Member, spec_toml
@@ -64,6 +66,7 @@ def play(running: InThread, members: list[Member], hostile: Member, round_: int)
     running.await_state(members[0].run, round_ + 1)
 
 
+@pytest.mark.covers("security:repeat-offender")
 def test_it_takes_no_part_until_its_time_is_over(shared: InThread, run: str) -> None:
     *members, hostile = crew(shared, run, ["a", "b", "c", "m"], rounds=30, min_workers=3)
     for round_ in range(5):
@@ -116,6 +119,7 @@ def test_a_restart_ends_nothing(tmp_path: Path) -> None:
         assert info(running, "r", "/workers/m")["quarantined_until"] == 15
 
 
+@pytest.mark.covers("security:repeat-offender")
 def test_another_name_of_the_same_token_is_no_way_out(shared: InThread, run: str) -> None:
     shared.create_run(spec_toml(run, rounds=30, min_workers=2))
     names = [Member(shared.client(), run, name) for name in "abm"]
@@ -138,6 +142,7 @@ def test_another_name_of_the_same_token_is_no_way_out(shared: InThread, run: str
 # --- a run that would stand still without it --------------------------------------------------------------------------
 
 
+@pytest.mark.covers("security:idle-replacement")
 def test_whoever_does_not_contribute_replaces_nobody(shared: InThread, run: str, clock: SettableClock) -> None:
     *members, a = crew(shared, run, ["b", "c", "d", "a"], rounds=30, members="lease_s = 86400\nround_max_s = 600")
     for round_ in range(5):

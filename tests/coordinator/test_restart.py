@@ -17,7 +17,6 @@ from sqlalchemy import delete, select
 from coordinator.server import make_server
 from coordinator.settings import Settings
 from coordinator.store import sqlite
-from coordinator.store.blobs import KINDS, move
 from coordinator.store.data_directory import StateFiles
 from coordinator.store.database import Database
 from coordinator.store.tables import (
@@ -75,6 +74,7 @@ def lives(tmp_path: Path) -> Lives:
     return Lives(tmp_path / "data")
 
 
+@pytest.mark.covers("reliability:coordinator-restart")
 def test_an_open_round_goes_on_with_what_was_acknowledged(lives: Lives) -> None:
     with lives.life() as running:
         a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2)
@@ -236,29 +236,6 @@ def test_uploads_that_were_never_acknowledged_are_swept_and_acknowledged_ones_st
         assert list((lives.data_dir / "incoming").iterdir()) == []
         b.take_part(0)
         assert b.delta(0, 0).status_code == 200
-
-
-def test_a_data_directory_of_an_older_version_goes_on(lives: Lives, tmp_path: Path) -> None:
-    """The names of deltas and checkpoints had no digest then."""
-    with lives.life() as running:
-        (member,) = crew(running, "r", ["w"], rounds=6, checkpoints="every_rounds = 2")
-        for round_ in range(3):
-            play_round([member], round_)
-        running.await_state("r", 3)
-        live = running.live("r")
-    today = [names(live, kind) for kind in KINDS]
-    for name in (*names(live, "deltas"), *names(live, "checkpoints")):
-        move(live.blobs, name, name.rpartition(".")[0], tmp_path / "scratch")
-    live.outer.files.path(0, 3).unlink()
-    with lives.life() as running:
-        live = running.live("r")
-        assert [names(live, kind) for kind in KINDS] == today
-        assert [event["kind"] for event in info(running, "r", "/events?limit=1000")["items"]].count("mended") == 0
-        assert live.outer.states == [(3, member.base(0)), (3, member.base(1))]
-        for round_ in range(3, 6):
-            play_round([member], round_)
-        running.await_state("r", 6)
-        assert info(running, "r")["divergences"] == 0
 
 
 def test_a_seeding_that_was_interrupted_begins_afresh(lives: Lives) -> None:

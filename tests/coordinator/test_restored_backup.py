@@ -20,6 +20,7 @@ from tests.support.backing_up import back_up, restored
 from tests.support.waiting import wait_until
 
 
+@pytest.mark.covers("reliability:restore-elsewhere")
 def test_the_crew_goes_on_from_the_backup_and_ends_with_one_model(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         a, b = crew(running, "r", ["a", "b"], rounds=6, checkpoints="every_rounds = 2\nkeep = 3")

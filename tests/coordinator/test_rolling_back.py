@@ -47,6 +47,7 @@ def digests(running: InThread, run: str) -> dict[int, str]:
         }
 
 
+@pytest.mark.covers("security:slow-poison")
 def test_the_run_is_at_the_checkpoint_again_and_the_same_rounds_lead_to_the_same_states(shared: InThread, run: str):
     members = played(shared, run, 4, rounds=6)
     before, epochs = digests(shared, run), info(shared, run, "/units")
@@ -178,6 +179,7 @@ def test_what_cannot_be_gone_back_to_is_refused_and_nothing_has_changed(shared: 
     shared.await_state(run, 4)
 
 
+@pytest.mark.covers("reliability:rollback")
 @pytest.mark.parametrize("point", ["rows", "checkpoint", "half of the blobs"])
 def test_killed_in_the_middle_it_is_done_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str):
     """After the transaction nothing can undo it, and nothing is told twice."""

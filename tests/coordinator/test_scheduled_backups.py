@@ -78,6 +78,7 @@ def test_one_is_made_at_the_first_start_and_again_after_a_while(
     check_restored(tmp_path / "new", restore(BackupDirectory(tmp_path / "backups"), 2, tmp_path / "new"))
 
 
+@pytest.mark.covers("security:clock-set")
 def test_where_the_clock_was_set_back_they_go_on(
     running: InThread, clock: SettableClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def as_it_is_sent(case: Any, *, there: bool) -> Any:
     return case
 
 
+@pytest.mark.covers("security:any-request")
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: f"{operation.method.upper()} {operation.path}")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_answered_is_what_openapi_tells(

@@ -94,6 +94,7 @@ def test_the_pieces_in_which_it_comes_do_not_matter(pieces: Sequence[int]) -> No
     np.testing.assert_allclose(in_pieces.direction, whole.direction, atol=1e-5)
 
 
+@pytest.mark.covers("security:sketch-evasion")
 def test_without_the_key_nobody_can_aim_at_the_sketch() -> None:
     """Two vectors that the one key folds onto each other are far apart by another."""
     (values,) = honest(1)
@@ -151,6 +152,7 @@ def test_honest_workers_keep_all_of_their_weight() -> None:
             assert factors(judged(honest(8, cosine, n=2000, seed=seed))) == [1.0] * 8
 
 
+@pytest.mark.covers("security:giant-gradient")
 @pytest.mark.parametrize("times", [100.0, 1e6])
 @pytest.mark.parametrize("workers", [3, 8])
 def test_what_is_far_too_long_is_left_out(times: float, workers: int) -> None:
@@ -164,6 +166,7 @@ def test_what_is_far_too_long_is_left_out(times: float, workers: int) -> None:
     )
 
 
+@pytest.mark.covers("security:scaled-gradient")
 def test_what_is_too_long_is_shortened() -> None:
     vectors = honest(4)
     vectors[1] = vectors[1] * np.float32(5)
@@ -181,6 +184,7 @@ def test_error_feedback_and_other_data_may_lengthen_a_norm(clipped: float) -> No
     assert factors(judge(evidence, clipped=clipped)) == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.covers("security:zero-gradient")
 def test_zeros_are_left_out_and_do_not_count_as_the_usual() -> None:
     vectors = honest(6)
     for lazy in (0, 2, 3, 5):  # four names of one token
@@ -188,6 +192,7 @@ def test_zeros_are_left_out_and_do_not_count_as_the_usual() -> None:
     assert factors(judged(vectors)) == [0, 1, 0, 0, 1, 0]
 
 
+@pytest.mark.covers("security:zero-gradient")
 def test_next_to_nothing_is_left_out() -> None:
     vectors = honest(4)
     vectors[3] = vectors[3] * np.float32(1e-3)
@@ -203,6 +208,7 @@ def test_who_was_asked_for_less_or_more_work_is_judged_by_it() -> None:
     assert factors(judged(vectors, work=[5, 1000, 100, 100, 100])) == [1.0] * 5
 
 
+@pytest.mark.covers("security:scaled-gradient")
 def test_a_worker_that_always_sends_too_much_never_weighs_more_than_the_others() -> None:
     """Its own history once raised its bound: one of eight that sent ten times as much had the weight of three."""
     vectors = honest(4)
@@ -211,6 +217,7 @@ def test_a_worker_that_always_sends_too_much_never_weighs_more_than_the_others()
         assert judged(vectors, usual=1.0).verdicts["w1"].factor == pytest.approx(1 / times, rel=0.05)
 
 
+@pytest.mark.covers("security:hoarded-work")
 @pytest.mark.parametrize("late", [1, 2, 19])
 def test_late_work_may_be_longer_by_half_however_many_rounds_were_missed(late: int) -> None:
     """Two rounds named as carried once allowed 3.9 times the norm, and units held for 19 rounds 36 times."""
@@ -239,6 +246,7 @@ def test_among_newcomers_whose_norms_are_short_the_others_may_be_as_long_as_ever
     assert factors(judged(vectors, usual=1.0)) == [1.0] * 4
 
 
+@pytest.mark.covers("security:small-common-bias")
 def test_a_majority_cannot_take_the_reference_out_of_reach_of_what_is_usual() -> None:
     vectors = [each * np.float32(1e4) for each in honest(3)] + honest(1)
     assert judged(vectors, usual=1.0).reference == REACH
@@ -268,6 +276,7 @@ def test_a_round_of_zeros_is_one_of_equals() -> None:
 # --- directions -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covers("security:flipped-gradient")
 @pytest.mark.parametrize("times", [1.0, 1.9, 3.0])
 @pytest.mark.parametrize("cosine", [0.05, 0.3, 0.9])
 @pytest.mark.parametrize("hostile", [1, 2])
@@ -295,6 +304,7 @@ def half_flipped(values: F32, share: float = 0.5) -> F32:
     return np.where(np.floor(place + share) > np.floor(place), -values, values).astype(np.float32)
 
 
+@pytest.mark.covers("security:partly-flipped-gradient")
 @pytest.mark.parametrize(("workers", "hostile"), [(3, 1), (4, 1), (6, 2), (8, 3)])
 @pytest.mark.parametrize("cosine", [0.15, 0.4, 0.9])
 @pytest.mark.parametrize("share", [0.45, 0.5])
@@ -307,6 +317,7 @@ def test_who_flips_every_second_value_is_left_out(workers: int, hostile: int, co
     assert factors(judged(vectors)) == [0.0] * hostile + [1.0] * (workers - hostile)
 
 
+@pytest.mark.covers("security:partly-flipped-gradient")
 def test_noise_is_left_out_where_the_others_agree() -> None:
     vectors = honest(5)
     vectors[2] = np.random.default_rng(9).standard_normal(N).astype(np.float32) / math.sqrt(N)
@@ -346,6 +357,7 @@ def test_nobody_is_compared_with_late_work() -> None:
     assert factors(judge(evidence))[0] == 0.0
 
 
+@pytest.mark.covers("security:flipped-gradient")
 def test_of_two_that_oppose_each_other_both_stay() -> None:
     (one,) = honest(1)
     assert factors(judged([one, -one])) == [1.0, 1.0]
@@ -367,6 +379,7 @@ def test_a_majority_always_stays() -> None:
     assert sum(each > 0 for each in factors(judged([a, -b, -c, -d, e]))) == 3
 
 
+@pytest.mark.covers("security:copied-contribution")
 def test_what_another_one_has_sent_counts_once() -> None:
     a, b, c = honest(3)
     judgement = judged([a, b, a, c, a * np.float32(1.00001)])

@@ -63,6 +63,7 @@ def test_when_the_seeder_dies_the_next_one_seeds_afresh(shared: InThread, run: s
     assert [each["state_digest"] for each in checkpoint["fragments"]] == [b.base(0).hex(), b.base(1).hex()]
 
 
+@pytest.mark.covers("security:idle-seeder")
 def test_a_seeder_that_only_beats_is_replaced(shared: InThread, run: str, clock: SettableClock) -> None:
     shared.create_run(spec_toml(run, members=f"lease_s = {3 * SEEDER_S:.0f}"))
     a, b = enlist(shared, run, "a"), enlist(shared, run, "b")
@@ -93,6 +94,7 @@ def test_a_silent_seeder_that_is_alone_is_asked_again(shared: InThread, run: str
     a.seed(0.5)
 
 
+@pytest.mark.covers("security:idle-seeder")
 def test_a_silent_seeder_is_asked_again_where_the_others_only_beat(
     shared: InThread, run: str, clock: SettableClock
 ) -> None:
@@ -116,6 +118,7 @@ def test_only_the_appointed_worker_seeds_and_only_once(shared: InThread, run: st
     assert info(shared, run, "/checkpoints/0") == before
 
 
+@pytest.mark.covers("security:hostile-initial-state")
 @pytest.mark.parametrize("chunk_elements", [1, 100, 1 << 18])
 def test_the_momentum_of_state_0_is_plus_0_throughout(shared: InThread, run: str, chunk_elements: int) -> None:
     """Every replica begins with u = +0; with another u the first outer step would be one that nobody took."""

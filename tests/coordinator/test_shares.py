@@ -51,6 +51,7 @@ def test_who_asks_too_often_is_told_when_to_ask_again(strict: InThread, clock: S
         assert client.get("/v1/runs?limit=1").status_code == 200
 
 
+@pytest.mark.covers("security:listing-flood")
 def test_a_long_listing_counts_as_many(strict: InThread, clock: SettableClock) -> None:
     with viewer(strict) as client:
         assert client.get("/v1/runs?limit=1000").status_code == 200
@@ -59,6 +60,7 @@ def test_a_long_listing_counts_as_many(strict: InThread, clock: SettableClock) -
         assert client.get("/v1/runs?limit=1").status_code == 200
 
 
+@pytest.mark.covers("security:listing-flood")
 def test_members_train_while_a_viewer_is_refused(strict: InThread, run: str) -> None:
     (member,) = crew(strict, run, ["a"], rounds=1)
     with viewer(strict) as client:
@@ -68,6 +70,7 @@ def test_members_train_while_a_viewer_is_refused(strict: InThread, run: str) -> 
     strict.await_state(run, 1)
 
 
+@pytest.mark.covers("security:stream-flood")
 def test_streams_of_one_token_are_counted_while_they_last(strict: InThread, run: str, clock: SettableClock) -> None:
     strict.create_run(spec_toml(run))
     stream = f"/v1/runs/{run}/events", {"Accept": "text/event-stream"}
@@ -105,6 +108,7 @@ def exchanged(running: InThread, run: str, count: int) -> Iterator[list[httpx.Cl
         yield clients
 
 
+@pytest.mark.covers("security:metrics-flood", "security:stream-flood")
 def test_tokens_exchanged_for_one_join_token_share_requests_streams_and_line_checks(
     strict: InThread, run: str, clock: SettableClock
 ) -> None:
@@ -145,6 +149,7 @@ def test_a_members_reading_counts_with_its_token_and_its_training_does_not(
     b.http.close()
 
 
+@pytest.mark.covers("security:long-poll-flood")
 def test_long_polls_of_one_token_are_bounded_and_members_are_woken_first(strict: InThread, run: str) -> None:
     (a,) = crew(strict, run, ["a"], rounds=2)
     delta, callers = f"/v1/runs/{run}/rounds/0/fragments/0/delta", strict.coordinator.callers
@@ -159,6 +164,7 @@ def test_long_polls_of_one_token_are_bounded_and_members_are_woken_first(strict:
     wait_until(lambda: callers.polls == 0)
 
 
+@pytest.mark.covers("security:metrics-flood")
 def test_metrics_are_made_once_a_second_for_all_but_an_admin(
     strict: InThread, clock: SettableClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +187,7 @@ def test_metrics_are_made_once_a_second_for_all_but_an_admin(
         assert len(made) == 3
 
 
+@pytest.mark.covers("security:unfinished-payloads")
 def test_payloads_of_which_parts_are_missing_are_bounded_by_owner() -> None:
     wholes = Wholes(SettableClock(), bytes_per_owner=100)
 

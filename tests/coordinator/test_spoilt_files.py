@@ -52,6 +52,7 @@ def state_of(running: InThread, run: str) -> str:
     return str(info(running, run)["state_digest"])
 
 
+@pytest.mark.covers("reliability:damaged-files")
 @pytest.mark.usefixtures("no_room")
 def test_a_contribution_that_the_disk_lost_is_asked_for_again_and_nothing_else_changes(
     shared: InThread, run: str

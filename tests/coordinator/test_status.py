@@ -75,6 +75,7 @@ def test_every_remedy_can_be_said() -> None:
         assert "{" not in remedy.format(run="r"), about
 
 
+@pytest.mark.covers("security:secrets-in-logs")
 @pytest.mark.parametrize(
     ("text", "hidden"),
     [

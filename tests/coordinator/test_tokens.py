@@ -129,6 +129,7 @@ def ask(scene: Scene, method: str, path: str, kind: Kind) -> httpx.Response:
     return scene.http.request(method, path.format(**names), json=body, headers=headers)
 
 
+@pytest.mark.covers("security:unauthorized-request")
 def test_every_route_has_a_rule_and_every_rule_a_route() -> None:
     served = {(method, nameless(path)) for method, path in routes()}
     paths = create_app(cast(Coordinator, None)).openapi()["paths"]
@@ -138,6 +139,7 @@ def test_every_route_has_a_rule_and_every_rule_a_route() -> None:
     assert len(routes()) == len(served) > 30
 
 
+@pytest.mark.covers("reliability:documented-access", "security:unauthorized-request")
 @pytest.mark.parametrize(("method", "path"), routes(), ids=lambda value: str(value))
 def test_every_route_answers_every_token_as_documented(scene: Scene, method: str, path: str) -> None:
     for kind in KINDS:
@@ -232,6 +234,7 @@ def test_a_token_that_makes_no_sense_is_refused(shared: InThread, body: dict[str
         assert said in problem(admin.post("/v1/tokens", json=body), "invalid-message")["detail"]
 
 
+@pytest.mark.covers("security:secrets-at-rest")
 def test_no_value_that_was_sent_is_in_a_refusal(shared: InThread, run: str) -> None:
     """A secret under a wrong key, or cut short, would be in the logs of whoever keeps answers."""
     secret = "ost_" + "s" * 20

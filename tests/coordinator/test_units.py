@@ -154,6 +154,7 @@ def test_consumed_units_never_go_back_to_the_pool(session: Session) -> None:
     assert assign_units(session, Pool(run), "b", 0, 5) == [(5, 10)]
 
 
+@pytest.mark.covers("security:untrained-units")
 @pytest.mark.parametrize(
     ("worker", "units"),
     [
@@ -243,6 +244,7 @@ def test_work_whose_units_are_not_the_workers_any_more_is_refused(
     assert refused.value.slug == "units-not-held"
 
 
+@pytest.mark.covers("security:hoarded-units")
 def test_units_of_missed_rounds_return_to_the_pool_but_not_those_of_carried_work(session: Session) -> None:
     """Found by simulation seed 46: a slow worker is given units of every round that opens, but takes part in every other
     one only; the units of the others were nobody's while it lived."""

@@ -55,6 +55,7 @@ def times(factor: float) -> Any:
     return lambda values: (values * np.float32(factor)).astype(np.float32)
 
 
+@pytest.mark.covers("security:giant-gradient")
 @pytest.mark.parametrize(
     ("change", "reason"),
     [(times(1e6), "no training"), (times(-1), "opposes the others"), (times(0), "next to nothing")],

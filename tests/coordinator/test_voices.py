@@ -46,6 +46,7 @@ def contributors(member: Member, round_: int) -> list[str]:
     return [each.worker for each in header.contributors]
 
 
+@pytest.mark.covers("reliability:hostile-worker", "security:many-names-one-token")
 @pytest.mark.parametrize("leave", [False, True], ids=["and stay", "and leave at once"])
 def test_zeros_of_four_names_close_no_round_on_themselves(
     shared: InThread, run: str, clock: SettableClock, leave: bool

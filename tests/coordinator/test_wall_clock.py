@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from coordinator.notifications.sending import FIRST_PAUSE_S
 from coordinator.notifications.watching import LOOK_S
 from coordinator.run.live_run import ALARMING
@@ -16,6 +18,7 @@ DAY_S = 86_400.0
 NOW = 1_700_000_000.0
 
 
+@pytest.mark.covers("security:clock-set")
 def test_a_run_goes_on_when_the_clock_is_set(tmp_path: Path) -> None:
     came: list[str] = []
 

@@ -3,6 +3,7 @@
 from statistics import median
 
 import httpx
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,6 +73,7 @@ def test_the_first_units_of_a_round_weigh_as_many(shared: InThread, run: str, cl
     assert send(c, assignment, 2, **named).status_code == 201
 
 
+@pytest.mark.covers("security:untrained-units")
 def test_work_that_is_all_carried_weighs_at_most_the_last_of_its_rounds(
     shared: InThread, run: str, clock: SettableClock
 ) -> None:
@@ -117,6 +119,7 @@ def test_units_that_are_not_held_are_told_as_such_whatever_the_weight(shared: In
 AUTO = SyncSpec(rounds=1, inner_steps="auto", round_s=10)
 
 
+@pytest.mark.covers("security:false-pace")
 def test_ten_thousand_units_weigh_four_times_what_the_others_do() -> None:
     """They were once 99.8 % of the mean."""
     assert weights({"a": 20, "b": 20, "c": 10_000}, AUTO) == {"a": 20, "b": 20, "c": 80}

@@ -30,18 +30,17 @@ from outerstep.cli import app
 from outerstep.cli.doctor import worker_command
 from outerstep.cli.worker import worker
 from outerstep.common.exit_codes import Exit
-from outerstep.doctor import access, address, clock, examining, line, memory, model, state_directory
+from outerstep.doctor import address, clock, examining, line, memory, model, state_directory
 from outerstep.doctor import step as stepping
 from outerstep.doctor.examination import Examination, OutOfTime, _within
 from outerstep.doctor.finding import Finding, State, fine, verdict, wrong
 from outerstep.doctor.model import Model
 from outerstep.doctor.trial import Steps, take_steps, take_steps_apart
 from protocol import PROTOCOL_VERSION
-from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import JoinReply, JoinRequest, RunChange, RunDetail, Scope, WorkerChange
+from protocol.spec.model import ModelSpec
 from protocol.spec.run import RunSpec, parse_spec
-from protocol.spec.sections import ModelSpec
 from tests.support.http_server import Handler, serving
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
@@ -378,6 +377,7 @@ def test_the_clock(ahead: float, told: str) -> None:
     assert found.state is (State.WARNING if ahead else State.FINE)
 
 
+@pytest.mark.covers("security:clock-set")
 def test_a_clock_that_is_off_is_told_and_keeps_nobody_from_training(
     running: InThread, run: str, tmp_path: Path
 ) -> None:
@@ -407,21 +407,6 @@ def test_the_token(running: InThread, run: str, tmp_path: Path, kind: str, state
     assert code(found) is (Exit.REFUSED if state is State.WRONG else Exit.DONE)
     assert of(found, "run").state is (State.SKIPPED if kind == "unknown" else State.FINE)
     assert of(found, "line").state is (State.FINE if kind == "admin" else State.SKIPPED)
-
-
-class Older:
-    """A coordinator that has no line checks yet."""
-
-    def line_check_down(self, count: int) -> None:
-        raise Problem("not-found", "there is nothing here")
-
-    def runs(self) -> Iterator[RunDetail]:
-        yield from ()
-
-
-def test_an_older_coordinator_cannot_say_what_the_token_allows() -> None:
-    (found,) = access.judge(access.look(Older()))  # type: ignore[arg-type]
-    assert (found.state, "too old to say" in found.said) == (State.WARNING, True)
 
 
 def test_no_such_run(running: InThread, run: str, tmp_path: Path) -> None:

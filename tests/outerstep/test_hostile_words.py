@@ -77,6 +77,7 @@ class Hostile(Handler):
         self.wfile.write(body)
 
 
+@pytest.mark.covers("security:terminal-escapes")
 @pytest.mark.parametrize(
     ("command", "code"),
     [
@@ -162,6 +163,7 @@ def test_a_console_keeps_its_colours() -> None:
     assert out.getvalue() == "\x1b[31ma\\x1b[2Jb\x1b[0m\n"
 
 
+@pytest.mark.covers("security:terminal-escapes")
 def test_there_is_one_way_to_the_terminal() -> None:
     """Another print, echo or Console would not clean what it is given."""
     folder = Path(__file__).parents[2] / "outerstep"

@@ -247,6 +247,7 @@ def test_a_name_is_released(served: Served):
 
 
 @pytest.mark.system
+@pytest.mark.covers("security:secrets-at-rest")
 def test_what_a_coordinator_writes_is_for_its_user_alone(tmp_path: Path):
     before = os.umask(0o022)
     try:

@@ -12,7 +12,7 @@ from outerstep import plan, tcp
 from outerstep.cli import app
 from outerstep.plan import Workload
 from protocol.codecs import CODECS
-from protocol.codecs.figures import UNKNOWN
+from protocol.codecs.base import UNKNOWN
 from protocol.fragments import TensorSpec, plan_fragments
 from protocol.spec.sections import SyncSpec
 from protocol.wire import CHUNK_ELEMENTS, Contributor, DeltaHeader, pack_frames, pack_header

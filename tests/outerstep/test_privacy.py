@@ -15,8 +15,8 @@ from outerstep.advice import advice
 from outerstep.cli import app
 from outerstep.common.exit_codes import Exit
 from outerstep.privacy import epsilon, noise_multiplier
-from protocol.spec.privacy import PrivacySpec
 from protocol.spec.run import parse_spec
+from protocol.spec.sections import PrivacySpec
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 

@@ -120,16 +120,17 @@ def test_the_wrong_scheme(served: Served, secured: Served, said_by_worker: Calla
         code, line = said(plain.replace("http:", "https:"))
         assert (code, line.strip().endswith(f"does not speak HTTPS; give {plain}")) == (Exit.REFUSED, True), line
         code, line = said(tls.replace("https:", "http:"))
-        assert (code, line.strip().endswith(f"speaks HTTPS alone; give {tls}")) == (Exit.REFUSED, True), line
+        assert (code, line.strip().endswith(f"speaks only HTTPS; give {tls}")) == (Exit.REFUSED, True), line
 
 
+@pytest.mark.covers("security:bad-answers")
 def test_a_certificate_that_nobody_has_signed(
     secured: Served, certificate: Certificate, said_by_worker: Callable[[str], tuple[int, str]]
 ) -> None:
     """A worker tried it again for ever."""
     for code, line in (said_by_command(secured.url), said_by_worker(secured.url)):
         assert code == Exit.REFUSED
-        assert f"the certificate of {secured.url} is not trusted: self-signed certificate; give its own" in line
+        assert f"the certificate of {secured.url} is not trusted: self-signed certificate; give" in line
         assert "--ca FILE or OUTERSTEP_CA" in line
         assert not FOR_PROGRAMMERS.search(line)
 

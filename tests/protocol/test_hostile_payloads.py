@@ -273,6 +273,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covers("security:payload-bombs")
 @pytest.mark.parametrize("case", BOMBS)
 def test_a_hostile_header_takes_bounded_memory(case: str) -> None:
     """At most a hundred bytes for each of a header's bytes, of which there are at most 2^20."""

@@ -182,6 +182,7 @@ READ_ONLY = np.frombuffer(bytes(304), np.uint8)
 ODD = np.frombuffer(bytearray(1201), np.uint8)[1:].view(np.float32)  # not where a float32 belongs
 
 
+@pytest.mark.covers("security:kernel-bytes")
 @pytest.mark.skipif(not COMPILED, reason="there are none, which another test notices")
 @pytest.mark.parametrize(
     ("operation", "arguments"),

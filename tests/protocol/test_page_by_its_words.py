@@ -1,4 +1,4 @@
-"""docs/wire-format.md leaves nothing open: whoever follows its words, with nothing of this package, meets the vectors."""
+"""docs/wire-format.md is complete: code written from its text alone, without this package, reproduces the vectors."""
 
 import itertools
 import json
@@ -28,12 +28,12 @@ def vectors(name: str) -> list[dict[str, Any]]:
 
 
 def scale(data: bytes, block: int) -> F32:
-    """Two bytes are the upper half of an fp32 number."""
+    """Return the scale of a block; its two bytes are the upper half of an fp32 number."""
     return F32(struct.unpack("<f", b"\0\0" + data[2 * block : 2 * block + 2])[0])
 
 
 def codes(codec: str, data: bytes, n: int) -> dict[int, int]:
-    """q by index, of what follows the scales."""
+    """Return q by index from the bytes that follow the scales."""
     match codec:
         case "int8":
             return dict(enumerate(struct.unpack(f"<{n}b", data)))
@@ -65,7 +65,7 @@ def bits(data: bytes) -> list[int]:
 
 
 def terms(codec: str, data: bytes, n: int) -> dict[int, tuple[F32, F32]]:
-    """By index: a value is the product of the two."""
+    """Return (q, s) by index; a value is their product."""
     if codec == "fp32":
         return {i: (F32(x), F32(1)) for i, (x,) in enumerate(struct.iter_unpack("<f", data))}
     if codec == "bf16":
@@ -83,7 +83,7 @@ def test_bytes_mean_what_the_page_says(case: dict[str, Any]) -> None:
 
 
 def top_half(x: F32) -> F32:
-    """The lower 16 bits set to zero; at least 2^-126."""
+    """Return x with its lower 16 bits set to zero, but at least 2^-126."""
     return max(F32(struct.unpack("<f", b"\0\0" + struct.pack("<f", x)[2:])[0]), F32(2.0**-126))
 
 
@@ -96,7 +96,7 @@ def tree_mean(values: list[F32], block: int) -> F32:
 
 
 def quantised(codec: str, x: list[F32]) -> tuple[F32, dict[int, int]]:
-    """The scale of a block, and q by index of what is sent."""
+    """Return the scale of a block, and q by index for the values that are sent."""
     match codec:
         case "int8" | "int4":
             most = 127 if codec == "int8" else 7
@@ -136,7 +136,7 @@ def test_values_are_encoded_as_the_page_says(case: dict[str, Any]) -> None:
 
 
 def opened(payload: bytes) -> tuple[dict[str, Any], bytes]:
-    """The header and the only frame, raw."""
+    """Return the header and the only frame, raw."""
     magic, version, reserved, length = struct.unpack("<4sHHI", payload[:12])
     assert (magic, version, reserved) == (b"OSTP", 1, 0)
     return msgpack.unpackb(payload[12 : 12 + length]), payload[12 + length :]
@@ -193,12 +193,12 @@ def test_digests_are_what_the_page_says() -> None:
     for case in vectors("digests"):
         match case["of"]:
             case "payload":
-                told = bytes.fromhex(case["bytes"])
+                hashed = bytes.fromhex(case["bytes"])
             case "state":
-                told = blake3(bytes.fromhex(case["theta"])).digest() + blake3(bytes.fromhex(case["u"])).digest()
+                hashed = blake3(bytes.fromhex(case["theta"])).digest() + blake3(bytes.fromhex(case["u"])).digest()
             case "model":
-                told = b"".join(map(bytes.fromhex, case["states"]))
-        assert blake3(told).hexdigest() == case["digest"]
+                hashed = b"".join(map(bytes.fromhex, case["states"]))
+        assert blake3(hashed).hexdigest() == case["digest"]
 
 
 def test_layouts_are_what_the_page_says() -> None:
@@ -238,8 +238,8 @@ def test_training_sets_are_what_the_page_says() -> None:
     """The digest, and what is held out."""
     for case in vectors("training-sets"):
         files = {name: case["files"][name].encode() for name in sorted(case["files"])}
-        told = b"".join(b"%b\0%d\0%b" % (name.encode(), len(text), text) for name, text in files.items())
-        assert blake3(told).hexdigest() == case["digest"]
+        hashed = b"".join(b"%b\0%d\0%b" % (name.encode(), len(text), text) for name, text in files.items())
+        assert blake3(hashed).hexdigest() == case["digest"]
 
         holdout = case["spec"]["holdout"]
         if len(files) == 1:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import Problem
-from protocol.printable import PrintableFormatter, check_printable, printable, printable_json, printable_lines
+from protocol.text import PrintableFormatter, check_printable, printable, printable_json, printable_lines
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The protocol's number changes with what the two sides say to each other."""
+"""The protocol's number changes when messages, headers or requests do."""
 
 import copy
 import json

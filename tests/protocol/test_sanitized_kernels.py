@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "protocol" / "kernels.c"
@@ -75,6 +75,7 @@ def test_the_flags_are_those_of_the_installation() -> None:
     assert str(FLAGS).replace("'", '"') in (ROOT / "setup.py").read_text(encoding="utf-8")
 
 
+@pytest.mark.covers("security:kernel-bytes")
 def test_no_kernel_touches_what_is_not_its_own(tmp_path: Path) -> None:
     library = runtime()
     tests = [f"tests/protocol/test_{name}.py" for name in ("kernels", "hostile_payloads")]

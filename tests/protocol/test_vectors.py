@@ -15,13 +15,15 @@ import pytest
 import torch
 
 from coordinator.sync.aggregating import aggregate
-from protocol.codecs import CODECS, REFERENCE, Codec
+from protocol.codecs import CODECS, REFERENCE
+from protocol.codecs.base import Codec
 from protocol.digest import StateHash, content_digest, digest, model_digest, parse_content_digest
 from protocol.errors import CodecError, WireError, WireFault
 from protocol.fragments import Layout, plan_fragments
 from protocol.outer_step import in_numpy, outer_step, outer_step_by
+from protocol.spec.model import ModelSpec
 from protocol.spec.run import RunSpec
-from protocol.spec.sections import DataSpec, InnerSpec, ModelSpec, SyncSpec
+from protocol.spec.sections import DataSpec, InnerSpec, SyncSpec
 from protocol.wire import ContributionHeader, Payload, pack_frames, pack_header
 from worker.codecs import IN_TORCH, TORCH_CODECS, TorchCodec, unpack_payload
 from worker.data.text import TextData

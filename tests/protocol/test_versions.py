@@ -4,33 +4,41 @@ import pytest
 
 from protocol import PROTOCOL_VERSION, __version__
 from protocol.messages import Directive, LeaseReply
-from protocol.versions import OF_ANSWERS, OURS, Said, of_requests, said_by_client, said_by_coordinator, why_not
+from protocol.versions import (
+    OURS,
+    RESPONSE_HEADERS,
+    Version,
+    client_version,
+    coordinator_version,
+    incompatibility,
+    request_headers,
+)
 
-OLD, NEW = Said("1", "0.1.4"), Said("2", "0.2.0")
+OLD, NEW = Version("1", "0.1.4"), Version("2", "0.2.0")
 
 
 def test_both_sides_say_what_they_are() -> None:
-    assert said_by_client(of_requests("worker")) == said_by_coordinator(OF_ANSWERS) == OURS
-    assert of_requests("worker")["User-Agent"] == f"outerstep/{__version__} (worker)"
+    assert client_version(request_headers("worker")) == coordinator_version(RESPONSE_HEADERS) == OURS
+    assert request_headers("worker")["User-Agent"] == f"outerstep/{__version__} (worker)"
     assert (str(PROTOCOL_VERSION), __version__) == OURS
 
 
 def test_the_same_protocol_talks_whatever_the_version() -> None:
-    assert why_not(Said("1", "0.1.0"), Said("1", "0.9.3")) is None
-    assert why_not(Said("1"), OLD) is why_not(OLD, Said(" 1".strip())) is None
+    assert incompatibility(Version("1", "0.1.0"), Version("1", "0.9.3")) is None
+    assert incompatibility(Version("1"), OLD) is incompatibility(OLD, Version(" 1".strip())) is None
 
 
 def test_who_says_nothing_is_not_refused() -> None:
-    assert why_not(Said(None, "7.0"), NEW) is why_not(NEW, Said(None)) is None
-    assert said_by_client({"User-Agent": "curl/8.1"}) == (None, None)
+    assert incompatibility(Version(None, "7.0"), NEW) is incompatibility(NEW, Version(None)) is None
+    assert client_version({"User-Agent": "curl/8.1"}) == (None, None)
 
 
 def test_the_older_side_is_the_one_to_upgrade() -> None:
-    assert why_not(OLD, NEW) == (
+    assert incompatibility(OLD, NEW) == (
         "this client (Outerstep 0.1.4, protocol 1) and the coordinator (Outerstep 0.2.0, protocol 2) do not speak the same "
         "protocol: upgrade this client to Outerstep 0.2.0"
     )
-    assert why_not(NEW, OLD) == (
+    assert incompatibility(NEW, OLD) == (
         "this client (Outerstep 0.2.0, protocol 2) and the coordinator (Outerstep 0.1.4, protocol 1) do not speak the same "
         "protocol: upgrade the coordinator to Outerstep 0.2.0, or give this client the coordinator's version"
     )
@@ -38,16 +46,19 @@ def test_the_older_side_is_the_one_to_upgrade() -> None:
 
 @pytest.mark.parametrize("told", ["", "1.5", "-1", "²", "one", "9" * 40, "\x1b[31m1"])
 def test_what_is_no_number_is_another_protocol_and_harmless(told: str) -> None:
-    for found in (why_not(said_by_client({"Outerstep-Protocol": told}), OLD), why_not(OLD, Said(told))):
+    for found in (
+        incompatibility(client_version({"Outerstep-Protocol": told}), OLD),
+        incompatibility(OLD, Version(told)),
+    ):
         assert found is not None
-    assert "\x1b" not in str(why_not(said_by_client({"Outerstep-Protocol": told, "User-Agent": told}), OLD))
+    assert "\x1b" not in str(incompatibility(client_version({"Outerstep-Protocol": told, "User-Agent": told}), OLD))
 
 
 @pytest.mark.parametrize(
     "agent", ["python-httpx/0.28", "outerstep/" + "9" * 33, "outerstep/0.1\x1b[31m", "my-outerstep/1"]
 )
 def test_a_version_that_is_none_is_not_repeated(agent: str) -> None:
-    assert said_by_client({"User-Agent": agent}).version is None
+    assert client_version({"User-Agent": agent}).software is None
 
 
 def test_a_directive_of_a_later_version_is_passed_over() -> None:

@@ -1,4 +1,4 @@
-"""docs/wire-format.md is true: its example, followed by hand, and its limits."""
+"""The example and the limits in docs/wire-format.md agree with the code."""
 
 import re
 from pathlib import Path
@@ -12,13 +12,13 @@ from protocol.digest import StateHash, content_digest, digest, model_digest
 from protocol.outer_step import outer_step
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text(encoding="utf-8")
-TEXT = " ".join(PAGE.split())  # lines may end anywhere
+TEXT = " ".join(PAGE.split())  # without line breaks
 ROW = re.compile(r"\s*((?:[0-9a-f]{2} ?)+)(?: {2,}|$)")
 F32 = npt.NDArray[np.float32]
 
 
 def example_payloads() -> list[bytes]:
-    """The blocks marked hex; what stands right of two or more spaces after the bytes is commentary."""
+    """Return the bytes of the blocks marked hex; text after two or more spaces is a comment."""
     return [
         b"".join(bytes.fromhex(row[1]) for line in block.splitlines() if (row := ROW.match(line)))
         for block in re.findall(r"```hex\n(.*?)```", PAGE, re.DOTALL)
@@ -61,7 +61,7 @@ def test_the_example_is_what_this_package_writes_and_reads() -> None:
     assert digest(contribution).hex() in PAGE
     assert content_digest(digest(contribution)) in PAGE
 
-    # The published rules, one after the other: the mean, its encoding, what that means, and the step by it.
+    # The published rules in order: the mean, its encoding, the decoded values, and the outer step.
     mean = np.zeros(5, np.float32)
     CODECS["int8"].accumulate(wire.Payload.from_bytes(contribution).chunk(0), np.float32(2048 / 2048), mean)
     assert f"the accumulator is ({in_words(mean)})" in TEXT
@@ -90,7 +90,7 @@ def state_digest(theta: F32, momentum: F32) -> bytes:
 
 
 def in_words(values: F32) -> str:
-    """To eight places, as the page has them."""
+    """Return values with eight decimals, as the page has them."""
     return ", ".join(f"{value:.8f}".rstrip("0").rstrip(".").replace("-", "−") for value in values.tolist())
 
 

@@ -21,14 +21,14 @@ from coordinator.run.live_run import LiveRun
 from coordinator.run.members import Members
 from coordinator.run.open_round import OpenRound
 from coordinator.screening import judging
-from coordinator.store import files
 from coordinator.store.blobs import Kind
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.tables import UnitRangeRow, WorkerRow
 from coordinator.sync import checking, contributing, deltas, outer_state, publishing, screened
 from coordinator.units import pools
-from coordinator.units.ledger import Range
 from coordinator.workers import assigning, ending, membership
+from outerstep.common import files
+from outerstep.common.ranges import Range
 from protocol.digest import Buffer
 from protocol.messages import FragmentState, Metrics
 from worker.rounds import round as round_

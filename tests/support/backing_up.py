@@ -12,8 +12,7 @@ from coordinator.backup.place import is_whole
 from coordinator.backup.places import Address, place_of
 from coordinator.backup.putting_back import new_admin_token, restore
 from coordinator.store import sqlite
-from coordinator.store.blobs import Reader
-from coordinator.store.files import FileReader
+from coordinator.store.blobs import FileReader, Reader
 
 
 def back_up(

@@ -29,9 +29,9 @@ from tests.support.forks import START
 
 # Passed through by whoever the call is made for.
 _THROUGH = (
-    *("coordinator.store.files", "coordinator.store.blobs", "coordinator.store.directory_blobs"),
+    *("coordinator.store.blobs", "coordinator.store.directory_blobs"),
     *("coordinator.store.database", "coordinator.run.live_run"),
-    *("worker.files", "worker.state.state_dir"),
+    "worker.state.state_dir",
 )
 _RUN = re.compile(r"^runs/[^/]+/?")
 _WORKER = re.compile(r"\.[a-z]+\.[0-9a-f]{16}$")

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from protocol.spec.presets import PRESETS
+from protocol.spec.model import PRESETS
 from tests.support.text import write_text
 from tests.support.tokenizers import write_tokenizer
 from tests.support.trained import save_trained

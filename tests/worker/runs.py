@@ -14,8 +14,7 @@ from worker.data.text import TextData
 from worker.export import load_checkpoint
 from worker.link.client import Client, open_http
 from worker.models.building import build_model
-from worker.state.frozen import frozen_summary
-from worker.state.parameters import tensor_specs
+from worker.state.parameters import frozen_summary, tensor_specs
 
 
 def create(

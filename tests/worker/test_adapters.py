@@ -18,8 +18,7 @@ from worker.errors import ModelError
 from worker.export import export
 from worker.link.client import Client, open_http
 from worker.models.building import build_model, has_initial_parameters, logits_of
-from worker.state.frozen import frozen_summary
-from worker.state.parameters import tensor_specs
+from worker.state.parameters import frozen_summary, tensor_specs
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(20)[None]

@@ -76,6 +76,7 @@ def test_a_place_needs_a_root_that_it_lies_below(text: Path, tmp_path: Path) -> 
     assert refused(source(f"{text}/0.txt"), f"{text}/0.txt") == []
 
 
+@pytest.mark.covers("security:foreign-data-source")
 def test_links_and_dots_are_resolved_before_anything_is_compared(text: Path, tmp_path: Path) -> None:
     root, secret = tmp_path / "root", tmp_path / "secret"
     root.mkdir()
@@ -89,6 +90,7 @@ def test_links_and_dots_are_resolved_before_anything_is_compared(text: Path, tmp
     assert refused(source(text), tmp_path / "alias") == []
 
 
+@pytest.mark.covers("security:foreign-data-source")
 def test_a_wildcard_leads_nowhere_else(text: Path, tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "c.txt").symlink_to(text / "0.txt")
@@ -231,6 +233,7 @@ def coordinator(tmp_path: Path) -> Any:
         yield running
 
 
+@pytest.mark.covers("security:foreign-factory")
 def test_a_worker_runs_no_code_and_reads_nothing_unless_its_owner_says_so(
     coordinator: InThread,
     text: Path,

@@ -14,12 +14,12 @@ import msgpack
 import pytest
 from blake3 import blake3
 
-from outerstep.common.reaching import in_words
+from outerstep.common.connections import error_text
 from protocol import messages, wire
 from protocol.digest import parse_content_digest
 from protocol.errors import PROBLEMS, NoCoordinator, NotUnderstood, Problem, Remedy, UnexpectedAnswer
 from protocol.fragments import Layout
-from protocol.versions import OF_ANSWERS, OURS
+from protocol.versions import OURS, RESPONSE_HEADERS
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
 from worker.errors import Stopped
@@ -27,8 +27,7 @@ from worker.line import transfer
 from worker.line.line import DOWN_FAR_BYTES, UP_FAR_BYTES
 from worker.line.retry import BACKOFF_CAP_S
 from worker.link.client import Client, open_http
-from worker.link.heartbeat import Heartbeat
-from worker.link.membership import Membership
+from worker.link.membership import Heartbeat, Membership
 
 Answer = Callable[[httpx.Request], httpx.Response]
 LIMIT = 1 << 20
@@ -133,7 +132,7 @@ def test_an_outage_of_any_length(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_what_is_in_the_way_is_told_without_what_is_for_programmers(said: str, told: str) -> None:
-    assert in_words(httpx.ReadTimeout(said)) == told
+    assert error_text(httpx.ReadTimeout(said)) == told
 
 
 def distrusted() -> httpx.ConnectError:
@@ -201,6 +200,7 @@ def test_a_proxys_refusal_says_that_it_is_one(status: int) -> None:
         renew(client)
 
 
+@pytest.mark.covers("security:bad-answers")
 def test_a_redirect_is_not_followed() -> None:
     client, _, _ = make_client([httpx.Response(301, headers={"Location": "https://c/x"})])
     with pytest.raises(UnexpectedAnswer, match="redirects to https://c/x"):
@@ -244,6 +244,7 @@ def test_a_lost_answer_to_a_heartbeat_leaves_time_for_another_within_the_lease()
     assert [request.extensions["timeout"]["read"] for request in seen] == [20.0]
 
 
+@pytest.mark.covers("reliability:coordinator-outage")
 def test_giving_up_the_lease_in_order_to_join_again_survives_an_outage() -> None:
     """Found by simulation seed 46: a worker that wanted to start over during an outage died of it."""
     client, clock, seen = make_client([*[httpx.ConnectError("refused")] * 20, httpx.Response(204)])
@@ -469,6 +470,7 @@ def test_damaged_bytes_are_fetched_anew() -> None:
     assert len(clock.slept) == 1
 
 
+@pytest.mark.covers("security:bad-answers")
 def test_too_large_is_refused_before_memory_is_taken() -> None:
     client, _, _ = make_client([httpx.Response(200, headers={"ETag": '"x"', "Content-Length": str(1 << 50)})])
     with pytest.raises(UnexpectedAnswer, match="at most 1048576 can be right"):
@@ -606,7 +608,7 @@ def test_a_header_of_another_build_is_reported_by_its_field_and_both_versions() 
 
     def answer(request: httpx.Request) -> httpx.Response:
         response = server(request)
-        response.headers.update(OF_ANSWERS | {"Outerstep-Version": "0.1.7"})
+        response.headers.update(RESPONSE_HEADERS | {"Outerstep-Version": "0.1.7"})
         return response
 
     client, _, _ = make_client(answer)

@@ -15,7 +15,7 @@ import torch
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
-from worker.script.connecting import membership_of
+from worker.settings import membership_of
 
 ENVIRONMENT = {"OUTERSTEP_URL": "https://coordinator.example.org/", "OUTERSTEP_TOKEN": " secret\n"}
 
@@ -62,8 +62,8 @@ def test_the_line_is_held_to_what_is_given(tmp_path: Path) -> None:
         ({"url": ""}, "url is missing: give url=…, or set OUTERSTEP_URL in the environment"),
         ({"token": ""}, "token is missing: give token=…, or set OUTERSTEP_TOKEN in the environment"),
         ({"url": "coordinator.example.org"}, "url = 'coordinator.example.org': 'coordinator.example.org' is not an address"),
-        ({"name": "Box 1"}, "name = 'Box 1': a name is of small letters, digits, '.', '_' and '-'"),
-        ({"run": "My Run"}, "run = 'My Run': a name is of small letters"),
+        ({"name": "Box 1"}, "name = 'Box 1': a name has at most 63"),
+        ({"run": "My Run"}, "run = 'My Run': a name has at most 63"),
     ],
 )  # fmt: skip
 def test_what_is_missing_or_wrong_is_said(given: dict[str, str], told: str) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from protocol.messages import Metrics
-from worker.accounts.device_use import DeviceUse, peak_flops
+from worker.accounts.machine import DeviceUse, peak_flops
 from worker.accounts.progress import speed_text
 from worker.inner.flops import flops_per_token
 

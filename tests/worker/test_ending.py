@@ -8,7 +8,7 @@ from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
 from worker.link.client import Client
-from worker.link.heartbeat import Heartbeat
+from worker.link.membership import Heartbeat
 
 
 def test_a_stopped_run_ends_its_workers(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_machine_without_the_tokenizer_exports_without_it_and_says_so(
 
 def test_of_a_run_whose_scripts_bring_the_model_the_parameters_are_exported(tmp_path: Path) -> None:
     text = toy.spec(rounds=1).replace('[model]\nfactory = "tests.worker.toy:make_model"\n', "")
-    assert not parse_spec(text).model.is_said
+    assert not parse_spec(text).model.is_given
     with coordinator_thread(tmp_path / "coordinator") as running:
         run = Toy(running, text, tmp_path)
         trained = run.worker("a").model

@@ -14,7 +14,7 @@ from worker.diloco import DiLoCo
 from worker.errors import ModelError
 from worker.export import load_checkpoint
 from worker.link.client import Client, open_http
-from worker.state.frozen import frozen_summary
+from worker.state.parameters import frozen_summary
 
 
 def model(*, frozen: tuple[int, ...] = (0,), dtype: torch.dtype = torch.float32) -> nn.Module:

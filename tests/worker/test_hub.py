@@ -92,6 +92,7 @@ def test_the_shape_needs_no_weights_and_the_weights_are_those_of_the_hub(hub: ty
     assert torch.equal(model.state_dict()["lm_head.weight"], save_trained(tmp_path / "same").lm_head.weight.float())
 
 
+@pytest.mark.covers("security:changed-data")
 def test_all_files_are_of_one_commit(hub: type[Hub], tmp_path: Path) -> None:
     """The branch moves on between the configuration and the weights."""
     newer = save_trained(tmp_path / NEWER, seed=8, shard_size="4KB").lm_head.weight.float()

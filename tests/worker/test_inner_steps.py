@@ -4,7 +4,7 @@ import pytest
 
 from protocol.messages import Action, Assignment
 from protocol.spec.run import RunSpec, parse_spec
-from worker.rounds.inner_steps import InnerSteps
+from worker.rounds.training import InnerSteps
 
 
 def spec(warmup: int = 4) -> RunSpec:

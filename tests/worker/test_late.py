@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import pytest
 
-from protocol.codecs import F32
+from protocol.codecs.base import F32
 from protocol.errors import Problem
 from protocol.messages import Assignment
 from protocol.wire import ContributionHeader, Payload, pack_header
@@ -122,6 +122,7 @@ class Latecomer(Generic[C]):
         return self.clients[-1]
 
 
+@pytest.mark.covers("reliability:late-work")
 def test_late_many_rounds_in_a_row_and_nothing_is_forgotten(tmp_path: Path) -> None:
     """Fragment 1 is late in rounds 0 to 2 and fragment 2 in round 1. The late worker makes progress in round 0 only, and
     the others none, so that no mean takes anything of it: what is handed in each time, and gets through at last, must be

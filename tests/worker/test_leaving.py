@@ -19,12 +19,12 @@ from tests.support.states import zeros_of_state_0
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
-from worker import signals
+from worker import process
 from worker.diloco import DiLoCo
 from worker.errors import Stopped
 from worker.line.transfer import SEND_BYTES
 from worker.link.client import Client, open_http
-from worker.link.grace import HAND_IN_S, Grace
+from worker.process import HAND_IN_S, Grace
 
 
 def contributors(run: Toy, number: int) -> list[list[str]]:
@@ -191,10 +191,10 @@ def test_an_upload_ends_between_two_pieces() -> None:
 
 def test_whatever_hangs_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """An inner step that takes minutes, or a request that nobody answers."""
-    monkeypatch.setattr(signals, "LEAVE_WITHIN_S", 0.01)
+    monkeypatch.setattr(process, "LEAVE_WITHIN_S", 0.01)
     ended: SimpleQueue[int] = SimpleQueue()
     stop = threading.Event()
-    with signals.stop_on_signals(stop, partial(ended.put, Exit.DONE)):
+    with process.stop_on_signals(stop, partial(ended.put, Exit.DONE)):
         os.kill(os.getpid(), signal.SIGTERM)
         assert ended.get(timeout=60) == Exit.DONE
         assert stop.is_set()
@@ -214,7 +214,7 @@ def test_a_wait_for_an_answer_ends_at_once(caplog: pytest.LogCaptureFixture) -> 
     stop = threading.Event()
     with serving(Silent) as url, open_http(url) as http:
         try:
-            with signals.stop_on_signals(stop), pytest.raises(Stopped, match="while it waited"):
+            with process.stop_on_signals(stop), pytest.raises(Stopped, match="while it waited"):
                 Client(http, "r", "t", stop=stop).run_detail()
             assert not released.is_set()
             wait_until(lambda: "asked to stop: handing in what is done" in caplog.text)

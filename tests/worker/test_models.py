@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from protocol.spec.presets import PRESETS
+from protocol.spec.model import PRESETS
 from protocol.spec.run import RunSpec, parse_spec
 from worker.errors import ModelError
 from worker.export import sample
@@ -155,6 +155,7 @@ def test_sampling_is_repeatable() -> None:
 LARGE = '[model.config]\nmodel_type = "llama"\nvocab_size = 300\nhidden_size = 65536\nnum_hidden_layers = 30'
 
 
+@pytest.mark.covers("security:huge-model")
 def test_a_model_is_counted_before_memory_is_taken_for_it() -> None:
     """30 layers of this width and transformers' own intermediate_size are 1.2 TB in fp32."""
     with pytest.raises(ModelError, match=r"model.config has ([0-9,]+) parameters, .*--max-parameters \d+") as refused:
@@ -200,6 +201,7 @@ def test_counting_ends_where_a_model_has_more_tensors_than_a_run(monkeypatch: py
     build_model(spec(TINY), CPU)
 
 
+@pytest.mark.covers("security:huge-model")
 def test_a_directory_with_a_hundred_million_layers(tmp_path: Path) -> None:
     """Nobody reads the config.json of a repository of the hub before it is named."""
     LlamaConfig(num_hidden_layers=100_000_000).save_pretrained(tmp_path)

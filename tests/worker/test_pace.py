@@ -8,7 +8,7 @@ from blake3 import blake3
 
 from protocol import wire
 from tests.support.states import zeros_of_state_0
-from worker.line.pacing import AHEAD_S, Pace
+from worker.line.line import AHEAD_S, Pace
 from worker.link.client import Client
 from worker.settings import WorkerSettings
 

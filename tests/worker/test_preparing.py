@@ -96,6 +96,7 @@ def test_held_out_is_decided_by_the_text_alone(lines: Path, tokenizer: str, tmp_
     assert found[0] == found[1]
 
 
+@pytest.mark.covers("reliability:prepared-token-sets")
 def test_processes_change_nothing(lines: Path, tokenizer: str, tmp_path: Path) -> None:
     prepare(recipe(lines, tokenizer), tmp_path / "alone", processes=1)
     prepare(recipe(lines, tokenizer), tmp_path / "two", processes=2)
@@ -172,6 +173,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.system
+@pytest.mark.covers("reliability:prepared-token-sets")
 def test_killed_it_leaves_nobody_behind_and_finished_shards_alone(lines: Path, tokenizer: str, tmp_path: Path) -> None:
     """By kill -9, with two processes; these waited for ever for tasks from one that was dead."""
     (tmp_path / "killed.py").write_text(KILLED)

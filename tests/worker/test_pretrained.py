@@ -185,6 +185,7 @@ def test_code_beside_the_weights_is_not_run(tmp_path: Path) -> None:
     assert not [name for name in sys.modules if name.endswith("evil")]
 
 
+@pytest.mark.covers("security:code-in-weights")
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     trained = save_trained(tmp_path)
     torch.save(trained.state_dict(), tmp_path / "pytorch_model.bin")
@@ -199,6 +200,7 @@ def test_a_directory_that_is_not_there(source: str) -> None:
         build_model(spec(source), CPU)
 
 
+@pytest.mark.covers("security:code-in-weights")
 def test_no_part_of_a_configuration_names_code(tmp_path: Path) -> None:
     """Of a part that has some transformers asked on the terminal whether to run it."""
     code = {"AutoModel": "somebody/model--modeling.Model"}

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.codecs import F32
-from protocol.spec.privacy import PrivacySpec
+from protocol.codecs.base import F32
+from protocol.spec.sections import PrivacySpec
 from protocol.wire import ContributionHeader, Payload, pack_header
 from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
+from worker.privacy.mechanism import Protection, Spent
 from worker.privacy.noise import KEY_BYTES, with_noise
-from worker.privacy.protecting import Protection
-from worker.privacy.spent import Spent
 from worker.ranks import ALONE
 from worker.state.state_dir import StateDir
 from worker.state.work import Contribution, Late, Missed

@@ -102,6 +102,7 @@ def flip(values: torch.Tensor) -> None:
     values[:1].view(torch.int32).bitwise_xor_(1 << 30)
 
 
+@pytest.mark.covers("reliability:divergence")
 @pytest.mark.parametrize("where", ["theta", "momentum"])
 def test_a_flipped_bit_is_found_and_healed(tmp_path: Path, where: str) -> None:
     """In the middle of round 1: the contribution is refused, the worker takes the run's state again and goes on. θ is

@@ -92,6 +92,7 @@ def final_digest(coordinator: InThread) -> str | None:
         return RunDetail.model_validate(http.get("/v1/runs/r").json()).state_digest
 
 
+@pytest.mark.covers("reliability:remote-token-set")
 def test_units_and_held_out_batches_are_those_of_the_same_set_in_a_directory(
     server: FileServer, directory: Path, opened: Opened, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as schedulers
 
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
-from worker.script.schedules import RunSchedules
+from worker.script.optimizers import RunSchedules
 
 TOTAL = 12
 MAKE: dict[str, Callable[[Optimizer], schedulers.LRScheduler]] = {

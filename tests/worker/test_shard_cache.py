@@ -84,6 +84,7 @@ def test_a_try_goes_on_where_the_last_one_broke_off(tmp_path: Path) -> None:
     assert shelf.read == [(1, 0), (1, 70_000), (1, 70_000), (1, 90_000)]
 
 
+@pytest.mark.covers("security:changed-data", "security:hostile-data-server")
 def test_an_altered_shard_is_refused_and_nothing_is_kept(tmp_path: Path) -> None:
     good = Shelf().wanted(1)
     bad = Wanted(good.digest, SIZE, "https://there/train-1.bin", lambda start: iter([content(2)[start:]]))
@@ -272,6 +273,7 @@ def test_workers_that_want_the_same_shard_fetch_it_once(tmp_path: Path) -> None:
     assert asked == [0]
 
 
+@pytest.mark.covers("reliability:remote-token-set")
 def test_many_workers_in_a_small_directory_all_read_what_is_right(tmp_path: Path) -> None:
     """Each deletes what others have just fetched, or fetch."""
     limit, size = 5 * 4000, 4000
@@ -308,6 +310,7 @@ def served(url: str) -> Wanted:
     return Wanted(digests(1)[0], SIZE, files.url("1.bin"), lambda start: files.read("1.bin", start, SIZE))
 
 
+@pytest.mark.covers("reliability:killed-fetch")
 def test_who_is_killed_in_the_middle_leaves_a_part_that_the_next_one_goes_on_with(tmp_path: Path) -> None:
     server = FileServer({"/1.bin": content(1)})
     held = threading.Event()

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.digest import digest
 from tests.support.states import LAYOUT, empty_state
 from worker.errors import StateDirBusy
 from worker.state import snapshot
 from worker.state.fragments import host_copy
-from worker.state.nested import with_each_tensor
+from worker.state.optimizer_state import with_each_tensor
 from worker.state.outer_state import OuterState
 from worker.state.snapshot import Snapshot
 from worker.state.state_dir import SNAPSHOT, STATE, MemberTokens, StateDir
@@ -110,36 +109,6 @@ def test_round_trip_while_fragments_travel(files: StateDir) -> None:
         assert torch.equal(before, after)
 
 
-def test_a_snapshot_of_an_older_process_is_read(files: StateDir) -> None:
-    """Those that torch wrote as zip files, with work as one document of all fragments, and one inner optimizer."""
-    n = LAYOUT.elements
-    deltas, theta, momentum = ([torch.randn(each) for each in n] for _ in range(3))
-    state = empty_state()
-    for p in range(len(n)):
-        state.set(p, theta[p], momentum[p])
-    late = {1: {"lacking": torch.ones(n[1]), "share": 0.5, "rounds": [5, 6]}}
-    common = {"round": 7, "units": [[3, 9]], "weight": 4, "inner_steps": 6, "loss": 0.25}
-    own = {"version": 6, "identity": "me", "digests": state.digests}
-    work = common | {"norms": [0.1, 0.2], "deltas": deltas, "late": late}
-    rest = {"work": work, "partial": False, "inner_optimizer": {"state": {}}, "warmup_left": 3, "slot": 0}
-    for name, document in ((SNAPSHOT, own | rest), (STATE.format(0), own | {"theta": theta, "momentum": momentum})):
-        torch.save(document, files.path / name)
-        content = (files.path / name).read_bytes()
-        (files.path / name).write_bytes(content + digest(content))
-    loaded, fresh = load(files)
-    assert loaded is not None
-    assert isinstance(loaded.work, Work)
-    assert (fresh.round, fresh.digest()) == (7, state.digest())
-    first, second = loaded.work.contributions
-    assert torch.equal(first.delta, deltas[0])
-    assert torch.equal(second.delta, deltas[1])
-    assert (first.late, first.norm, second.norm, second.fragment) == (None, 0.1, 0.2, 1)
-    assert second.late is not None
-    assert second.late.rounds == [5, 6]
-    assert (second.units, second.weight, second.inner_steps, second.loss) == ([[3, 9]], 4, 6, 0.25)
-    assert loaded.inner_optimizers == [{"state": {}}]
-
-
 def test_writing_leaves_the_options_of_torch_alone(files: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are the whole process's: a script of the user's may save a model of its own on another thread."""
 
@@ -187,6 +156,7 @@ def test_a_damaged_one_is_ignored_and_says_so(files: StateDir, caplog: pytest.Lo
         assert [message.split(" (")[0] for message in caplog.messages] == [f"{path} is damaged"]  # once
 
 
+@pytest.mark.covers("reliability:damaged-snapshot")
 @pytest.mark.parametrize("name", [SNAPSHOT, STATE.format(0)])
 def test_flipped_bytes_never_pass_for_what_was_saved(files: StateDir, name: str) -> None:
     """Bytes that changed on the disk are noticed, wherever they are, and nothing is raised."""
@@ -211,6 +181,7 @@ def test_work_without_the_state_it_was_done_on_is_ignored(files: StateDir, caplo
     assert "No such file" in missing
 
 
+@pytest.mark.covers("security:code-in-weights")
 def test_unpickling_runs_no_code(files: StateDir, tmp_path: Path) -> None:
     class Bomb:
         def __reduce__(self):
@@ -251,6 +222,7 @@ def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.covers("security:local-users")
 def test_the_member_token_is_private(files: StateDir) -> None:
     assert files.member_tokens() == MemberTokens(None, None)
     files.save_member_tokens(MemberTokens("secret", "next"))

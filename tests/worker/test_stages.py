@@ -8,8 +8,7 @@ import torch
 
 from protocol.messages import Stage
 from worker.accounts.progress import Progress
-from worker.accounts.stages import Stages
-from worker.accounts.traffic import Traffic
+from worker.accounts.stages import Stages, Traffic
 
 
 class Clock:

@@ -10,15 +10,15 @@ from protocol import wire
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
 from tests.support.waiting import wait_until
-from worker.line import stalls
+from worker.line import connections
 from worker.link.client import Client, open_http
-from worker.rounds.approach import AHEAD_S, Approach
+from worker.rounds.schedule import AHEAD_S, Approach
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalls, "SILENT_S", 0.2)
-    monkeypatch.setattr(stalls, "LOOKS_S", 0.05)
+    monkeypatch.setattr(connections, "SILENT_S", 0.2)
+    monkeypatch.setattr(connections, "LOOKS_S", 0.05)
 
 
 def test_an_upload_that_nobody_takes_any_more_is_sent_over_a_new_connection() -> None:
@@ -77,7 +77,7 @@ def test_a_coordinator_that_takes_its_time_to_answer_is_waited_for() -> None:
     class Slow(Handler, BaseHTTPRequestHandler):
         def do_PUT(self) -> None:
             requests.append(self.rfile.read(int(self.headers["Content-Length"])))
-            threading.Event().wait(10 * stalls.SILENT_S)
+            threading.Event().wait(10 * connections.SILENT_S)
             self.created()
 
     with serving(Slow) as url, open_http(url) as http:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from protocol.spec.sections import InnerSpec
-from worker.accounts.device_use import DeviceUse
+from worker.accounts.machine import DeviceUse
 from worker.inner import loss as loss_module
 from worker.inner.compiling import compile_model
 from worker.inner.head import find_head

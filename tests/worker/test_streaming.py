@@ -100,6 +100,7 @@ class Due:
         assert came, f"round {round_number}, fragment {p}: the training waits for a delta before step {merged}"
 
 
+@pytest.mark.covers("reliability:overlap")
 @EVERY
 def test_the_training_goes_on_until_the_delta_is_needed(tmp_path: Path, sync: str) -> None:
     text = spec(sync)
@@ -113,6 +114,7 @@ def test_the_training_goes_on_until_the_delta_is_needed(tmp_path: Path, sync: st
         assert run.final().state_digest == run.told("a").state_digest
 
 
+@pytest.mark.covers("reliability:overlap")
 @pytest.mark.parametrize(
     ("sync", "steps"),
     [

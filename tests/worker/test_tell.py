@@ -9,18 +9,18 @@ from pydantic import ValidationError
 
 from harness.coordinator import coordinator_thread
 from outerstep.common.exit_codes import Exit
-from protocol.host import Tell
-from protocol.messages import Metrics, WorkerInfo
+from protocol.messages import HostDetail, Metrics, WorkerInfo
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
 from tests.support.workers import worker_settings
-from worker.accounts.host import SOME, host_facts, told_facts, told_metrics
+from worker.accounts.machine import SOME, host_facts, told_facts, told_metrics
 from worker.agent import run_worker
 from worker.settings import BoxSettings
 
 ALL = {"host", "device", "threads", "kernels", "torch", "python", "precision"}
 
 
+@pytest.mark.covers("security:training-data-leak")
 def test_what_is_told() -> None:
     facts = host_facts(torch.device("cpu")) | {"precision": "fp32"}
     assert facts.keys() == ALL
@@ -47,7 +47,7 @@ def test_the_machines_name_is_not_told_by_the_workers() -> None:
 
 
 @pytest.mark.parametrize("tell", ["all", "some", "nothing"])
-def test_what_a_coordinator_knows(tell: Tell, tmp_path: Path) -> None:
+def test_what_a_coordinator_knows(tell: HostDetail, tmp_path: Path) -> None:
     text = write_chapters(tmp_path / "text")
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(tiny_spec("r", text, seed=1, rounds=1, min_workers=1))

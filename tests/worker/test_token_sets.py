@@ -316,6 +316,7 @@ def grow(path: Path) -> None:
         file.write(b"xx")
 
 
+@pytest.mark.covers("reliability:damaged-shard")
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -333,6 +334,7 @@ def test_a_damaged_shard_is_told_at_the_start(prepared: Path, damage: Callable[[
         open_training_set(spec(prepared))
 
 
+@pytest.mark.covers("reliability:damaged-shard")
 def test_an_altered_shard_is_told_when_it_is_used_first(prepared: Path) -> None:
     data = open_training_set(spec(prepared))
     content = bytearray((prepared / "train-00003.bin").read_bytes())

@@ -13,7 +13,7 @@ from worker.data.text import TextData
 from worker.inner.evaluation import evaluate
 from worker.inner.loss import mean_loss
 from worker.inner.schedules import SCHEDULES, Schedule, learning_rate
-from worker.rounds.seeds import round_seed
+from worker.rounds.training import round_seed
 
 CPU = torch.device("cpu")
 

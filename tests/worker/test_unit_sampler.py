@@ -18,8 +18,8 @@ from tests.worker.toy import Toy, at_once, coordinator_thread
 from worker.diloco import DiLoCo
 from worker.errors import ModelError
 from worker.ranks import Ranks
-from worker.rounds.inner_steps import InnerSteps
-from worker.script.sampler import UnitSampler
+from worker.rounds.training import InnerSteps
+from worker.script.loader import UnitSampler
 
 BATCH, ROUNDS = 4, 3
 ROWS = BATCH * toy.STEPS * ROUNDS  # what one worker trains on

@@ -15,7 +15,7 @@ from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
 from worker.errors import ModelError, StateDirBusy, Stopped
-from worker.script.usable import usable_optimizers
+from worker.script.optimizers import usable_optimizers
 
 
 class Wrapper(Optimizer):

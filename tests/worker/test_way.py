@@ -8,10 +8,8 @@ from functools import partial
 import pytest
 
 from tests.support.waiting import wait_until
-from worker.line.meter import LEAST_MEASURED_BYTES, WINDOW_S
-from worker.line.pacing import Pace
-from worker.line.way import Turn, Way
-from worker.line.width import Width
+from worker.line.line import Pace, Turn, Way
+from worker.line.meter import LEAST_MEASURED_BYTES, WINDOW_S, Width
 
 LEAST_PART_BYTES, MOST_PART_BYTES = 1000, 50_000
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from worker.line.width import TRIED_AGAIN, Width
+from worker.line.meter import TRIED_AGAIN, Width
 
 Line = Callable[[int], float]  # connections -> bytes per second
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker.state.units import first_units, units_left
-from worker.state.work import Carry, Contribution, Late, Missed
+from worker.state.work import Carry, Contribution, Late, Missed, first_units, units_left
 
 
 def contribution(delta: Tensor, *, round_number: int = 3, late: Late | None = None) -> Contribution:

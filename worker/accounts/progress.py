@@ -13,11 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from outerstep.common.text import PACE_ROUNDS, UNKNOWN, duration_text, rate_text, sparkline, to_go_s
+from outerstep.common.quantities import PACE_ROUNDS, UNKNOWN, duration_text, learning_rate_text, remaining_s, sparkline
 from protocol.messages import Metrics, RoundReport, Stage
-from worker.accounts.device_use import DeviceUse
-from worker.accounts.stages import Stages
-from worker.accounts.traffic import Traffic
+from worker.accounts.machine import DeviceUse
+from worker.accounts.stages import Stages, Traffic
 from worker.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
@@ -154,12 +153,12 @@ class Progress:
             round_number,
             UNKNOWN if metrics.loss is None else f"{metrics.loss:.4f}",
             sparkline(self._told),
-            rate_text(metrics.learning_rate),
+            learning_rate_text(metrics.learning_rate),
             speed_text(metrics),
             report.upload_bytes / 1e6,
             report.download_bytes / 1e6,
             duration_text(now - (self._began or 0.0)),
-            duration_text(to_go_s(self._lengths, self._rounds - round_number - 1)),
+            duration_text(remaining_s(self._lengths, self._rounds - round_number - 1)),
             ", ".join(f"{stage} {report.seconds[stage]:.2f}" for stage in Stage if stage in report.seconds),
         )
 

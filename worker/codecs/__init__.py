@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from protocol import wire
-from protocol.codecs import CODECS, REFERENCE, Codec
+from protocol.codecs import CODECS, REFERENCE
+from protocol.codecs.base import Codec
 from protocol.digest import Buffer
 from protocol.errors import UnexpectedAnswer
 

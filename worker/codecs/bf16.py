@@ -10,7 +10,7 @@ def encode(x: Tensor) -> Tensor:
     half = x.to(torch.bfloat16)
     # Rounding can make infinity of a finite value, never the reverse: looking at the result is enough.
     if not bool(torch.isfinite(half).all()):
-        raise CodecError("bf16: the values contain NaN, infinity or more than bf16 can hold")
+        raise CodecError("bf16: the values contain NaN, infinity or values too large for bf16")
     return half.view(torch.uint8)
 
 

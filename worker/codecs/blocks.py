@@ -40,7 +40,7 @@ def _encode_rows(name: str, x: Tensor, most: int, scales: Tensor, codes: Tensor)
     # The pattern of a finite value plus 0xFFFF fits int32; a scale's pattern is positive, so >> shifts in zeros.
     bits = (absmax / divisor).view(torch.int32).add_(0xFFFF).bitwise_right_shift_(16).clamp_(min=MIN_SCALE_BITS)
     if not bool(torch.isfinite(absmax).all()) or bool((bits > MAX_SCALE_BITS).any()):
-        raise CodecError(f"{name}: the values contain NaN, infinity or more than {most} · 2^120")
+        raise CodecError(f"{name}: the values contain NaN, infinity or a magnitude above {most} · 2^120")
     scales.copy_(bits)
     scale = bits.bitwise_left_shift_(16).view(torch.float32)
     torch.mul(x, scale.reciprocal()[:, None], out=values)
@@ -58,7 +58,7 @@ def means(name: str, x: Tensor, block: int) -> Tensor:
         sums = sums[:, :half] + sums[:, half:]
     result = sums[:, 0]
     if not bool(torch.isfinite(result).all()):
-        raise CodecError(f"{name}: the values contain NaN or infinity, or are too large to add up in fp32")
+        raise CodecError(f"{name}: the values contain NaN or infinity, or their sum is too large for fp32")
     # A tensor, as in _encode_rows.
     counts = torch.full((blocks,), float(block), device=x.device)
     counts[-1] = float(len(x) - (blocks - 1) * block)

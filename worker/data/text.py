@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from outerstep.common.reaching import in_words
+from outerstep.common.connections import error_text
 from protocol.spec.run import RunSpec
 from worker.data.ids import BYTES
 from worker.data.sequences import InMemory, Sequences
@@ -31,7 +31,7 @@ class TextData(Sequences):
             check_text(source, files)
             self.training, self.held_out, digest = _read(files, spec.data.holdout)
         except OSError as error:
-            raise DataError(f"data.source = {source!r}: {in_words(error)}") from error
+            raise DataError(f"data.source = {source!r}: {error_text(error)}") from error
         super().__init__(
             spec,
             InMemory(self.training),

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from protocol.spec.sections import OPTIMIZERS, InnerSpec
 from worker.errors import ModelError
-from worker.user_code import called
+from worker.models.user_code import called
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,11 @@
-"""A run's checkpoint, put into a model."""
+"""A run's checkpoint, put into a model.
+
+Where a run's state 0 comes from, if not from the model as every worker builds it.
+"""
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,14 +15,14 @@ from protocol.errors import Problem
 from protocol.fragments import Layout, first_difference
 from protocol.messages import CheckpointDetail, RunDetail, RunState
 from protocol.outer_step import reached
+from protocol.spec.model import MAX_PARAMETERS, ModelSpec
 from protocol.spec.sections import OuterSpec
-from protocol.spec.sizes import MOST_PARAMETERS
 from worker.codecs import unpack_payload
 from worker.errors import ModelError
 from worker.link.client import Client
+from worker.models.building import has_initial_parameters, load_weights
 from worker.state.fragments import Fragments
-from worker.state.frozen import frozen_summary
-from worker.state.parameters import tensor_specs
+from worker.state.parameters import frozen_summary, tensor_specs
 
 _HOST = torch.device("cpu")
 _PAUSE_S = 0.2
@@ -55,7 +59,7 @@ def load_parameters(client: Client, model: nn.Module, state_round: int | None = 
 
 
 def load_bare_parameters(
-    client: Client, state_round: int | None = None, max_parameters: int = MOST_PARAMETERS
+    client: Client, state_round: int | None = None, max_parameters: int = MAX_PARAMETERS
 ) -> nn.Module:
     """Return a module that is nothing but the trained parameters of a checkpoint, otherwise as `load_parameters` has
     them, by their names. Raises ModelError if the checkpoint says that it has more than `max_parameters`."""
@@ -123,3 +127,34 @@ def _fetch_into(model: nn.Module, client: Client, checkpoint: CheckpointDetail, 
         theta, momentum = unpack_payload(payload, _HOST, 2 * elements).numpy().reshape(2, elements)
         point = reached(theta, momentum, learning_rate=outer.learning_rate, beta=outer.momentum)
         fragments.scatter(p, torch.from_numpy(point))
+
+
+def initial_parameters(model: nn.Module, spec: ModelSpec, client: Client | None = None) -> Callable[[], None] | None:
+    """Return what puts state 0 into `model`, as `build_model` made it; None if it is there.
+
+    Only the worker that seeds the run calls it, so only that one needs the weights. Raises ModelError where they are
+    another run's and there is no coordinator to ask for them.
+    """
+    if spec.run is not None:
+        if client is None:
+            raise ModelError(
+                f"model.run = {spec.run!r}: without the run's coordinator nobody has its checkpoint; export it, and "
+                "give that directory as model.pretrained"
+            )
+        return partial(_load_run, client.on(spec.run), model, spec.round)
+    if has_initial_parameters(model, spec):
+        return None
+    return partial(load_weights, model, spec)
+
+
+def _load_run(client: Client, model: nn.Module, state_round: int | None) -> None:
+    try:
+        found = load_parameters(client, model, state_round)
+    except ModelError as error:
+        raise ModelError(
+            f"model.run = {client.run!r}: {error}; give the same shape, or the run's export as model.pretrained"
+        ) from error
+    except Problem as problem:
+        checkpoint = "" if state_round is None else f", model.round = {state_round}"
+        raise ModelError(f"model.run = {client.run!r}{checkpoint}: {problem.detail}") from problem
+    log.info("state 0 is checkpoint %d of the run %s", found, client.run)

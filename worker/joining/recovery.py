@@ -4,19 +4,28 @@ checkpoint by the deltas since, whichever is fewer bytes.
 As databases do it (base backup and log). A worker that missed a few rounds replays their deltas; one that missed
 many takes the latest checkpoint; a newcomer's freshly built model often is state 0, and then it replays as well.
 Nothing is taken on trust: every delta names the state that it belongs to, every checkpoint its digests.
+
+Seeding: the run's first worker makes state 0 of its own model.
 """
 
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
+
+import torch
 
 from protocol import wire
 from protocol.errors import Problem
 from protocol.messages import CheckpointDetail
 from protocol.spec.run import RunSpec
+from worker.codecs import pack_fragment
 from worker.errors import Resync
 from worker.link.client import MAX_LISTED, Client
+from worker.link.membership import Membership
+from worker.ranks import ALONE, Ranks
+from worker.state.fragments import Fragments
 from worker.state.outer_state import OuterState
 
 _REPLAYED = 4  # fragments at a time
@@ -112,3 +121,39 @@ def _replay(client: Client, spec: RunSpec, state: OuterState, start: int, target
 def _each_fragment(state: OuterState, act: Callable[[int], T], threads: int) -> list[T]:
     with ThreadPoolExecutor(threads, "recovery") as executor:
         return list(executor.map(act, state.own))
+
+
+def seed(
+    membership: Membership,
+    spec: RunSpec,
+    fragments: Fragments,
+    state: OuterState,
+    initial: Callable[[], None] | None = None,
+    ranks: Ranks = ALONE,
+) -> None:
+    """Make the model state 0, here and on the coordinator: as it is, or as `initial` leaves it. Of several `ranks` each
+    sends the fragments that it owns. Raises what `initial` raises, and Problem `state-conflict` where another worker
+    was asked to in the meantime."""
+    state.round = None
+    if initial is not None:
+        initial()
+    state.take(fragments)
+    ranks.together(lambda: _send(membership, spec, state))
+    state.round = 0
+
+
+def _send(membership: Membership, spec: RunSpec, state: OuterState) -> None:
+    client = membership.client
+    for p in state.own:
+        vector = torch.cat([state.theta[p], state.momentum[p]])
+        frames = pack_fragment(vector, "fp32", zstd=spec.sync.zstd)
+        header = wire.StateHeader(
+            run=client.run,
+            round=0,
+            fragment=p,
+            codec="fp32",
+            elements=len(vector),
+            chunk_elements=wire.CHUNK_ELEMENTS,
+            frame_bytes=[len(frame) for frame in frames],
+        )
+        membership.act(partial(client.seed, header=header, frames=frames))

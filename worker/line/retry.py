@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import httpx
 from tenacity import RetryCallState, Retrying, retry_if_exception
 
-from outerstep.common.reaching import check_address, in_words
+from outerstep.common.connections import check_address, error_text
 from protocol.errors import NoCoordinator, NotUnderstood, Problem, Remedy, Transient, UnexpectedAnswer
 from worker.errors import Stopped
 
@@ -199,7 +199,7 @@ def is_transient(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """Return the fault in words."""
     if isinstance(error, httpx.TransportError):
-        return f"the coordinator at {_address(error)} cannot be reached: {in_words(error)}"
+        return f"the coordinator at {_address(error)} cannot be reached: {error_text(error)}"
     return str(error)
 
 

@@ -32,13 +32,11 @@ from protocol import wire
 from protocol.digest import Buffer, content_digest
 from protocol.errors import BeyondLimits, Problem, Transient, UnexpectedAnswer
 from protocol.messages import PartReply, Stage
-from protocol.versions import Said, said_by_coordinator
-from worker.accounts.stages import Stages
-from worker.accounts.traffic import Traffic
+from protocol.versions import Version, coordinator_version
+from worker.accounts.stages import Stages, Traffic
 from worker.errors import Stopped
-from worker.line.line import Line
+from worker.line.line import Line, Range, Turn
 from worker.line.retry import Retry, Signal
-from worker.line.way import Range, Turn
 
 SEND_BYTES = 1 << 15
 _RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18})")
@@ -229,7 +227,7 @@ class Download:
         self._channel, self._path_now, self._limit_bytes, self._digest = channel, path, limit_bytes, digest
         self.path, self._expected_bytes, self._again = path(), expected_bytes, again
         self._headers = {**headers, "Accept-Encoding": "identity"}
-        self.coordinator = Said(None)
+        self.coordinator = Version(None)
         self._lock = threading.Lock()
         self._etag, self._data = "", memory(0)
         self._not_published: Problem | None = None
@@ -279,7 +277,7 @@ class Download:
                 self._check_behind(answer, part)
                 return
             raise_for_problem(answer)
-            self.coordinator = said_by_coordinator(answer.headers)
+            self.coordinator = coordinator_version(answer.headers)
             at, stop = self._begin(answer, part)
             for chunk in channel.received(answer, turn):
                 part.take(self._data, chunk, at)

@@ -20,19 +20,17 @@ import httpx
 from pydantic import BaseModel
 
 from outerstep.common.answers import ERROR_BYTES, Reply, beginning, raise_for_problem, read_body, read_message
-from outerstep.common.reaching import trusting
+from outerstep.common.connections import ssl_context
 from protocol import messages, wire
 from protocol.digest import Buffer
 from protocol.errors import BeyondLimits, NotUnderstood, Problem, Transient, UnexpectedAnswer, WireError
 from protocol.spec.run import MAX_SPEC_BYTES
-from protocol.versions import OURS, both_named, of_requests
-from worker.accounts.round_trace import RoundTrace
-from worker.accounts.stages import Stages
-from worker.accounts.traffic import Traffic
+from protocol.versions import OURS, different_builds, request_headers
+from worker.accounts.stages import RoundTrace, Stages, Traffic
 from worker.line.line import DOWN, UP, Line
 from worker.line.retry import Retry, Signal
 from worker.line.transfer import CONNECT_S, LONG_POLL_S, Channel, Download, Upload
-from worker.signals import interruptible
+from worker.process import interruptible
 
 TIMEOUT = httpx.Timeout(connect=CONNECT_S, read=60.0, write=60.0, pool=None)  # of silence, not of a transfer
 KEPT_OPEN_S = 50.0  # a connection without requests; the coordinator closes it after 75 s, and many a proxy after 60
@@ -50,8 +48,8 @@ def open_http(url: str, ca: Path | None = None) -> httpx.Client:
     in the file `ca` too. Close it after use. Raises ValueError for a file without certificates."""
     most = UP[1] + DOWN[1] + OTHERS
     limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_OPEN_S)
-    headers = of_requests("worker")
-    return httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, limits=limits, verify=trusting(ca))
+    headers = request_headers("worker")
+    return httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, limits=limits, verify=ssl_context(ca))
 
 
 class Client:
@@ -323,7 +321,7 @@ def _payload(download: Download) -> wire.Payload:
     try:
         return wire.Payload.from_bytes(data)
     except WireError as error:
-        raise NotUnderstood(f"{download.path}: {error}; {both_named(OURS, download.coordinator)}") from error
+        raise NotUnderstood(f"{download.path}: {error}; {different_builds(OURS, download.coordinator)}") from error
 
 
 def _pass_over(response: httpx.Response) -> None:

@@ -1,15 +1,24 @@
-"""This worker's place in the run: it joins, and joins again whenever its lease has ended."""
+"""This worker's place in the run: it joins, and joins again whenever its lease has ended.
+
+The membership of a worker of several processes: rank 0 holds the lease, and all act with its member token.
+
+The heartbeat: a thread that renews the lease three times per term and learns whether the run still wants this
+worker.
+"""
 
 import logging
 import secrets
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
 
-from protocol.errors import Problem, UnexpectedAnswer
+from protocol.errors import OuterstepError, Problem, UnexpectedAnswer
 from protocol.fragments import first_difference
-from protocol.messages import DataSummary, JoinReply, JoinRequest, LeaveRequest, Metrics, RoundReport
+from protocol.messages import DataSummary, Directive, JoinReply, JoinRequest, LeaveRequest, Metrics, RoundReport
+from worker.errors import Stopped
 from worker.link.client import Client
+from worker.ranks import Ranks
 from worker.state.state_dir import MemberTokens, StateDir
 
 T = TypeVar("T")
@@ -111,3 +120,104 @@ class Membership:
         if self._files:
             self._files.save_member_tokens(MemberTokens(reply.member_token, None))
         return reply
+
+
+_TOKEN = "member-token"
+_POLL_S = 0.2  # between looks at the store
+
+
+class SharedMembership(Membership):
+    """Rank 0 joins, and puts each new member token where all `ranks` find it; the others wait for it there. Its
+    heartbeat alone finds out within a third of a lease that this has ended, so they never wait for long.
+
+    To be made by all processes at once.
+    """
+
+    def __init__(self, client: Client, worker: str, request: JoinRequest, files: StateDir | None, ranks: Ranks) -> None:
+        super().__init__(client, worker, request, files)
+        self._ranks, self._store = ranks, ranks.store()
+
+    def join(self) -> JoinReply:
+        reply = self._ranks.by_first(super().join)
+        self._token = reply.member_token
+        return reply
+
+    def start_over(self) -> None:
+        self._ranks.by_first(super().start_over)
+
+    def _renew(self, ended: str) -> None:
+        if self._ranks.is_first:
+            super()._renew(ended)
+            return
+        while (token := self._store.get(_TOKEN).decode()) == ended:
+            self.client.pause(_POLL_S)
+        self._token = token
+
+    def _join(self, previous: str | None, proposed: str | None = None) -> JoinReply:
+        reply = super()._join(previous, proposed)
+        self._store.set(_TOKEN, reply.member_token)
+        return reply
+
+
+class Heartbeat:
+    """The thread that renews the lease, from `with` to its end. `run_ended` is set whenever the coordinator says
+    `stop`; `failure` is what ended it early."""
+
+    def __init__(self, membership: Membership, lease_s: float, metrics: Callable[[], Metrics]) -> None:
+        self._done, self._wake = threading.Event(), threading.Event()
+        # It goes on while the worker that was asked to stop finishes its step: the lease must last until it leaves.
+        # And a lost answer must not cost the lease: there is time for another try.
+        self._client = membership.client.until(self._done, silence_s=lease_s / 3)
+        self._membership, self._metrics = membership, metrics
+        self._interval_s = lease_s / 3
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self.run_ended = threading.Event()
+        self._directive = Directive.CONTINUE
+        self.failure: OuterstepError | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._wake.set()
+        # A request may still be under way; nothing depends on it any more, and the thread is a daemon.
+        self._thread.join(timeout=1)
+
+    def beat_now(self) -> None:
+        """Renew the lease soon: there is news in the metrics that the coordinator acts upon."""
+        self._wake.set()
+
+    def raise_failure(self) -> None:
+        """Raise what ended it early, if anything did."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(self._interval_s)
+            if self._done.is_set():
+                return
+            self._wake.clear()
+            try:
+                self.beat()
+            except Stopped:
+                return
+            except OuterstepError as error:
+                # A refusal for good, of the rejoin for example. The training loop raises it at its next step.
+                self.failure = error
+                return
+
+    def beat(self) -> None:
+        """Renew the lease, and do what the answer says."""
+        worker, metrics = self._membership.worker, self._metrics()
+        reply = self._membership.act(lambda token: self._client.renew_lease(token, worker, metrics))
+        self._interval_s = reply.lease_s / 3
+        if reply.directive is not self._directive and reply.directive is not Directive.CONTINUE:
+            log.info("the coordinator says %s: %s", reply.directive, reply.reason)
+        self._directive = reply.directive
+        if reply.directive is Directive.STOP:
+            self.run_ended.set()

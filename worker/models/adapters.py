@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from protocol.spec.sections import ModelSpec
+from protocol.spec.model import ModelSpec
 from worker.errors import ModelError
 
 if TYPE_CHECKING:

@@ -12,27 +12,25 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from protocol.spec.presets import EMBEDDINGS, PRESETS
+from protocol.spec.model import EMBEDDING_STD, MAX_PARAMETERS, PRESETS, ModelSpec
 from protocol.spec.run import RunSpec
-from protocol.spec.sections import ModelSpec
-from protocol.spec.sizes import MOST_PARAMETERS
 from worker.errors import ModelError
 from worker.models.adapters import import_peft, with_adapters
 from worker.models.counting import check_size
 from worker.models.pretrained import Pretrained, names_code
 from worker.models.refusing import refusing
-from worker.user_code import called
+from worker.models.user_code import called
 
 _SEEDING = threading.Lock()
 
 log = logging.getLogger(__name__)
 
 
-def build_model(spec: RunSpec, device: torch.device, max_parameters: int = MOST_PARAMETERS) -> nn.Module:
+def build_model(spec: RunSpec, device: torch.device, max_parameters: int = MAX_PARAMETERS) -> nn.Module:
     """Return the run's model in float32 on `device`, with its initial parameters, unless `load_weights` brings them.
     Raises ModelError if it cannot be built, and before memory is taken for it if it has more than `max_parameters`; how
     many one has that a function returns is known only afterwards."""
-    if not spec.model.is_said:
+    if not spec.model.is_given:
         raise ModelError(f"the run {spec.name} does not say what its model is: its workers are scripts that bring it")
     # The lock: torch's default generator belongs to the whole process.
     with _SEEDING, torch.random.fork_rng(devices=[]):
@@ -106,8 +104,8 @@ def _transformers_model(spec: RunSpec, device: torch.device, max_parameters: int
             config, attn_implementation=_attention(device), trust_remote_code=False
         )
     embeddings = model.get_input_embeddings()
-    if spec.model.preset in EMBEDDINGS and isinstance(embeddings, nn.Embedding):
-        nn.init.normal_(embeddings.weight, std=EMBEDDINGS[spec.model.preset])
+    if spec.model.preset in EMBEDDING_STD and isinstance(embeddings, nn.Embedding):
+        nn.init.normal_(embeddings.weight, std=EMBEDDING_STD[spec.model.preset])
     return model.float()
 
 

@@ -12,7 +12,7 @@ from torch.nn.modules import module as registering
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from protocol.messages import MAX_TENSORS
-from protocol.spec.sizes import MOST_LAYERS
+from protocol.spec.model import MAX_LAYERS
 from worker.errors import ModelError
 from worker.models.refusing import refusing
 
@@ -23,10 +23,10 @@ class _TooMany(Exception):
 
 def check_size(config: PreTrainedConfig, said: str, most: int, attention: str) -> None:
     """Raise ModelError if the model of `config` has more than `most` elements in its parameters and buffers, more than
-    MOST_LAYERS layers, or more than MAX_TENSORS tensors. `said`: what the spec calls it."""
+    MAX_LAYERS layers, or more than MAX_TENSORS tensors. `said`: what the spec calls it."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise ModelError(f"{said} has {layers:,} layers; at most {MOST_LAYERS:,} are allowed")
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise ModelError(f"{said} has {layers:,} layers; at most {MAX_LAYERS:,} are allowed")
     try:
         with (
             refusing(f"transformers cannot build {said}"),

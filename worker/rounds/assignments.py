@@ -6,11 +6,11 @@ from collections.abc import Callable
 from protocol.errors import Problem
 from protocol.messages import Action, Assignment
 from worker.accounts.progress import Progress
-from worker.joining import recovery, seeding
+from worker.joining import recovery
 from worker.ranks import Ranks
 from worker.rounds.exchange import Exchange
 from worker.state.fragments import Fragments
-from worker.state.units import UnitRanges
+from worker.state.work import UnitRanges
 
 _PAUSE_S = 0.2  # between long polls
 
@@ -71,7 +71,7 @@ class Assignments:
         self.untouched = False
         try:
             spec, state = self._exchange.spec, self._exchange.state
-            seeding.seed(self._membership, spec, self._fragments, state, self._initial, self._ranks)
+            recovery.seed(self._membership, spec, self._fragments, state, self._initial, self._ranks)
         except Problem as problem:
             if problem.slug != "state-conflict":
                 raise

@@ -19,12 +19,11 @@ from protocol.messages import Stage
 from protocol.spec.run import RunSpec
 from worker.codecs import round_trip
 from worker.errors import Resync, RunEnded, Stopped, WorkLost
-from worker.link.grace import Grace
 from worker.link.membership import Membership
 from worker.privacy.noise import with_noise
+from worker.process import Grace
 from worker.state.outer_state import OuterState
-from worker.state.units import UnitRanges, count, in_order
-from worker.state.work import Contribution, Superseded
+from worker.state.work import Contribution, Superseded, UnitRanges, count, in_order
 from worker.tuning.entropy import Entropy
 from worker.tuning.side_stream import SideStream
 

@@ -22,8 +22,7 @@ from protocol.messages import Stage
 from worker.codecs import unpack_payload
 from worker.errors import Stopped
 from worker.rounds.exchange import UPLOADS, Abandoned, Exchange, Outcome
-from worker.state.units import count
-from worker.state.work import Contribution, Left, Missed, Superseded
+from worker.state.work import Contribution, Left, Missed, Superseded, count
 
 DOWNLOADS = 8  # threads: a fragment's delta is asked for by one while another waits to step by it
 

@@ -23,8 +23,7 @@ from worker.rounds.exchange import Exchange
 from worker.rounds.flight import Flight
 from worker.rounds.schedule import schedule
 from worker.rounds.training import Training
-from worker.state.units import UnitRanges, count, units_left
-from worker.state.work import Carry, Contribution, Work
+from worker.state.work import Carry, Contribution, UnitRanges, Work, count, units_left
 
 log = logging.getLogger(__name__)
 

@@ -16,19 +16,24 @@ from typing import Any
 from protocol.errors import OuterstepError, Problem, Remedy, UnexpectedAnswer
 from protocol.messages import Action, Assignment, EvaluationReport
 from worker.errors import ModelError, Resync, RunEnded, Stopped, Unwanted, WorkLost
-from worker.link.heartbeat import Heartbeat
-from worker.rounds.approach import Approach
+from worker.link.membership import Heartbeat
 from worker.rounds.assignments import Assignments
 from worker.rounds.exchange import Exchange
 from worker.rounds.flight import Flight
 from worker.rounds.round import Durable, Round
+from worker.rounds.schedule import Approach
 from worker.rounds.training import Training
 from worker.state.fragments import host_copy
-from worker.state.nested import with_each_tensor
-from worker.state.optimizer_state import keep_changed_settings, load_local_state, local_state, settings, stretches
+from worker.state.optimizer_state import (
+    keep_changed_settings,
+    load_local_state,
+    local_state,
+    settings,
+    stretches,
+    with_each_tensor,
+)
 from worker.state.saver import Saver
-from worker.state.units import UnitRanges, first_units, units_left
-from worker.state.work import Carry, RoundStart, Work
+from worker.state.work import Carry, RoundStart, UnitRanges, Work, first_units, units_left
 
 log = logging.getLogger(__name__)
 

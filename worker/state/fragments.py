@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from protocol.fragments import Layout
 from worker.errors import ModelError
 from worker.ranks import ALONE, Ranks
-from worker.state.own_points import OwnPoints
+from worker.state.optimizer_state import OwnPoints
 from worker.state.parameters import held, is_sharded, local_part, reshard, trainable_parameters
 from worker.tuning.side_stream import SideStream
 

@@ -22,7 +22,7 @@ import torch
 from blake3 import blake3
 from torch.optim import Optimizer
 
-from outerstep.common.direct_io import Writer
+from outerstep.common.files import Writer
 from protocol.digest import DIGEST_BYTES, Buffer, digest
 from protocol.fragments import Layout
 from protocol.messages import RunDetail
@@ -200,7 +200,7 @@ def _round_of(document: dict[str, Any]) -> int:
 
 
 def _ranks_of(document: dict[str, Any]) -> tuple[int, int]:
-    rank, size = document.get("ranks", (0, 1))  # which older processes did not write
+    rank, size = document["ranks"]
     return rank, size
 
 
@@ -208,17 +208,14 @@ def _snapshot_of(document: dict[str, Any]) -> Snapshot:
     return Snapshot(
         work=_read_work(document),
         partial=document["partial"],
-        # Older processes wrote the state of one.
-        inner_optimizers=(
-            document["inner_optimizers"] if "inner_optimizers" in document else [document["inner_optimizer"]]
-        ),
-        scaler=document.get("scaler"),  # which older processes did not write
+        inner_optimizers=document["inner_optimizers"],
+        scaler=document["scaler"],
         warmup_left=document["warmup_left"],
         slot=document["slot"],
         digests=document["digests"],
-        held=document.get("held", []),
+        held=document["held"],
         ranks=_ranks_of(document),
-        settings=document.get("settings", []),  # which older processes did not write
+        settings=document["settings"],
     )
 
 
@@ -293,10 +290,6 @@ def _say_damaged(path: Path, error: BaseException) -> None:
     log.warning("%s is damaged (%s): ignored", path, reason)
 
 
-# The fields that the contributions of older processes had in common.
-_COMMON = ("round", "units", "weight", "inner_steps", "loss")
-
-
 def _written(work: Work | RoundStart) -> dict[str, Any]:
     """Return `work` as it stands in the document, by its name there. Tensors are not copied."""
     if isinstance(work, RoundStart):
@@ -314,12 +307,5 @@ def _read_work(document: dict[str, Any]) -> Work | RoundStart:
         carry = Carry(**start["carry"] | {"late": late, "fresh": dict(enumerate(start["fresh"]))})
         return RoundStart(start["round"], start["local"], carry)
     work = document["work"]
-    if "contributions" in work:
-        made = ({**one, "late": one["late"] and Late(**one["late"])} for one in work["contributions"])
-        return Work(work["round"], [Contribution(**one) for one in made])
-    common = {name: work[name] for name in _COMMON}
-    late = {p: Late(**each) for p, each in work["late"].items()}
-    each = enumerate(zip(work["norms"], work["deltas"], strict=True))
-    return Work(
-        work["round"], [Contribution(**common, fragment=p, norm=n, delta=d, late=late.get(p)) for p, (n, d) in each]
-    )
+    made = ({**one, "late": one["late"] and Late(**one["late"])} for one in work["contributions"])
+    return Work(work["round"], [Contribution(**one) for one in made])

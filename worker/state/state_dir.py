@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from outerstep.common.direct_io import Writer
-from worker import files
+from outerstep.common import files
+from outerstep.common.files import Writer
 from worker.errors import StateDirBusy
 
 SNAPSHOT = "snapshot.pt"
@@ -57,9 +57,9 @@ class StateDir:
         if not self.path.is_dir():
             for each in (self.path.parent, self.path):  # which another process of this worker may make as well
                 each.mkdir(parents=True, mode=0o700, exist_ok=True)
-            files.sync_directory(self.path.parent)
+            files.fsync(self.path.parent)
         self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        if not files.lock_now(self._lock):
+        if not files.try_lock(self._lock):
             os.close(self._lock)
             if self.path.resolve() in _HELD:
                 raise StateDirBusy(
@@ -81,8 +81,8 @@ class StateDir:
         os.close(self._lock)  # and with it the lock
 
     def replace(self, name: str, write: Callable[[Writer], object]) -> None:
-        """Give file `name` the content that `write` writes, as `files.replace` does."""
-        files.replace(self.path / name, write, 0o600)
+        """Give file `name` the content that `write` writes, as `files.replace_file` does."""
+        files.replace_file(self.path / name, write, 0o600)
 
     def own_token(self) -> OwnToken | None:
         """Return what was saved last; None where nothing was. Raises ValueError for a file that is damaged."""

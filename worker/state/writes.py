@@ -4,18 +4,22 @@ PyTorch counts writes in `Tensor._version`, but not those of fused optimizers, o
 `parameter.data = …`. So up to 64 elements of every parameter are compared, bit for bit, before each inner step with
 what the last one left: microseconds, however large the model is. On a GPU the result is read where version or memory
 changed, and otherwise before anything is sent, so that no step waits for the device.
+
+Other weights in a model for a while, such as an average of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from worker.errors import ModelError
-from worker.state.own_points import keeps_points
-from worker.state.parameters import is_sharded, local_part, trainable_parameters
+from worker.state.optimizer_state import keeps_points
+from worker.state.parameters import frozen_parameters, is_sharded, local_part, named_buffers, trainable_parameters
 
 _SAMPLED = 64  # elements of a parameter
 _PATIENCE = 2  # changes between two inner steps that reported losses may show: SAM has one
@@ -210,3 +214,50 @@ def _sampled(tensor: Tensor) -> Tensor:
 def _bits(values: Tensor) -> Tensor:
     """Return the values as integers, of which no NaN is unequal to itself."""
     return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+
+
+Weights = nn.Module | Mapping[str, Tensor] | Iterable[Tensor]
+
+
+@contextmanager
+def lent(model: nn.Module, given: Weights) -> Iterator[None]:
+    """Have `model` hold the values `given` within the block, and its own again at its end. Raises ValueError where they
+    are not those of its trainable parameters."""
+    values = _by_name(model, given)
+    own: dict[str, Tensor] = trainable_parameters(model) | named_buffers(model)
+    for name, value in values.items():
+        if name in own and own[name].shape != value.shape:
+            raise ValueError(
+                f"{name} is of shape {[*value.shape]} among the weights, {[*own[name].shape]} in the model"
+            )
+    kept = {name: tensor.detach().clone() for name, tensor in own.items() if name in values}
+    try:
+        _write(own, {name: values[name] for name in kept})
+        yield
+    finally:
+        _write(own, kept)
+
+
+@torch.no_grad()
+def _write(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        own[name].copy_(value)
+
+
+def _by_name(model: nn.Module, given: Weights) -> dict[str, Tensor]:
+    names = trainable_parameters(model).keys()
+    if isinstance(given, AveragedModel):
+        given = given.module
+    if isinstance(given, nn.Module):
+        found: dict[str, Tensor] = trainable_parameters(given) | frozen_parameters(given) | named_buffers(given)
+    elif isinstance(given, Mapping):
+        found = dict(given)
+    else:
+        tensors = list(given)
+        if len(tensors) != len(names):
+            raise ValueError(f"{len(tensors)} tensors were given, and the model has {len(names)} trainable parameters")
+        found = dict(zip(names, tensors, strict=True))
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ValueError(f"the weights lack {missing[0]}, and {len(missing) - 1} more of the model's parameters")
+    return found

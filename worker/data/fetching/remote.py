@@ -16,7 +16,7 @@ from urllib.parse import quote
 import httpx
 
 from outerstep.common.answers import check_not_encoded, header_number, read_body
-from outerstep.common.reaching import in_words
+from outerstep.common.connections import error_text
 from protocol.errors import BeyondLimits, Transient
 from worker.errors import DataError
 
@@ -99,7 +99,7 @@ class HttpFiles:
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise DataError(f"{self.url(name)} cannot be fetched: {error}") from error
         except httpx.TransportError as error:
-            raise Transient(f"{self.url(name)} cannot be fetched: {in_words(error)}") from error
+            raise Transient(f"{self.url(name)} cannot be fetched: {error_text(error)}") from error
         except (httpx.RequestError, BeyondLimits) as error:  # too many redirects; no token set's answer
             raise DataError(f"{self.url(name)} cannot be fetched: {error}") from error
 

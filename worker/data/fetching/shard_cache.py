@@ -29,9 +29,9 @@ from typing import IO
 
 from blake3 import blake3
 
+from outerstep.common.files import try_lock
 from protocol.errors import Transient
 from worker.errors import DataError, NoRoom, Stopped
-from worker.files import lock_now
 from worker.line.retry import Retry, Signal
 
 _PIECE_BYTES = 1 << 20
@@ -69,7 +69,7 @@ class _Entry:
             return True
         try:
             with self.path.open("rb") as part:
-                if not lock_now(part):
+                if not try_lock(part):
                     return False
                 self.path.unlink(missing_ok=True)
         except FileNotFoundError:
@@ -188,7 +188,7 @@ class ShardCache:
                     self._make_room(wanted, keep)
                 part = path.open("ab+", buffering=0)
             with part:
-                if not lock_now(part):
+                if not try_lock(part):
                     self.retry.pause(_LOOK_AGAIN_S)
                 elif _is_at(part, path):  # and was neither finished nor deleted meanwhile
                     yield part

@@ -25,7 +25,8 @@ from typing import NamedTuple
 from blake3 import blake3
 from pydantic import BaseModel, Field, ValidationError
 
-from protocol.explaining import explain_all
+from outerstep.common.files import NEW, replace_file, try_lock
+from protocol.validation_errors import explain_all
 from worker.data.making.growing import BEGIN_AGAIN, GrowingPart, Grown
 from worker.data.making.tokenising import Result, tokenised
 from worker.data.sources.pieces import TASK_BYTES
@@ -33,7 +34,6 @@ from worker.data.sources.source import Source, cores
 from worker.data.tokens.index import FILE, PROGRESS, Index, Item, check_sizes, dtype_for, item_of, read_index
 from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError, Stopped
-from worker.files import NEW, lock_now, replace
 
 SHARD_TOKENS = 1 << 26
 TOKENIZER = "tokenizer"
@@ -199,7 +199,7 @@ def _tokens(grown: Grown) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    replace(path, lambda file: file.write(text.encode()))
+    replace_file(path, lambda file: file.write(text.encode()))
 
 
 @contextmanager
@@ -207,11 +207,11 @@ def _alone_in(out: Path, stop: threading.Event | None) -> Iterator[None]:
     """Hold the directory's lock, which ends with the process."""
     descriptor = os.open(out, os.O_RDONLY)
     try:
-        if not lock_now(descriptor):
+        if not try_lock(descriptor):
             if stop is None:
                 raise DataError(f"another process works in {out}; wait for it, or choose another directory")
             log.info("another process prepares %s: waiting for it", out)
-            while not lock_now(descriptor):
+            while not try_lock(descriptor):
                 if stop.wait(_ASK_AGAIN_S):
                     raise Stopped("stopped while another process prepared the training set")
         yield

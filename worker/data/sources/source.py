@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
-from outerstep.common.reaching import in_words
+from outerstep.common.connections import error_text
 from worker.data.sources.binary import check_text
 from worker.data.sources.files import Named, source_files
 from worker.data.sources.hub import PREFIX, hub_tasks
@@ -90,7 +90,7 @@ def find_source(name: str, column: str, holdout: float) -> Source:
         try:
             check_text(name, files)
         except OSError as error:
-            raise DataError(f"data.source = {name!r}: {in_words(error)}") from error
+            raise DataError(f"data.source = {name!r}: {error_text(error)}") from error
     return Source(name, kind, files, column, holdout)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 
-from protocol.explaining import explain_all
 from protocol.messages import HexDigest
+from protocol.validation_errors import explain_all
 from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
 

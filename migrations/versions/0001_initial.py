@@ -1,0 +1,298 @@
+"""The initial schema
+
+Revision ID: 0001
+Revises:
+"""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0001"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.create_table(
+        "audit",
+        sa.Column("id", sa.Integer(), nullable=False),
+        sa.Column("at", sa.Double(), nullable=False),
+        sa.Column("token", sa.String(length=16), nullable=True),
+        sa.Column("address", sa.String(length=64), nullable=True),
+        sa.Column("act", sa.String(length=32), nullable=False),
+        sa.Column("run", sa.String(length=64), nullable=True),
+        sa.Column("message", sa.String(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_audit")),
+    )
+    op.create_table(
+        "notifications",
+        sa.Column("number", sa.Integer(), nullable=False),
+        sa.Column("id", sa.String(length=64), nullable=False),
+        sa.Column("at", sa.Double(), nullable=False),
+        sa.Column("kind", sa.String(length=32), nullable=False),
+        sa.Column("message", sa.String(), nullable=False),
+        sa.Column("state", sa.String(length=16), nullable=True),
+        sa.Column("run", sa.String(length=64), nullable=True),
+        sa.Column("worker", sa.String(length=64), nullable=True),
+        sa.Column("round", sa.Integer(), nullable=True),
+        sa.Column("open", sa.Boolean(), nullable=False),
+        sa.Column("done_at", sa.Double(), nullable=True),
+        sa.PrimaryKeyConstraint("number", name=op.f("pk_notifications")),
+        sa.UniqueConstraint("id", name=op.f("uq_notifications_id")),
+    )
+    op.create_table(
+        "runs",
+        sa.Column("id", sa.Integer(), nullable=False),
+        sa.Column("name", sa.String(length=64), nullable=False),
+        sa.Column("spec_toml", sa.String(), nullable=False),
+        sa.Column("spec_digest", sa.LargeBinary(), nullable=False),
+        sa.Column("spec", sa.JSON(), nullable=False),
+        sa.Column("state", sa.String(length=16), nullable=False),
+        sa.Column("created_at", sa.Double(), nullable=False),
+        sa.Column("round", sa.Integer(), nullable=False),
+        sa.Column("step", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("next_unit", sa.Integer(), nullable=False),
+        sa.Column("layout", sa.JSON(), nullable=True),
+        sa.Column("data", sa.JSON(), nullable=True),
+        sa.Column("frozen", sa.JSON(), nullable=True),
+        sa.Column("tokens", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("upload_bytes", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("divergences", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("checked_epochs", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("account", sa.JSON(), server_default="{}", nullable=False),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_runs")),
+        sa.UniqueConstraint("name", name=op.f("uq_runs_name")),
+    )
+    op.create_table(
+        "tokens",
+        sa.Column("id", sa.String(length=16), nullable=False),
+        sa.Column("scope", sa.String(length=16), nullable=False),
+        sa.Column("note", sa.String(length=200), nullable=False),
+        sa.Column("secret_hash", sa.LargeBinary(), nullable=False),
+        sa.Column("created_at", sa.Double(), nullable=False),
+        sa.Column("run", sa.String(length=64), nullable=True),
+        sa.Column("worker", sa.String(length=64), nullable=True),
+        sa.Column("names", sa.Integer(), nullable=True),
+        sa.Column("uses", sa.Integer(), nullable=True),
+        sa.Column("used", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("parent", sa.String(length=16), nullable=True),
+        sa.Column("expires_at", sa.Double(), nullable=True),
+        sa.Column("last_used_at", sa.Double(), nullable=True),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_tokens")),
+        sa.UniqueConstraint("secret_hash", name=op.f("uq_tokens_secret_hash")),
+    )
+    op.create_table(
+        "assignments",
+        sa.Column("run_id", sa.Integer(), nullable=False),
+        sa.Column("round", sa.Integer(), nullable=False),
+        sa.Column("worker", sa.String(length=64), nullable=False),
+        sa.Column("inner_steps", sa.Integer(), nullable=False),
+        sa.Column("evaluate", sa.Boolean(), nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_assignments_run_id")),
+        sa.PrimaryKeyConstraint("run_id", "round", "worker", name=op.f("pk_assignments")),
+    )
+    op.create_table(
+        "checkpoint_fragments",
+        sa.Column("run_id", sa.Integer(), nullable=False),
+        sa.Column("round", sa.Integer(), nullable=False),
+        sa.Column("fragment", sa.Integer(), nullable=False),
+        sa.Column("size", sa.Integer(), nullable=False),
+        sa.Column("digest", sa.LargeBinary(), nullable=False),
+        sa.Column("state_digest", sa.LargeBinary(), nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_checkpoint_fragments_run_id")),
+        sa.PrimaryKeyConstraint("run_id", "round", "fragment", name=op.f("pk_checkpoint_fragments")),
+    )
+    op.create_table(
+        "checkpoints",
+        sa.Column("run_id", sa.Integer(), nullable=False),
+        sa.Column("round", sa.Integer(), nullable=False),
+        sa.Column("created_at", sa.Double(), nullable=False),
+        sa.Column("state_digest", sa.LargeBinary(), nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_checkpoints_run_id")),
+        sa.PrimaryKeyConstraint("run_id", "round", name=op.f("pk_checkpoints")),
+    )
+    op.create_table(
+        "contributions",
+        sa.Column("run_id", sa.Integer(), nullable=False),
+        sa.Column("round", sa.Integer(), nullable=False),
+        sa.Column("fragment", sa.Integer(), nullable=False),
+        sa.Column("worker", sa.String(length=64), nullable=False),
+        sa.Column("digest", sa.LargeBinary(), nullable=False),
+        sa.Column("size", sa.Integer(), nullable=False),
+        sa.Column("tokens", sa.Integer(), nullable=False),
+        sa.Column("inner_steps", sa.Integer(), nullable=False),
+        sa.Column("loss", sa.Double(), nullable=True),
+        sa.Column("norm", sa.Double(), nullable=False),
+        sa.Column("accepted_at", sa.Double(), nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_contributions_run_id")),
+        sa.PrimaryKeyConstraint("run_id", "round", "fragment", "worker", name=op.f("pk_contributions")),
+    )
+    op.create_table(
+        "evaluations",
+        sa.Column("run_id", sa.Integer(), nullable=False),
+        sa.Column("round", sa.Integer(), nullable=False),
+        sa.Column("worker", sa.String(length=64), nullable=False),
+        sa.Column("loss", sa.Double(), nullable=False),
+        sa.Column("tokens", sa.Integer(), nullable=False),
+        sa.Column("bytes", sa.Integer(), nullable=True),
+        sa.Column("confirmed", sa.Boolean(), server_default="1", nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_evaluations_run_id")),
+        sa.PrimaryKeyConstraint("run_id", "round", "worker", name=op.f("pk_evaluations")),
+    )
+    op.create_table(
+        "events",
+        sa.Column("id", sa.Integer(), nullable=False),
+        sa.Column("run_id", sa.Integer(), nullable=False),
+        sa.Column("at", sa.Double(), nullable=False),
+        sa.Column("kind", sa.String(length=32), nullable=False),
+        sa.Column("message", sa.String(), nullable=False),
+        sa.Column("data", sa.JSON(), nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_events_run_id")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_events")),
+    )
+    op.create_index(op.f("ix_events_run_id"), "events", ["run_id"], unique=False)
+    op.create_table(
+        "fragments",
+        sa.Column("run_id", sa.Integer(), nullable=False),
+        sa.Column("round", sa.Integer(), nullable=False),
+        sa.Column("fragment", sa.Integer(), nullable=False),
+        sa.Column("state", sa.String(length=16), nullable=False),
+        sa.Column("reason", sa.String(), nullable=False),
+        sa.Column("contributors", sa.JSON(), nullable=True),
+        sa.Column("reference", sa.Double(), nullable=True),
+        sa.Column("verdicts", sa.JSON(), server_default="{}", nullable=False),
+        sa.Column("delta_bytes", sa.Integer(), nullable=True),
+        sa.Column("delta_digest", sa.LargeBinary(), nullable=True),
+        sa.Column("closed_at", sa.Double(), nullable=True),
+        sa.Column("quorum_at", sa.Double(), nullable=True),
+        sa.Column("aggregated_at", sa.Double(), nullable=True),
+        sa.Column("published_at", sa.Double(), nullable=True),
+        sa.CheckConstraint(
+            "(state = 'published') = (delta_digest IS NOT NULL)", name=op.f("ck_fragments_published_has_delta")
+        ),
+        sa.CheckConstraint("state IN ('collecting', 'aggregating', 'published')", name=op.f("ck_fragments_state")),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_fragments_run_id")),
+        sa.PrimaryKeyConstraint("run_id", "round", "fragment", name=op.f("pk_fragments")),
+    )
+    op.create_table(
+        "late_contributions",
+        sa.Column("run_id", sa.Integer(), nullable=False),
+        sa.Column("round", sa.Integer(), nullable=False),
+        sa.Column("fragment", sa.Integer(), nullable=False),
+        sa.Column("worker", sa.String(length=64), nullable=False),
+        sa.Column("late_s", sa.Double(), nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_late_contributions_run_id")),
+        sa.PrimaryKeyConstraint("run_id", "round", "fragment", "worker", name=op.f("pk_late_contributions")),
+    )
+    op.create_table(
+        "outer_states",
+        sa.Column("run_id", sa.Integer(), nullable=False),
+        sa.Column("fragment", sa.Integer(), nullable=False),
+        sa.Column("round", sa.Integer(), nullable=False),
+        sa.Column("state_digest", sa.LargeBinary(), nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_outer_states_run_id")),
+        sa.PrimaryKeyConstraint("run_id", "fragment", name=op.f("pk_outer_states")),
+    )
+    op.create_table(
+        "reports",
+        sa.Column("run_id", sa.Integer(), nullable=False),
+        sa.Column("round", sa.Integer(), nullable=False),
+        sa.Column("worker", sa.String(length=64), nullable=False),
+        sa.Column("epoch", sa.Integer(), nullable=False),
+        sa.Column("account", sa.JSON(), nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_reports_run_id")),
+        sa.PrimaryKeyConstraint("run_id", "round", "worker", "epoch", name=op.f("pk_reports")),
+    )
+    op.create_table(
+        "rounds",
+        sa.Column("run_id", sa.Integer(), nullable=False),
+        sa.Column("round", sa.Integer(), nullable=False),
+        sa.Column("step", sa.Integer(), nullable=False),
+        sa.Column("opened_at", sa.Double(), nullable=False),
+        sa.Column("closed_at", sa.Double(), nullable=True),
+        sa.Column("tokens", sa.Integer(), nullable=True),
+        sa.Column("loss", sa.Double(), nullable=True),
+        sa.Column("upload_bytes", sa.Integer(), nullable=True),
+        sa.Column("delta_bytes", sa.Integer(), nullable=True),
+        sa.Column("quorum_at", sa.Double(), nullable=True),
+        sa.Column("collected_at", sa.Double(), nullable=True),
+        sa.Column("aggregated_at", sa.Double(), nullable=True),
+        sa.Column("account", sa.JSON(), server_default="{}", nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_rounds_run_id")),
+        sa.PrimaryKeyConstraint("run_id", "round", name=op.f("pk_rounds")),
+    )
+    op.create_table(
+        "unit_ranges",
+        sa.Column("id", sa.Integer(), nullable=False),
+        sa.Column("run_id", sa.Integer(), nullable=False),
+        sa.Column("start", sa.Integer(), nullable=False),
+        sa.Column("stop", sa.Integer(), nullable=False),
+        sa.Column("state", sa.String(length=16), nullable=False),
+        sa.Column("worker", sa.String(length=64), nullable=True),
+        sa.Column("round", sa.Integer(), nullable=True),
+        sa.Column("consumed_round", sa.Integer(), nullable=True),
+        sa.CheckConstraint(
+            "(state = 'consumed') = (consumed_round IS NOT NULL)", name=op.f("ck_unit_ranges_consumed_once")
+        ),
+        sa.CheckConstraint(
+            "state = 'consumed' OR (state = 'free') = (worker IS NULL)", name=op.f("ck_unit_ranges_free_has_no_worker")
+        ),
+        sa.CheckConstraint("state IN ('free', 'assigned', 'consumed')", name=op.f("ck_unit_ranges_state")),
+        sa.CheckConstraint("start < stop", name=op.f("ck_unit_ranges_not_empty")),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_unit_ranges_run_id")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_unit_ranges")),
+        sa.UniqueConstraint("run_id", "start", name=op.f("uq_unit_ranges_run_id_start")),
+    )
+    op.create_table(
+        "workers",
+        sa.Column("id", sa.Integer(), nullable=False),
+        sa.Column("run_id", sa.Integer(), nullable=False),
+        sa.Column("name", sa.String(length=64), nullable=False),
+        sa.Column("state", sa.String(length=16), nullable=False),
+        sa.Column("epoch", sa.Integer(), nullable=False),
+        sa.Column("token_hash", sa.LargeBinary(), nullable=True),
+        sa.Column("joined_at", sa.Double(), nullable=False),
+        sa.Column("host", sa.JSON(), nullable=False),
+        sa.Column("metrics", sa.JSON(), nullable=False),
+        sa.Column("state_round", sa.Integer(), nullable=True),
+        sa.Column("state_digest", sa.LargeBinary(), nullable=True),
+        sa.Column("contributions", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("tokens", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("upload_bytes", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("divergences", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("account", sa.JSON(), server_default="{}", nullable=False),
+        sa.Column("place", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("units", sa.Integer(), nullable=True),
+        sa.Column("next_unit", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("checked_epochs", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("token", sa.String(length=16), nullable=True),
+        sa.Column("standing", sa.JSON(), server_default="{}", nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_workers_run_id")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_workers")),
+        sa.UniqueConstraint("run_id", "name", name=op.f("uq_workers_run_id_name")),
+        sa.UniqueConstraint("token_hash", name=op.f("uq_workers_token_hash")),
+    )
+    op.create_index(op.f("ix_workers_run_id_place"), "workers", ["run_id", "place"], unique=True)
+
+
+def downgrade() -> None:
+    op.drop_index(op.f("ix_workers_run_id_place"), table_name="workers")
+    op.drop_table("workers")
+    op.drop_table("unit_ranges")
+    op.drop_table("rounds")
+    op.drop_table("reports")
+    op.drop_table("outer_states")
+    op.drop_table("late_contributions")
+    op.drop_table("fragments")
+    op.drop_index(op.f("ix_events_run_id"), table_name="events")
+    op.drop_table("events")
+    op.drop_table("evaluations")
+    op.drop_table("contributions")
+    op.drop_table("checkpoints")
+    op.drop_table("checkpoint_fragments")
+    op.drop_table("assignments")
+    op.drop_table("tokens")
+    op.drop_table("runs")
+    op.drop_table("notifications")
+    op.drop_table("audit")

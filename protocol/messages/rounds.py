@@ -1,0 +1,120 @@
+"""Messages about a round: its fragments, contributions and evaluations."""
+
+import math
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field, computed_field
+
+from protocol.messages.base import Account, Finite, HexDigest, ReplyModel, RequestModel
+
+
+class FragmentState(StrEnum):
+    COLLECTING = "collecting"
+    AGGREGATING = "aggregating"
+    PUBLISHED = "published"
+
+
+class Verdict(ReplyModel):
+    """How much a contribution counts in its delta: `factor` times its weight; 0: left out. `reason`: why the factor is
+    not 1. `ratio`: its norm as measured by the coordinator, as a multiple of the fragment's `reference`. `cosine`: the
+    median of its cosine similarities with the other contributions that count. Both are null if there is nothing to
+    compare with."""
+
+    factor: float
+    reason: str = ""
+    ratio: float | None = None
+    cosine: float | None = None
+
+
+class FragmentInfo(ReplyModel):
+    fragment: int
+    state: FragmentState
+    reason: str
+    contributors: list[str]
+    verdicts: dict[str, Verdict] = Field(default_factory=dict)  # by contributor, once the delta is published
+    reference: float | None = None
+    closes_in_s: float | None  # null if no deadline is running
+    quorum_at: float | None = None
+    closed_at: float | None = None  # collecting ended
+    aggregated_at: float | None = None
+    published_at: float | None = None
+    delta_bytes: int | None
+    delta_digest: HexDigest | None
+
+
+class RoundInfo(ReplyModel):
+    round: int
+    state: FragmentState  # the least advanced of its fragments
+    reason: str
+    opened_at: float
+    closes_in_s: float | None = None  # of the fragment that `reason` is about; null if no deadline is running
+    quorum_at: float | None = None  # this and the next two: when the last of its fragments reached this point
+    collected_at: float | None = None
+    aggregated_at: float | None = None
+    closed_at: float | None  # the last delta was published
+    tokens: int
+    loss: float | None  # mean training loss of the contributors, weighted by tokens
+    # Of the state that the round started from, in nats per token: the mean over the workers that measured it, weighted
+    # by tokens. With private data all the round's workers do, each on its own held-out data; otherwise one of them.
+    held_out_loss: float | None
+    held_out_bits_per_byte: float | None = None  # the same in bits per byte of text; null if the bytes are unknown
+    upload_bytes: int  # of accepted contributions
+    delta_bytes: int
+    account: Account = Field(default_factory=Account)  # sum over its workers
+
+
+class LateContribution(ReplyModel):
+    """A contribution that arrived `late_s` seconds after its fragment had closed. Its work is carried over."""
+
+    worker: str
+    fragment: int
+    late_s: float
+
+
+class Evaluation(ReplyModel):
+    """A held-out loss from an `EvaluationReport`. `confirmed`: the other worker that was asked reported the same, or no
+    other was asked."""
+
+    loss: float
+    tokens: int
+    bytes: int | None = None
+    confirmed: bool = True
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The loss in bits per byte of text, comparable across tokenizers; None if the bytes are unknown."""
+        return None if self.bytes is None else self.loss / math.log(2) * self.tokens / self.bytes
+
+
+class RoundDetail(RoundInfo):
+    """A round with its fragments. `accounts` are by worker; a worker reports on a round when it asks for the next one.
+    `evaluations`, of the state that the round started from, are by worker too."""
+
+    fragments: list[FragmentInfo]
+    accounts: dict[str, Account] = Field(default_factory=dict)
+    evaluations: dict[str, Evaluation] = Field(default_factory=dict)
+    late: list[LateContribution] = Field(default_factory=list)
+
+
+class ContributionReply(ReplyModel):
+    round: int
+    fragment: int
+    digest: HexDigest
+    created: bool  # false if the same contribution had been accepted before
+
+
+class PartReply(ReplyModel):
+    """A part of a payload has arrived. `missing`: the first half-open ranges of bytes that have not arrived yet."""
+
+    missing: list[tuple[int, int]]
+
+
+class EvaluationReport(RequestModel):
+    """A held-out loss in mean nats per token, the number of tokens it was measured on, and their length in bytes of
+    text; null if unknown."""
+
+    loss: Finite
+    tokens: Annotated[int, Field(gt=0, lt=1 << 60)]
+    bytes: Annotated[int, Field(gt=0, lt=1 << 60)] | None = None

@@ -1,0 +1,109 @@
+"""How well a worker's device is used: model FLOPs utilisation, and peak memory.
+
+What the coordinator is told of a worker's machine, and shows to all who may read the run; its owner chooses.
+"""
+
+import platform
+import re
+import resource
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from protocol.compiled import KERNELS
+from protocol.messages import MAX_FACT_TEXT, HostDetail, HostValue, Metrics
+from protocol.text import printable
+
+# Dense peaks in TFLOP/s by the makers' data sheets: bf16 and fp16 with fp32 accumulation, TF32, fp32. A name is a part,
+# of whole words, of what torch calls the device; of several that fit, the first counts.
+PEAKS: dict[str, tuple[float, float, float]] = {
+    "GB200": (2500, 1250, 80),
+    "B200": (2250, 1125, 75),
+    "H200": (989.4, 494.7, 66.9),
+    "H100 NVL": (835, 417.5, 60),
+    "H100 PCIe": (756, 378, 51),
+    "H100": (989.4, 494.7, 66.9),
+    "A100": (312, 156, 19.5),
+    "A800": (312, 156, 19.5),
+    "A40": (149.7, 74.8, 37.4),
+    "A30": (165, 82, 10.3),
+    "A10G": (70, 35, 31.5),
+    "A10": (125, 62.5, 31.2),
+    "L40S": (362, 183, 91.6),
+    "L40": (181, 90.5, 90.5),
+    "L4": (121, 60, 30.3),
+    "RTX 6000 Ada": (364.2, 182.1, 91.1),
+    "RTX A6000": (154.8, 77.4, 38.7),
+    "RTX 5090": (209.5, 104.8, 104.8),
+    "RTX 4090": (165.2, 82.6, 82.6),
+    "RTX 3090": (71, 35.6, 35.6),
+    "MI355X": (2500, 0, 157.3),
+    "MI325X": (1307.4, 653.7, 163.4),
+    "MI300X": (1307.4, 653.7, 163.4),
+}
+
+_OTHERS = re.compile(r"\b(Laptop|Max-Q|MIG|Ti|D)\b")  # of the same name, and slower or faster
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Return the FLOP/s that a device of this name can do at most; None where that is not known here."""
+    column = {"bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2}[precision]
+    if _OTHERS.search(device_name):
+        return None
+    for name, peaks in PEAKS.items():
+        if re.search(rf"\b{name}\b", device_name):
+            return peaks[column] * 1e12 or None
+    return None
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """A device, with the model's FLOPs per token and what the device can do at most, FLOP/s; None: not known."""
+
+    device: torch.device
+    flops_per_token: float | None = None
+    peak_flops: float | None = None
+
+    def utilisation(self, tokens_per_second: float) -> float | None:
+        """Return the share of the peak that the model's own arithmetic takes (MFU)."""
+        if self.flops_per_token is None or self.peak_flops is None:
+            return None
+        return tokens_per_second * self.flops_per_token / self.peak_flops
+
+    def peak_memory_bytes(self) -> int | None:
+        """Return the most memory that the process had at any time: of the GPU, by torch's count, or of the host; None
+        where nothing counts it."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        if self.device.type != "cpu":
+            return None
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+# Of what the others tell nothing: what the arithmetic of a worker depends on, and not whose machine it is.
+SOME = frozenset({"precision", "kernels", "torch", "python", "processes"})
+
+
+def host_facts(device: torch.device) -> dict[str, HostValue]:
+    """Return the facts about this machine, by name."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "host": printable(platform.node())[:MAX_FACT_TEXT],
+        "device": printable(f"{device}: {name}")[:MAX_FACT_TEXT],
+        "threads": torch.get_num_threads(),
+        "kernels": KERNELS,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def told_facts(facts: dict[str, HostValue], tell: HostDetail) -> dict[str, HostValue]:
+    """Return those facts that are told."""
+    return {name: value for name, value in facts.items() if tell == "all" or (tell == "some" and name in SOME)}
+
+
+def told_metrics(metrics: Metrics, tell: HostDetail) -> Metrics:
+    """Return the measurements as they are told: what gives the device away only with "all"."""
+    return metrics if tell == "all" else metrics.model_copy(update={"mfu": None, "peak_memory_bytes": None})

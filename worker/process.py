@@ -1,0 +1,172 @@
+"""The log of a worker's process: to stderr, and to a file where one is named. Needs no torch, so that a worker's first
+line comes before it is imported.
+
+SIGTERM and SIGINT ask a worker to stop.
+
+The grace: the time that a worker which is asked to stop has for handing in the work that it has done.
+
+Containers have 10 s from SIGTERM to SIGKILL, and an inner step, leaving and the end of the process need some of them.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from protocol.text import PrintableFormatter
+from worker.errors import Stopped
+
+_LOGGERS = ("worker", "protocol", "outerstep")  # the packages that run in a script's process
+FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
+def log_to_stderr() -> None:
+    """Log to stderr from now on, unless this process logs already. Of several processes of one worker, the first one
+    reports on the worker; the others log warnings."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter(FORMAT))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    if os.environ.get("RANK", "0") != "0":
+        logging.getLogger().setLevel(logging.WARNING)
+
+
+@contextmanager
+def told_on_stderr(level: int = logging.INFO) -> Iterator[None]:
+    """Log on stderr what Outerstep logs, from `level` on, each line with time and level, unless the script has set up
+    logging itself: why it waits, above all."""
+    loggers = [each for each in map(logging.getLogger, _LOGGERS) if not each.hasHandlers()]
+    handler, before = logging.StreamHandler(), [each.level for each in loggers]
+    handler.setFormatter(PrintableFormatter(FORMAT))
+    for each in loggers:
+        each.addHandler(handler)
+        each.setLevel(level)
+    try:
+        yield
+    finally:
+        for each, was in zip(loggers, before, strict=True):
+            each.removeHandler(handler)
+            each.setLevel(was)
+
+
+@contextmanager
+def logged_to(path: Path | None) -> Iterator[None]:
+    """Log to the file `path` too. Raises OSError."""
+    if path is None:
+        yield
+        return
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(PrintableFormatter(FORMAT))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+# From the first signal to the end, whatever hangs: less than the 10 s after which containers are killed.
+LEAVE_WITHIN_S = 9.0
+
+log = logging.getLogger(__name__)
+
+_handled = False  # within `stop_on_signals`
+_waits = False  # the main thread does nothing but wait for an answer
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let the first signal end what the main thread does in this block, by Stopped: it only waits for an answer, which
+    may take its time, and nobody needs it any more."""
+    global _waits
+    if not _handled or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _waits = True
+    try:
+        yield
+    finally:
+        _waits = False
+
+
+@contextmanager
+def stop_on_signals(stop: threading.Event, out_of_time: Callable[[], object] | None = None) -> Iterator[None]:
+    """Set `stop` on SIGTERM and SIGINT: finish the inner step, hand in what is done, leave.
+
+    A second signal ends the process at once. `out_of_time` is called if that takes longer than LEAVE_WITHIN_S. Does
+    nothing on another thread than the main one: whoever runs a worker there has the signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up() -> None:
+        log.warning("leaving has taken %.0f s: gone without goodbye; the lease ends by itself", LEAVE_WITHIN_S)
+        assert out_of_time is not None
+        out_of_time()
+
+    last_resort = threading.Timer(LEAVE_WITHIN_S, give_up)
+    last_resort.daemon = True
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if stop.is_set():
+            return
+        stop.set()
+        # On a thread: the main one may be in the middle of logging.
+        told = "asked to stop: handing in what is done, and leaving; asked again, it ends at once"
+        threading.Timer(0, log.info, [told]).start()
+        if out_of_time is not None:
+            last_resort.start()
+        if _waits:
+            raise Stopped("asked to stop while it waited")
+
+    global _handled
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    outer, _handled = _handled, True
+    try:
+        yield
+    finally:
+        _handled = outer
+        last_resort.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+HAND_IN_S = 5.0
+
+
+class Grace:
+    """A `Signal` (retry.py) that is set HAND_IN_S after `stop` was first seen set, or after `begin`. Thread-safe."""
+
+    def __init__(self, stop: threading.Event, clock: Callable[[], float]) -> None:
+        self._stop, self._clock = stop, clock
+        self._lock = threading.Lock()
+        self._over_at: float | None = None
+
+    def begin(self) -> None:
+        """Begin the grace, if it has not begun."""
+        with self._lock:
+            if self._over_at is None:
+                self._over_at = self._clock() + HAND_IN_S
+
+    def is_set(self) -> bool:
+        if self._stop.is_set():
+            self.begin()
+        return self._over_at is not None and self._clock() >= self._over_at
+
+    def wait(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds, less if `stop` is set meanwhile. Return `is_set()`."""
+        if not self.is_set():
+            if self._over_at is None:
+                self._stop.wait(timeout)
+            else:
+                time.sleep(max(min(timeout, self._over_at - self._clock()), 0.0))
+        return self.is_set()
