@@ -33,7 +33,7 @@ from protocol.compiled import KERNELS
 from protocol.outer_step import outer_step_by
 from protocol.wire import CHUNK_ELEMENTS
 from worker.codecs import TORCH_CODECS, encoded_chunks
-from worker.rounds.flight import DOWNLOADS
+from worker.rounds.in_flight import DOWNLOADS
 
 FRAGMENT_ELEMENTS = 1 << 23
 REPEATS = 7

@@ -28,8 +28,8 @@ from protocol.spec.run import RunSpec
 from protocol.spec.sections import PrivacySpec
 from worker.data.text import TextData
 from worker.inner.evaluation import evaluate
-from worker.privacy.mechanism import Protection, Spent
 from worker.privacy.noise import with_noise
+from worker.privacy.release import PrivateRelease, Spent
 from worker.state.outer_state import OuterState
 from worker.state.work import Contribution
 
@@ -54,7 +54,7 @@ class Protected:
     def __init__(self, spec: PrivacySpec, elements: list[int], seed: int) -> None:
         self._spec, self._fragments = spec, range(len(elements))
         spent = Spent(None, "benchmark", sum(elements))
-        self._protection = Protection(spec, elements, spent, draw=random.Random(seed).randbytes)
+        self._protection = PrivateRelease(spec, elements, spent, draw=random.Random(seed).randbytes)
 
     def sent(self, work: list[Contribution]) -> list[Contribution]:
         """Return what the coordinator is sent of the work of one round."""

@@ -48,7 +48,7 @@ from worker.codecs import pack_fragment
 from worker.link.client import Client, open_http
 from worker.link.membership import Membership
 from worker.rounds.exchange import Exchange
-from worker.rounds.flight import Flight
+from worker.rounds.in_flight import InFlight
 from worker.state.outer_state import OuterState
 from worker.state.work import Contribution
 
@@ -173,7 +173,7 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
             barrier.wait()
             cpu, coordinator_cpu = time.process_time(), coordinator.cpu_seconds()
             started = time.monotonic()
-            flight = Flight(exchange, round_)
+            flight = InFlight(exchange, round_)
             for each in work:
                 flight.send_made(each)
             flight.end()

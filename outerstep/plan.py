@@ -19,7 +19,7 @@ from protocol.spec.sections import SyncSpec
 INNER_STEPS = (50, 100, 200, 500, 1000, 2000)
 FRAGMENT_ELEMENTS: int = SyncSpec.model_fields["fragment_elements"].default
 
-# What worker/rounds/flight.py has under way at once, and the cores that a coordinator is taken to have.
+# What worker/rounds/in_flight.py has under way at once, and the cores that a coordinator is taken to have.
 UPLOADS, DOWNLOADS, COORDINATOR_CORES = 3, 4, 2
 
 FP32_BYTES = 4

@@ -1,9 +1,28 @@
-"""The worker: trains the model with the inner optimizer and owns its side of the sync. torch and httpx; no web server.
+"""The worker trains the model with the inner optimizer and does its side of the sync. Uses torch and httpx.
 
-diloco.py    the class DiLoCo, for any training loop    rounds/      the algorithm: DiLoCo's rounds
-train.py     the plain training loop                    state/       fragments, outer state, work, snapshots
-agent.py     the `outerstep worker` process             link/        the way to the coordinator, and to the run's state
-export.py    a checkpoint as a Hugging Face directory   codecs/      the codecs in torch
-data.py      the training set                           tuning/      what only makes things faster
-models.py    the model                                  accounts/    seconds, bytes and losses
+In reading order:
+
+    train.py        the training loop of `outerstep worker`: H inner steps per round
+    diloco.py       the class DiLoCo, for any training loop; diloco_optimizer.py for one written for OpenDiLoCo
+    rounds/         the algorithm; its docstring is the theory of operation
+    state/          what a worker holds: fragments of the model, the outer state, work in no mean yet, the snapshot
+    privacy/        what a private run clips, adds noise to and counts before an upload
+    link/           the REST client, membership, the lease, the worker token
+    line/           bytes to and from the coordinator: connections, rate limits, retries, resumable transfers
+    joining/        how a worker gets the run's state: seeding, checkpoints, recovery
+    codecs/         the codecs in torch
+    tuning/         what only makes things faster: zstd where it pays off, a side stream on a GPU
+    accounts/       measurements: seconds, bytes, losses, speed, device use
+    script/         what a script passes in: optimizers, schedulers, its DataLoader; hooks and checks
+    data/           the training set as work units
+    models/         the model of a run
+    inner/          one inner step: loss, micro-batches, precision, optimizers, schedules; evaluation
+
+    box.py          the run's data, model and inner steps with this machine's settings (settings.py)
+    allowing.py     what a run spec may do on this machine
+    ranks.py        several processes as one worker
+    agent.py        the `outerstep worker` process; starting.py its device, process.py its log and signals
+    alone.py        training without a coordinator
+    export.py       a checkpoint as a Hugging Face directory
+    errors.py       the tree of exceptions
 """

@@ -1,4 +1,4 @@
-"""The `outerstep worker` process: signals, exit codes, and all that surrounds the training loop."""
+"""The `outerstep worker` process: everything around the training loop, and exit codes."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ from worker.errors import BoxError, DataError, ModelError, NotAllowed, StateDirB
 from worker.inner.micro_batch import is_out_of_memory, memory_told
 from worker.joining.checkpoints import initial_parameters
 from worker.link.client import Client, open_http
-from worker.link.own_token import with_own_token
+from worker.link.worker_token import with_worker_token
 from worker.process import log_to_stderr, logged_to, stop_on_signals
 from worker.ranks import ALONE, Ranks
 from worker.settings import BoxSettings, WorkerSettings, state_directory
@@ -46,8 +46,8 @@ def run_worker(
 ) -> Exit:
     """Join the run, train until it ends, and return the exit code.
 
-    `ask` puts a question to the machine's owner, where he can be asked. `end_process` is called if leaving after a
-    signal takes longer than LEAVE_WITHIN_S.
+    `ask` asks the machine's owner a yes-or-no question; None if nobody can be asked. `end_process` is called if leaving
+    after a signal takes longer than LEAVE_WITHIN_S.
     """
     return _run(settings, partial(_work, settings, ask), end_process)
 
@@ -60,8 +60,8 @@ def run_alone(
     ask: Callable[[str], bool] | None = None,
     end_process: Callable[[int], object] = os._exit,
 ) -> Exit:
-    """Train the run `spec` alone, without a coordinator, and return the exit code. With `own_spec` it is one that the
-    machine's owner has given himself, who has allowed what it says."""
+    """Train the run `spec` alone, without a coordinator, and return the exit code. `own_spec`: the machine's owner has
+    supplied the spec, and so allowed what it asks for."""
     allowed = None if own_spec else allowed_by(settings)
     return _run(settings, partial(_work_alone, settings, spec, allowed, ask), end_process)
 
@@ -96,7 +96,7 @@ def _ended(
             try:
                 work(device, stop)
             finally:
-                stop.set()  # whatever is still being fetched is not needed any more
+                stop.set()  # whatever is still being fetched is no longer needed
     except Stopped:
         log.info("stopped")
     except Problem as problem:
@@ -121,10 +121,10 @@ def _ended(
         return Exit.RETRY
     except Exception as error:
         if is_out_of_memory(error):
-            told = memory_told(error) or "there is no more of it"
-            log.error("the memory does not suffice: %s; try --parameters bf16, or several GPUs (--gpus N)", told)
+            told = memory_told(error) or "no more is available"
+            log.error("not enough memory: %s; try --parameters bf16, or several GPUs (--gpus N)", told)
             return Exit.REFUSED
-        log.exception("an unexpected fault; starting this worker again resumes its work")
+        log.exception("unexpected error; restarting this worker resumes its work")
         return Exit.RETRY
     return Exit.DONE
 
@@ -136,7 +136,7 @@ def _work(
     with open_http(settings.url, settings.ca) as http:
         up, down = settings.rates(Ranks.here().size)
         client = Client(http, settings.run, settings.token, stop=stop, max_up=up, max_down=down)
-        client = with_own_token(client, settings.name, settings.directory, Ranks.here())
+        client = with_worker_token(client, settings.name, settings.directory, Ranks.here())
         run = client.run_detail()
         if run.state in (RunState.FINISHED, RunState.STOPPED):
             log.info("the run %s is %s: nothing to do", run.name, run.state)
@@ -148,13 +148,15 @@ def _work(
 
 
 def _check_state_directory(path: Path) -> None:
-    """Raise BoxError where a worker cannot keep its state in `path`, and StateDirBusy where another one does, before a
-    model is loaded in vain."""
+    """Raise BoxError if a worker cannot keep its state in `path`, and StateDirBusy if another one uses it, before a
+    model is loaded for nothing."""
     try:
         with StateDir(rank_directory(path, Ranks.here().rank)):
             pass
     except OSError as error:
-        raise BoxError(f"--state {path} cannot hold this worker's state: {error_text(error)}; give another") from error
+        raise BoxError(
+            f"--state {path} cannot hold this worker's state: {error_text(error)}; choose another directory"
+        ) from error
 
 
 def _train(
@@ -163,7 +165,7 @@ def _train(
     ranks = Ranks.here()
     with _step_log(settings, ranks) as step_log:
         box = set_up(run.spec, settings, device, stop=stop, ranks=ranks)
-        _say_what_trains(run.name, settings, box)
+        _log_setup(run.name, settings, box)
         diloco = DiLoCo(
             box.model,
             box.optimizers,
@@ -201,7 +203,7 @@ def _work_alone(
     _check_state_directory(directory)
     with _step_log(settings, ALONE) as step_log, StateDir(directory) as files:
         box = set_up(spec, settings, device, stop=stop)
-        _say_what_trains(spec.name, settings, box)
+        _log_setup(spec.name, settings, box)
         load_initial = initial_parameters(box.model, spec.model)
         if load_initial is not None:
             load_initial()
@@ -211,8 +213,7 @@ def _work_alone(
 
 @contextmanager
 def _step_log(settings: BoxSettings, ranks: Ranks) -> Iterator[StepLog | None]:
-    """Yield the step log, which rank 0 writes; None where none is wanted. Raises BoxError where it cannot be written
-    from the start."""
+    """Yield the step log, which rank 0 writes; None if there is none. Raises BoxError if it cannot be written."""
     if settings.log is None or not ranks.is_first:
         yield None
         return
@@ -224,7 +225,7 @@ def _step_log(settings: BoxSettings, ranks: Ranks) -> Iterator[StepLog | None]:
         yield step_log
 
 
-def _say_what_trains(run: str, settings: BoxSettings, box: Box) -> None:
+def _log_setup(run: str, settings: BoxSettings, box: Box) -> None:
     parameters = sum(parameter.numel() for parameter in box.model.parameters())
     log.info(
         "run %s as %s: %d parameters on %s in %s, %d sequences at once; kernels %s",

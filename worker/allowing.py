@@ -1,12 +1,12 @@
-"""What a run spec may make of this machine: only what the machine's owner has allowed.
+"""What a run spec may do on this machine: only what the machine's owner has allowed.
 
-A spec is somebody else's text, and some of its strings are more than settings: `model.factory` and `inner.optimizer`
-may name code, which is imported and run; `data.source`, `data.tokenizer` and `model.pretrained` name places, which are
-read or fetched, and whatever is trained on can be learnt of what is sent. So code needs its very name
-(`--allow-factory`), and a place needs a root that it lies below (`--data-root`): a directory, compared after links and
+Somebody else writes the spec, and some of its strings are more than settings. `model.factory` and `inner.optimizer` may
+name code, which is imported and run; `data.source`, `data.tokenizer` and `model.pretrained` name places that are read
+or fetched, and what a worker trains on can be inferred from what it sends. So code must be allowed by its exact name
+(`--allow-factory`), and a place must be below an allowed root (`--data-root`): a directory, compared after links and
 `..` are resolved; the beginning of an address; or `hub:NAME`, a repository of the Hugging Face hub or all of an
-organisation's, which is fetched with this machine's own login. Nothing is needed for the text and the models that come
-with Outerstep, and for what the owner names himself.
+organisation's, fetched with this machine's own login. The text and the models that come with Outerstep are always
+allowed, and so is what the owner names himself.
 """
 
 import glob
@@ -30,14 +30,14 @@ from worker.settings import BoxSettings
 ALLOW_FACTORY, DATA_ROOT = "--allow-factory", "--data-root"
 _SCRIPT = "custom"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_LINKS_AT_ONCE = 8  # that are told of and asked about
+_LINKS_AT_ONCE = 8  # that are reported and asked about
 
 Root = str | Path  # the beginning of an address, or a directory
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What a spec asks for that is not allowed, and the option that allows it."""
+    """Something that a spec asks for and that is not allowed, and the option that allows it."""
 
     what: str
     option: str
@@ -46,62 +46,64 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Allowed:
-    """What an owner allows: `factories` by name, places below `roots`, and any `data.source` where it is his own."""
+    """What an owner allows: `factories` by name, places below `roots`, and any `data.source` if it is the owner's
+    own."""
 
     factories: tuple[str, ...] = ()
     roots: tuple[str, ...] = ()
     own_source: bool = False
 
-    def and_also(self, refused: list[Refusal]) -> "Allowed":
-        """Return this with all that was refused."""
+    def including(self, refused: list[Refusal]) -> "Allowed":
+        """Return the same plus everything that was refused."""
         code, roots = ([e.value for e in refused if e.option == option] for option in (ALLOW_FACTORY, DATA_ROOT))
         return replace(self, factories=(*self.factories, *code), roots=(*self.roots, *roots))
 
 
 def allowed_by(settings: BoxSettings) -> Allowed:
-    """Return what the settings of a worker allow."""
+    """Return what a worker's settings allow."""
     return Allowed(settings.allow_factory, settings.data_root, own_source=settings.data is not None)
 
 
 def permit(spec: RunSpec, allowed: Allowed, ask: Callable[[str], bool] | None = None) -> None:
-    """Return if the spec asks for nothing that is not allowed, or the owner allows it now: `ask` puts the question to
-    him, where he can be asked. Raises NotAllowed, and DataError for places that cannot be."""
+    """Return if everything the spec asks for is allowed, or if the owner allows it now: `ask` asks a yes-or-no
+    question; None if nobody can be asked. Raises NotAllowed, and DataError for places that cannot exist."""
     while refused := not_allowed(spec, allowed):
         told = f"the run {spec.name} asks for what the owner of this machine has not allowed: "
         told += "; ".join(each.what for each in refused)
         if ask is None or not ask(f"{told}. Allow it?"):
-            raise NotAllowed(f"{told}. If you trust whoever wrote its spec, add: {typed(refused)}")
-        allowed = allowed.and_also(refused)
+            raise NotAllowed(f"{told}. If you trust the author of its spec, add: {as_options(refused)}")
+        allowed = allowed.including(refused)
 
 
 def permit_factory(spec: RunSpec, factories: tuple[str, ...]) -> None:
-    """Return if the spec's model can be built without code that is not among `factories`. Raises NotAllowed."""
+    """Return if the spec's model can be built without code outside `factories`. Raises NotAllowed."""
     if refused := [each for each in _code(spec, factories) if each.value == spec.model.factory]:
-        raise NotAllowed(f"{refused[0].what}. If you trust whoever wrote it, add: {typed(refused)}")
+        raise NotAllowed(f"{refused[0].what}. If you trust its author, add: {as_options(refused)}")
 
 
 def permit_data(spec: RunSpec, roots: tuple[str, ...], *, own_source: bool) -> None:
-    """Return if the spec's data and tokenizer lie below `roots`; with `own_source` the source is the owner's own.
-    Raises NotAllowed, and DataError for places that cannot be."""
+    """Return if the spec's data and tokenizer are below `roots`; `own_source`: the source is the owner's own. Raises
+    NotAllowed, and DataError for places that cannot exist."""
     refused = [
         each for each in not_allowed(spec, Allowed((), roots, own_source=own_source)) if each.option == DATA_ROOT
     ]
     if refused := [each for each in refused if each.what.startswith("data.")]:
         told, needed = "; ".join(each.what for each in refused), [each.value for each in refused]
-        raise NotAllowed(f"{told}. If you trust whoever wrote the spec, give training_set(data_root={needed})")
+        raise NotAllowed(f"{told}. If you trust the author of the spec, give training_set(data_root={needed})")
 
 
 def options_for(spec: RunSpec) -> list[str]:
-    """Return the options with which a worker trains a run whose spec its owner wrote himself."""
+    """Return the options that a worker needs for a run whose spec its owner has written."""
     allowed = Allowed()
     while refused := not_allowed(spec, allowed):
-        allowed = allowed.and_also(refused)
+        allowed = allowed.including(refused)
     pairs = [(ALLOW_FACTORY, name) for name in allowed.factories] + [(DATA_ROOT, root) for root in allowed.roots]
     return _words(pairs)
 
 
 def not_allowed(spec: RunSpec, allowed: Allowed) -> list[Refusal]:
-    """Return all that the spec asks for and that is not allowed. Raises DataError for places that cannot be."""
+    """Return everything that the spec asks for and that is not allowed. Raises DataError for places that cannot
+    exist."""
     roots = [_root(root) for root in allowed.roots]
     refused = [*_code(spec, allowed.factories), *_places(spec, roots)]
     if not allowed.own_source:
@@ -116,7 +118,7 @@ def _code(spec: RunSpec, factories: tuple[str, ...]) -> Iterator[Refusal]:
 
 
 def _places(spec: RunSpec, roots: list[Root]) -> Iterator[Refusal]:
-    """Yield what is refused of the places that are a directory here, or else a repository of the hub."""
+    """Yield the refused places that are a directory here, or else a repository of the hub."""
     for key, name in (("model.pretrained", spec.model.pretrained), ("data.tokenizer", spec.data.tokenizer)):
         if name is None or (key, name) == ("data.tokenizer", IN_BYTES):
             continue
@@ -133,7 +135,7 @@ def _source(source: str, roots: list[Root]) -> Iterator[Refusal]:
     if (address := _address(source)) is not None:
         yield from _remote(key, source, address, roots)
         return
-    if source.startswith(PREFIX):  # which datasets takes for a directory where there is one
+    if source.startswith(PREFIX):  # if there is such a directory, datasets reads it
         yield from _directory(key, _repository(source), roots, shown=source)
         return
     refused = list(_directory(key, str(_without_wildcards(key, source)), roots, shown=source))
@@ -141,18 +143,18 @@ def _source(source: str, roots: list[Root]) -> Iterator[Refusal]:
 
 
 def _without_wildcards(key: str, source: str) -> Path:
-    """Return what a source names, of a glob the part before its first wildcard."""
+    """Return the path of a source; of a glob, the part before its first wildcard."""
     path = _expanded(key, source)
     at = next((number for number, part in enumerate(path.parts) if glob.has_magic(part)), None)
     if at is None or _is_dir(path):
         return path
     if ".." in path.parts[at:]:
-        raise DataError(f"{key} = {source!r} has '..' behind a wildcard; name the directory itself")
+        raise DataError(f"{key} = {source!r} has '..' after a wildcard; name the directory itself")
     return Path(*path.parts[:at])
 
 
 def _links(key: str, source: str, roots: list[Root]) -> Iterator[Refusal]:
-    """Yield what is refused of the files of a source that is allowed: those that are links to elsewhere."""
+    """Yield the refused links: files of an allowed source that are links to somewhere else."""
     found: dict[Path, Path] = {}
     for _, file in source_files(source):
         real = Path(os.path.realpath(file))
@@ -179,7 +181,7 @@ def _is_below(path: Path, roots: list[Root]) -> bool:
 
 
 def _covers(root: str, address: str) -> bool:
-    """Return True if the address is the root or begins with it, up to the end of a part."""
+    """Return True if the address is the root or continues it after a whole part."""
     if address == root:
         return True
     rest = address[len(root) :]
@@ -194,7 +196,7 @@ def _root(root: str) -> Root:
 
 
 def _address(source: str) -> str | None:
-    """Return the address that a source is fetched from, the hub's as hub:NAME; None for a path."""
+    """Return the address that a source is fetched from, hub:NAME for the hub; None for a path."""
     if source.startswith(HUB):
         organisation, *rest = source.removeprefix(HUB[0]).removeprefix("datasets/").strip("/").split("/")
         if ".." in rest:  # it would lead into another repository
@@ -208,12 +210,12 @@ def _address(source: str) -> str | None:
 
 
 def _repository(source: str) -> str:
-    """Return the name in hub:NAME[:CONFIG[:SPLIT]]."""
+    """Return NAME in hub:NAME[:CONFIG[:SPLIT]]."""
     return source.removeprefix(PREFIX).partition(":")[0]
 
 
 def _is_local(key: str, name: str) -> bool:
-    """Return True for a directory here, and for what can be no repository of the hub."""
+    """Return True for a directory here, and for a name that is not valid on the hub."""
     return not _HUB_ID.fullmatch(name) or _is_dir(_expanded(key, name))
 
 
@@ -228,18 +230,18 @@ def _real(key: str, name: str) -> Path:
     try:
         return _expanded(key, name).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a zero byte
-        raise DataError(f"{key} = {name!r} can be no place on this machine: {error}") from error
+        raise DataError(f"{key} = {name!r} is not a possible place on this machine: {error}") from error
 
 
 def _expanded(key: str, name: str) -> Path:
     try:
         return Path(name).expanduser()
-    except RuntimeError as error:  # the home of nobody
-        raise DataError(f"{key} = {name!r} can be no place on this machine: {error}") from error
+    except RuntimeError as error:  # the home of an unknown user
+        raise DataError(f"{key} = {name!r} is not a possible place on this machine: {error}") from error
 
 
-def typed(refused: list[Refusal]) -> str:
-    """Return the options that allow it, as they are typed."""
+def as_options(refused: list[Refusal]) -> str:
+    """Return the options that allow what was refused, quoted for a shell."""
     return shlex.join(_words([(each.option, each.value) for each in refused]))
 
 

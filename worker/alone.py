@@ -1,7 +1,7 @@
-"""A worker that trains alone, without a coordinator: the baseline of no communication.
+"""A worker that trains alone, without a coordinator: the baseline without communication.
 
-It does what one worker of the run would, as many rounds of as many inner steps, on the first units of the order that
-the run deals them in; only no outer step is taken. So its held-out loss by round is to be compared with the run's.
+It does what one worker of the run would do: as many rounds of as many inner steps, on the first units in the run's
+order, but without outer steps. So its held-out loss by round can be compared with the run's.
 """
 
 import logging
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 def train_alone(box: Box, name: str, files: StateDir, stop: threading.Event, step_log: StepLog | None = None) -> None:
     """Train all rounds of the run, from the snapshot in `files` if there is one. Raises Stopped once `stop` is set,
-    ModelError where the training diverges, BoxError for a snapshot that is not of it, and OSError."""
+    ModelError if the training diverges, BoxError for a snapshot of something else, and OSError."""
     steps = AloneSteps(box, name, files, stop, step_log)
     hook = box.optimizers[-1].register_step_post_hook(steps.count)
     try:
@@ -47,7 +47,7 @@ def train_alone(box: Box, name: str, files: StateDir, stop: threading.Event, ste
 
 
 class AloneSteps:
-    """Counts inner steps and rounds; between two rounds it measures, tells and saves."""
+    """Counts inner steps and rounds. Between two rounds it evaluates, logs and saves."""
 
     def __init__(
         self,
@@ -95,19 +95,19 @@ class AloneSteps:
                 if self._stop.is_set():
                     return
                 yield self._unit
-                self._progress.skip()  # what a step has not counted
+                self._progress.skip()  # the loss of a skipped step
             self._end_round()
         self._evaluate()
 
     def upcoming(self) -> Iterator[int]:
-        """Yield the numbers of the units after the one in hand, up to the end of the next round: what of a set behind a
-        URL is expected is fetched and not given up, so it must not be all of it."""
+        """Yield the numbers of the units after the current one, up to the end of the next round. Not of all units:
+        shards that are expected are fetched and kept in the cache."""
         sync = self._box.spec.sync
         return iter(range(self._unit + 1, min(self.round + 2, sync.rounds) * sync.schedule_steps))
 
     def _end_round(self) -> None:
         loss = self._progress.end_inner_steps(self.inner_step, self.inner_step * self._box.spec.unit_tokens)
-        told = UNKNOWN if loss is None else f"{loss:.4f}"  # None where all steps were skipped
+        told = UNKNOWN if loss is None else f"{loss:.4f}"  # None if all steps were skipped
         log.info("round %d: loss %s, %s", self.round, told, speed_text(self._progress.metrics()))
         if loss is not None and not math.isfinite(loss):
             raise ModelError(f"round {self.round}: the training has diverged: loss {loss}; lower the learning rate")
@@ -120,7 +120,7 @@ class AloneSteps:
         self._save(_SNAPSHOT, document)
 
     def _save(self, file: str, document: dict[str, Any]) -> None:
-        """Write what is so in the state `round`."""
+        """Write a document about the state `round`."""
         document = {"version": _VERSION, "identity": self._owner, "round": self.round} | document
         self._files.replace(file, partial(write_document, document))
 
@@ -133,10 +133,10 @@ class AloneSteps:
         if not path.exists():
             return
         found = self._saved(_SNAPSHOT)
-        if found is None:  # there is no coordinator from which to recover, and the next round would replace it
+        if found is None:  # there is no coordinator to recover from, and the next round would overwrite it
             raise BoxError(
-                f"{path} is damaged, or of another spec or name than this training: to begin afresh delete it, or give "
-                "another --state-dir; defaults that a spec leaves out can be those of another version"
+                f"{path} is damaged, or belongs to another spec or name than this training: delete it to start "
+                "again, or give another --state-dir; a spec that relies on defaults may differ in another version"
             )
         for name, parameter in self._parameters.items():
             parameter.data.copy_(found["parameters"][name])
@@ -149,8 +149,8 @@ class AloneSteps:
         log.info("resuming at round %d", self.round)
 
     def _evaluate(self) -> None:
-        """Measure the held-out loss where the run would: as often, and after the last round. A state that was measured
-        before a restart is not told again."""
+        """Measure the held-out loss when the run would, as often and after the last round; not again for a state that
+        was measured before a restart."""
         spec, measure = self._box.spec, self._box.evaluate
         if measure is None or (self.round % spec.evaluation.every_rounds and self.round < spec.sync.rounds):
             return

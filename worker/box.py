@@ -1,4 +1,4 @@
-"""What one box brings to a run: the run's data and model, and the inner steps as its settings have them."""
+"""What one box brings to a run: the run's data and model, and the inner steps with this box's settings."""
 
 import logging
 import threading
@@ -38,9 +38,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Box:
-    """A run's training on this machine. `evaluate` measures the held-out loss of the model as it is. `ranks`: the
-    processes that share every batch. `logs`: the first of them logs every inner step. `reasons`: why mode and
-    micro-batch are what they are.
+    """A run's training on this machine.
+
+    evaluate   measures the held-out loss of the model as it is
+    ranks      the processes that share every batch
+    logs       whether the first of them logs every inner step
+    reasons    why mode and micro-batch are what they are
     """
 
     spec: RunSpec
@@ -68,12 +71,12 @@ def set_up(
     ranks: Ranks = ALONE,
 ) -> Box:
     """Return the run `spec` on `device`, in each of the processes `ranks`. Raises DataError, ModelError, BoxError,
-    Stopped where data have to be prepared or fetched and `stop` is set meanwhile, and ValueError for settings that the
-    device does not suit."""
+    Stopped if `stop` is set while data are prepared or fetched, and ValueError for settings that the device does not
+    support."""
     precision = precision_on(device, settings.precision, settings.parameters)
     check_suited(spec, ranks.size)
     log.info("building the model")
-    # A sharded model is put together in host memory, and goes to the device layer by layer.
+    # A sharded model is built in host memory, and moved to the device layer by layer.
     where = device if ranks.size == 1 or settings.mode == "ddp" else torch.device("cpu")
     model = build_model(spec, where, settings.max_parameters)
     mode, reasons = None, []
@@ -83,7 +86,7 @@ def set_up(
         reasons.append(why)
     if mode == "fsdp" and (settings.compile or precision == "fp16"):
         wrong = "--compile" if settings.compile else "--precision fp16"
-        raise BoxError(f"{wrong} does not go with a sharded model: leave it out, or use --mode ddp")
+        raise BoxError(f"{wrong} does not work with a sharded model: leave it out, or use --mode ddp")
     model = model if mode == "fsdp" else model.to(device)
     check = partial(check_vocabulary, model)
     log.info("opening the training set")
@@ -129,34 +132,32 @@ def set_up(
 
 
 def check_suited(spec: RunSpec, processes: int) -> None:
-    """Raise DataError or BoxError where `outerstep worker` cannot train the run at all in so many processes."""
+    """Raise DataError or BoxError if `outerstep worker` cannot train the run at all in this many processes."""
     if spec.data.source == "custom":
-        raise DataError(
-            f"the run {spec.name} has data.source = 'custom': its workers are scripts of their own, with DiLoCo"
-        )
+        raise DataError(f"the run {spec.name} has data.source = 'custom': its workers are scripts that use DiLoCo")
     if spec.inner.batch_size % processes:
         raise BoxError(
-            f"the run's batch of {spec.inner.batch_size} sequences cannot be shared by {processes} processes: start "
-            "as many as divide it"
+            f"the run's batch of {spec.inner.batch_size} sequences cannot be divided by {processes} processes: "
+            "start a number of processes that divides it"
         )
 
 
 def shard_cache(settings: BoxSettings) -> CacheSettings:
-    """Return where this machine keeps the shards of sets behind a URL, and how many bytes of them."""
+    """Return where this machine keeps shards of token sets behind a URL, and for how many bytes."""
     return CacheSettings(settings.data_cache or cache_directory("shards"), int(settings.data_cache_gb * 1e9))
 
 
 def _device_use(
     spec: RunSpec, settings: BoxSettings, model: nn.Module, precision: Precision, device: torch.device, devices: int
 ) -> DeviceUse:
-    """Return what the MFU is made of, the peak that of all `devices`. The FLOPs are counted only where there is a peak
+    """Return what the MFU is computed from, with the peak of all `devices`. FLOPs are only counted if there is a peak
     to compare them with."""
     peak = settings.peak_flops
     if peak is None and device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         peak = peak_flops(name, precision)
         if peak is None:
-            log.info("the peak of %s is not known here, so the MFU is not told; --peak-flops gives it", name)
+            log.info("the peak of %s is unknown, so the MFU is not reported; give it with --peak-flops", name)
     length = spec.data.sequence_length
     if peak is None:
         return DeviceUse(device)

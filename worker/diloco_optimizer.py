@@ -1,4 +1,4 @@
-"""DiLoCo as an optimizer, as OpenDiLoCo's scripts write it: nothing else of the training loop changes.
+"""DiLoCo as an optimizer, for scripts written for OpenDiLoCo: nothing else in the training loop changes.
 
     optimizer = DiLoCoOptimizer(
         model.named_parameters(), batch_size=8, num_inner_steps=500, run="my-run",
@@ -11,7 +11,7 @@
         if optimizer.finished:
             break
 
-What is trained with is the run's to say: what the script says of it is compared, and refused where it differs.
+The run decides how it is trained. The script's values are compared with the run's, and differences are rejected.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -41,13 +41,13 @@ _OF_OPEN_DILOCO = {
     "optimizer": "give outer_optimizer",
     "target_batch_size": "give batch_size and num_inner_steps",
     "batch_size_per_step": "give batch_size",
-    "use_local_updates": "local steps are what DiLoCo is: leave it out",
+    "use_local_updates": "DiLoCo always takes local steps: leave it out",
     "offload_optimizer": "the outer optimizer is always in host memory: leave it out",
     "reuse_grad_buffers": "no gradients are accumulated here: leave it out",
     "average_state_every": "all replicas have the same parameters after every round: leave it out",
     "average_opt_statistics": "the inner optimizer's state is never averaged: leave it out",
     "extra_tensors": "only trainable parameters are averaged: leave it out",
-    "grad_averager_factory": "the mean is taken by sync.aggregation of the run's spec",
+    "grad_averager_factory": "sync.aggregation of the run's spec sets how the mean is taken",
     "averager_opts": _LINE,
     "averaging_timeout": _LINE,
     "allreduce_timeout": _LINE,
@@ -64,7 +64,7 @@ _OF_OPEN_DILOCO = {
     "delay_grad_averaging": _OVERLAP,
     "delay_state_averaging": _OVERLAP,
     "client_mode": "every worker only makes outbound requests: leave it out",
-    "auxiliary": "the coordinator takes that part: leave it out",
+    "auxiliary": "the coordinator does this: leave it out",
     "tracker_opts": "the coordinator keeps the progress: leave it out",
     "performance_ema_alpha": "the coordinator keeps the progress: leave it out",
     "verbose": "set the level of the logger `worker`",
@@ -72,24 +72,25 @@ _OF_OPEN_DILOCO = {
 
 
 class DiLoCoOptimizer(Optimizer):
-    """An inner optimizer whose steps are those of a worker of the run `run`, which it joins as it is made.
+    """An inner optimizer whose steps are those of a worker of the run `run`, which it joins on creation.
 
-    params            `model.named_parameters()`, or parameters, which are named by their numbers then; workers of a run
-                      name theirs alike
-    batch_size        sequences of an inner step: the run's `inner.batch_size`
+    params            `model.named_parameters()`, or parameters, which are then named by their position; the names must
+                      be the same on all workers
+    batch_size        sequences per inner step: the run's `inner.batch_size`
     num_inner_steps   H: the run's `sync.inner_steps`
-    inner_optimizer   makes the inner optimizer of the parameters, or is it
-    outer_optimizer   makes the outer one, torch's SGD with Nesterov momentum: compared with the run's `outer`, which
-                      every worker and the coordinator take their steps by. None: the run's
-    scheduler         makes the learning rate's schedule of the inner optimizer; it follows the run's step
-    options           those of DiLoCo.connect, `url`, `token`, `name` and `state_dir` among them
+    inner_optimizer   an optimizer, or a function that makes one from the parameters
+    outer_optimizer   a function that makes the outer optimizer, torch's SGD with Nesterov momentum; compared with the
+                      run's `outer`, which every worker and the coordinator use. None: the run's
+    scheduler         makes the inner optimizer's learning-rate scheduler, which follows the run's step
+    options           those of DiLoCo.connect, such as `url`, `token`, `name` and `state_dir`
 
-    `diloco` is the worker: `diloco.data_seed` seeds the loop's batches, `diloco.report_loss(loss)` tells the loss. All
-    else, such as param_groups and state_dict(), is the inner optimizer's, as `inner_optimizer`. A loop that ends before
-    `finished` leaves by `close()`, or a `with` block: otherwise it is as if it were killed.
+    `diloco` is the worker: `diloco.data_seed` seeds the loop's batches, `diloco.report_loss(loss)` reports the loss.
+    Everything else, such as param_groups and state_dict(), is the inner optimizer's, available as `inner_optimizer`. A
+    loop that ends before `finished` must call `close()`, or use a `with` block: otherwise the worker counts as killed.
 
     Raises ValueError if the run has other values, TypeError for a parameter that only OpenDiLoCo has (the message names
-    what to give instead), and what DiLoCo.connect and entering it raise. `step` raises RuntimeError once it has left.
+    the replacement), and what DiLoCo.connect and entering it raise. `step` raises RuntimeError once the worker has
+    left.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class DiLoCoOptimizer(Optimizer):
         **options: Any,
     ) -> None:
         if foreign := [f"{name} ({_OF_OPEN_DILOCO[name]})" for name in options if name in _OF_OPEN_DILOCO]:
-            raise TypeError(f"OpenDiLoCo has these parameters, Outerstep has not: {', '.join(foreign)}")
+            raise TypeError(f"Outerstep does not have these parameters of OpenDiLoCo: {', '.join(foreign)}")
         if run is None:
             raise TypeError("run is missing: give the name of the run to join")
         model = _Parameters(params)
@@ -120,14 +121,15 @@ class DiLoCoOptimizer(Optimizer):
         self._has_left = False
 
     def __getattr__(self, name: str) -> Any:
-        """Return what is the inner optimizer's: this one has no parameters of its own."""
-        if name == "inner_optimizer":  # it could not be made
+        """Return the inner optimizer's attribute: this optimizer has no parameters of its own."""
+        if name == "inner_optimizer":  # making it failed
             raise AttributeError(name)
         return getattr(self.inner_optimizer, name)
 
     @property
     def finished(self) -> bool:
-        """True if training is to stop: the run is over, or this worker was asked to. Then it has handed in and left."""
+        """True if training must stop: the run is over, or this worker was asked to stop. It has then handed in its work
+        and left."""
         if not self._has_left and self.diloco.finished:
             self.close()
         return self._has_left
@@ -138,11 +140,11 @@ class DiLoCoOptimizer(Optimizer):
         batch_size: int | None = None,
         scaler: GradScaler | None = None,
     ) -> Any:
-        """Take one inner step; after the H-th of a round the sync, as DiLoCo does.
+        """Take one inner step; after the H-th one of a round also the sync, as DiLoCo does.
 
-        `step(scaler)` and `step(scaler=scaler)` step through a GradScaler, which the loop updates afterwards. Gradients
-        are unscaled before, to clip them for example, by `scaler.unscale_(optimizer.inner_optimizer)`. `batch_size` can
-        only be the run's. Raises ValueError for another one, and for a closure together with a scaler.
+        `step(scaler)` and `step(scaler=scaler)` step through a GradScaler, which the loop updates afterwards. To
+        unscale gradients before, to clip them for example, call `scaler.unscale_(optimizer.inner_optimizer)`.
+        `batch_size` must be the run's. Raises ValueError for another one, and for a closure together with a scaler.
         """
         if isinstance(closure, GradScaler):
             closure, scaler = None, closure
@@ -153,8 +155,8 @@ class DiLoCoOptimizer(Optimizer):
             raise ValueError(_differs("batch_size", batch_size, spec, "inner.batch_size", spec.inner.batch_size))
         if self._has_left:
             raise RuntimeError(
-                "this worker has left the run, so that a step would only change the model: leave the training loop "
-                "once `optimizer.finished`"
+                "this worker has left the run, so a step would only change the model: leave the training loop "
+                "once `optimizer.finished` is true"
             )
         try:
             if scaler is not None:
@@ -167,7 +169,7 @@ class DiLoCoOptimizer(Optimizer):
         return loss
 
     def close(self) -> None:
-        """Leave the run, and hand in what is done."""
+        """Hand in the work done, and leave the run."""
         self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
@@ -222,10 +224,10 @@ def _compare(
         keys = [name for name in ("lr", "momentum", "nesterov", "weight_decay") if name in has]
         told = ", ".join(f"{name}={has[name]}" for name in keys)
         raise ValueError(
-            f"outer_optimizer is {type(made).__name__}({told}), and the run {spec.name} takes its outer steps by "
-            f"{of_run}: see [outer] of its spec"
+            f"outer_optimizer is {type(made).__name__}({told}), but the run {spec.name} takes its outer steps with "
+            f"{of_run}: see [outer] in its spec"
         )
 
 
 def _differs(name: str, given: int, spec: RunSpec, key: str, wanted: int | str) -> str:
-    return f"{name} = {given}, and the run {spec.name} has {key} = {wanted!r}, as all of its workers"
+    return f"{name} = {given}, but the run {spec.name} has {key} = {wanted!r}, the same for all its workers"

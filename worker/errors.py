@@ -1,17 +1,17 @@
-"""The exceptions of a worker, beside the protocol's own.
+"""The exceptions of a worker, beside those of `protocol.errors`.
 
 OuterstepError (protocol)
-├── ModelError          a model that cannot be built or trained in this run
-├── DataError           a training set that cannot be read, or is too small
+├── ModelError          the model cannot be built or trained in this run
+├── DataError           the training set cannot be read, or is too small
 ├── NoRoom              the data cache is full of what is needed sooner
-├── NotAllowed          a run spec asks for what the machine's owner has not allowed
-├── BoxError            something that this machine cannot do
+├── NotAllowed          the run spec asks for what the machine's owner has not allowed
+├── BoxError            this machine cannot do what its settings ask for
 ├── StateDirBusy        another process uses the same state directory
 ├── Resync              the worker's outer state is not the run's: take a checkpoint, drop the round's work
-├── WorkLost            the work units of a contribution were assigned to another worker: drop the round's work
+├── WorkLost            the contribution's units were assigned to another worker: drop the round's work
 ├── Unwanted            the coordinator does not accept the round's work any more: drop it
-├── RankLost            another process of this worker has gone
-├── RunEnded            the run ended while the worker waited for something of it
+├── RankLost            another process of this worker has died
+├── RunEnded            the run ended while the worker waited for something
 └── Stopped             the worker was asked to stop while it waited
 """
 
@@ -19,11 +19,11 @@ from protocol.errors import OuterstepError
 
 
 class ModelError(OuterstepError):
-    """A model that cannot be built or trained in this run."""
+    """The model cannot be built or trained in this run."""
 
 
 class DataError(OuterstepError):
-    """A training set that cannot be read, or is too small."""
+    """The training set cannot be read, or is too small."""
 
 
 class NoRoom(OuterstepError):
@@ -31,11 +31,11 @@ class NoRoom(OuterstepError):
 
 
 class NotAllowed(OuterstepError):
-    """A run spec asks for what the owner of this machine has not allowed."""
+    """The run spec asks for what the owner of this machine has not allowed."""
 
 
 class BoxError(OuterstepError):
-    """Something that this machine cannot do as its settings say."""
+    """This machine cannot do what its settings ask for."""
 
 
 class StateDirBusy(OuterstepError):
@@ -47,7 +47,7 @@ class Resync(OuterstepError):
 
 
 class WorkLost(OuterstepError):
-    """The work units of a contribution were assigned to another worker."""
+    """The contribution's units were assigned to another worker."""
 
 
 class Unwanted(OuterstepError):
@@ -55,11 +55,11 @@ class Unwanted(OuterstepError):
 
 
 class RankLost(OuterstepError):
-    """Another process of this worker has gone."""
+    """Another process of this worker has died."""
 
 
 class RunEnded(OuterstepError):
-    """The run ended while the worker waited for something of it."""
+    """The run ended while the worker waited for something."""
 
 
 class Stopped(OuterstepError):

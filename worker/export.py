@@ -32,10 +32,10 @@ def load_checkpoint(
     factories: tuple[str, ...] = (),
     max_parameters: int = MAX_PARAMETERS,
 ) -> nn.Module:
-    """Return the run's model with the parameters of checkpoint `state_round` (None: the latest, as `load_parameters`
-    has it), on the CPU, for evaluation. Of code that makes the model, that of `factories` may be run.
+    """Return the run's model with the parameters of checkpoint `state_round` (None: the latest, see `load_parameters`),
+    on the CPU, for evaluation. Code that makes the model runs only if it is in `factories`.
 
-    Raises what `load_parameters` raises, NotAllowed, and ModelError also if the model cannot be built here.
+    Raises what `load_parameters` raises, NotAllowed, and ModelError if the model cannot be built here.
     """
     spec = client.run_detail().spec
     permit_factory(spec, factories)
@@ -56,11 +56,10 @@ def export(
     """Write checkpoint `state_round` (None: the latest) into `directory`, new or empty. Return the model.
 
     A transformers model becomes a directory that `AutoModelForCausalLM.from_pretrained` loads. Adapters are written as
-    peft has them, or, to `merge`, as the model that they make with the one they belong to. A model from the user's own
-    function becomes model.safetensors and the run's spec.toml, and so do the trained parameters alone where the spec
-    says nothing of the model. The run's tokenizer goes with it; where this machine
-    does not have it, a warning says so. Raises FileExistsError, ModelError where there is nothing to merge, and what
-    `load_checkpoint` raises.
+    peft does it, or with `merge` merged into the model they belong to. A model from the user's own function becomes
+    model.safetensors and the run's spec.toml, and so do the trained parameters alone if the spec does not describe the
+    model. The run's tokenizer is written too, or a warning if this machine does not have it. Raises FileExistsError,
+    ModelError if there is nothing to merge, and what `load_checkpoint` raises.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(f"{directory} exists and is not an empty directory; choose another")
@@ -77,14 +76,14 @@ def export(
     _name_special_tokens(model, run.spec.model, tokenizer)
     if buffers := own_buffers(model):
         log.warning(
-            "%d buffers, such as %s, are as the model is made: the run does not average them; measure those of a batch "
-            "normalisation by torch.optim.swa_utils.update_bn",
+            "%d buffers, such as %s, have their initial values: the run does not average them; for a batch "
+            "normalisation, measure them with torch.optim.swa_utils.update_bn",
             *(len(buffers), buffers[0]),
         )
     if merge:
         model = model.merge_and_unload()  # type: ignore[operator]
     if adapted and not merge:
-        # Not the embedding: peft would ask the hub whether its size is that of the model's.
+        # Not the embedding: peft would ask the hub whether its size is that of the original model.
         model.save_pretrained(directory, save_embedding_layers=False)  # type: ignore[operator]
     elif isinstance(model, PreTrainedModel):
         _cache(model)
@@ -92,13 +91,13 @@ def export(
     else:
         save_model(model, str(directory / "model.safetensors"))
     (directory / "spec.toml").write_text(client.spec_text())
-    for file in directory.glob("*.safetensors"):  # which safetensors makes for its owner alone
+    for file in directory.glob("*.safetensors"):  # safetensors makes them readable by their owner only
         file.chmod((directory / "spec.toml").stat().st_mode)
     return model
 
 
 def _tokenizer(run: RunDetail) -> Tokenizer | None:
-    """Return the run's tokenizer; None, with a warning, where this machine does not have it. Bytes have one as well,
+    """Return the run's tokenizer; None, with a warning, if this machine does not have it. Bytes have a tokenizer too,
     with nothing to save."""
     name = run.spec.data.tokenizer or (run.data.tokenizer if run.data else None)
     try:
@@ -108,7 +107,7 @@ def _tokenizer(run: RunDetail) -> Tokenizer | None:
                 f"the tokenizer {name} on this machine is not the run's (BLAKE3 {run.data.tokenizer_digest})"
             )
     except DataError as error:
-        log.warning("exported without a tokenizer: %s; copy the one of a worker beside the model", error)
+        log.warning("exported without a tokenizer: %s; copy the tokenizer of a worker next to the model", error)
         return None
     return tokenizer
 
@@ -116,8 +115,8 @@ def _tokenizer(run: RunDetail) -> Tokenizer | None:
 def _name_special_tokens(model: nn.Module, spec: ModelSpec, tokenizer: Tokenizer | None) -> None:
     """Set the ids that end, begin and pad a text to those of the run's `tokenizer`.
 
-    The defaults of a configuration's class belong to another tokenizer. So a model of `model.config` keeps only what
-    the spec gives where the tokenizer names none, as bytes do; trained weights (`model.pretrained`) keep their own.
+    The defaults of a configuration class belong to another tokenizer. So where the tokenizer names no id, as bytes do,
+    a model from `model.config` keeps only what the spec gives; trained weights (`model.pretrained`) keep their own.
     """
     config, given = getattr(model, "config", None), spec.config or {}
     if not isinstance(config, PreTrainedConfig):
@@ -125,14 +124,14 @@ def _name_special_tokens(model: nn.Module, spec: ModelSpec, tokenizer: Tokenizer
     if tokenizer is None:
         if spec.config is not None and "eos_token_id" not in given and config.eos_token_id is not None:
             log.warning(
-                "the run's tokenizer is not known here: eos_token_id = %s in the export is the default of %s, and may "
-                "be another token than the one that ends a document",
+                "the run's tokenizer is not available here: eos_token_id = %s in the export is the default of %s, "
+                "and may not be the token that ends a document",
                 *(config.eos_token_id, type(config).__name__),
             )
         return
     if spec.config is not None and "eos_token_id" in given and not _is_or_has(given["eos_token_id"], tokenizer.end):
         log.warning(
-            "model.config.eos_token_id = %s, and the run's tokenizer ends documents with %s: the export has the latter",
+            "model.config.eos_token_id = %s, but the run's tokenizer ends documents with %s: the export has the latter",
             *(given["eos_token_id"], tokenizer.end),
         )
     for key, token in (
@@ -145,7 +144,7 @@ def _name_special_tokens(model: nn.Module, spec: ModelSpec, tokenizer: Tokenizer
                 continue
             present = getattr(each, key, None)
             if key == "pad_token_id" and each is config and present is not None:
-                continue  # the model's layers were made with it: positions may begin after it
+                continue  # the model's layers were built with it: positions may start after it
             if token is None and spec.config is not None:
                 setattr(each, key, given.get(key))
             elif token is not None and not _is_or_has(present, token):
@@ -153,20 +152,21 @@ def _name_special_tokens(model: nn.Module, spec: ModelSpec, tokenizer: Tokenizer
 
 
 def _is_or_has(ids: Any, token: int | None) -> bool:
-    """Return True if a configuration's `ids`, one or a list, are or contain `token`, or if there is none to contain."""
+    """Return True if a configuration's `ids`, one or a list, include `token`, or if `token` is None."""
     return token is None or token in (ids if isinstance(ids, list) else [ids])
 
 
 def _cache(model: PreTrainedModel) -> None:
-    """Let whoever generates with the model keep its keys and values, which training has off."""
-    for config in (model.config, model.generation_config):  # generate() reads the latter alone
+    """Turn the cache of keys and values on for generation; it is off in training."""
+    for config in (model.config, model.generation_config):  # generate() reads only the latter
         if config is not None:
             config.use_cache = True
 
 
 @torch.no_grad()
 def sample(model: nn.Module, prompt: bytes, n: int, generator: torch.Generator) -> bytes:
-    """Return `n` bytes sampled from the model after `prompt` (not empty), at temperature 0.8, by a CPU `generator`."""
+    """Return `n` bytes sampled from the model after `prompt` (not empty), at temperature 0.8, with a CPU
+    `generator`."""
     config = getattr(model, "config", None)
     context = getattr(config, "max_position_embeddings", None) or len(prompt) + n
     device = next(model.parameters()).device

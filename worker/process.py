@@ -1,11 +1,6 @@
-"""The log of a worker's process: to stderr, and to a file where one is named. Needs no torch, so that a worker's first
-line comes before it is imported.
+"""The worker's process: its log, the signals that stop it, and the time that it then has.
 
-SIGTERM and SIGINT ask a worker to stop.
-
-The grace: the time that a worker which is asked to stop has for handing in the work that it has done.
-
-Containers have 10 s from SIGTERM to SIGKILL, and an inner step, leaving and the end of the process need some of them.
+Needs no torch, so that the first log line comes before torch is imported.
 """
 
 import logging
@@ -27,8 +22,8 @@ FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 def log_to_stderr() -> None:
-    """Log to stderr from now on, unless this process logs already. Of several processes of one worker, the first one
-    reports on the worker; the others log warnings."""
+    """Log to stderr, unless this process has logging already. Of several processes of one worker, the first one logs
+    everything, the others only warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PrintableFormatter(FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -38,9 +33,9 @@ def log_to_stderr() -> None:
 
 
 @contextmanager
-def told_on_stderr(level: int = logging.INFO) -> Iterator[None]:
-    """Log on stderr what Outerstep logs, from `level` on, each line with time and level, unless the script has set up
-    logging itself: why it waits, above all."""
+def logging_to_stderr(level: int = logging.INFO) -> Iterator[None]:
+    """Log Outerstep's messages to stderr from `level` on, with time and level, unless the script has set up logging
+    itself: above all, why the worker waits."""
     loggers = [each for each in map(logging.getLogger, _LOGGERS) if not each.hasHandlers()]
     handler, before = logging.StreamHandler(), [each.level for each in loggers]
     handler.setFormatter(PrintableFormatter(FORMAT))
@@ -57,7 +52,7 @@ def told_on_stderr(level: int = logging.INFO) -> Iterator[None]:
 
 @contextmanager
 def logged_to(path: Path | None) -> Iterator[None]:
-    """Log to the file `path` too. Raises OSError."""
+    """Also log to the file `path`. Raises OSError."""
     if path is None:
         yield
         return
@@ -71,19 +66,19 @@ def logged_to(path: Path | None) -> Iterator[None]:
         handler.close()
 
 
-# From the first signal to the end, whatever hangs: less than the 10 s after which containers are killed.
+# From the first signal to the end, whatever hangs; containers are killed after 10 s.
 LEAVE_WITHIN_S = 9.0
 
 log = logging.getLogger(__name__)
 
 _handled = False  # within `stop_on_signals`
-_waits = False  # the main thread does nothing but wait for an answer
+_waits = False  # the main thread only waits for an answer
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let the first signal end what the main thread does in this block, by Stopped: it only waits for an answer, which
-    may take its time, and nobody needs it any more."""
+    """Let the first signal interrupt the main thread in this block, with Stopped: it only waits for an answer, which
+    may take long, and nothing needs the answer any more."""
     global _waits
     if not _handled or threading.current_thread() is not threading.main_thread():
         yield
@@ -97,17 +92,17 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def stop_on_signals(stop: threading.Event, out_of_time: Callable[[], object] | None = None) -> Iterator[None]:
-    """Set `stop` on SIGTERM and SIGINT: finish the inner step, hand in what is done, leave.
+    """Set `stop` on SIGTERM and SIGINT: the worker finishes the inner step, hands in its work and leaves.
 
-    A second signal ends the process at once. `out_of_time` is called if that takes longer than LEAVE_WITHIN_S. Does
-    nothing on another thread than the main one: whoever runs a worker there has the signals.
+    A second signal ends the process at once. `out_of_time` is called if leaving takes longer than LEAVE_WITHIN_S. Does
+    nothing on any thread but the main one, which receives the signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def give_up() -> None:
-        log.warning("leaving has taken %.0f s: gone without goodbye; the lease ends by itself", LEAVE_WITHIN_S)
+        log.warning("leaving has taken %.0f s: ending the process; the lease will expire", LEAVE_WITHIN_S)
         assert out_of_time is not None
         out_of_time()
 
@@ -120,8 +115,8 @@ def stop_on_signals(stop: threading.Event, out_of_time: Callable[[], object] | N
         if stop.is_set():
             return
         stop.set()
-        # On a thread: the main one may be in the middle of logging.
-        told = "asked to stop: handing in what is done, and leaving; asked again, it ends at once"
+        # On a thread, because the main one may be in the middle of logging.
+        told = "asked to stop: handing in the work done and leaving; a second signal ends the process at once"
         threading.Timer(0, log.info, [told]).start()
         if out_of_time is not None:
             last_resort.start()
@@ -143,8 +138,10 @@ def stop_on_signals(stop: threading.Event, out_of_time: Callable[[], object] | N
 HAND_IN_S = 5.0
 
 
-class Grace:
-    """A `Signal` (retry.py) that is set HAND_IN_S after `stop` was first seen set, or after `begin`. Thread-safe."""
+class GracePeriod:
+    """A `Signal` (retry.py) that is set HAND_IN_S after `stop` was first seen set, or after `begin`: the time for
+    handing in finished work. Containers have 10 s from SIGTERM to SIGKILL, and the inner step, leaving and the end of
+    the process need some of them. Thread-safe."""
 
     def __init__(self, stop: threading.Event, clock: Callable[[], float]) -> None:
         self._stop, self._clock = stop, clock
@@ -152,7 +149,7 @@ class Grace:
         self._over_at: float | None = None
 
     def begin(self) -> None:
-        """Begin the grace, if it has not begun."""
+        """Begin the grace period if it has not begun."""
         with self._lock:
             if self._over_at is None:
                 self._over_at = self._clock() + HAND_IN_S

@@ -46,13 +46,11 @@ class _Membership(_Settings):
     run: Name = Field(description="the run to join")
     token: Annotated[str, Field(min_length=1, repr=False)] = Field(
         description=(
-            "a join token, which the worker exchanges for a worker token of its own, or a worker token; an admin token "
-            "joins as well, and can do all else, so keep it off the boxes"
+            "a join token, which the worker exchanges for its own worker token, or a worker token; an admin token "
+            "works too, but can do everything else as well, so keep it off the boxes"
         )
     )
-    ca: Path | None = Field(
-        None, description="PEM certificates to trust beside the usual ones, such as the coordinator's own"
-    )
+    ca: Path | None = Field(None, description="additional PEM certificates to trust, such as the coordinator's own")
 
     @field_validator("url")
     @classmethod
@@ -70,90 +68,90 @@ class _Membership(_Settings):
 
 
 class BoxSettings(_Settings):
-    """How one box trains. None of it changes what the run is: the outer state is fp32 and the batch the run's."""
+    """How one box trains. None of it changes the run: the outer state is fp32, and the batch is the run's."""
 
     name: Name = Field(default_factory=default_name, description="this worker's name in the run; default: the host's")
     state_dir: Path | None = Field(
-        None, description="for snapshot and member token; default: ~/.local/state/outerstep/RUN/NAME"
+        None, description="directory of snapshot and member token; default: ~/.local/state/outerstep/RUN/NAME"
     )
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …; auto is the fastest there is")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …; auto is the fastest available")
     data: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="where this machine has the training set; default: the run's data.source"
     )
     allow_factory: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = Field(
-        (), description="code that the run's spec may name, which is run here; once for each"
+        (), description="code that the run's spec may name and that is run here; repeatable"
     )
     data_root: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (),
         description=(
-            "where the run's spec may find data, tokenizers and weights: a directory, the beginning of an address, or "
-            "hub:NAME, a repository or an organisation of the Hugging Face hub; once for each"
+            "where the run's spec may find data, tokenizers and weights: a directory, the beginning of an "
+            "address, or hub:NAME, a repository or an organisation of the Hugging Face hub; repeatable"
         ),
     )
     max_parameters: Annotated[int, BeforeValidator(_count), Field(gt=0, lt=1 << 62)] = Field(
         MAX_PARAMETERS,
         description=(
-            "of the model that the run's spec describes, at most, such as 70B: a larger one is not built; what "
+            "largest model that the run's spec may describe, such as 70B: a larger one is not built; what "
             "model.factory returns is not counted"
         ),
     )
     tell: HostDetail = Field(
-        "all", description="what the coordinator is told of this machine, for all who may read the run"
+        "all", description="what the coordinator learns about this machine, and shows to everyone who may read the run"
     )
     data_cache: Path | None = Field(
-        None, description="where shards of token sets behind a URL are kept; default: ~/.cache/outerstep/shards"
+        None, description="directory for shards of token sets behind a URL; default: ~/.cache/outerstep/shards"
     )
     data_cache_gb: float = Field(
         20.0,
         gt=0,
         allow_inf_nan=False,
-        description="GB that they may take, of all workers that have this directory together",
+        description="size limit in GB, for all workers that share this directory",
     )
     mode: Literal["auto", "ddp", "fsdp"] = Field(
         "auto",
         description=(
-            "where torchrun or --gpus start several processes, how they share the model: ddp, a replica each; fsdp, "
-            "a shard each; auto: replicas where a GPU has room for one"
+            "how the processes started by torchrun or --gpus share the model: ddp, a replica each; fsdp, a shard "
+            "each; auto: replicas if a GPU has room for one"
         ),
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: torch's own choice")
     micro_batch: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
         description=(
-            "sequences that go through the model at once; the gradient is that of the run's whole batch. auto: as many "
-            "as fit, found by halving when the memory does not suffice"
+            "sequences that go through the model at once; the gradient is that of the run's whole batch. auto: as "
+            "many as fit, found by halving when memory runs out"
         ),
     )
     precision: Literal["bf16", "fp16", "tf32", "fp32"] | None = Field(
         None,
         description=(
-            "of the inner steps' arithmetic: autocast to bf16 or fp16 (with a GradScaler), fp32, or fp32 with TF32 "
+            "arithmetic of the inner steps: autocast to bf16 or fp16 (with a GradScaler), fp32, or fp32 with TF32 "
             "matrix products (CUDA); default: bf16 on CUDA, else fp32"
         ),
     )
     parameters: Literal["fp32", "bf16"] = Field(
         "fp32",
         description=(
-            "of the model in memory; bf16 halves parameters, gradients and the inner optimizer's state, and loses "
-            "small updates"
+            "dtype of the model in memory; bf16 halves parameters, gradients and the inner optimizer's state, and "
+            "loses small updates"
         ),
     )
     compile: bool = Field(False, description="compile the model (torch.compile)")
     activation_checkpointing: bool = Field(
-        False, description="compute activations again in the backward pass rather than keep them: slower, less memory"
+        False, description="recompute activations in the backward pass instead of keeping them: slower, less memory"
     )
     peak_flops: float | None = Field(
-        None, gt=0, description="what the device can do at most, FLOP/s, for the MFU; default: by a table of GPUs"
+        None, gt=0, description="the device's peak in FLOP/s, for the MFU; default: from a table of GPUs"
     )
     max_up: Rate | None = Field(
-        None, description="bits per second that uploads may take, such as 8mbit; of all processes together"
+        None, description="limit for uploads in bits per second, such as 8mbit; for all processes together"
     )
-    max_down: Rate | None = Field(None, description="the same of downloads: deltas, checkpoints")
+    max_down: Rate | None = Field(None, description="the same for downloads: deltas, checkpoints")
     log: Path | None = Field(
-        None, description="file to which the losses of all inner steps are appended, as JSON lines; default: none"
+        None, description="file to which the loss of every inner step is appended, as JSON lines; default: none"
     )
 
-    log_file: Path | None = Field(None, description="file to which the log is appended too, beside stderr")
+    log_file: Path | None = Field(None, description="file to which the log is appended, in addition to stderr")
 
     @field_validator("micro_batch", mode="before")
     @classmethod
@@ -166,8 +164,8 @@ class BoxSettings(_Settings):
     def _named_by_choice(self) -> "BoxSettings":
         if self.tell != "all" and "name" not in self.model_fields_set:
             raise ValueError(
-                f"tell = {self.tell!r} keeps this machine's name back, which is the worker's where none is given: "
-                "give a name as well"
+                f"tell = {self.tell!r} withholds this machine's name, which is the worker's default name: give a "
+                "name as well"
             )
         return self
 
@@ -176,7 +174,7 @@ class WorkerSettings(BoxSettings, _Membership):
     """The settings of one worker of one run."""
 
     def rates(self, processes: int) -> tuple[float | None, float | None]:
-        """Return what each of so many processes is held to, up and down."""
+        """Return the rate limits of each of this many processes, up and down."""
         return self.max_up and self.max_up / processes, self.max_down and self.max_down / processes
 
     @property
@@ -190,7 +188,7 @@ def state_directory(run: str, name: str) -> Path:
     return Path.home() / ".local/state/outerstep" / run / name
 
 
-def membership_of(
+def script_settings(
     run: str,
     url: str | None,
     token: str | None,
@@ -198,8 +196,8 @@ def membership_of(
     environment: Mapping[str, str] | None = None,
     **line: Any,
 ) -> WorkerSettings:
-    """Return who is to join what over which `line`, as far as it is not given from the environment. Raises ValueError,
-    which says what is missing or wrong."""
+    """Return the settings of a script's worker. URL and token come from the environment if not given, and `line` has
+    rate limits. Raises ValueError for missing or wrong ones."""
     environment = os.environ if environment is None else environment
     given: dict[str, Any] = {"run": run, **line}
     if name is not None:

@@ -1,4 +1,4 @@
-"""What a process of a worker begins with: its device, torch's threads and precision, its place among the processes."""
+"""How a worker's process starts: its device, torch's threads and precision, its process group."""
 
 import os
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from worker.settings import BoxSettings
 
 
 def start(settings: BoxSettings, size: int = 1) -> tuple[torch.device, str]:
-    """Return the device of this process, one of `size` of the worker, and why it is that one, having set torch's
-    threads and TF32. Raises ValueError for a device that this machine lacks, or that the settings do not suit."""
+    """Set torch's threads and TF32. Return the device of this process, one of `size` of the worker, and why it was
+    chosen. Raises ValueError for a device that this machine lacks, or that does not support the settings."""
     name = settings.device
     if size > 1 and (name == "cuda" or (name == "auto" and torch.cuda.is_available())):
-        device = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")  # of GPUs, each process has one
+        device = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")  # with GPUs, each process has one
     else:
         device = choose_device(name)
     allow_tf32(precision_on(device, settings.precision, settings.parameters))
@@ -25,7 +25,7 @@ def start(settings: BoxSettings, size: int = 1) -> tuple[torch.device, str]:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device called `name`; "auto" is CUDA, MPS or the CPU, the first that is there. Raises ValueError for a
+    """Return the device called `name`; "auto" is the first available of CUDA, MPS and the CPU. Raises ValueError for a
     device that this machine lacks."""
     if name == "auto":
         if torch.cuda.is_available():
@@ -41,27 +41,29 @@ def choose_device(name: str) -> torch.device:
 
 
 def check_gpus(gpus: int, device: str) -> None:
-    """Raise ValueError where this machine has fewer GPUs than a worker on `device` is to have."""
+    """Raise ValueError if this machine has fewer than `gpus` GPUs for a worker on `device`."""
     there = torch.cuda.device_count()
     if device in ("auto", "cuda") and there < gpus:
-        raise ValueError(f"--gpus {gpus}: torch sees {there} on this machine; --device cpu has processes without GPUs")
+        raise ValueError(
+            f"--gpus {gpus}: torch sees {there} on this machine; --device cpu starts processes without GPUs"
+        )
 
 
 def why_device(name: str, device: torch.device) -> str:
-    """Return the sentence that says why it is this device, if the settings have `name`."""
+    """Return a sentence on why the device was chosen, given the setting `name`."""
     called = f"device {device}"
     if device.type == "cuda":
         called += f" ({torch.cuda.get_device_name(device)})"
     if name != "auto":
         return f"{called}: --device {name}"
     lacking = {"cuda": "", "mps": ", as torch sees no CUDA here", "cpu": ", as torch sees neither CUDA nor MPS here"}
-    return f"{called}: --device auto takes the fastest there is{lacking.get(device.type, '')}"
+    return f"{called}: --device auto chooses the fastest available{lacking.get(device.type, '')}"
 
 
 @contextmanager
 def group_of(device: torch.device, size: int) -> Iterator[None]:
-    """Yield with the process group of all that torchrun has started; with none of its own where there is one already,
-    or this process is the only one."""
+    """Join the process group of all processes that torchrun has started, unless there is one already or this process is
+    the only one."""
     if size == 1 or torch.distributed.is_initialized():
         yield
         return

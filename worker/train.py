@@ -12,8 +12,8 @@ from worker.data.loader import batches
 from worker.rounds.training import round_seed
 
 
-class Steps(Protocol):
-    """What counts the inner steps and says what comes next: a DiLoCo, or a worker that trains alone."""
+class StepSource(Protocol):
+    """Counts the inner steps and supplies the units: a DiLoCo, or a worker that trains alone."""
 
     @property
     def name(self) -> str: ...
@@ -30,15 +30,15 @@ class Steps(Protocol):
     def report_loss(self, loss: Tensor) -> None: ...
 
 
-def train(steps: Steps, box: Box, log: StepLog | None = None) -> None:
-    """Train until the run is over or this worker is asked to stop; tell `log` of every inner step."""
+def train(steps: StepSource, box: Box, log: StepLog | None = None) -> None:
+    """Train until the run is over or this worker is asked to stop; write each inner step to `log`."""
     spec, ranks = box.spec, box.ranks
     box.model.train()
     for unit, batch in batches(steps, box.data, box.device):
         if steps.inner_step == 0:
             torch.manual_seed(
                 round_seed(spec.seed, steps.name, steps.round, ranks.rank)
-            )  # a resumed round repeats bit for bit
+            )  # makes a resumed round repeat bit for bit
             if log is not None:
                 log.begin_round()
         box.schedule.set(steps.global_step, steps.warmup_scale)
@@ -54,6 +54,6 @@ def train(steps: Steps, box: Box, log: StepLog | None = None) -> None:
                 round=steps.round,
                 inner_step=steps.inner_step,
                 unit=unit,
-                learning_rate=box.optimizers[-1].param_groups[0]["lr"],  # AdamW's where Muon steps before it
+                learning_rate=box.optimizers[-1].param_groups[0]["lr"],  # AdamW's, if Muon steps before it
             )
-        box.step.apply()  # after the last one of a round: sync, and the next round's parameters
+        box.step.apply()  # after the last step of a round: the sync, and the next round's parameters

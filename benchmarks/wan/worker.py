@@ -26,7 +26,7 @@ from worker.joining.recovery import seed
 from worker.link.client import Client, open_http
 from worker.link.membership import Membership
 from worker.rounds.exchange import Exchange
-from worker.rounds.flight import Flight
+from worker.rounds.in_flight import InFlight
 from worker.state.fragments import Fragments
 from worker.state.outer_state import OuterState
 from worker.state.parameters import tensor_specs
@@ -71,7 +71,7 @@ def synchronise(url: str, ca: str | None, run: str, token: str, rank: int, eleme
 
         def sync(work: list[Contribution]) -> dict[str, int]:
             up, down = client.traffic.upload_bytes, client.traffic.download_bytes
-            flight = Flight(exchange, work[0].round)
+            flight = InFlight(exchange, work[0].round)
             for each in work:
                 flight.send_made(each)
             flight.end()

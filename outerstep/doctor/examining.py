@@ -31,7 +31,7 @@ from protocol.messages import RunState
 from protocol.spec.run import RunSpec
 from worker.inner.spreading import Mode, choose_mode, replica_room
 from worker.link.client import open_http
-from worker.link.own_token import token_to_read_with
+from worker.link.worker_token import token_to_read_with
 from worker.settings import BoxSettings, WorkerSettings
 from worker.starting import check_gpus, start
 

@@ -10,7 +10,7 @@ from outerstep.doctor.finding import Finding, fine, warning, wrong
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import JOIN_PREFIX, RunDetail, RunState, WorkerInfo, WorkerState
-from worker.link.own_token import token_to_read_with
+from worker.link.worker_token import token_to_read_with
 from worker.settings import WorkerSettings
 from worker.state.state_dir import StateDir
 

@@ -2,7 +2,7 @@
 
 from outerstep.doctor.finding import Finding, fine, wrong
 from protocol.spec.run import RunSpec
-from worker.allowing import Refusal, allowed_by, not_allowed, typed
+from worker.allowing import Refusal, allowed_by, as_options, not_allowed
 from worker.settings import BoxSettings
 
 
@@ -15,4 +15,4 @@ def judge(seen: list[Refusal]) -> list[Finding]:
     if not seen:
         return [fine("allowed", "the run's spec asks for nothing that is not allowed here")]
     said = "; ".join(each.what for each in seen)
-    return [wrong("allowed", said, f"if you trust whoever wrote the spec, add: {typed(seen)}")]
+    return [wrong("allowed", said, f"if you trust whoever wrote the spec, add: {as_options(seen)}")]

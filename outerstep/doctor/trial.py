@@ -84,7 +84,7 @@ def take_steps(
             first_s = _step_s(box, batch, clock)
             spent_s = 0.0 if settings.compile else first_s  # compiling takes minutes, of which the next has none
             took: list[float] = []
-            while len(took) < MOST_STEPS and ranks.by_first(partial(operator.lt, spent_s, ENOUGH_S)):
+            while len(took) < MOST_STEPS and ranks.on_first(partial(operator.lt, spent_s, ENOUGH_S)):
                 took.append(_step_s(box, batch, clock))
                 spent_s += took[-1]
     finally:

@@ -53,7 +53,7 @@ class DiLoCoCallback(RunWorker, Callback):
         trainer.should_stop = diloco.finished
         torch.manual_seed(diloco.data_seed)  # what a shuffling loader draws from; seed_everything made all alike
         if trainer.world_size > 1:  # they share an order, which Lightning seeds by this, of 32 bits
-            self._order = diloco.ranks.by_first(lambda: diloco.data_seed) % (1 << 32)
+            self._order = diloco.ranks.on_first(lambda: diloco.data_seed) % (1 << 32)
             os.environ["PL_GLOBAL_SEED"] = str(self._order)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from outerstep import DiLoCo
 from worker.errors import BoxError
 from worker.link.client import Client, open_http
-from worker.link.own_token import token_to_read_with
-from worker.settings import membership_of
+from worker.link.worker_token import token_to_read_with
+from worker.settings import script_settings
 
 
 class RunWorker:
@@ -24,7 +24,7 @@ class RunWorker:
     def __init__(self, run: str, **options: Any) -> None:
         self._run, self._options = run, options
         self._diloco: DiLoCo | None = None
-        who = membership_of(run, options.get("url"), options.get("token"), options.get("name"))
+        who = script_settings(run, options.get("url"), options.get("token"), options.get("name"))
         token = token_to_read_with(who.token, run, who.name, options.get("state_dir") or who.directory)
         with open_http(who.url, who.ca) as http:
             self.spec = Client(http, run, token).run_detail().spec

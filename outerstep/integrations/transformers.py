@@ -70,7 +70,7 @@ class DiLoCoCallback(RunWorker, TrainerCallback):
         sampler = get_sampler(loader)
         if isinstance(sampler, SeedableRandomSampler):
             # One for all processes of this worker, which take its batches in turns. Epochs are added to it.
-            sampler.initial_seed = self.diloco.ranks.by_first(lambda: self.diloco.data_seed) >> 1
+            sampler.initial_seed = self.diloco.ranks.on_first(lambda: self.diloco.data_seed) >> 1
         else:
             log.warning(
                 "the order of the training data is not the Trainer's own (%s): give every worker other data than the "

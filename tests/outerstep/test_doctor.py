@@ -53,7 +53,7 @@ from worker.link.client import open_http
 from worker.models.building import build_model
 from worker.settings import BoxSettings, WorkerSettings
 from worker.state.parameters import tensor_specs
-from worker.state.state_dir import MemberTokens, OwnToken, StateDir
+from worker.state.state_dir import MemberTokens, StateDir, WorkerToken
 
 CPU = torch.device("cpu")
 CHECKS = ["versions", "kernels", "host", "connection", "TLS", "coordinator", "clock", "token", "run", "name", "state"]
@@ -462,7 +462,7 @@ def test_a_name_that_belongs_to_another_token(running: InThread, run: str, text:
     assert of(found, "name").remedy.endswith(f"outerstep run release {run} a")
     assert code(found) is Exit.REFUSED
     with StateDir(tmp_path / "state") as files:
-        files.save_own_token(OwnToken(run, "a", running.token(Scope.WORKER), exchanged=True))
+        files.save_worker_token(WorkerToken(run, "a", running.token(Scope.WORKER), exchanged=True))
     found = examine(worker_settings(running, run, tmp_path / "state", token=token))
     assert of(found, "name").state is State.FINE
 
@@ -573,13 +573,13 @@ def test_a_spec_that_asks_for_what_is_not_allowed(running: InThread, run: str, t
 def test_a_run_of_scripts(running: InThread, run: str, tmp_path: Path) -> None:
     running.create_run(f'name = "{run}-own"\n[data]\nsource = "custom"\n[sync]\nrounds = 1\n')
     found = examine(worker_settings(running, f"{run}-own", tmp_path / "state"))
-    assert "its workers are scripts of their own" in of(found, "data").said
+    assert "its workers are scripts" in of(found, "data").said
     assert code(found) is Exit.REFUSED
 
 
 def test_a_batch_that_the_processes_cannot_share(running: InThread, run: str, tmp_path: Path) -> None:
     found = examine(worker_settings(running, run, tmp_path / "state"), 3)
-    assert "cannot be shared by 3 processes" in of(found, "model").said
+    assert "cannot be divided by 3 processes" in of(found, "model").said
     assert code(found) is Exit.REFUSED
 
 

@@ -196,7 +196,7 @@ def test_refusals_and_their_exit_codes(
     coordinator.create_run(RUN.format(source=f"{tmp_path}/nothing", rounds=2).replace('"text"', '"empty"'))
     assert code("a worker's --data, where this machine has them elsewhere", run="empty") == Exit.REFUSED
     coordinator.create_run(toy.spec())
-    assert code("its workers are scripts of their own", run="toy") == Exit.REFUSED
+    assert code("its workers are scripts", run="toy") == Exit.REFUSED
 
 
 def test_the_log_goes_to_a_file_too(coordinator: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -265,7 +265,7 @@ def test_what_cannot_be_trained_here_is_one_sentence(
     assert "can't allocate memory" in refusal(run="huge")
     assert refusal(run="late").startswith("not even one sequence fits into the memory: DefaultCPUAllocator: can't")
     assert refusal(run="hungry").startswith("the inner optimizer's step does not fit into the memory: DefaultCPUAllo")
-    assert refusal(run="unmoved").startswith("the memory does not suffice: DefaultCPUAllocator: can't allocate memory")
+    assert refusal(run="unmoved").startswith("not enough memory: DefaultCPUAllocator: can't allocate memory")
     for directory in (tmp_path / "file", tmp_path / "file/below"):
         line = refusal(state=directory)
         why = f"{tmp_path}/file is not a directory"

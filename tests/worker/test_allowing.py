@@ -96,7 +96,7 @@ def test_a_wildcard_leads_nowhere_else(text: Path, tmp_path: Path) -> None:
     (tmp_path / "a" / "b" / "c.txt").symlink_to(text / "0.txt")
     assert refused(source(f"{tmp_path}/a/*/c.txt"), tmp_path / "a") == [("--data-root", str(text))]
     assert refused(source(f"{tmp_path}/a"), tmp_path / "a") == [("--data-root", str(text))], "nor does a walk"
-    with pytest.raises(DataError, match="has '..' behind a wildcard"):
+    with pytest.raises(DataError, match="has '..' after a wildcard"):
         refused(source(f"{tmp_path}/a/*/../../text/*"), tmp_path / "a")
 
 
@@ -160,7 +160,7 @@ def test_a_name_that_is_too_long_is_no_place_of_a_root(tmp_path: Path) -> None:
 def test_an_address_needs_its_beginning(name: str, root: str, fits: bool) -> None:
     assert (refused(source(name), root) == []) is fits
     ((_, value),) = refused(source(name))
-    assert refused(source(name), value) == [], "what is told to be typed allows it"
+    assert refused(source(name), value) == [], "what is told to be as_options allows it"
 
 
 def test_a_folder_of_a_repository_leads_nowhere_else() -> None:
@@ -183,7 +183,7 @@ def test_the_refusal_says_what_to_type() -> None:
         permit(given, Allowed())
     assert str(told.value) == (
         "the run r asks for what the owner of this machine has not allowed: model.factory = 'a:b' is code that would run "
-        "here; data.source = '/a b' reads files of this machine. If you trust whoever wrote its spec, add: "
+        "here; data.source = '/a b' reads files of this machine. If you trust the author of its spec, add: "
         "--allow-factory a:b --data-root '/a b'"
     )
 

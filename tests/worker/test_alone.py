@@ -173,7 +173,7 @@ def test_the_snapshot_of_another_spec_is_neither_taken_nor_replaced(spec: RunSpe
     other = spec.model_copy(update={"seed": 5})
     box = set_up(other, box_settings(tmp_path), CPU)
     before = (tmp_path / "state" / "alone.pt").read_bytes()
-    with pytest.raises(BoxError, match=r"alone\.pt is damaged, or of another spec .* delete it, or give"):
+    with pytest.raises(BoxError, match=r"alone\.pt is damaged, or .*delete it"):
         trained(other, box, tmp_path, threading.Event())
     assert (tmp_path / "state" / "alone.pt").read_bytes() == before
 

@@ -65,15 +65,15 @@ class Stream(IterableDataset[Tensor]):
 
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
-    "a list": ([1, 2], TypeError, "takes a torch.utils.data.DataLoader, and this is list"),
-    "a stream": (DataLoader(Stream(), batch_size=BATCH), TypeError, "of this loader, Stream, has no rows by number"),
+    "a list": ([1, 2], TypeError, "DataLoader, but this is list"),
+    "a stream": (DataLoader(Stream(), batch_size=BATCH), TypeError, "of this loader, Stream, has no numbered rows"),
     "no batches": (DataLoader(data(), batch_size=None), ValueError, "has no batch_size"),
     "weighted": (
         DataLoader(data(), batch_size=BATCH, sampler=WeightedRandomSampler([1.0] * ROWS, ROWS)),
         ValueError,
-        "order is of WeightedRandomSampler, and would be lost",
+        "order of its own, WeightedRandomSampler",
     ),
-    "too large": (DataLoader(data(), batch_size=3), ValueError, "no whole number of such micro-batches"),
+    "too large": (DataLoader(data(), batch_size=3), ValueError, "not a multiple of that"),
 }
 
 

@@ -118,7 +118,7 @@ def test_an_outage_of_any_length(caplog: pytest.LogCaptureFixture) -> None:
     assert max(clock.slept) <= BACKOFF_CAP_S
     assert len({round(wait, 6) for wait in clock.slept}) > len(clock.slept) / 2, "no jitter"
     lines = [record.getMessage() for record in caplog.records if record.name == "worker.line.retry"]
-    assert lines[0].startswith("the coordinator at http://c cannot be reached: refused; trying again in ")
+    assert lines[0].startswith("the coordinator at http://c cannot be reached: refused; retrying in ")
     assert lines[-1].startswith("the coordinator answers again after 108")
     assert len(lines) <= 10_800 / 60 + 2
 
@@ -158,7 +158,7 @@ def test_a_certificate_that_is_not_trusted_ends_a_worker_that_starts_and_none_th
     client, _, _ = make_client([httpx.Response(200, json=LEASE), distrusted(), httpx.Response(200, json=LEASE)])
     renew(client)
     renew(client)
-    assert "cannot be reached: its certificate is not trusted: self-signed certificate; trying again" in caplog.text
+    assert "cannot be reached: its certificate is not trusted: self-signed certificate; retrying" in caplog.text
 
 
 def test_another_servers_page_ends_a_worker_that_starts_and_none_that_works() -> None:

@@ -15,7 +15,7 @@ import torch
 from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
-from worker.settings import membership_of
+from worker.settings import script_settings
 
 ENVIRONMENT = {"OUTERSTEP_URL": "https://coordinator.example.org/", "OUTERSTEP_TOKEN": " secret\n"}
 
@@ -35,10 +35,10 @@ assert diloco.stopped
 
 
 def test_what_is_left_out_is_the_environment_s() -> None:
-    who = membership_of("toy", None, None, None, ENVIRONMENT)
+    who = script_settings("toy", None, None, None, ENVIRONMENT)
     assert (who.url, who.token) == ("https://coordinator.example.org", "secret")
     assert who.directory == Path.home() / ".local/state/outerstep/toy" / who.name
-    given = membership_of("toy", "http://other", "own", "box-1", ENVIRONMENT)
+    given = script_settings("toy", "http://other", "own", "box-1", ENVIRONMENT)
     assert (given.url, given.token, given.name) == ("http://other", "own", "box-1")
 
 
@@ -47,12 +47,12 @@ def test_the_line_is_held_to_what_is_given(tmp_path: Path) -> None:
         run, model = Toy(coordinator, toy.spec(), tmp_path), toy.make_model()
         diloco = run.connect(model, torch.optim.SGD(model.parameters()), max_up="8mbit")
         line = diloco.client.line
-        assert line.up.pace.delay_s(1_000_000) == 0
-        assert 0.8 < line.up.pace.delay_s(1) <= 1  # for what went before
-        assert line.down.pace.delay_s(1_000_000) == line.down.pace.delay_s(1) == 0
+        assert line.up.limit.delay_s(1_000_000) == 0
+        assert 0.8 < line.up.limit.delay_s(1) <= 1  # for what went before
+        assert line.down.limit.delay_s(1_000_000) == line.down.limit.delay_s(1) == 0
         with pytest.raises(ValueError, match=re.escape("max_down = '8': '8' is not a rate in bits per second")):
             run.connect(model, torch.optim.SGD(model.parameters()), max_down="8")
-    who = membership_of("toy", None, None, None, ENVIRONMENT, max_up="8mbit", max_down=None)
+    who = script_settings("toy", None, None, None, ENVIRONMENT, max_up="8mbit", max_down=None)
     assert who.rates(2) == (4e6, None)  # of each of two processes
 
 
@@ -69,7 +69,7 @@ def test_the_line_is_held_to_what_is_given(tmp_path: Path) -> None:
 def test_what_is_missing_or_wrong_is_said(given: dict[str, str], told: str) -> None:
     arguments: dict[str, str | None] = {"url": None, "token": None, "name": None, **given}
     with pytest.raises(ValueError, match=re.escape(told)):
-        membership_of(given.get("run", "toy"), arguments["url"], arguments["token"], arguments["name"], ENVIRONMENT)
+        script_settings(given.get("run", "toy"), arguments["url"], arguments["token"], arguments["name"], ENVIRONMENT)
 
 
 @contextmanager

@@ -152,12 +152,12 @@ def test_parameters_without_names_are_numbered(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "batch": ({"batch_size": 5}, ValueError, "batch_size = 5, and the run toy has inner.batch_size = 4"),
-    "H": ({"num_inner_steps": 7}, ValueError, "num_inner_steps = 7, and the run toy has sync.inner_steps = 4"),
+    "batch": ({"batch_size": 5}, ValueError, "batch_size = 5, but the run toy has inner.batch_size = 4"),
+    "H": ({"num_inner_steps": 7}, ValueError, "num_inner_steps = 7, but the run toy has sync.inner_steps = 4"),
     "no momentum": (
         {"outer_optimizer": partial(SGD, lr=1.0)},
         ValueError,
-        r"SGD\(lr=1.0, momentum=0, nesterov=False, .*takes its outer steps by SGD\(lr=1.0, momentum=0.9, nesterov=True",
+        r"SGD\(lr=1.0, momentum=0, nesterov=False, .*takes its outer steps with SGD\(lr=1.0, momentum=0.9, nesterov=True",
     ),
     "another": ({"outer_optimizer": partial(AdamW, lr=1.0)}, ValueError, r"outer_optimizer is AdamW\(lr=1.0"),
     "dht": ({"dht": object(), "run": None, "run_id": "toy"}, TypeError, r"dht \(.*run_id \(give run\)"),

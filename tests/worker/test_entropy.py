@@ -119,4 +119,4 @@ def test_the_choice_is_told_once(clock: Clock, caplog: pytest.LogCaptureFixture)
         send(uploads, clock, rate)
     told = [record.getMessage() for record in caplog.records if record.name == entropy.__name__]
     assert [line.split(" zstd, which saves ")[0] for line in told] == ["uploads: without", "uploads: with"]
-    assert told[0].endswith(" MB/s; the line takes 1000.00 MB/s")
+    assert told[0].endswith(" MB/s; the line sends 1000.00 MB/s")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.support.waiting import PATIENCE_S
-from worker.rounds import flight as flight_module
+from worker.rounds import in_flight as flight_module
 from worker.rounds.exchange import Outcome
-from worker.rounds.flight import Flight
+from worker.rounds.in_flight import InFlight
 from worker.state.work import Contribution, Missed, Superseded
 
 FRAGMENTS = 3
@@ -53,7 +53,7 @@ class Exchange:
     def unsent(self, contribution: Contribution) -> None:
         return None
 
-    def tell_verdict(self, contribution: Contribution, delta: None) -> None:
+    def log_verdict(self, contribution: Contribution, delta: None) -> None:
         return None
 
 
@@ -81,11 +81,11 @@ def test_units_travel_on_unless_a_contribution_that_names_them_was_accepted(
     outcomes: tuple[Outcome, ...], consumed: int
 ) -> None:
     exchange: Any = Exchange(*outcomes)
-    flight = Flight(exchange, 7)
+    flight = InFlight(exchange, 7)
     assert exchange.state.round == 7
     for p in range(FRAGMENTS):
         flight.send_made(contribution(p))
-    left = [flight.land(p) for p in range(FRAGMENTS)]
+    left = [flight.wait(p) for p in range(FRAGMENTS)]
     flight.end()
     assert flight.consumed == consumed
     assert flight.superseded == any(isinstance(outcome, Superseded) for outcome in outcomes)
@@ -97,7 +97,7 @@ def test_units_travel_on_unless_a_contribution_that_names_them_was_accepted(
 
 def test_what_is_sent_once_a_snapshot_is_being_written_waits_for_it() -> None:
     exchange: Any = Exchange(None, None, None)
-    flight, saved, made = Flight(exchange, 7), Future[None](), threading.Event()
+    flight, saved, made = InFlight(exchange, 7), Future[None](), threading.Event()
 
     def last() -> Contribution:
         made.set()
@@ -108,8 +108,8 @@ def test_what_is_sent_once_a_snapshot_is_being_written_waits_for_it() -> None:
     flight.saved = saved
     flight.send(2, last)
     assert made.wait(PATIENCE_S)
-    flight.land(0)
-    flight.land(1)
+    flight.wait(0)
+    flight.wait(1)
     assert exchange.uploaded == [0, 1]
     saved.set_result(None)
     flight.end()
@@ -120,8 +120,8 @@ def test_nothing_is_uploaded_without_the_snapshot_and_then_nothing_is_mixed() ->
     exchange: Any = Exchange(None, None, None)
     failed = Future[None]()
     failed.set_exception(OSError("disk full"))
-    flight = Flight(exchange, 7, failed)
+    flight = InFlight(exchange, 7, failed)
     flight.send_made(contribution(0))
     with pytest.raises(OSError, match="disk full"):
-        flight.land(0)
+        flight.wait(0)
     assert (exchange.uploaded, exchange.state.round) == ([], 7)

@@ -56,7 +56,7 @@ def test_only_the_worker_that_seeds_needs_the_weights(
         caplog.set_level(logging.INFO)
         second = threads.submit(work, coordinator, tmp_path, "tuned", "b")
         assert (first.result(), second.result()) == (Exit.DONE, Exit.DONE)
-    assert "took checkpoint 0: fetched 1 of 1 fragments" in caplog.text
+    assert "loaded checkpoint 0: fetched 1 of 1 fragments" in caplog.text
     assert same(state(coordinator, "tuned", 0), trained.state_dict())
     assert shown(coordinator, "tuned").divergences == 0
 

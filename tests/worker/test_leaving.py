@@ -24,7 +24,7 @@ from worker.diloco import DiLoCo
 from worker.errors import Stopped
 from worker.line.transfer import SEND_BYTES
 from worker.link.client import Client, open_http
-from worker.process import HAND_IN_S, Grace
+from worker.process import HAND_IN_S, GracePeriod
 
 
 def contributors(run: Toy, number: int) -> list[list[str]]:
@@ -161,7 +161,7 @@ def test_a_coordinator_that_is_gone_holds_nobody_longer_than_the_grace() -> None
 
     http = httpx.Client(transport=httpx.MockTransport(refuse), base_url="http://c")
     client = Client(http, "toy", "t", sleep=sleep, clock=lambda: now)
-    grace = Grace(client.stop, client.clock)
+    grace = GracePeriod(client.stop, client.clock)
     assert not grace.is_set()
     client.stop.set()
     with pytest.raises(Stopped):
@@ -217,6 +217,6 @@ def test_a_wait_for_an_answer_ends_at_once(caplog: pytest.LogCaptureFixture) -> 
             with process.stop_on_signals(stop), pytest.raises(Stopped, match="while it waited"):
                 Client(http, "r", "t", stop=stop).run_detail()
             assert not released.is_set()
-            wait_until(lambda: "asked to stop: handing in what is done" in caplog.text)
+            wait_until(lambda: "asked to stop: handing in" in caplog.text)
         finally:
             released.set()

@@ -92,8 +92,8 @@ def test_a_far_line_is_begun_with_more_connections() -> None:
         near.answered(seconds)
     for seconds in (0.3, *[0.1] * 8):
         far.answered(seconds)
-    assert (near.up.width.now, near.down.width.now) == (1, 4)
-    assert (far.up.width.now, far.down.width.now) == (4, 32)
+    assert (near.up.parallel.now, near.down.parallel.now) == (1, 4)
+    assert (far.up.parallel.now, far.down.parallel.now) == (4, 32)
 
 
 def test_bbr_fills_a_far_line_by_itself() -> None:
@@ -102,7 +102,7 @@ def test_bbr_fills_a_far_line_by_itself() -> None:
     for seconds in (0.3, *[0.1] * 8):
         line.answered(seconds)
     assert line.is_far  # connections are opened ahead all the same
-    assert (line.up.width.now, line.down.width.now) == (1, 4)
+    assert (line.up.parallel.now, line.down.parallel.now) == (1, 4)
 
 
 class Dawdles(Client):

@@ -53,7 +53,7 @@ def test_a_step_chunk_by_chunk_is_the_reference_of_the_whole(state: OuterState, 
     assert state.theta[0].numpy().tobytes() == theta.tobytes()
     assert state.momentum[0].numpy().tobytes() == momentum.tobytes()
     assert state.fragment_digest(0) != before
-    with pytest.raises(Resync, match="is for outer state"):
+    with pytest.raises(Resync, match="belongs to outer state"):
         state.step(0, payload)
 
 

@@ -19,9 +19,9 @@ from tests.worker.test_agent import RUN
 from worker.agent import run_worker
 from worker.errors import BoxError, StateDirBusy
 from worker.link.client import Client, open_http
-from worker.link.own_token import token_to_read_with, with_own_token
+from worker.link.worker_token import token_to_read_with, with_worker_token
 from worker.ranks import ALONE
-from worker.state.state_dir import OWN_TOKEN, StateDir
+from worker.state.state_dir import WORKER_TOKEN, StateDir
 
 
 @pytest.fixture
@@ -46,11 +46,11 @@ def test_a_worker_exchanges_a_join_token_by_itself_and_once(
         made = admin.post("/v1/tokens", json={"scope": "join", "uses": 1}).json()
     settings = worker_settings(coordinator, "text", state, token=made["token"])
     assert run_worker(settings) == Exit.DONE
-    own = json.loads((state / OWN_TOKEN).read_text())
+    own = json.loads((state / WORKER_TOKEN).read_text())
     assert (own["run"], own["worker"], own["exchanged"]) == ("text", "a", True)
-    assert (state / OWN_TOKEN).stat().st_mode & 0o777 == 0o600
+    assert (state / WORKER_TOKEN).stat().st_mode & 0o777 == 0o600
     assert state.stat().st_mode & 0o777 == 0o700
-    assert "the join token was exchanged for this worker's own token" in caplog.text
+    assert "exchanged the join token" in caplog.text
     assert own["token"] not in caplog.text
     with coordinator.client() as admin:
         (held,) = [token for token in admin.get("/v1/tokens").json()["items"] if token["parent"] == made["id"]]
@@ -89,7 +89,7 @@ def test_an_exchange_whose_answer_was_lost_is_asked_for_again(coordinator: InThr
     transport = Breaking()
     with httpx.Client(base_url=coordinator.url, transport=transport) as http:
         client = client_of(coordinator, http, sleep=lambda _: None)
-        with_own_token(client, "w", tmp_path / "state", ALONE).run_detail()
+        with_worker_token(client, "w", tmp_path / "state", ALONE).run_detail()
     assert transport.lost == 1
     assert used(coordinator) == 1
 
@@ -98,7 +98,7 @@ def test_who_is_killed_before_the_answer_exchanges_for_the_same_token(
     coordinator: InThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator.create_run(spec_toml("r"))
-    exchange = Client.exchange
+    exchange = Client.exchange_token
 
     def dies(client: Client, worker: str, request: ExchangeRequest) -> TokenInfo:
         exchange(client, worker, request)
@@ -107,13 +107,13 @@ def test_who_is_killed_before_the_answer_exchanges_for_the_same_token(
     with open_http(coordinator.url) as http:
         client = client_of(coordinator, http)
         with monkeypatch.context() as patched:
-            patched.setattr(Client, "exchange", dies)
+            patched.setattr(Client, "exchange_token", dies)
             with pytest.raises(Killed):
-                with_own_token(client, "w", tmp_path / "state", ALONE)
-        before = json.loads((tmp_path / "state" / OWN_TOKEN).read_text())
+                with_worker_token(client, "w", tmp_path / "state", ALONE)
+        before = json.loads((tmp_path / "state" / WORKER_TOKEN).read_text())
         assert before["exchanged"] is False
-        with_own_token(client, "w", tmp_path / "state", ALONE).run_detail()
-        assert json.loads((tmp_path / "state" / OWN_TOKEN).read_text()) == before | {"exchanged": True}
+        with_worker_token(client, "w", tmp_path / "state", ALONE).run_detail()
+        assert json.loads((tmp_path / "state" / WORKER_TOKEN).read_text()) == before | {"exchanged": True}
     assert used(coordinator) == 1
 
 
@@ -121,16 +121,16 @@ def test_a_token_that_was_revoked_is_not_exchanged_anew(coordinator: InThread, t
     coordinator.create_run(spec_toml("r"))
     with open_http(coordinator.url) as http, coordinator.client() as admin:
         client = Client(http, "r", coordinator.token(Scope.JOIN))
-        with_own_token(client, "w", tmp_path / "state", ALONE)
+        with_worker_token(client, "w", tmp_path / "state", ALONE)
         (own,) = [token for token in admin.get("/v1/tokens").json()["items"] if token["parent"]]
         admin.delete(f"/v1/tokens/{own['id']}").raise_for_status()
-        with pytest.raises(Problem, match="remove the file, and the join token is exchanged anew") as refused:
-            with_own_token(client, "w", tmp_path / "state", ALONE)
+        with pytest.raises(Problem, match="delete the file") as refused:
+            with_worker_token(client, "w", tmp_path / "state", ALONE)
         assert refused.value.slug == "unauthorized"
-        assert str(tmp_path / "state" / OWN_TOKEN) in refused.value.detail
+        assert str(tmp_path / "state" / WORKER_TOKEN) in refused.value.detail
         assert used(coordinator) == 1
-        (tmp_path / "state" / OWN_TOKEN).unlink()
-        with_own_token(client, "w", tmp_path / "state", ALONE).run_detail()
+        (tmp_path / "state" / WORKER_TOKEN).unlink()
+        with_worker_token(client, "w", tmp_path / "state", ALONE).run_detail()
 
 
 def test_another_worker_or_run_in_the_same_directory_has_a_token_of_its_own(
@@ -139,15 +139,15 @@ def test_another_worker_or_run_in_the_same_directory_has_a_token_of_its_own(
     coordinator.create_run(spec_toml("r"))
     with open_http(coordinator.url) as http:
         client = Client(http, "r", coordinator.token(Scope.JOIN))
-        with_own_token(client, "w", tmp_path / "state", ALONE)
-        with_own_token(client, "v", tmp_path / "state", ALONE)
+        with_worker_token(client, "w", tmp_path / "state", ALONE)
+        with_worker_token(client, "v", tmp_path / "state", ALONE)
     assert used(coordinator) == 2
 
 
 def test_what_is_no_join_token_is_used_as_it_is(tmp_path: Path) -> None:
     with open_http("http://127.0.0.1:1") as http:
         client = Client(http, "r", "ost_token")
-        assert with_own_token(client, "w", None, ALONE) is client
+        assert with_worker_token(client, "w", None, ALONE) is client
     assert not list(tmp_path.iterdir())
 
 
@@ -155,18 +155,18 @@ def test_where_a_token_cannot_be_kept_none_is_exchanged(coordinator: InThread, t
     coordinator.create_run(spec_toml("r"))
     (tmp_path / "file").write_text("")
     (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / OWN_TOKEN).write_text('{"token": ')
+    (tmp_path / "damaged" / WORKER_TOKEN).write_text('{"token": ')
     with open_http(coordinator.url) as http:
         client = Client(http, "r", coordinator.token(Scope.JOIN))
         for directory, said in (
             (None, "give a state_dir, or a worker token"),
             (tmp_path / "file" / "state", "give another --state"),
-            (tmp_path / "damaged", "remove it to exchange the join token"),
+            (tmp_path / "damaged", "is damaged"),
         ):
             with pytest.raises(BoxError, match=said):
-                with_own_token(client, "w", directory, ALONE)
+                with_worker_token(client, "w", directory, ALONE)
         with StateDir(tmp_path / "busy"), pytest.raises(StateDirBusy):
-            with_own_token(client, "w", tmp_path / "busy", ALONE)
+            with_worker_token(client, "w", tmp_path / "busy", ALONE)
     assert used(coordinator) == 0
 
 
@@ -176,6 +176,6 @@ def test_what_only_reads_uses_the_own_token_where_there_is_one(coordinator: InTh
     read_with = lambda: token_to_read_with(join_token, "r", "w", tmp_path / "state")  # noqa: E731
     assert read_with() == join_token
     with open_http(coordinator.url) as http:
-        with_own_token(Client(http, "r", join_token), "w", tmp_path / "state", ALONE)
-    assert read_with() == json.loads((tmp_path / "state" / OWN_TOKEN).read_text())["token"]
+        with_worker_token(Client(http, "r", join_token), "w", tmp_path / "state", ALONE)
+    assert read_with() == json.loads((tmp_path / "state" / WORKER_TOKEN).read_text())["token"]
     assert token_to_read_with("ost_token", "r", "w", tmp_path / "state") == "ost_token"

@@ -8,7 +8,7 @@ from blake3 import blake3
 
 from protocol import wire
 from tests.support.states import zeros_of_state_0
-from worker.line.line import AHEAD_S, Pace
+from worker.line.line import AHEAD_S, RateLimit
 from worker.link.client import Client
 from worker.settings import WorkerSettings
 
@@ -71,7 +71,7 @@ def test_without_a_rate_nobody_waits() -> None:
 
 def test_what_was_not_used_is_not_made_up_for() -> None:
     time = Time()
-    pace = Pace(8e6, time)
+    pace = RateLimit(8e6, time)
     assert pace.delay_s(1_000_000) == 0
     assert pace.delay_s(1_000_000) == pytest.approx(1.0)
     time.now = 100.0

@@ -135,7 +135,7 @@ def test_a_process_killed_at_any_stage_loses_nothing(
         codes = worker.wait()
         assert codes[victim] == -9
         assert codes[1 - victim] == 1
-        assert "another process of this worker has gone" in worker.told(1 - victim)
+        assert "another process of this worker has died" in worker.told(1 - victim)
         worker = start(running, mode, 2)
         assert worker.wait() == [0, 0], worker.told()
         assert finished(running) == undisturbed[mode]

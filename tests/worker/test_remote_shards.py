@@ -337,7 +337,7 @@ def test_a_server_that_is_away_is_waited_for(
     server.fault = lambda path: next(answers, None)
     with file_server(server) as url:
         opened(url).unit(0)
-    assert "index.json answers 503; trying again in" in caplog.text
+    assert "index.json answers 503; retrying in" in caplog.text
     assert f"data.source = '{url}/sets/one' answers again after" in caplog.text
 
 

@@ -136,7 +136,7 @@ def test_an_outage_of_any_length_and_its_end_are_told(tmp_path: Path, caplog: py
     assert names(tmp_path) == digests(1)
     assert len(slept) == 500
     assert max(slept) <= 10
-    assert "no line; trying again in " in caplog.text
+    assert "no line; retrying in " in caplog.text
     assert "the data answers again" in caplog.text
 
 

@@ -206,14 +206,14 @@ def test_a_failed_write_leaves_the_old_file(files: StateDir) -> None:
 
 
 def test_one_process_per_directory(files: StateDir) -> None:
-    with pytest.raises(StateDirBusy, match="this process works in"), StateDir(files.path):
+    with pytest.raises(StateDirBusy, match="already uses"), StateDir(files.path):
         pass
     program = (
         "import sys; from pathlib import Path; from worker.state.state_dir import StateDir; "
         "StateDir(Path(sys.argv[1])).__enter__()"
     )
     done = subprocess.run([sys.executable, "-c", program, files.path], check=False, capture_output=True, text=True)
-    assert re.search(r"StateDirBusy: another process works in .*another name \(--name\)", done.stderr)
+    assert re.search(r"StateDirBusy: another process uses .*another name \(--name\)", done.stderr)
 
 
 def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.support.states import zeros_of_state_0
 from tests.support.waiting import wait_until
 from worker.line import connections
 from worker.link.client import Client, open_http
-from worker.rounds.schedule import AHEAD_S, Approach
+from worker.rounds.schedule import AHEAD_S, Lookahead
 
 
 @pytest.fixture(autouse=True)
@@ -104,13 +104,13 @@ def test_connections_are_opened_ahead_on_far_lines_alone() -> None:
         for _ in range(8):
             far.line.answered(0.1)
         far.open_ahead()
-        wait_until(lambda: len(opened) == far.line.up.width.now + far.line.down.width.now)
+        wait_until(lambda: len(opened) == far.line.up.parallel.now + far.line.down.parallel.now)
     assert len(opened) == 36
 
 
 def test_the_sync_is_near_once_for_all_that_is_sent_after_an_inner_step() -> None:
     now = 0.0
-    approach = Approach(lambda: now)
+    approach = Lookahead(lambda: now)
     near = []
     for round_number in range(2):
         for done in range(1, 101):
@@ -122,7 +122,7 @@ def test_the_sync_is_near_once_for_all_that_is_sent_after_an_inner_step() -> Non
 
 def test_of_long_steps_the_last_one_is_near() -> None:
     now = 0.0
-    approach = Approach(lambda: now)
+    approach = Lookahead(lambda: now)
     near = []
     for done in range(1, 6):
         now += 2 * AHEAD_S

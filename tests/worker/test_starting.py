@@ -47,7 +47,7 @@ def test_the_micro_batch(given: Any, size: int, why: str) -> None:
 def test_the_device() -> None:
     assert start(BoxSettings(device="cpu", threads=1)) == (torch.device("cpu"), "device cpu: --device cpu")
     assert why_device("auto", torch.device("cpu")) == (
-        "device cpu: --device auto takes the fastest there is, as torch sees neither CUDA nor MPS here"
+        "device cpu: --device auto chooses the fastest available, as torch sees neither CUDA nor MPS here"
     )
     with pytest.raises(ValueError, match="device 'cudda' cannot be used: .* use auto, cpu, cuda, cuda:1 or mps"):
         choose_device("cudda")

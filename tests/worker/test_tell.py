@@ -13,7 +13,7 @@ from protocol.messages import HostDetail, Metrics, WorkerInfo
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
 from tests.support.workers import worker_settings
-from worker.accounts.machine import SOME, host_facts, told_facts, told_metrics
+from worker.accounts.machine import SOME, host_facts, shared_facts, shared_metrics
 from worker.agent import run_worker
 from worker.settings import BoxSettings
 
@@ -24,24 +24,24 @@ ALL = {"host", "device", "threads", "kernels", "torch", "python", "precision"}
 def test_what_is_told() -> None:
     facts = host_facts(torch.device("cpu")) | {"precision": "fp32"}
     assert facts.keys() == ALL
-    assert told_facts(facts, "all") == facts
-    assert told_facts(facts, "some").keys() == {"kernels", "torch", "python", "precision"}
-    assert told_facts({"processes": 2}, "some") == {"processes": 2}
-    assert told_facts(facts, "nothing") == {}
+    assert shared_facts(facts, "all") == facts
+    assert shared_facts(facts, "some").keys() == {"kernels", "torch", "python", "precision"}
+    assert shared_facts({"processes": 2}, "some") == {"processes": 2}
+    assert shared_facts(facts, "nothing") == {}
     assert not {"host", "device"} & SOME
 
 
 def test_measurements_that_give_the_device_away_are_told_with_all_alone() -> None:
     metrics = Metrics(loss=1.0, mfu=0.4, peak_memory_bytes=7, inner_steps_per_second=2.0)
-    assert told_metrics(metrics, "all") == metrics
+    assert shared_metrics(metrics, "all") == metrics
     for tell in ("some", "nothing"):
-        told = told_metrics(metrics, tell)
+        told = shared_metrics(metrics, tell)
         assert told == Metrics(loss=1.0, inner_steps_per_second=2.0)
 
 
 def test_the_machines_name_is_not_told_by_the_workers() -> None:
     assert BoxSettings().tell == "all"
-    with pytest.raises(ValidationError, match="tell = 'some' keeps this machine's name back, .*: give a name as well"):
+    with pytest.raises(ValidationError, match="tell = 'some' .*give a name"):
         BoxSettings(tell="some")
     assert BoxSettings(tell="nothing", name="volunteer").name == "volunteer"
 

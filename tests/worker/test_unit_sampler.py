@@ -122,7 +122,7 @@ def test_what_a_skipped_step_leaves_is_loaded_again_and_told(tmp_path: Path, cap
         info = run.final()
         assert rows[-BATCH:] == rows[-2 * BATCH : -BATCH]
         assert info.tokens == toy.STEPS * info.spec.unit_tokens
-        assert f"1 of {toy.STEPS} units had no inner step: they are loaded again" in caplog.text
+        assert f"1 of {toy.STEPS} units had no inner step" in caplog.text
 
 
 def test_nothing_is_told_of_a_loop_that_does_it_right(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -155,7 +155,7 @@ def test_a_loop_that_steps_on_every_micro_batch_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "micro_batch", "told"),
     [
-        (BATCH - 1, None, r"the data set has 3 rows, and a unit of this run has 4, its inner\.batch_size"),
+        (BATCH - 1, None, r"the data set has 3 rows, but a unit of this run has 4, its inner\.batch_size"),
         (ROWS, 3, r"micro_batch = 3: a unit of this run has 4 rows"),
         (ROWS, 0, r"micro_batch = 0: a unit of this run has 4 rows"),
         (ROWS, 8, r"micro_batch = 8: a unit of this run has 4 rows"),
@@ -189,7 +189,7 @@ def test_units_that_a_loader_takes_ahead_are_refused(tmp_path: Path) -> None:
         run = Toy(coordinator, spec(), tmp_path)
         with run.connect(model, torch.optim.SGD(model.parameters(), lr=0.1)) as diloco:
             loader = DataLoader(Rows(), batch_sampler=([unit] for unit in diloco.units()), num_workers=1)
-            with pytest.raises(RuntimeError, match=r"loads ahead: give that batch_sampler=diloco\.unit_sampler"):
+            with pytest.raises(RuntimeError, match=r"batch_sampler=diloco\.unit_sampler"):
                 next(iter(loader))
 
 
@@ -205,7 +205,7 @@ def test_units_that_share_a_step_are_told(tmp_path: Path, caplog: pytest.LogCapt
                 if number % 2:
                     optimizer.step()
                     optimizer.zero_grad()
-    assert "round 0: 2 inner steps on 4 units; each unit is for a step of its own" in caplog.text
+    assert "round 0: 2 inner steps on 4 units" in caplog.text
 
 
 def test_several_processes_share_every_unit() -> None:
@@ -223,5 +223,5 @@ def test_several_processes_share_every_unit() -> None:
     assert [row for each in rows(Ranks(1, 2), 1) for row in each] == [row for each in parts[1] for row in each]
     with pytest.raises(ValueError, match="which 3 processes cannot share"):
         rows(Ranks(0, 3), None)
-    with pytest.raises(ValueError, match="2 of them for each of 2 processes, which is no whole number"):
+    with pytest.raises(ValueError, match="2 of them for each of 2 processes, which is not a multiple"):
         rows(Ranks(0, 2), 4)

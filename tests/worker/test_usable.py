@@ -65,7 +65,7 @@ def test_a_notebook_cell_that_runs_again_is_told_what_is_still_open(tmp_path: Pa
         run = Toy(coordinator, toy.spec(), tmp_path)
         with run.connect(model, optimizer, state_dir=tmp_path / "a") as diloco:
             other = toy.make_model()
-            with pytest.raises(StateDirBusy, match="this process works in"):
+            with pytest.raises(StateDirBusy, match="already uses"):
                 run.connect(other, sgd(other), state_dir=tmp_path / "a").__enter__()
             with pytest.raises(RuntimeError, match="has not left its run"):
                 run.connect(model, optimizer).__enter__()
@@ -85,7 +85,7 @@ def test_of_a_wrapper_what_it_wraps_is_taken() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "told"),
     [
-        (lambda model: [], ValueError, "needs one optimizer at least"),
+        (lambda model: [], ValueError, "at least one optimizer"),
         (lambda model: [sgd(model)] * 2, ValueError, "one optimizer twice"),
         (
             lambda model: torch.optim.lr_scheduler.StepLR(sgd(model), 1).state_dict,
@@ -110,7 +110,7 @@ def test_what_does_not_train_the_model_is_refused_before_the_run_is_joined(
 def test_parameters_that_no_optimizer_has_are_told(caplog: pytest.LogCaptureFixture) -> None:
     model = toy.make_model()
     usable_optimizers(model, sgd(model.get_submodule("0")))
-    assert "1 trainable parameters are in no optimizer that DiLoCo was given, such as 2.weight" in caplog.text
+    assert "1 trainable parameters are in none of the optimizers that DiLoCo was given, such as 2.weight" in caplog.text
 
 
 def test_frozen_parameters_in_an_optimizer_are_no_fault(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from worker.line.meter import TRIED_AGAIN, Width
+from worker.line.meter import TRIED_AGAIN, ParallelConnections
 
 Line = Callable[[int], float]  # connections -> bytes per second
 
@@ -14,9 +14,9 @@ def bound(each: float, all_: float) -> Line:
     return lambda count: min(count * each, all_)
 
 
-def after(width: Width, line: Line, measurements: int) -> int:
+def after(width: ParallelConnections, line: Line, measurements: int) -> int:
     for _ in range(measurements):
-        width.saw(line(width.now))
+        width.measured(line(width.now))
     return width.now
 
 
@@ -30,55 +30,55 @@ def after(width: Width, line: Line, measurements: int) -> int:
     ],
 )
 def test_as_many_as_bring_more(line: Line, expected: int) -> None:
-    assert after(Width(1, 32), line, 10) == expected
+    assert after(ParallelConnections(1, 32), line, 10) == expected
 
 
 def test_on_a_far_line_more_from_the_beginning() -> None:
-    width = Width(1, 32)
-    width.begin_with(4)
+    width = ParallelConnections(1, 32)
+    width.restart_at(4)
     assert width.now == 4
     assert after(width, bound(50, 100), 3) == 4
     assert after(width, bound(100, 100), 5 * TRIED_AGAIN) == 4
 
 
 def test_a_line_that_begins_to_lose_packets_is_tried_anew() -> None:
-    width = Width(1, 32)
+    width = ParallelConnections(1, 32)
     assert after(width, bound(100, 100), 10) == 1
     assert after(width, bound(10, 100), 10) == 16
 
 
 def test_a_line_that_is_halved_needs_no_more() -> None:
-    width = Width(1, 32)
+    width = ParallelConnections(1, 32)
     assert after(width, bound(60, 100), 10) == 2
     assert after(width, bound(50, 50), 10) == 2
 
 
 def test_fewer_are_tried_now_and_then() -> None:
-    width = Width(1, 32)
+    width = ParallelConnections(1, 32)
     assert after(width, bound(10, 100), 10) == 16
     assert after(width, bound(100, 100), 5 * TRIED_AGAIN) == 1
 
 
 def test_what_is_still_needed_is_kept() -> None:
-    width = Width(1, 32)
+    width = ParallelConnections(1, 32)
     assert after(width, bound(10, 100), 10) == 16
     assert after(width, bound(10, 100), 2 * TRIED_AGAIN) == 16
 
 
 def test_no_more_where_a_queue_stands_before_the_line() -> None:
     """The rate of a way that was cold a moment ago rises by itself."""
-    width = Width(1, 32)
+    width = ParallelConnections(1, 32)
     for rate in (10, 20, 40, 80):
-        width.saw(rate, full=True)
+        width.measured(rate, full=True)
     assert width.now == 1
 
 
 @pytest.mark.parametrize(("least", "most"), [(4, 64), (1, 1), (4, 4)])
 def test_never_fewer_than_the_least_and_never_more_than_the_most(least: int, most: int) -> None:
-    width, seen = Width(least, most), set()
+    width, seen = ParallelConnections(least, most), set()
     for line in (bound(1, 1e9), bound(100, 100), bound(1, 1e9)):
         for _ in range(3 * TRIED_AGAIN):
-            width.saw(line(width.now))
+            width.measured(line(width.now))
             seen.add(width.now)
     assert min(seen) >= least
     assert max(seen) == most

@@ -1,1 +1,1 @@
-"""What a worker tells of itself: the seconds of each stage, the bytes moved, losses and speed."""
+"""What a worker reports about itself: the seconds of each stage, bytes moved, losses and speed."""

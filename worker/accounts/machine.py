@@ -1,6 +1,6 @@
-"""How well a worker's device is used: model FLOPs utilisation, and peak memory.
+"""The worker's machine: what its owner lets the coordinator know about it, and how well its device is used.
 
-What the coordinator is told of a worker's machine, and shows to all who may read the run; its owner chooses.
+The facts are visible to everyone who may read the run.
 """
 
 import platform
@@ -15,8 +15,8 @@ from protocol.compiled import KERNELS
 from protocol.messages import MAX_FACT_TEXT, HostDetail, HostValue, Metrics
 from protocol.text import printable
 
-# Dense peaks in TFLOP/s by the makers' data sheets: bf16 and fp16 with fp32 accumulation, TF32, fp32. A name is a part,
-# of whole words, of what torch calls the device; of several that fit, the first counts.
+# Dense peaks in TFLOP/s from the makers' data sheets: bf16 and fp16 with fp32 accumulation, TF32, fp32. A name must
+# occur, as whole words, in torch's name of the device; the first match counts.
 PEAKS: dict[str, tuple[float, float, float]] = {
     "GB200": (2500, 1250, 80),
     "B200": (2250, 1125, 75),
@@ -43,11 +43,11 @@ PEAKS: dict[str, tuple[float, float, float]] = {
     "MI300X": (1307.4, 653.7, 163.4),
 }
 
-_OTHERS = re.compile(r"\b(Laptop|Max-Q|MIG|Ti|D)\b")  # of the same name, and slower or faster
+_OTHERS = re.compile(r"\b(Laptop|Max-Q|MIG|Ti|D)\b")  # variants of the same name with other speeds
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the FLOP/s that a device of this name can do at most; None where that is not known here."""
+    """Return the peak FLOP/s of a device with this name; None if it is not in the table."""
     column = {"bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2}[precision]
     if _OTHERS.search(device_name):
         return None
@@ -59,21 +59,21 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """A device, with the model's FLOPs per token and what the device can do at most, FLOP/s; None: not known."""
+    """A device, with the model's FLOPs per token and the device's peak in FLOP/s; None: unknown."""
 
     device: torch.device
     flops_per_token: float | None = None
     peak_flops: float | None = None
 
     def utilisation(self, tokens_per_second: float) -> float | None:
-        """Return the share of the peak that the model's own arithmetic takes (MFU)."""
+        """Return the share of the peak used by the model's own arithmetic (MFU)."""
         if self.flops_per_token is None or self.peak_flops is None:
             return None
         return tokens_per_second * self.flops_per_token / self.peak_flops
 
     def peak_memory_bytes(self) -> int | None:
-        """Return the most memory that the process had at any time: of the GPU, by torch's count, or of the host; None
-        where nothing counts it."""
+        """Return the peak memory of the process: on a GPU as counted by torch, else in host memory; None if it is not
+        counted."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         if self.device.type != "cpu":
@@ -82,7 +82,7 @@ class DeviceUse:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-# Of what the others tell nothing: what the arithmetic of a worker depends on, and not whose machine it is.
+# The facts sent with "some": what the arithmetic of a worker depends on, but not whose machine it is.
 SOME = frozenset({"precision", "kernels", "torch", "python", "processes"})
 
 
@@ -99,11 +99,11 @@ def host_facts(device: torch.device) -> dict[str, HostValue]:
     }
 
 
-def told_facts(facts: dict[str, HostValue], tell: HostDetail) -> dict[str, HostValue]:
-    """Return those facts that are told."""
+def shared_facts(facts: dict[str, HostValue], tell: HostDetail) -> dict[str, HostValue]:
+    """Return the facts that are sent."""
     return {name: value for name, value in facts.items() if tell == "all" or (tell == "some" and name in SOME)}
 
 
-def told_metrics(metrics: Metrics, tell: HostDetail) -> Metrics:
-    """Return the measurements as they are told: what gives the device away only with "all"."""
+def shared_metrics(metrics: Metrics, tell: HostDetail) -> Metrics:
+    """Return the metrics that are sent: those that reveal the device only with "all"."""
     return metrics if tell == "all" else metrics.model_copy(update={"mfu": None, "peak_memory_bytes": None})

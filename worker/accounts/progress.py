@@ -1,7 +1,7 @@
-"""A worker's own measurements: what the heartbeat tells, what the report on each round tells, and the round's log line.
+"""A worker's own measurements: for the heartbeat, for the report on each round, and for the round's log line.
 
-The phases of the training loop are stages that follow one another; what goes on meanwhile on other threads is measured
-by `Stages` where it happens.
+The phases of the training loop are stages that follow one another. What happens on other threads meanwhile is measured
+there, by `Stages`.
 """
 
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Progress:
-    """Counts and times one worker's rounds. `clock` gives seconds; written by the training loop, read by the
+    """Counts and times one worker's rounds. `clock` gives seconds. Written by the training loop, read by the
     heartbeat."""
 
     def __init__(
@@ -35,14 +35,17 @@ class Progress:
         ranks: Ranks = ALONE,
         rounds: int = 0,
     ) -> None:
-        self._rounds = rounds  # of the run; 0 where nobody says
+        self._rounds = rounds  # of the run; 0 if unknown
         self._rate: float | Tensor | None = None
-        self._began: float | None = None  # this worker's first round
-        self._ended = 0.0  # its last round; before there is one, where that began
+        self._began: float | None = None  # start of this worker's first round
+        self._ended = 0.0  # end of its last round; before that, start of the first
         self._lengths: deque[float] = deque(maxlen=PACE_ROUNDS)
-        self._told: list[float | None] = []  # the losses of its rounds, of which the last are shown
+        self._losses_by_round: list[float | None] = []  # of its rounds; the last ones are shown
         self._ranks = ranks
-        self._others = (0, 0)  # bytes up and down that this worker's other processes had moved by a round's end
+        self._others = (
+            0,
+            0,
+        )  # bytes up and down that this worker's other processes had moved by the end of the last round
         self._traffic, self._stages, self._clock = traffic, stages, clock
         self._use = use or DeviceUse(torch.device("cpu"))
         self._lock = threading.Lock()
@@ -55,14 +58,14 @@ class Progress:
         self._losses: Tensor | None = None  # the sum over the inner steps
         self._reports = 0  # inner steps whose loss was reported
         self._of_step: list[Tensor] = []  # reported since the last inner step
-        self._told_same_rows = False
+        self._warned_same_rows = False
         self._started = clock()
         self._bytes_before = (0, 0)
-        self._round = 0  # that the next report is on
+        self._round = 0  # that the next report is about
         self.last_report: RoundReport | None = None
 
     def phase(self, name: str, **values: object) -> None:
-        """Enter the phase that the training loop is in from now on; `values` are shown with it."""
+        """Enter a phase of the training loop; `values` are shown with it."""
         self._stages.move(self._phase, Stage(name))
         self._phase = Stage(name)
         if self._stages.trace is not None:
@@ -82,7 +85,7 @@ class Progress:
 
     def step(self, inner_step: int, rate: float | Tensor | None = None) -> None:
         """Note that this many inner steps of the round are done, the last one at the learning rate `rate` (None if its
-        optimizer has none). Cheap, because there are many."""
+        optimizer has none). Cheap, because steps are many."""
         self._inner_step, self._rate = inner_step, rate
         if self._of_step:
             loss = self._of_step[0] if len(self._of_step) == 1 else _mean_of_finite(self._of_step)
@@ -91,32 +94,32 @@ class Progress:
             self._of_step = []
 
     def skip(self) -> None:
-        """Drop the loss reported for a step that was skipped, as a GradScaler skips one whose gradient overflowed: that
-        loss may be infinite, and nothing was learnt from it."""
+        """Drop the loss reported for a step that was skipped, as a GradScaler skips a gradient that overflowed: the
+        loss may be infinite, and nothing was learned from it."""
         self._of_step = []
 
     def report_loss(self, loss: Tensor) -> None:
-        """Note the mean loss of the step that comes next, nats per token; of several reports the mean counts. It stays
-        on its device: no step waits for it."""
+        """Note the mean loss of the next step, nats per token; several reports are averaged. The tensor stays on its
+        device, so no step waits for it."""
         self._of_step.append(loss.detach().float().clone())
 
     def mean_loss(self) -> float | None:
-        """Return the mean loss of the round so far, over all processes; None where the training loop has reported none.
-        All of them call it at once."""
+        """Return the mean loss of the round so far, over all processes; None if the training loop has reported none.
+        All processes call it at once."""
         own = None if self._losses is None else float(self._losses) / self._reports
         reported = [each for each in self._ranks.all(own) if each is not None]
-        if len(reported) > 1 and len(set(reported)) == 1 and not self._told_same_rows and self._ranks.is_first:
-            self._told_same_rows = True
+        if len(reported) > 1 and len(set(reported)) == 1 and not self._warned_same_rows and self._ranks.is_first:
+            self._warned_same_rows = True
             log.warning(
-                "all %d processes of this worker have the same loss, as where each trains on all rows of a unit: let "
-                "each take its part of them, such as rows[rank::size], or unit_sampler() and batches() deal them; a "
-                "loss that was averaged over the processes is to be reported by one of them",
+                "all %d processes of this worker have the same loss, as if each trained on all rows of a unit: "
+                "give each its own part of them, such as rows[rank::size], or use unit_sampler() or batches(), "
+                "which divide them; if the loss was averaged over the processes, report it in one of them only",
                 len(reported),
             )
         return sum(reported) / len(reported) if reported else None
 
     def end_inner_steps(self, steps: int, tokens: int) -> float | None:
-        """Tell the speed of the round's inner steps; return their mean loss, None where the training loop has reported
+        """Report the speed of the round's inner steps. Return their mean loss, None if the training loop has reported
         none."""
         loss = self.mean_loss()
         seconds = max(self._clock() - self._started, 1e-9)
@@ -133,7 +136,7 @@ class Progress:
         return loss
 
     def end_round(self, round_number: int, epoch: int) -> None:
-        """Make and log the report on the round; the next one is waited for. All processes call it at once."""
+        """Make and log the report on the round, and wait for the next one. All processes call it at once."""
         if self._stages.trace is not None:
             self._stages.trace.end_round(round_number)
         self.phase("wait")
@@ -144,7 +147,7 @@ class Progress:
         self.last_report = report = self.report(epoch)
         self._round += 1
         metrics = self.metrics()
-        self._told.append(metrics.loss)
+        self._losses_by_round.append(metrics.loss)
         now = self._clock()
         self._lengths.append(now - self._ended)
         self._ended = now
@@ -152,7 +155,7 @@ class Progress:
             "round %d: loss %s %s, rate %s, %s, %.2f MB up, %.2f MB down; elapsed %s, to go %s; seconds: %s",
             round_number,
             UNKNOWN if metrics.loss is None else f"{metrics.loss:.4f}",
-            sparkline(self._told),
+            sparkline(self._losses_by_round),
             learning_rate_text(metrics.learning_rate),
             speed_text(metrics),
             report.upload_bytes / 1e6,
@@ -183,15 +186,15 @@ class Progress:
 
 
 def _mean_of_finite(losses: list[Tensor]) -> Tensor:
-    """Return the mean of those losses of one inner step that are finite; NaN if none is. The others were reported for
-    steps that a GradScaler has skipped without calling the optimizer."""
+    """Return the mean of the finite losses of one inner step; NaN if there is none. The others belong to steps that a
+    GradScaler has skipped without calling the optimizer."""
     each = torch.stack(losses)
     finite = each.isfinite()
     return torch.where(finite, each, 0).sum() / finite.sum()
 
 
 def speed_text(metrics: Metrics) -> str:
-    """Return speed and use of the device as the log tells them."""
+    """Return speed and device use as they are logged."""
     parts = [f"{metrics.tokens_per_second or 0.0:.0f} tokens/s"]
     if metrics.mfu is not None:
         parts.append(f"MFU {metrics.mfu:.1%}")

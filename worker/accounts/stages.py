@@ -1,13 +1,11 @@
-"""The payload bytes that a worker moves.
+"""What is measured on all threads of a worker: the seconds of each stage, the payload bytes, and trace spans.
 
-The spans of a worker, where it is traced (`tracing.py`): a round, within it the phases of the training loop
-and the stages on other threads; and what requests carry of them.
+Stages are timed by a stopwatch that counts the time during which at least one thread was in the stage. So a stage's
+seconds never exceed the clock's, however many threads work on it, and stages that overlap show it. A thread is in one
+stage at a time: an inner `with` interrupts the outer one, so waiting for a delta ends where its download begins.
 
-A stopwatch: which stages of a round a worker's threads are in, and for how long at least one of them was.
-
-So a stage's seconds never exceed the clock's, however many threads work on it, and stages that overlap show that they
-do. A thread is in one stage at a time: an inner `with` interrupts the outer one, so that waiting for a delta ends where
-its download begins.
+If tracing is on (outerstep/common/tracing.py), a round is a span; inside it are the phases of the training loop, and
+the stages on other threads. Requests carry the trace context.
 """
 
 import threading
@@ -28,7 +26,7 @@ from typing import ParamSpec, TypeVar
 
 
 class Traffic:
-    """Counts the payload bytes moved since the worker started, repeated attempts included. Thread-safe."""
+    """Counts the payload bytes moved since the worker started, including repeated attempts. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,36 +47,37 @@ class Request(Protocol):
 
 
 class RoundTrace:
-    """The spans of one worker of the run `run`. The training loop says where it is; any thread may be in a stage."""
+    """The spans of one worker of the run `run`. The training loop sets the round and the phase; any thread may be in a
+    stage."""
 
     def __init__(self, run: str, created_at: float, worker: str, rank: int | None = None) -> None:
         self._run, self._created_at = run, created_at
         self._about: dict[str, str | int] = {"outerstep.run": run, "outerstep.worker": worker}
         if rank is not None:
             self._about["outerstep.rank"] = rank
-        self._number: int | None = None  # of the round, or of the next one; None before the first
+        self._number: int | None = None  # of the current or the next round; None before the first
         self._round: Span | None = None
         self._phase: Span | None = None
 
     def begin_round(self, number: int) -> None:
-        """Be in this round from now on."""
+        """Enter this round."""
         self.end()
         self._number = number
         self._round = self._begin("round", None)
 
     def end_round(self, number: int) -> None:
-        """End the round `number`: what comes is a part of the next one."""
+        """End the round `number`: what follows belongs to the next one."""
         self.end()
         self._number = number + 1
 
     def phase(self, stage: Stage) -> None:
-        """Be in this phase from now on."""
+        """Enter this phase."""
         if self._phase is not None:
             self._phase.end()
         self._phase = self._begin(stage, self._round)
 
     def end(self) -> None:
-        """End what is under way."""
+        """End the current phase and round."""
         for span in (self._phase, self._round):
             if span is not None:
                 span.end()
@@ -86,12 +85,12 @@ class RoundTrace:
 
     @contextmanager
     def stage(self, stage: Stage) -> Iterator[None]:
-        """Trace the block, on whatever thread, as a stage of the round."""
+        """Trace the block, on any thread, as a stage of the round."""
         with tracing.current(self._begin(stage, self._round or self._phase, nested=True)):
             yield
 
     def mark(self, request: Request) -> None:
-        """Let a request carry what it is a part of: the stage that this thread is in, or else the phase."""
+        """Add the trace context to a request: this thread's stage, or else the phase."""
         within = tracing.at()
         about = self._phase or self._round
         if within is None and about is not None:
@@ -113,11 +112,11 @@ class RoundTrace:
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_inner: ContextVar[Stage | None] = ContextVar("stage", default=None)  # of this thread, by `with`
+_inner: ContextVar[Stage | None] = ContextVar("stage", default=None)  # the innermost stage of this thread
 
 
 class Stages:
-    """A stopwatch of all threads of a worker. Thread-safe. `clock` gives seconds."""
+    """A stopwatch for all threads of a worker. Thread-safe. `clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -125,10 +124,10 @@ class Stages:
         self._threads: Counter[Stage] = Counter()
         self._since: dict[Stage, float] = {}
         self._seconds: dict[Stage, float] = {}
-        self.trace: RoundTrace | None = None  # where it is traced
+        self.trace: RoundTrace | None = None  # if tracing is on
 
     def move(self, left: Stage | None, entered: Stage | None) -> None:
-        """Note that one thread leaves a stage and enters another, at one instant."""
+        """Note that one thread leaves a stage and enters another at the same instant."""
         with self._lock:
             now = self._clock()
             if entered is not None:
@@ -168,7 +167,8 @@ class Stages:
         return timed
 
     def take(self) -> dict[Stage, float]:
-        """Return the seconds of every stage since the last `take`. Stages go on: what follows counts for the next."""
+        """Return the seconds of every stage since the last `take`. Running stages continue: what follows counts for the
+        next call."""
         with self._lock:
             now = self._clock()
             for stage, since in self._since.items():

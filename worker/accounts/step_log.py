@@ -1,7 +1,7 @@
-"""The worker's own log of inner steps: one JSON object a line, appended to a file.
+"""The worker's log of inner steps: one JSON object per line, appended to a file.
 
-The losses stay on their device until some lines are written together, so that no step waits for it. A disk that is full
-costs lines and never the training.
+Losses stay on their device until several lines are written together, so that no step waits for them. A full disk costs
+lines, never training.
 """
 
 import json
@@ -24,10 +24,11 @@ log = logging.getLogger(__name__)
 
 
 class StepLog:
-    """Appends lines to the file at `path`, in groups: of GROUP_STEPS inner steps, of GROUP_S seconds, of one round.
+    """Appends lines to the file at `path`, in groups of at most GROUP_STEPS inner steps, GROUP_S seconds, and one
+    round.
 
-    Use as a context manager: entering raises OSError where the file cannot be appended to. `clock` gives monotonic
-    seconds, `now` those since 1970.
+    Use as a context manager: entering raises OSError if the file cannot be appended to. `clock` gives monotonic
+    seconds, `now` seconds since 1970.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class StepLog:
     def __enter__(self) -> Self:
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":  # a line that a kill has cut
+        if size and os.pread(self._file, 1, size - 1) != b"\n":  # a line cut off by a kill
             self._append(b"\n")
         return self
 
@@ -53,12 +54,12 @@ class StepLog:
         os.close(self._file)
 
     def begin_round(self) -> None:
-        """Note that a round's inner steps begin: what lies between two rounds is no time of a step."""
+        """Note the start of a round's inner steps: the time between two rounds belongs to no step."""
         self._write()
         self._began = self._last = self._clock()
 
     def step(self, loss: Tensor, tokens: int, **facts: object) -> None:
-        """Note one inner step: its loss, a scalar on any device, its tokens, and what else the line shall have."""
+        """Note one inner step: its loss, a scalar on any device, its tokens, and the other entries of its line."""
         self._last = self._clock()
         self._lines.append({"at": round(self._now(), 3), **facts, "tokens": tokens})
         self._losses.append(loss.detach())
@@ -66,7 +67,7 @@ class StepLog:
             self._write()
 
     def write(self, **facts: object) -> None:
-        """Write a line of its own, after those of the steps so far."""
+        """Write a separate line, after those of the steps so far."""
         self._write()
         self._append(_line({"at": round(self._now(), 3), **facts}))
 
@@ -84,7 +85,7 @@ class StepLog:
         self._append(text)
 
     def _append(self, text: bytes) -> None:
-        """Append all of `text`, or nothing of it."""
+        """Append all of `text` or nothing."""
         try:
             size = os.fstat(self._file).st_size
             written = os.write(self._file, text)
@@ -93,16 +94,16 @@ class StepLog:
                 raise OSError(f"{written} of {len(text)} bytes written")
         except OSError as error:
             if not self._lost:
-                log.warning("the step log %s cannot be written (%s); the training goes on without", self._path, error)
+                log.warning("cannot write the step log %s (%s); the training continues without it", self._path, error)
             self._lost += text.count(b"\n")
         else:
             if self._lost:
-                log.warning("the step log %s is written again; %d lines are missing", self._path, self._lost)
+                log.warning("the step log %s can be written again; %d lines are missing", self._path, self._lost)
             self._lost = 0
 
 
 def _line(facts: dict[str, Any]) -> bytes:
-    """Return one line; what is not finite, which JSON has not, is null."""
+    """Return one line. Numbers that are not finite, which JSON lacks, become null."""
     told = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in facts.items()
     }

@@ -1,7 +1,4 @@
-"""A run's checkpoint, put into a model.
-
-Where a run's state 0 comes from, if not from the model as every worker builds it.
-"""
+"""A run's checkpoint, loaded into a model: for exports and evaluations, and as another run's state 0."""
 
 import logging
 from collections.abc import Callable
@@ -31,22 +28,22 @@ log = logging.getLogger(__name__)
 
 
 def load_parameters(client: Client, model: nn.Module, state_round: int | None = None) -> int:
-    """Put the trained parameters of checkpoint `state_round` (None: the latest) of the client's run into `model`, as
-    far as the outer optimizer has reached (`protocol.outer_step.reached`); return its number.
+    """Load the trained parameters of checkpoint `state_round` (None: the latest) of the client's run into `model`, at
+    the point that the outer optimizer has reached (`protocol.outer_step.reached`); return its number.
 
-    Where the latest is deleted while it is fetched, because there is a later one, that is taken.
+    If the latest is deleted during the download because a newer one exists, the newer one is loaded.
 
-    The latest of a finished run is its final state; this waits for it, because the coordinator takes its own last outer
+    The latest checkpoint of a finished run is its final state. This waits for it: the coordinator takes its last outer
     step a moment after the run has finished. Raises Problem `not-found` for a checkpoint that does not exist, `gone`
-    for one that was deleted, `file-lost` for one that the coordinator's disk has lost; ModelError for a model of
-    another shape, or with other frozen parameters than the run's.
+    for a deleted one, `file-lost` for one that the coordinator's disk has lost; ModelError for a model with other
+    shapes, or with other frozen parameters, than the run's.
     """
     run = _settled(client, state_round)
     frozen = frozen_summary(model)
     if run.frozen is not None and frozen != run.frozen:
         raise ModelError(
-            f"the frozen parameters here ({frozen or 'none'}) are not those of the run {client.run} ({run.frozen}); "
-            "load the weights that its workers have"
+            f"the frozen parameters here ({frozen or 'none'}) are not those of the run {client.run} "
+            f"({run.frozen}); load the weights that its workers have"
         )
 
     def checked(layout: Layout) -> nn.Module:
@@ -61,8 +58,8 @@ def load_parameters(client: Client, model: nn.Module, state_round: int | None = 
 def load_bare_parameters(
     client: Client, state_round: int | None = None, max_parameters: int = MAX_PARAMETERS
 ) -> nn.Module:
-    """Return a module that is nothing but the trained parameters of a checkpoint, otherwise as `load_parameters` has
-    them, by their names. Raises ModelError if the checkpoint says that it has more than `max_parameters`."""
+    """Return a module with only the trained parameters of a checkpoint, under their names; otherwise like
+    `load_parameters`. Raises ModelError if the checkpoint announces more than `max_parameters`."""
     run = _settled(client, state_round)
 
     def bare(layout: Layout) -> nn.Module:
@@ -100,7 +97,7 @@ def _settled(client: Client, state_round: int | None) -> RunDetail:
 def _load(
     client: Client, outer: OuterSpec, state_round: int | None, model_for: Callable[[Layout], nn.Module]
 ) -> tuple[int, nn.Module]:
-    """Put a checkpoint into the model for its layout; return its number, and the model."""
+    """Load a checkpoint into the model that `model_for` returns for its layout; return its number, and the model."""
     gone: int | None = None
     while True:
         checkpoint = client.checkpoint(state_round)
@@ -110,10 +107,10 @@ def _load(
         except Problem as problem:
             if state_round is not None or problem.slug not in ("gone", "not-found", "file-lost"):
                 raise
-            if checkpoint.round == gone:  # and yet it is still the latest: asking again would bring the same
+            if checkpoint.round == gone:  # it is still the latest: asking again would bring the same
                 raise
             gone = checkpoint.round
-            log.info("%s: asking again for the latest checkpoint", problem.detail)
+            log.info("%s: asking for the latest checkpoint again", problem.detail)
             client.pause(_PAUSE_S)
         else:
             return checkpoint.round, model
@@ -130,18 +127,18 @@ def _fetch_into(model: nn.Module, client: Client, checkpoint: CheckpointDetail, 
 
 
 def initial_parameters(model: nn.Module, spec: ModelSpec, client: Client | None = None) -> Callable[[], None] | None:
-    """Return what puts state 0 into `model`, as `build_model` made it; None if it is there.
+    """Return the function that loads state 0 into `model` as `build_model` made it; None if the model holds it already.
 
-    Only the worker that seeds the run calls it, so only that one needs the weights. Raises ModelError where they are
-    another run's and there is no coordinator to ask for them.
+    Only the worker that seeds the run calls it, so only that one needs the weights. Raises ModelError if they are
+    another run's and there is no coordinator to ask.
     """
     if spec.run is not None:
         if client is None:
             raise ModelError(
-                f"model.run = {spec.run!r}: without the run's coordinator nobody has its checkpoint; export it, and "
-                "give that directory as model.pretrained"
+                f"model.run = {spec.run!r}: its checkpoint is only available from the run's coordinator; export "
+                "it, and give that directory as model.pretrained"
             )
-        return partial(_load_run, client.on(spec.run), model, spec.round)
+        return partial(_load_run, client.for_run(spec.run), model, spec.round)
     if has_initial_parameters(model, spec):
         return None
     return partial(load_weights, model, spec)

@@ -1,11 +1,12 @@
-"""How a worker comes to the run's outer state, stalling nobody: from its own state by the deltas since, or from a
-checkpoint by the deltas since, whichever is fewer bytes.
+"""How a worker gets the run's outer state without holding up anyone: it replays deltas, loads a checkpoint, or seeds
+the run.
 
-As databases do it (base backup and log). A worker that missed a few rounds replays their deltas; one that missed
-many takes the latest checkpoint; a newcomer's freshly built model often is state 0, and then it replays as well.
-Nothing is taken on trust: every delta names the state that it belongs to, every checkpoint its digests.
+As in a database (base backup and log), a worker replays the deltas since its own state, or loads the latest checkpoint
+and replays the deltas since that, whichever is fewer bytes. A worker that missed a few rounds replays their deltas; one
+that missed many loads the checkpoint; a newcomer's freshly built model often is state 0, so it replays as well. Every
+delta names the state that it belongs to, every checkpoint its digests: nothing is taken on trust.
 
-Seeding: the run's first worker makes state 0 of its own model.
+The run's first worker seeds it: its model is state 0.
 """
 
 import logging
@@ -40,8 +41,8 @@ log = logging.getLogger(__name__)
 def recover(client: Client, spec: RunSpec, state: OuterState, target: int, *, held: int | None) -> None:
     """Bring `state` to state `target`, or to a later checkpoint.
 
-    `held` is the number of the state that it is at, or may be at (None: surely at none). Raises Resync where the
-    coordinator's own data disagree.
+    `held` is the number of the state that it is at, or may be at (None: none). Raises Resync if the coordinator's own
+    data are inconsistent.
     """
     while True:
         try:
@@ -52,29 +53,29 @@ def recover(client: Client, spec: RunSpec, state: OuterState, target: int, *, he
                     _replay(client, spec, state, start, target)
                     return
                 except Resync as error:
-                    log.info("cannot go on from the state held here (%s); taking a checkpoint", error)
+                    log.info("cannot continue from the state held here (%s); loading a checkpoint", error)
             held = None
             _load_checkpoint(client, state, checkpoint)
             _replay(client, spec, state, checkpoint.round, target)
             return
         except Problem as problem:
             if problem.slug == "not-published":
-                log.warning("the run went back while this worker recovered: %s", problem.detail)
-                return  # without a state: the coordinator says which one it is to be
-            if problem.slug == "file-lost":  # the workers that hold the state go on, and so there will be another one
+                log.warning("the run was rolled back while this worker recovered: %s", problem.detail)
+                return  # without a state: the next assignment names one
+            if problem.slug == "file-lost":  # workers that hold the state continue, so there will be another checkpoint
                 log.warning("%s; asking again in %.0f s", problem.detail, _LOST_S)
                 client.pause(_LOST_S)
                 continue
-            # A newer checkpoint has replaced this one, or covers the deltas that we were about to fetch.
+            # A newer checkpoint has replaced this one, or covers the deltas that were about to be fetched.
             if problem.slug not in ("gone", "not-found"):
                 raise
-            log.info("%s: asking again for the latest checkpoint", problem.detail)
+            log.info("%s: asking for the latest checkpoint again", problem.detail)
             client.pause(1)
 
 
 def _fewer_bytes_by_deltas(client: Client, held: int, checkpoint: CheckpointDetail) -> bool:
-    """Return True if the deltas from `held` to the checkpoint are smaller than it; those after it are needed either
-    way."""
+    """Return True if the deltas from `held` to the checkpoint are smaller than the checkpoint. Those after it are
+    needed either way."""
     missed = checkpoint.round - held
     if missed <= 0:
         return True
@@ -85,7 +86,7 @@ def _fewer_bytes_by_deltas(client: Client, held: int, checkpoint: CheckpointDeta
 
 
 def _load_checkpoint(client: Client, state: OuterState, checkpoint: CheckpointDetail) -> None:
-    """Fetch the fragments of the checkpoint that are not here yet."""
+    """Fetch the fragments of the checkpoint that differ here."""
     state.round = None
 
     def load(p: int) -> bool:
@@ -95,12 +96,12 @@ def _load_checkpoint(client: Client, state: OuterState, checkpoint: CheckpointDe
         limit_bytes = wire.max_payload_bytes("fp32", 2 * n)
         state.load(p, client.checkpoint_fragment(checkpoint.round, described, limit_bytes))
         if state.fragment_digest(p).hex() != described.state_digest:
-            raise Resync(f"fragment {p} of checkpoint {checkpoint.round} is not what the coordinator says it is")
+            raise Resync(f"fragment {p} of checkpoint {checkpoint.round} does not match its digest")
         return True
 
     fetched = sum(_each_fragment(state, load, _LOADED))
     state.round = checkpoint.round
-    log.info("took checkpoint %d: fetched %d of %d fragments", checkpoint.round, fetched, len(state.own))
+    log.info("loaded checkpoint %d: fetched %d of %d fragments", checkpoint.round, fetched, len(state.own))
 
 
 def _replay(client: Client, spec: RunSpec, state: OuterState, start: int, target: int) -> None:
@@ -131,9 +132,9 @@ def seed(
     initial: Callable[[], None] | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Make the model state 0, here and on the coordinator: as it is, or as `initial` leaves it. Of several `ranks` each
-    sends the fragments that it owns. Raises what `initial` raises, and Problem `state-conflict` where another worker
-    was asked to in the meantime."""
+    """Make the model state 0, here and on the coordinator: the model as it is, or as `initial` leaves it. With several
+    `ranks`, each uploads the fragments that it owns. Raises what `initial` raises, and Problem `state-conflict` if
+    another worker was asked to seed in the meantime."""
     state.round = None
     if initial is not None:
         initial()

@@ -1,10 +1,9 @@
-"""Retries of a worker's requests, for ever: an outage of any length, of the coordinator or of the data, must not end
-a worker.
+"""Retries without end: no outage of the coordinator or of the data source ends a worker, however long it is.
 
 Transient faults (no connection, a proxy's 5xx or 429, a broken body, problems whose remedy is `retry`) are retried
-after a capped exponential backoff with full jitter, or after the server's Retry-After. Of many that wait the first to
-get through wakes the others, so that all go on as soon as the line does. The log has the first failure, then one a
-minute, then the end of the outage.
+after a capped exponential backoff with full jitter, or after the server's Retry-After. When several calls wait, the
+first to get through wakes the others, so all continue as soon as the line is back. The log has the first failure, then
+one line a minute, then the end of the outage.
 """
 
 import copy
@@ -27,14 +26,14 @@ T = TypeVar("T")
 BACKOFF_FIRST_S = 1.0
 BACKOFF_CAP_S = 10.0
 RETRY_AFTER_CAP_S = 300.0
-LOOKS_S = 0.25  # whether another has got through
+LOOKS_S = 0.25  # interval of checking whether another call got through
 LOG_EVERY_S = 60.0
 
 log = logging.getLogger(__name__)
 
 
 class Signal(Protocol):
-    """A signal that ends a wait: a `threading.Event`, or a `Grace`."""
+    """Ends a wait: a `threading.Event`, or a `GracePeriod`."""
 
     def is_set(self) -> bool: ...
 
@@ -42,18 +41,18 @@ class Signal(Protocol):
 
 
 class Outage:
-    """The log of an outage of `peer`: its beginning, one line a minute, and its end."""
+    """Logs an outage of `peer`: its beginning, one line a minute, and its end."""
 
     def __init__(self, clock: Callable[[], float], peer: str) -> None:
         self._clock, self._peer = clock, peer
         self._lock = threading.Lock()
         self._since: float | None = None
         self._logged = 0.0
-        self.ended = 0  # how many have
+        self.ended = 0  # outages so far
         self.has_answered = False
 
     def failed(self, error: BaseException, wait_s: float) -> None:
-        """Log a failed attempt, after which the next one is made in `wait_s`."""
+        """Log a failed attempt; the next one follows after `wait_s`."""
         now = self._clock()
         with self._lock:
             first = self._since is None
@@ -63,12 +62,12 @@ class Outage:
                 return
             self._logged, since = now, self._since
         if first:
-            log.warning("%s; trying again in %.1f s, and for as long as it takes", describe(error), wait_s)
+            log.warning("%s; retrying in %.1f s, and for as long as it takes", describe(error), wait_s)
         else:
-            log.warning("%s; still trying after %.0f s", describe(error), now - since)
+            log.warning("%s; still retrying after %.0f s", describe(error), now - since)
 
     def over(self) -> None:
-        """End the outage, if there is one, and log that."""
+        """Note a success; log the end of the outage if there was one."""
         self.has_answered = True
         with self._lock:
             since, self._since = self._since, None
@@ -78,7 +77,8 @@ class Outage:
 
 
 class Retry:
-    """A runner of calls, until they succeed or fail for good. Thread-safe; `stop` ends every wait with Stopped."""
+    """Calls functions until they succeed or fail permanently. Thread-safe; once `stop` is set, every wait ends with
+    Stopped."""
 
     def __init__(
         self,
@@ -91,22 +91,22 @@ class Retry:
     ) -> None:
         self.stop = stop
         self._sleep = sleep
-        self._rng = rng or random.Random()  # pauses are no secret # nosec B311
+        self._rng = rng or random.Random()  # the jitter is no secret # nosec B311
         self._outage = Outage(clock, peer)
 
     def until(self, stop: Signal) -> "Retry":
-        """Return the same with another signal that ends the waiting. Both log an outage together, once."""
+        """Return the same with another stop signal. Both log an outage together, once."""
         other = copy.copy(self)
         other.stop = stop
         return other
 
     @property
     def has_answered(self) -> bool:
-        """True once the peer has answered: whatever comes in its place afterwards is an outage, and passes."""
+        """True once the peer has answered: any failure after that is taken for an outage that will end."""
         return self._outage.has_answered
 
     def pause(self, seconds: float) -> None:
-        """Wait; raises Stopped as soon as the worker is asked to stop."""
+        """Wait. Raises Stopped as soon as `stop` is set."""
         if self._sleep is None:
             self.stop.wait(seconds)
         else:
@@ -115,7 +115,7 @@ class Retry:
             raise Stopped("asked to stop")
 
     def _pause_for_the_line(self, seconds: float) -> None:
-        """Wait; less where another call gets through meanwhile."""
+        """Wait, but no longer than until another call gets through."""
         ended, slice_s = self._outage.ended, LOOKS_S if self._sleep is None else seconds
         while seconds > 0 and self._outage.ended == ended:
             self.pause(min(seconds, slice_s))
@@ -124,8 +124,8 @@ class Retry:
     def __call__(self, attempt: Callable[[], T]) -> T:
         """Call `attempt` until it raises nothing transient, and return its result.
 
-        Raises NoCoordinator where, before the first answer, another try would not help: a wrong address, or a
-        certificate that is not trusted; and NotUnderstood once the same answer has come twice.
+        Raises NoCoordinator if nothing has answered yet and retrying cannot help (a wrong address, an untrusted
+        certificate), and NotUnderstood once the same unintelligible answer has come twice.
         """
         if self.stop.is_set():
             raise Stopped("asked to stop")
@@ -176,13 +176,13 @@ class Retry:
         if asked is not None:
             return min(asked, RETRY_AFTER_CAP_S)
         ceiling = min(BACKOFF_CAP_S, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
-        # Full jitter: workers that lost the same coordinator do not return in step.
+        # Full jitter: workers that lost the same coordinator do not come back in lockstep.
         return self._rng.uniform(0, ceiling)
 
     def _log(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         if isinstance(error, NotUnderstood) and state.next_action is not None:
-            log.warning("%s; asking once more, as bits may have been flipped on the way", error)
+            log.warning("%s; asking once more, in case the bits were flipped on the way", error)
         elif error is not None and state.next_action is not None:
             self._outage.failed(error, state.next_action.sleep)
 
@@ -197,13 +197,13 @@ def is_transient(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Return the fault in words."""
+    """Return the error as a sentence."""
     if isinstance(error, httpx.TransportError):
         return f"the coordinator at {_address(error)} cannot be reached: {error_text(error)}"
     return str(error)
 
 
 def _address(error: httpx.TransportError) -> str:
-    """Return the origin that was asked."""
+    """Return the origin of the request's URL."""
     url = error.request.url
     return f"{url.scheme}://{url.netloc.decode()}"

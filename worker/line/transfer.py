@@ -1,12 +1,12 @@
-"""Transfers of payloads, whole or in parts, each part tried until it succeeds: uploads, and downloads that resume.
+"""Resumable uploads and downloads of payloads, in parts, each retried until it succeeds.
 
-Parts go over as many connections at once as the line rewards (way.py), in order. Of an upload the coordinator keeps
-the parts that have arrived, so that a connection which breaks costs one; a part of a download goes on where it broke
-off. The digest of the whole is checked at the end: that finds every fault.
+Parts go in order over as many parallel connections as pay off (line.py). The coordinator keeps the parts of an upload
+that have arrived, so a broken connection costs one part; a part of a download resumes where it broke off. The digest of
+the whole payload is checked at the end, which finds every fault.
 
-Uploads are streams because httpcore's cost for one big `bytes` body grows with the square of its size; a generator
-costs a quarter of it at 100 MB, and the least if what it yields stays in the cache. Downloads read the socket's own
-chunks into memory that was allocated once.
+Uploads are streamed because httpcore's cost for one large `bytes` body grows with the square of its size; a generator
+costs a quarter of that at 100 MB, least of all if its pieces stay in the cache. Downloads copy the socket's chunks into
+memory that was allocated once.
 """
 
 import re
@@ -35,16 +35,18 @@ from protocol.messages import PartReply, Stage
 from protocol.versions import Version, coordinator_version
 from worker.accounts.stages import Stages, Traffic
 from worker.errors import Stopped
-from worker.line.line import Line, Range, Turn
+from worker.line.line import Line, Range, Slot
 from worker.line.retry import Retry, Signal
 
 SEND_BYTES = 1 << 15
 _RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18})")
-# Shorter than the 30 s that the coordinator allows, so that a worker that is asked to stop is gone soon.
+# Shorter than the 30 s that the coordinator allows, so that a worker that is asked to stop leaves soon.
 LONG_POLL_S = 5
 CONNECT_S = 5.0
-DOWNLOAD_TIMEOUT = httpx.Timeout(CONNECT_S, read=LONG_POLL_S + 10, pool=None)  # of silence, not of a transfer
-LEAVING_TIMEOUT = httpx.Timeout(2.0, pool=None)  # once asked to stop
+DOWNLOAD_TIMEOUT = httpx.Timeout(
+    CONNECT_S, read=LONG_POLL_S + 10, pool=None
+)  # without any byte, not for the whole transfer
+LEAVING_TIMEOUT = httpx.Timeout(2.0, pool=None)  # after the worker was asked to stop
 
 
 def memory(size: int) -> memoryview:
@@ -54,12 +56,12 @@ def memory(size: int) -> memoryview:
 
 @dataclass(frozen=True)
 class Channel:
-    """The way to the coordinator, which the requests and transfers of a client share.
+    """What the requests and transfers of a client share.
 
-    stop        set once the worker is asked to stop: then answers are waited for LEAVING_TIMEOUT only
-    until       ends a transfer in its middle, with Stopped
-    retry       of every part; until the same signal
-    silence_s   for how long an answer is waited for; None: as long as `http` says
+    stop        set once the worker is asked to stop: from then on LEAVING_TIMEOUT is the limit for an answer
+    until       set to end a transfer midway, with Stopped
+    retry       retries each part, until the same signal
+    silence_s   timeout for an answer; None: that of `http`
     """
 
     http: httpx.Client
@@ -72,38 +74,38 @@ class Channel:
     silence_s: float | None = None
 
     def timeout(self) -> Any:
-        """Return the timeouts of the next request, as httpx takes them."""
+        """Return the timeout of the next request, for httpx."""
         if self.stop.is_set():
             return LEAVING_TIMEOUT
         return httpx.USE_CLIENT_DEFAULT if self.silence_s is None else httpx.Timeout(self.silence_s, pool=None)
 
     def check(self) -> None:
-        """Raise Stopped once `until` is set."""
+        """Raise Stopped if `until` is set."""
         if self.until.is_set():
             raise Stopped("asked to stop in the middle of a transfer")
 
     @property
     def extensions(self) -> dict[str, Any]:
-        """What every request is sent with."""
+        """httpx extensions of every request."""
         return {"trace": self.line.connections.trace}
 
-    def sent(self, pieces: Iterable[bytes], turn: Turn) -> Iterator[bytes]:
-        """Yield the pieces of a body, and count them. The turn is over with the last one."""
+    def sent(self, pieces: Iterable[bytes], slot: Slot) -> Iterator[bytes]:
+        """Yield the pieces of a body and count them. The slot is released after the last one."""
         for piece in pieces:
-            self._pause(self.line.up.pace.delay_s(len(piece)))
+            self._pause(self.line.up.limit.delay_s(len(piece)))
             self.check()
             self.traffic.add(up=len(piece))
-            turn.moved(len(piece))
+            slot.moved(len(piece))
             yield piece
-        turn.over()
+        slot.release()
 
-    def received(self, response: httpx.Response, turn: Turn) -> Iterator[bytes]:
+    def received(self, response: httpx.Response, slot: Slot) -> Iterator[bytes]:
         """Yield the body as it arrives, and count it."""
         for chunk in self.stages.during(Stage.DOWNLOAD, response.iter_raw()):
             self.traffic.add(down=len(chunk))
-            turn.moved(len(chunk))
+            slot.moved(len(chunk))
             yield chunk
-            self._pause(self.line.down.pace.delay_s(len(chunk)))
+            self._pause(self.line.down.limit.delay_s(len(chunk)))
             self.check()
 
     def _pause(self, seconds: float) -> None:
@@ -112,7 +114,8 @@ class Channel:
 
 
 class Upload:
-    """The upload of one payload. `on_line` is called when it has the line: what takes its turn after that is next."""
+    """The upload of one payload. `on_line` is called when its first part gets a slot: a part that asks for one after
+    that comes next."""
 
     def __init__(
         self,
@@ -131,20 +134,22 @@ class Upload:
         self._headers = headers | {"Content-Type": wire.MEDIA_TYPE}
         self._beginning = threading.Lock()
         self._begun = False
-        self._missing: list[Range] = []  # as it was told last
+        self._missing: list[Range] = []  # as last reported by the coordinator
         self._accepted = self._refused = False
 
     def __call__(self) -> None:
-        """Send the payload; it is durable when this returns. Raises Problem, UnexpectedAnswer or Stopped."""
-        way, missing = self._channel.line.up, [(0, self._size)]
+        """Upload the payload; it is durable when this returns. Raises Problem, UnexpectedAnswer and Stopped."""
+        direction, missing = self._channel.line.up, [(0, self._size)]
         while not self._accepted:
-            parts = [(start + a, start + b) for start, stop in missing for a, b in way.cut(stop - start)]
-            way.carry([partial(self._carry, part) for part in parts])
-            if not self._accepted:  # it was restarted meanwhile, and has lost some: the last one again tells which
-                self._carry(parts[-1])
+            parts = [(start + a, start + b) for start, stop in missing for a, b in direction.split(stop - start)]
+            direction.run_all([partial(self._transfer, part) for part in parts])
+            if (
+                not self._accepted
+            ):  # The coordinator was restarted and lost some parts. Sending the last one again shows which.
+                self._transfer(parts[-1])
                 missing = self._missing
 
-    def _carry(self, part: Range) -> None:
+    def _transfer(self, part: Range) -> None:
         if self._refused or self._accepted:
             return
         try:
@@ -154,14 +159,14 @@ class Upload:
             raise
 
     def _attempt(self, start: int, stop: int) -> None:
-        """Send a part, once. Raises Problem, Transient, httpx.TransportError, UnexpectedAnswer or Stopped."""
+        """Send one part, once. Raises Problem, Transient, httpx.TransportError, UnexpectedAnswer and Stopped."""
         channel, pieces = self._channel, self._pieces(start, stop)
-        with channel.line.up.turn() as turn, channel.line.stalls.watched():
+        with channel.line.up.slot() as slot, channel.line.stalls.watched():
             self._note_begun()
             with channel.http.stream(
                 "PUT",
                 self._path,
-                content=channel.sent(map(bytes, pieces), turn),
+                content=channel.sent(map(bytes, pieces), slot),
                 headers=self._headers | self._described(start, stop, pieces),
                 timeout=channel.timeout(),
                 extensions=channel.extensions,
@@ -170,7 +175,7 @@ class Upload:
                 if answer.status_code == 202:
                     self._missing = read_message(PartReply, answer).missing
                 else:
-                    beginning(answer, ERROR_BYTES)  # it says nothing; once it is read, the connection is free
+                    beginning(answer, ERROR_BYTES)  # no content; reading it frees the connection
                     self._accepted = True
 
     def _note_begun(self) -> None:
@@ -193,7 +198,7 @@ class Upload:
         }
 
     def _pieces(self, start: int, stop: int) -> list[memoryview]:
-        """Return bytes [start, stop) of the payload, in pieces of SEND_BYTES at most."""
+        """Return bytes [start, stop) of the payload, in pieces of at most SEND_BYTES."""
         pieces, begin = [], 0
         for view in self._buffers:
             first, last = max(start - begin, 0), min(stop - begin, len(view))
@@ -205,13 +210,13 @@ class Upload:
 class Download:
     """The download of one immutable blob.
 
-    path             to ask next
-    limit_bytes      is compared with the announced size before memory is allocated
-    expected_bytes   about the size
-    digest           the blob's, BLAKE3 in hexadecimal; None: as its ETag says
-    again            whether to ask again though it is not there, as a problem says
+        path             returns the path of the next request
+        limit_bytes      compared with the announced size before memory is allocated
+        expected_bytes   the approximate size
+        digest           BLAKE3 of the blob in hexadecimal; None: take it from the ETag
+        again            called with the problem if the blob is not published yet; True to ask again
 
-    `path` is the one asked first, `coordinator` what the answer said of its sender.
+    `path` is the path of the first request, `coordinator` the version of the coordinator that answered.
     """
 
     def __init__(
@@ -233,25 +238,25 @@ class Download:
         self._not_published: Problem | None = None
 
     def __call__(self) -> memoryview:
-        """Return the blob. Raises Problem, UnexpectedAnswer or Stopped."""
+        """Return the blob. Raises Problem, UnexpectedAnswer and Stopped."""
         return self._channel.retry(self._fetch)
 
     def _fetch(self) -> memoryview:
         self._etag, self._data = "", memory(0)
-        ranges = self._channel.line.down.cut(self._expected_bytes)
-        missing = [_Part(start, None if start == ranges[-1][0] else stop) for start, stop in ranges]
+        ranges = self._channel.line.down.split(self._expected_bytes)
+        missing = [_BlobRange(start, None if start == ranges[-1][0] else stop) for start, stop in ranges]
         while missing:
-            self._channel.line.down.carry([partial(self._carry, part) for part in missing])
+            self._channel.line.down.run_all([partial(self._transfer, part) for part in missing])
             missing = [part for part in missing if not part.complete]
             if missing and not self._etag:
                 assert self._not_published is not None
                 raise self._not_published
-        # Of parts of several blobs, too, the digest is wrong.
+        # Parts of different blobs have a wrong digest, too.
         if blake3(self._data).hexdigest() != (self._digest or self._etag.strip('"')):
-            raise Transient(f"{self.path}: the bytes that arrived are not those of its digest")
+            raise Transient(f"{self.path}: the bytes received do not match their digest")
         return self._data
 
-    def _carry(self, part: "_Part") -> None:
+    def _transfer(self, part: "_BlobRange") -> None:
         while not part.complete:
             try:
                 self._channel.retry(lambda: self._attempt(part))
@@ -259,15 +264,15 @@ class Download:
                 if problem.slug != "not-published":
                     raise
                 self._not_published = problem
-                if not self._etag and not self._again(problem):  # of another part it may have been there
+                if not self._etag and not self._again(problem):  # other parts may already have found it
                     return
 
-    def _attempt(self, part: "_Part") -> None:
-        """Fetch what is missing of a part, once. Raises Problem, Transient, httpx.TransportError, UnexpectedAnswer or
+    def _attempt(self, part: "_BlobRange") -> None:
+        """Fetch what is missing of a part, once. Raises Problem, Transient, httpx.TransportError, UnexpectedAnswer and
         Stopped."""
-        channel, headers = self._channel, self._headers | part.wanted(self._etag)
+        channel, headers = self._channel, self._headers | part.range_header(self._etag)
         with (
-            channel.line.down.turn() as turn,
+            channel.line.down.slot() as slot,
             channel.line.stalls.watched(),
             channel.http.stream(
                 "GET", self._path_now(), headers=headers, timeout=DOWNLOAD_TIMEOUT, extensions=channel.extensions
@@ -279,33 +284,34 @@ class Download:
             raise_for_problem(answer)
             self.coordinator = coordinator_version(answer.headers)
             at, stop = self._begin(answer, part)
-            for chunk in channel.received(answer, turn):
-                part.take(self._data, chunk, at)
+            for chunk in channel.received(answer, slot):
+                part.store(self._data, chunk, at)
                 at += len(chunk)
                 if part.complete and answer.status_code == 200:
-                    return  # all else is of other parts
-                if at > stop:  # where its length is not that of its headers
+                    return  # the rest belongs to other parts
+                if at > stop:  # if the body is longer than its headers say
                     raise Transient(f"{self.path} answered with more bytes than it announced")
         if not part.complete:
             raise Transient(f"{self.path} broke off at byte {part.next} of {part.stop}")
 
-    def _begin(self, answer: httpx.Response, part: "_Part") -> tuple[int, int]:
-        """Return where in the blob the answer begins and ends; make memory for the blob if there is none."""
+    def _begin(self, answer: httpx.Response, part: "_BlobRange") -> tuple[int, int]:
+        """Return the byte range of the blob that the answer has. Allocate memory for the blob if it is a new one."""
         check_not_encoded(answer)
         etag, length = answer.headers.get("ETag", ""), header_number(answer.headers.get("Content-Length", ""))
         if not etag or length is None:
             raise UnexpectedAnswer(
-                f"{self.path} answered without ETag or Content-Length: not a coordinator, or a proxy that alters it"
+                f"{self.path} answered without ETag or Content-Length: this is no coordinator, or a proxy changes "
+                "its answers"
             )
-        start, stop, total = 0, length, length  # a proxy that knows no ranges sends all of it
+        start, stop, total = 0, length, length  # without ranges, a proxy sends the whole blob
         if answer.status_code == 206:
             start, stop, total = _range_of(answer)
             if start != part.next or stop - start != length:
-                raise Transient(f"{self.path} answered another range than the one asked for")
+                raise Transient(f"{self.path} answered with another range than requested")
         elif answer.status_code != 200:
             raise Transient(f"{self.path} answered {answer.status_code} to a request for bytes")
         if total > self._limit_bytes:
-            raise BeyondLimits(f"{self.path} announces {total} bytes, at most {self._limit_bytes} can be right")
+            raise BeyondLimits(f"{self.path} announces {total} bytes; at most {self._limit_bytes} are possible")
         with self._lock:
             if etag != self._etag or total != len(self._data):
                 self._etag, self._data = etag, memory(total)
@@ -314,18 +320,18 @@ class Download:
         part.end_at(total)
         return start, stop
 
-    def _check_behind(self, answer: httpx.Response, part: "_Part") -> None:
-        """Return where a part begins behind the end of the blob; Transient where it does not."""
+    def _check_behind(self, answer: httpx.Response, part: "_BlobRange") -> None:
+        """Return if the part begins beyond the end of the blob. Raises Transient if it does not."""
         total = _range_of(answer)[2]
         if part.start < total:
             part.restart()
-            raise Transient(f"{self.path} changed while it was fetched")
+            raise Transient(f"{self.path} changed during the download")
         part.stop = part.next
 
 
-class _Part:
-    """What one connection fetches of a blob: bytes [start, stop), to the end where `stop` is None. Those before `next`
-    have arrived."""
+class _BlobRange:
+    """The range of a blob that one connection fetches: bytes [start, stop), to the end if `stop` is None. Bytes before
+    `next` have arrived."""
 
     def __init__(self, start: int, stop: int | None) -> None:
         self.start = self.next = start
@@ -335,9 +341,9 @@ class _Part:
     def complete(self) -> bool:
         return self.next == self.stop
 
-    def wanted(self, etag: str) -> dict[str, str]:
-        """Return the headers that ask for what is missing, of the blob `etag` if there is one."""
-        if self.next == 0 and self._wanted_stop is None:  # all of it
+    def range_header(self, etag: str) -> dict[str, str]:
+        """Return the headers that request what is missing, of the blob `etag` if one has answered."""
+        if self.next == 0 and self._wanted_stop is None:  # the whole blob
             return {}
         last = "" if self.stop is None else self.stop - 1
         return {"Range": f"bytes={self.next}-{last}"} | ({"If-Range": etag} if etag else {})
@@ -348,8 +354,8 @@ class _Part:
     def end_at(self, total: int) -> None:
         self.stop = total if self._wanted_stop is None else min(self._wanted_stop, total)
 
-    def take(self, data: memoryview, chunk: bytes, at: int) -> None:
-        """Take its own bytes of a chunk that begins at byte `at` of the blob."""
+    def store(self, data: memoryview, chunk: bytes, at: int) -> None:
+        """Copy this range's bytes out of a chunk that begins at byte `at` of the blob."""
         assert self.stop is not None
         ours = memoryview(chunk)[max(self.next - at, 0) : max(self.stop - at, 0)]
         data[self.next : self.next + len(ours)] = ours
@@ -357,9 +363,9 @@ class _Part:
 
 
 def _range_of(answer: httpx.Response) -> tuple[int, int, int]:
-    """Return what Content-Range says: a half-open range and the size of the whole; Transient where it does not."""
+    """Return the half-open range and the total size given by Content-Range. Raises Transient without one."""
     match = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
     if match is None:
-        raise Transient(f"{answer.request.url} answered {answer.status_code} without saying which range it is")
+        raise Transient(f"{answer.request.url} answered {answer.status_code} without a valid Content-Range")
     first, last, total = (int(digits or 0) for digits in match.groups())
     return first, last + 1, total

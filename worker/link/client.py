@@ -1,7 +1,7 @@
-"""The worker's REST client (docs/rest.md): one method per request, on an `httpx.Client` of the caller's.
+"""The worker's REST client (docs/rest.md): one method per request, on a given `httpx.Client`.
 
-Every method retries transient faults for ever (retry.py) and raises `protocol.errors.Problem` for the coordinator's
-refusals. Thread-safe. Methods that act as a member take the member token; the others use the token given here.
+Every method retries transient faults indefinitely (retry.py) and raises `protocol.errors.Problem` if the coordinator
+refuses. Thread-safe. Methods that act as a member take the member token; the others use the client's own token.
 """
 
 import copy
@@ -32,11 +32,13 @@ from worker.line.retry import Retry, Signal
 from worker.line.transfer import CONNECT_S, LONG_POLL_S, Channel, Download, Upload
 from worker.process import interruptible
 
-TIMEOUT = httpx.Timeout(connect=CONNECT_S, read=60.0, write=60.0, pool=None)  # of silence, not of a transfer
-KEPT_OPEN_S = 50.0  # a connection without requests; the coordinator closes it after 75 s, and many a proxy after 60
+TIMEOUT = httpx.Timeout(
+    connect=CONNECT_S, read=60.0, write=60.0, pool=None
+)  # without any byte, not for the whole transfer
+KEPT_OPEN_S = 50.0  # for an idle connection; the coordinator closes it after 75 s, many proxies after 60 s
 OTHERS = 32  # connections, beside those of transfers
 LEAVE_ATTEMPTS = 3
-MAX_LISTED = 1000  # items of a listing in one answer
+MAX_LISTED = 1000  # items of one listing
 
 T = TypeVar("T")
 
@@ -44,8 +46,8 @@ log = logging.getLogger(__name__)
 
 
 def open_http(url: str, ca: Path | None = None) -> httpx.Client:
-    """Return an `httpx.Client` with the timeouts and the connections that a worker wants, which trusts the certificates
-    in the file `ca` too. Close it after use. Raises ValueError for a file without certificates."""
+    """Return an `httpx.Client` with a worker's timeouts and connection limits. It also trusts the certificates in the
+    file `ca`. Close it after use. Raises ValueError for a file without certificates."""
     most = UP[1] + DOWN[1] + OTHERS
     limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_OPEN_S)
     headers = request_headers("worker")
@@ -53,8 +55,8 @@ def open_http(url: str, ca: Path | None = None) -> httpx.Client:
 
 
 class Client:
-    """A client of one run on one coordinator. `http` has the coordinator's address as its base_url. `max_up`,
-    `max_down`: bits per second at most, of payloads."""
+    """A client of one run on one coordinator. The base_url of `http` is the coordinator's address. `max_up` and
+    `max_down` limit payloads, in bits per second."""
 
     def __init__(
         self,
@@ -83,49 +85,49 @@ class Client:
         self._path = f"/v1/runs/{run}"
 
     def until(self, signal: Signal, *, silence_s: float | None = None) -> Self:
-        """Return the same client, except that `signal` ends its waiting instead of `stop`, and that it asks again after
-        `silence_s` without an answer (None: as late as any other client)."""
+        """Return the same client, except that `signal` ends its waiting instead of `stop`, and that it repeats a
+        request after `silence_s` without an answer (None: the default timeout)."""
         other = copy.copy(self)
         retry = self._retry.until(signal)
         other._channel = replace(self._channel, until=signal, silence_s=silence_s, retry=retry)
         return other
 
     def trace(self, trace: RoundTrace) -> None:
-        """Let what this client and its like are in be traced, and let their requests carry it."""
+        """Trace the stages of this client and its copies, and send the trace context with their requests."""
         self.stages.trace = trace
         self._channel.http.event_hooks["request"].append(trace.mark)
 
     @property
     def has_join_token(self) -> bool:
-        """True if the token is one that is to be exchanged."""
+        """True if the client's token is a join token, which has to be exchanged."""
         return self._token.startswith(messages.JOIN_PREFIX)
 
     @property
     def _retry(self) -> Retry:
         return self._channel.retry
 
-    def on(self, run: str) -> Self:
-        """Return the same client, except that it is of another run on the same coordinator."""
+    def for_run(self, run: str) -> Self:
+        """Return the same client for another run on the same coordinator."""
         other = copy.copy(self)
         other.run, other._path = run, f"/v1/runs/{run}"
         return other
 
-    def holding(self, token: str) -> Self:
-        """Return the same client, except that it has another token."""
+    def with_token(self, token: str) -> Self:
+        """Return the same client with another token."""
         other = copy.copy(self)
         other._token = token
         return other
 
     def pause(self, seconds: float) -> None:
-        """Wait; raises Stopped as soon as the worker is asked to stop."""
+        """Wait. Raises Stopped as soon as the worker is asked to stop."""
         self._retry.pause(seconds)
 
     def open_ahead(self) -> None:
-        """Begin to open the connections that the next transfers will use, where that takes long enough to matter."""
+        """Start to open the connections of the next transfers, if that takes long enough to matter."""
         line = self.line
         if line.is_far:
-            line.up.call(self._open, line.up.width.now)
-            line.down.call(self._open, line.down.width.now)
+            line.up.start(self._open, line.up.parallel.now)
+            line.down.start(self._open, line.down.parallel.now)
 
     def _open(self) -> None:
         channel = self._channel
@@ -133,7 +135,7 @@ class Client:
             with channel.http.stream("GET", "/healthz", timeout=CONNECT_S, extensions=channel.extensions) as response:
                 _pass_over(response)
         except httpx.TransportError as error:
-            log.debug("no connection could be opened ahead: %s", error)  # who needs one will tell
+            log.debug("could not open a connection ahead: %s", error)  # the request that needs one will report it
 
     # --- the run --------------------------------------------------------------------------------------------------
 
@@ -141,26 +143,26 @@ class Client:
         return self._json("GET", self._path, messages.RunDetail)
 
     def spec_text(self) -> str:
-        """Return the run spec as it was given, TOML."""
+        """Return the run spec as it was submitted, TOML."""
         read = partial(read_body, limit_bytes=MAX_SPEC_BYTES)
         return self._retry(lambda: self._answer("GET", f"{self._path}/spec", self._token, read)).decode()
 
     # --- membership -----------------------------------------------------------------------------------------------
 
-    def exchange(self, worker: str, request: messages.ExchangeRequest) -> messages.TokenInfo:
-        """Exchange this client's join token for a worker token of the worker's own, which the request names."""
+    def exchange_token(self, worker: str, request: messages.ExchangeRequest) -> messages.TokenInfo:
+        """Exchange this client's join token for a worker token, whose secret the request names."""
         return self._json("POST", f"{self._path}/workers/{worker}/token", messages.TokenInfo, request)
 
     def join(self, worker: str, request: messages.JoinRequest) -> messages.JoinReply:
         return self._json("PUT", f"{self._path}/workers/{worker}", messages.JoinReply, request)
 
     def give_up(self, member_token: str, worker: str) -> None:
-        """Leave in order to join again. Retried for ever, like all requests without which a worker cannot go on."""
+        """Leave in order to join again. Retried indefinitely, like every request that a worker cannot do without."""
         path = f"{self._path}/workers/{worker}"
         self._retry(lambda: self._answer("DELETE", path, member_token, _pass_over, messages.LeaveRequest()))
 
     def leave(self, member_token: str, worker: str, request: messages.LeaveRequest) -> None:
-        """Leave. Retried a few times only, even after `stop`: without it the lease expires by itself, only later."""
+        """Leave. Retried only a few times, even after `stop`: if it fails, the lease expires, only later."""
         for attempt in range(1, LEAVE_ATTEMPTS + 1):
             try:
                 self._answer("DELETE", f"{self._path}/workers/{worker}", member_token, _pass_over, request)
@@ -181,7 +183,7 @@ class Client:
         report: messages.RoundReport | None = None,
         rows: int | None = None,
     ) -> messages.Assignment:
-        """Ask what to do next. The coordinator answers after at most LONG_POLL_S if there is nothing yet."""
+        """Ask what to do next. If there is nothing yet, the coordinator answers after at most LONG_POLL_S."""
         request = messages.AssignmentRequest(state_round=state_round, carried=carried, report=report, rows=rows)
         path = f"{self._path}/workers/{worker}/assignment"
         return self._json("PUT", path, messages.Assignment, request, member_token, headers=_long_poll())
@@ -200,8 +202,8 @@ class Client:
         *,
         on_line: Callable[[], object] = lambda: None,
     ) -> None:
-        """Upload one contribution; it is durable when this returns. `on_line` is called when the upload has the line:
-        a thread that asks for the line after that is next."""
+        """Upload one contribution; it is durable when this returns. `on_line` is called when the upload has a slot: a
+        thread that asks for one after that comes next."""
         path = f"{self._path}/rounds/{header.round}/fragments/{header.fragment}/contributions/{header.worker}"
         buffers = [wire.pack_header(header), *frames]
         Upload(self._channel, path, self._headers(member_token), buffers, on_line)()
@@ -218,9 +220,9 @@ class Client:
     ) -> wire.Payload:
         """Fetch the delta of one fragment.
 
-        Raises Problem `not-published` if it is not there within LONG_POLL_S, unless `again` says to go on; and
-        `contribution-lost` if the round lacks the contribution of the member who asks, unless that asks `early`, while
-        it is on its way.
+        Raises Problem `not-published` if it is not there within LONG_POLL_S, unless `again` returns True; and
+        `contribution-lost` if the round lacks this member's contribution, unless `early` returns True because that is
+        still on its way.
         """
         path = f"{self._path}/rounds/{round_number}/fragments/{p}/delta"
         headers, expected_bytes = self._headers(member_token) | _long_poll(), limit_bytes - wire.MAX_HEADER_BYTES
@@ -228,7 +230,7 @@ class Client:
         return _payload(Download(self._channel, to_ask, headers, limit_bytes, max(expected_bytes, 1), again=again))
 
     def newest_rounds(self, before: int, count: int) -> list[messages.RoundInfo]:
-        """Return at most `count` (up to 1000) of the rounds before `before`, newest first."""
+        """Return up to `count` (at most 1000) of the rounds before `before`, newest first."""
         path = f"{self._path}/rounds?after={before}&limit={count}"
         return self._json("GET", path, messages.Page[messages.RoundInfo]).items
 
@@ -251,7 +253,9 @@ class Client:
         """Fetch one fragment of a checkpoint."""
         path = f"{self._path}/checkpoints/{state_round}/fragments/{fragment.fragment}"
         if fragment.bytes > limit_bytes:
-            raise UnexpectedAnswer(f"{path} is told to have {fragment.bytes} bytes, at most {limit_bytes} can be right")
+            raise UnexpectedAnswer(
+                f"{path} is announced with {fragment.bytes} bytes; at most {limit_bytes} are possible"
+            )
         size = fragment.bytes
         return _payload(Download(self._channel, lambda: path, self._headers(), size, size, fragment.digest))
 
@@ -266,7 +270,7 @@ class Client:
         body: BaseModel | None = None,
         headers: dict[str, str] | None = None,
     ) -> T:
-        """Send one request, once, and return what `read` makes of its answer."""
+        """Send one request, once, and return what `read` makes of the answer."""
         content = None if body is None else body.model_dump_json().encode()
         all_headers = self._headers(token) | (headers or {})
         if content is not None:
@@ -306,7 +310,7 @@ class Client:
                 is_page = response.headers.get("Content-Type", "").startswith("text/html")
                 if not self._retry.has_answered and (is_page or isinstance(error, BeyondLimits)):
                     raise  # another server's
-                raise Transient(str(error)) from error  # a body may have been broken on the way
+                raise Transient(str(error)) from error  # the body may have been damaged on the way
 
         return self._retry(lambda: self._answer(method, path, token or self._token, read, body, headers))
 
@@ -315,7 +319,7 @@ class Client:
 
 
 def _payload(download: Download) -> wire.Payload:
-    """Fetch a payload. Raises NotUnderstood if it breaks the format: its digest is right, so another download would
+    """Fetch a payload. Raises NotUnderstood if it violates the format: its digest is right, so another download would
     bring the same bytes."""
     data = download()
     try:
@@ -325,7 +329,7 @@ def _payload(download: Download) -> wire.Payload:
 
 
 def _pass_over(response: httpx.Response) -> None:
-    """Read a body that says nothing, so that the connection can be used again."""
+    """Read a body without content, so that the connection can be reused."""
     beginning(response, ERROR_BYTES)
 
 

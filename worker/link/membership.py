@@ -1,9 +1,6 @@
-"""This worker's place in the run: it joins, and joins again whenever its lease has ended.
+"""This worker's membership in the run: it joins, renews its lease, and joins again whenever the lease has ended.
 
-The membership of a worker of several processes: rank 0 holds the lease, and all act with its member token.
-
-The heartbeat: a thread that renews the lease three times per term and learns whether the run still wants this
-worker.
+In a worker with several processes, rank 0 holds the lease, and all of them use its member token.
 """
 
 import logging
@@ -25,12 +22,12 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-# At most, between joining again and again: a coordinator that refuses the tokens it has just given is not to be loaded.
+# Longest pause between attempts to rejoin, so as not to load a coordinator that refuses the tokens it has just given.
 _PAUSE_S = 10
 
 
 class Membership:
-    """Holds the member token. Thread-safe: of several threads that learn of a lost lease, one joins again."""
+    """Holds the member token. Thread-safe: if several threads notice a lost lease, one of them joins again."""
 
     def __init__(self, client: Client, worker: str, request: JoinRequest, files: StateDir | None) -> None:
         self.client = client
@@ -39,31 +36,32 @@ class Membership:
         self._files = files
         self._lock = threading.Lock()
         self._token = ""
-        self.epoch = 0  # changes whenever the worker has joined again
-        self.rows: int | None = None  # of the data set that a script's loader draws the run's units from
+        self.epoch = 0  # changes whenever the worker has rejoined
+        self.rows: int | None = None  # in the data set from which a script's loader draws the run's units
 
     def describe(self, data: DataSummary) -> None:
         """Join with this training set, which the coordinator compares between workers."""
         self._request = self._request.model_copy(update={"data": data})
 
-    def has_rows(self, rows: int, *, joined: bool) -> None:
-        """Have the length of the data set that the run's units are drawn from, the first one's if there are several,
-        compared between workers: at once if this one has `joined`. Raises Problem `data-mismatch` if it differs."""
+    def report_rows(self, rows: int, *, joined: bool) -> None:
+        """Have the coordinator compare the length of the data set that the run's units are drawn from (the first one's,
+        if there are several) between workers; at once if this one has `joined`. Raises Problem `data-mismatch` if it
+        differs."""
         if self.rows is None:
             self.rows = rows
             if joined:
                 self.act(lambda token: self.client.assignment(token, self.worker, None, rows=rows))
 
     def join(self) -> JoinReply:
-        """Join or rejoin. Raises Problem where the coordinator refuses for good."""
+        """Join or rejoin. Raises Problem if the coordinator refuses permanently."""
         with self._lock:
             tokens = self._files.member_tokens() if self._files else MemberTokens(None, None)
             return self._join(tokens.current, tokens.proposed)
 
     def act(self, call: Callable[[str], T]) -> T:
-        """Return `call(member_token)`; where the lease has ended, join again and call again.
+        """Return `call(member_token)`. If the lease has ended, join again and repeat the call.
 
-        As often as it takes: a call may hang for longer than a lease lasts, time and again.
+        As often as needed: a call may hang for longer than a lease lasts, time after time.
         """
         refusals = 0
         while True:
@@ -79,16 +77,16 @@ class Membership:
             refusals += 1
             with self._lock:
                 if self._token == token:
-                    log.warning("this worker's lease has ended (%s); joining again", reason)
+                    log.warning("this worker's lease has ended (%s); rejoining", reason)
                     self._renew(token)
 
     def start_over(self) -> None:
-        """Leave and join again: whatever units this worker still holds return to the pool."""
+        """Leave and join again: all units that this worker still holds return to the pool."""
         with self._lock:
             try:
                 self.client.give_up(self._token, self.worker)
             except Problem as problem:
-                if problem.slug != "unauthorized":  # the lease ended by itself; the units are back already
+                if problem.slug != "unauthorized":  # the lease has expired already, and the units are back
                     raise
             self._join(None)
 
@@ -104,18 +102,19 @@ class Membership:
         self.client.leave(self._token, self.worker, request)
 
     def _renew(self, ended: str) -> None:
-        """Get another token than the one whose lease has `ended`."""
+        """Get a new token to replace the one whose lease has `ended`."""
         self._join(ended)
 
     def _join(self, previous: str | None, proposed: str | None = None) -> JoinReply:
-        """Propose a token, so that the join can be repeated by this process, or by the next one after a kill -9."""
+        """Join with a token that this worker proposes, so that this process, or the next one after a kill -9, can
+        repeat the join."""
         proposed = proposed or f"ost_{secrets.token_urlsafe(32)}"
         if self._files:
             self._files.save_member_tokens(MemberTokens(previous, proposed))
         request = self._request.model_copy(update={"previous": previous, "member_token": proposed})
         reply = self.client.join(self.worker, request)
-        if difference := first_difference(reply.layout.tensors, request.tensors):  # memory is taken for the layout
-            raise UnexpectedAnswer(f"the coordinator's layout is not of this worker's model: {difference}")
+        if difference := first_difference(reply.layout.tensors, request.tensors):  # memory is allocated by the layout
+            raise UnexpectedAnswer(f"the coordinator's layout does not match this worker's model: {difference}")
         self._token, self.epoch = reply.member_token, reply.epoch
         if self._files:
             self._files.save_member_tokens(MemberTokens(reply.member_token, None))
@@ -127,10 +126,10 @@ _POLL_S = 0.2  # between looks at the store
 
 
 class SharedMembership(Membership):
-    """Rank 0 joins, and puts each new member token where all `ranks` find it; the others wait for it there. Its
-    heartbeat alone finds out within a third of a lease that this has ended, so they never wait for long.
+    """Rank 0 joins and puts each new member token into a store that all `ranks` share; the others wait for it there.
+    Its heartbeat notices an ended lease within a third of the term, so they never wait long.
 
-    To be made by all processes at once.
+    All processes must make it at once.
     """
 
     def __init__(self, client: Client, worker: str, request: JoinRequest, files: StateDir | None, ranks: Ranks) -> None:
@@ -138,12 +137,12 @@ class SharedMembership(Membership):
         self._ranks, self._store = ranks, ranks.store()
 
     def join(self) -> JoinReply:
-        reply = self._ranks.by_first(super().join)
+        reply = self._ranks.on_first(super().join)
         self._token = reply.member_token
         return reply
 
     def start_over(self) -> None:
-        self._ranks.by_first(super().start_over)
+        self._ranks.on_first(super().start_over)
 
     def _renew(self, ended: str) -> None:
         if self._ranks.is_first:
@@ -160,13 +159,13 @@ class SharedMembership(Membership):
 
 
 class Heartbeat:
-    """The thread that renews the lease, from `with` to its end. `run_ended` is set whenever the coordinator says
-    `stop`; `failure` is what ended it early."""
+    """A thread that renews the lease three times per term. It runs within `with`. `run_ended` is set whenever the
+    coordinator says `stop`; `failure` is the error that ended the thread early."""
 
     def __init__(self, membership: Membership, lease_s: float, metrics: Callable[[], Metrics]) -> None:
         self._done, self._wake = threading.Event(), threading.Event()
-        # It goes on while the worker that was asked to stop finishes its step: the lease must last until it leaves.
-        # And a lost answer must not cost the lease: there is time for another try.
+        # It continues while a worker that was asked to stop finishes its step: the lease must last until it leaves.
+        # With this timeout, a lost answer leaves time for another attempt.
         self._client = membership.client.until(self._done, silence_s=lease_s / 3)
         self._membership, self._metrics = membership, metrics
         self._interval_s = lease_s / 3
@@ -184,15 +183,15 @@ class Heartbeat:
     ) -> None:
         self._done.set()
         self._wake.set()
-        # A request may still be under way; nothing depends on it any more, and the thread is a daemon.
+        # A request may still be running. Nothing depends on it any more, and the thread is a daemon.
         self._thread.join(timeout=1)
 
     def beat_now(self) -> None:
-        """Renew the lease soon: there is news in the metrics that the coordinator acts upon."""
+        """Renew the lease soon: the metrics have changed in a way that the coordinator acts upon."""
         self._wake.set()
 
     def raise_failure(self) -> None:
-        """Raise what ended it early, if anything did."""
+        """Raise the error that ended the thread early, if any."""
         if self.failure is not None:
             raise self.failure
 
@@ -207,12 +206,12 @@ class Heartbeat:
             except Stopped:
                 return
             except OuterstepError as error:
-                # A refusal for good, of the rejoin for example. The training loop raises it at its next step.
+                # A permanent refusal, of the rejoin for example. The training loop raises it at its next step.
                 self.failure = error
                 return
 
     def beat(self) -> None:
-        """Renew the lease, and do what the answer says."""
+        """Renew the lease and follow the coordinator's directive."""
         worker, metrics = self._membership.worker, self._metrics()
         reply = self._membership.act(lambda token: self._client.renew_lease(token, worker, metrics))
         self._interval_s = reply.lease_s / 3

@@ -1,1 +1,1 @@
-"""Differential privacy of what leaves a worker: clipping, noise, and the count of what has left."""
+"""Differential privacy of what a worker sends: clipping, noise, and the count of contributions."""

@@ -1,12 +1,12 @@
-"""Gaussian noise that nobody can foretell, and that its key gives again.
+"""Gaussian noise that nobody can predict, and that its key reproduces.
 
-Noise protects as long as nobody can take it away. A training framework's generators are no secrets: torch's on the CPU
-takes 32 bits of its seed, and whoever knows a few values of a pseudo-gradient (of an embedding's row that no text has
-used, for example) finds them by trying. So bits come from BLAKE3 with a secret key of 256 bits, read as a stream, and
-values from these by Box and Muller's method (1958) in fp64.
+Noise only protects if nobody can remove it. The generators of a training framework are no secrets: torch's on the CPU
+uses 32 bits of its seed, which can be found by trial from a few known values of a pseudo-gradient (in the row of an
+embedding that no text has used, for example). So the bits come from BLAKE3 with a secret 256-bit key, read as a stream,
+and the values from these by the method of Box and Muller (1958) in fp64.
 
-Values are added in fp64 and rounded to fp32 once. That is no defence against what can be learnt from the lowest bits of
-sums in floating point (Mironov 2012, doi:10.1145/2382196.2382264).
+Values are added in fp64 and rounded to fp32 once. That does not defend against what the lowest bits of floating-point
+sums reveal (Mironov 2012, doi:10.1145/2382196.2382264).
 """
 
 import numpy as np
@@ -16,17 +16,17 @@ from blake3 import blake3
 from torch import Tensor
 
 KEY_BYTES = 32
-_AT_ONCE = 1 << 17  # values, which stay in the cache; even, as they come in pairs
+_AT_ONCE = 1 << 17  # values, which stay in the cache; even, because they come in pairs
 _CONTEXT = b"outerstep: noise of one contribution"
 
 F64 = npt.NDArray[np.float64]
 
 
 def with_noise(values: Tensor, deviation: float, key: bytes) -> Tensor:
-    """Return float32[n] in host memory: `values` and independent Gaussian noise of this standard deviation on each of
-    them. The same key gives the same noise, so it is for these values alone."""
+    """Return `values` plus independent Gaussian noise of this standard deviation on each, float32[n] in host memory.
+    The same key gives the same noise, so a key is for one set of values."""
     if len(key) != KEY_BYTES:
-        raise ValueError(f"a key of noise has {KEY_BYTES} bytes, not {len(key)}")
+        raise ValueError(f"a noise key has {KEY_BYTES} bytes, not {len(key)}")
     stream = blake3(_CONTEXT, key=key)
     out = torch.empty(len(values), dtype=torch.float32)
     result, given = out.numpy(), values.detach().numpy()

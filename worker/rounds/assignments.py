@@ -1,4 +1,4 @@
-"""What the coordinator tells a worker to do between rounds, and doing it: seed the run, come to its state, wait."""
+"""Asking the coordinator what to do, and what comes before training: seeding the run, recovering its state, waiting."""
 
 import logging
 from collections.abc import Callable
@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 
 
 class Assignments:
-    """Asks for assignments and prepares for them. `exchange` has the membership that asks and the outer state;
-    `initial` puts state 0 into the model, None where it is there. Of several `ranks` the first asks, and all do what it
-    was told."""
+    """Asks for assignments and prepares for them. `exchange` has the membership that asks, and the outer state;
+    `initial` loads state 0 into the model, None if the model holds it. With several `ranks`, the first one asks, and
+    all do what the answer says."""
 
     def __init__(
         self,
@@ -33,14 +33,14 @@ class Assignments:
         self._ranks = ranks
         self._exchange, self._membership, self._client = exchange, exchange.membership, exchange.client
         self._fragments, self._progress, self._initial = fragments, progress, initial
-        self._reason = ""  # for waiting, told last
+        self._reason = ""  # for waiting, as last logged
         # Whether the outer state was taken from the model as it was built, and so may be state 0.
         self.untouched = initial is None
 
     def ask(self, state_round: int | None, carried: UnitRanges) -> tuple[int, Assignment]:
-        """Ask what to do at state `state_round` of the run; return the epoch of the membership that asked, and the
+        """Ask what to do at state `state_round` of the run. Return the epoch of the membership that asked, and the
         answer."""
-        return self._ranks.by_first(lambda: self._ask(state_round, carried))
+        return self._ranks.on_first(lambda: self._ask(state_round, carried))
 
     def _ask(self, state_round: int | None, carried: UnitRanges) -> tuple[int, Assignment]:
         worker, report = self._membership.worker, self._progress.last_report
@@ -49,7 +49,7 @@ class Assignments:
         return epoch, self._membership.act(ask)
 
     def prepare(self, assignment: Assignment) -> None:
-        """Seed the run, come to its outer state, or wait: whatever `assignment` says. Then ask again."""
+        """Seed the run, recover its outer state, or wait, as `assignment` says. Then ask again."""
         match assignment.action:
             case Action.SEED:
                 self._progress.phase("seed")
@@ -75,9 +75,9 @@ class Assignments:
         except Problem as problem:
             if problem.slug != "state-conflict":
                 raise
-            log.warning("%s", problem.detail)  # another worker was asked to in the meantime
+            log.warning("%s", problem.detail)  # another worker was asked to seed in the meantime
             self.untouched = True
             self._pause()
 
     def _pause(self) -> None:
-        self._ranks.by_first(lambda: self._client.pause(_PAUSE_S))
+        self._ranks.on_first(lambda: self._client.pause(_PAUSE_S))

@@ -1,4 +1,5 @@
-"""One fragment's exchange with the run: its contribution is encoded and uploaded, its delta waited for and fetched."""
+"""One fragment's exchange with the coordinator: encode and upload the contribution, wait for the delta and download
+it."""
 
 import logging
 import math
@@ -20,23 +21,23 @@ from protocol.spec.run import RunSpec
 from worker.codecs import round_trip
 from worker.errors import Resync, RunEnded, Stopped, WorkLost
 from worker.link.membership import Membership
-from worker.privacy.noise import with_noise
-from worker.process import Grace
+from worker.privacy.release import Release
+from worker.process import GracePeriod
 from worker.state.outer_state import OuterState
 from worker.state.work import Contribution, Superseded, UnitRanges, count, in_order
 from worker.tuning.entropy import Entropy
 from worker.tuning.side_stream import SideStream
 
-# One body goes over the line at a time (line.py); meanwhile the next fragment is encoded and the last one acknowledged.
+# One upload at a time uses the line; meanwhile the next fragment is encoded, and the last one acknowledged.
 UPLOADS = 3
 _PAUSE_S = 0.2  # between long polls
-_TELL_EVERY_S = 60.0  # why there is no delta yet
+_TELL_EVERY_S = 60.0  # why a delta is not there yet
 
 # Refusals of a contribution that mean that the round is over for this fragment.
 _LATE = ("round-closed", "run-ended")
 
-# What became of a contribution: None, it is in the delta or will be; the share of the round's workers that is in it
-# where it came too late; or another one of this worker stands in its place.
+# What became of a contribution. None: it is in the delta, or will be. A float: it came too late, and this share of the
+# workers is in the mean. Superseded: another contribution of this worker stands in its place.
 Outcome = float | Superseded | None
 
 log = logging.getLogger(__name__)
@@ -47,26 +48,36 @@ class Abandoned(Exception):
 
 
 class Exchange:
-    """The exchange of one worker with one run. `device` is where fragments are encoded. Once the worker is asked to
-    stop, uploads have the grace, and no delta is waited for."""
+    """Exchanges fragments with one run. `device` encodes them. `release` is the last stage before the upload. Once the
+    worker is asked to stop, uploads have a grace period, and no delta is waited for."""
 
-    def __init__(self, membership: Membership, spec: RunSpec, state: OuterState, device: torch.device) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        spec: RunSpec,
+        state: OuterState,
+        device: torch.device,
+        release: Release | None = None,
+    ) -> None:
+        self.release = release or Release()
+        if self.release.spec != spec.privacy:
+            raise ValueError("the run's [privacy] needs its own release")
         self.membership, self.client = membership, membership.client
         self.spec, self.state = spec, state
         self._device = device
         self._side_stream = SideStream(device)
-        self._grace = Grace(self.client.stop, self.client.clock)
+        self._grace = GracePeriod(self.client.stop, self.client.clock)
         self._uploader = self.client.until(self._grace)
         self._encoding = threading.Lock()
-        self._told_at = -math.inf
-        self._verdict_told = -1  # the round
+        self._logged_at = -math.inf
+        self._verdict_logged = -1  # the last round whose verdict was logged
         self._entropy = Entropy(self.client.line.up.rate, self.client.clock)
 
     def contribute(self, contribution: Contribution, on_line: Callable[[], object] = lambda: None) -> Outcome:
-        """Upload `contribution`; return what became of it. `on_line` is called once the line is its own.
+        """Upload `contribution` and return what became of it. `on_line` is called once the upload has a slot.
 
-        Raises Resync where the outer state is not the run's, WorkLost, Stopped, and CodecError for values that the
-        codec cannot carry.
+        Raises Resync if the outer state is not the run's, WorkLost, Stopped, and CodecError for values that the codec
+        cannot represent.
         """
         frames, norm = self._encode(contribution)
         header = self._header(contribution, norm, [len(frame) for frame in frames])
@@ -83,18 +94,20 @@ class Exchange:
                 return share_of(problem)
             if problem.slug != "contribution-conflict":
                 raise
-            # An earlier upload of ours stands. The same work may have other bytes: GPUs do not repeat every bit.
+            # An earlier upload of ours stands. The same work may have other bytes: GPUs are not deterministic.
             if not _same_units(problem.members.get("units"), contribution.units):
-                log.warning("%s, of other work units; it stands", problem.detail)
+                log.warning("%s, of other work units; that one stands", problem.detail)
                 return Superseded()
         return None
 
     def await_delta(
         self, contribution: Contribution, sent: threading.Event, failed: threading.Event
     ) -> tuple[wire.Payload, list[Outcome]]:
-        """Wait for the delta, from before the contribution is `sent` on, so that the coordinator has the question when
-        it has the answer. Return it, and what became of the contribution each time that it was sent again: the
-        coordinator's disk may lose it. Raises as `contribute` does, RunEnded, and Abandoned once `failed` is set.
+        """Wait for the delta and return it, with the outcome of each repeated upload: the coordinator's disk may lose a
+        contribution, and then it is sent again.
+
+        Waiting starts before the contribution is `sent`, so that the coordinator already has the question when it has
+        the answer. Raises what `contribute` raises, RunEnded, and Abandoned once `failed` is set.
         """
         p, outcomes = contribution.fragment, list[Outcome]()
         limit_bytes = wire.max_payload_bytes(self.spec.sync.download_codec, len(self.state.theta[p]))
@@ -113,9 +126,9 @@ class Exchange:
             try:
                 return self.membership.act(fetch), outcomes
             except Problem as problem:
-                if problem.slug in ("gone", "round-not-open"):  # the latter where the run went back to a backup
+                if problem.slug in ("gone", "round-not-open"):  # the latter if the run was restored from a backup
                     raise Resync(problem.detail) from problem
-                if problem.slug == "run-ended":  # it was stopped: all deltas of a finished run are there
+                if problem.slug == "run-ended":  # it was stopped: a finished run has all deltas
                     raise RunEnded(problem.detail) from problem
                 if problem.slug == "contribution-lost":
                     log.warning("%s: sending it again", problem.detail)
@@ -126,27 +139,27 @@ class Exchange:
                 raise Abandoned
             self.client.pause(_PAUSE_S)
 
-    def tell_verdict(self, contribution: Contribution, delta: wire.Payload) -> None:
-        """Tell, once per round, where an accepted contribution does not count in full in its delta."""
+    def log_verdict(self, contribution: Contribution, delta: wire.Payload) -> None:
+        """Log, once per round, if an accepted contribution does not count in full in its delta."""
         assert isinstance(delta.header, wire.DeltaHeader)
         factors = {each.worker: each.factor for each in delta.header.contributors}
         factor = factors.get(self.membership.worker, 0.0)
-        if factor < 1 and self._verdict_told != contribution.round:
-            self._verdict_told = contribution.round
+        if factor < 1 and self._verdict_logged != contribution.round:
+            self._verdict_logged = contribution.round
             what = "was left out of the mean" if factor == 0 else f"counts {factor:.3g} times in the mean"
             log.warning(
-                "round %d: our contribution %s; why is told by the run's events, and by `verdicts` in GET %s",
+                "round %d: our contribution %s; the run's events and `verdicts` in GET %s show why",
                 *(contribution.round, what, f"/v1/runs/{self.client.run}/rounds/{contribution.round}"),
             )
 
     def _tell(self, problem: Problem) -> None:
-        if self.client.clock() >= self._told_at + _TELL_EVERY_S:
-            self._told_at = self.client.clock()
+        if self.client.clock() >= self._logged_at + _TELL_EVERY_S:
+            self._logged_at = self.client.clock()
             log.info("%s", problem.detail)
 
     def unsent(self, contribution: Contribution) -> Tensor | None:
-        """Return what the coordinator does not decode of an accepted contribution, float32[n], where the codec has
-        error feedback."""
+        """Return what the upload codec lost of an accepted contribution, float32[n]; None if the codec has no error
+        feedback."""
         codec = self.spec.sync.upload_codec
         if not CODECS[codec].error_feedback:
             return None
@@ -154,8 +167,8 @@ class Exchange:
             return contribution.delta - round_trip(contribution.delta.to(self._device), codec).cpu()
 
     def hand_in(self, contributions: Sequence[Contribution]) -> None:
-        """Contribute before leaving, within the grace, and wait for no delta. What does not get through is told in the
-        log: its units return to the pool."""
+        """Upload contributions before leaving, within the grace period, without waiting for deltas. Log what does not
+        get through: its units return to the pool."""
         self._grace.begin()
         with ThreadPoolExecutor(UPLOADS, "upload") as uploads:
             results = [uploads.submit(self.contribute, each) for each in contributions]
@@ -177,13 +190,10 @@ class Exchange:
             log.info("round %d: handed in the work on %d units before leaving", contributions[0].round, units)
 
     def _encode(self, contribution: Contribution) -> tuple[list[Buffer], float]:
-        """Return the frames of what is sent, and its norm."""
-        sync, privacy = self.spec.sync, self.spec.privacy
-        delta, norm = contribution.delta, contribution.norm
+        """Return the frames to upload, and the norm of their values."""
+        sync = self.spec.sync
         with self._encoding, self.client.stages(Stage.ENCODE), self._side_stream.beside():
-            if privacy is not None and privacy.noise:  # a contribution without a key is refused
-                delta = with_noise(delta, privacy.noise, bytes.fromhex(contribution.noise_key))
-                norm = float(torch.linalg.vector_norm(delta, dtype=torch.float64))
+            delta, norm = self.release.uploaded(contribution)
             return self._entropy.pack(delta.to(self._device), sync.upload_codec, wanted=sync.zstd), norm
 
     def _header(self, contribution: Contribution, norm: float, frame_bytes: list[int]) -> wire.ContributionHeader:
@@ -209,15 +219,15 @@ class Exchange:
 
 
 def _same_units(told: Any, units: UnitRanges) -> bool:
-    """Return True if a problem's member `units` names the same units, in whatever order and ranges."""
+    """Return True if a problem's member `units` names the same units, in any order and ranges."""
     try:
         return in_order(told) == in_order(units)
-    except (TypeError, ValueError):  # it is missing, or no list of ranges
+    except (TypeError, ValueError):  # missing, or no list of ranges
         return False
 
 
 def share_of(problem: Problem) -> float:
-    """Return the share of the workers that is in the mean of a round that closed without us; 1 where it is not told."""
+    """Return the share of the workers in the mean of a round that closed without this one; 1 if it is not given."""
     share = problem.members.get("share", 1.0)
     if not isinstance(share, int | float) or not 0 < share <= 1:
         raise UnexpectedAnswer(f"{problem.slug}: the share is {share!r}, not above 0 and at most 1")

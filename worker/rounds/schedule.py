@@ -1,15 +1,12 @@
-"""When, within a round of H inner steps, each fragment is sent and merged. Pure.
+"""When each fragment is sent and merged within a round of H inner steps. Pure.
 
     classic    all are sent and merged after step H                                 DiLoCo, arXiv 2311.08105
     spread     one after the other is merged, H/P steps apart, the last after H     Streaming DiLoCo, arXiv 2501.18512
     overlap τ  each is sent τ steps before it is merged                             the same
     eager      τ = H: sent at the round's beginning, merged at its end              Eager updates, arXiv 2502.12996
 
-So a round begins and ends within its own H steps whatever the overlap is: what is trained after a fragment was sent is
-in its next contribution. The last round has no next one, so there all are sent at its end.
-
-When a round's next transfers are near: a moment before them, connections are opened, which on far lines takes some
-round trips of its own.
+So a round begins and ends within its own H steps whatever the overlap is: what is trained after a fragment was sent
+goes into its next contribution. The last round of a run has no next one, so everything is sent at its end.
 """
 
 from collections.abc import Callable
@@ -20,22 +17,22 @@ from protocol.spec.sections import SyncSpec
 
 @dataclass(frozen=True)
 class Schedule:
-    """After which inner step each fragment is sent and merged, by fragment; 0 is the round's beginning."""
+    """After which inner step each fragment is sent and merged, by fragment; 0 is the beginning of the round."""
 
     sent: list[int]
     merged: list[int]
 
     @property
     def overlaps(self) -> bool:
-        """True if the training goes on while some fragment travels."""
+        """True if the training goes on while some fragment is in flight."""
         return self.sent != self.merged
 
 
 def schedule(sync: SyncSpec, fragments: int, inner_steps: int, *, last: bool, first: bool) -> Schedule:
     """Return the schedule of a worker with `inner_steps` = H in this round; 0 < sent + overlap, sent <= merged <= H.
 
-    `last`: of the run. `first`: this worker has nothing yet that a fragment sent at the beginning could hold, so that
-    one is sent half-way.
+    `last`: the last round of the run. `first`: this worker has no progress yet that a fragment sent at the beginning
+    could contain, so it is sent half-way.
     """
     h = inner_steps
     if last:
@@ -51,21 +48,22 @@ def schedule(sync: SyncSpec, fragments: int, inner_steps: int, *, last: bool, fi
 AHEAD_S = 2.0
 
 
-class Approach:
-    """Looks ahead from inner step to inner step, by how long the last one took. `clock` gives seconds."""
+class Lookahead:
+    """Predicts when the next transfers are near, by how long the last inner step took, so that connections can be
+    opened just before: on far lines, that takes some round trips. `clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._last: float | None = None
-        self._told_of: tuple[int, int] | None = None
+        self._reported: tuple[int, int] | None = None
 
     def is_near(self, round_number: int, due: int, steps_left: int) -> bool:
-        """Return True, once for each inner step `due` of a round after which something is sent, if it is at most
-        AHEAD_S away, or the next one. To be called after each inner step."""
+        """Return True if the transfers due after inner step `due` are the next step or at most AHEAD_S away; once for
+        each `due`. Call it after each inner step."""
         now = self._clock()
         step_s, self._last = (0.0 if self._last is None else now - self._last), now
         near = steps_left == 1 or 0 < steps_left * step_s <= AHEAD_S
-        if not near or self._told_of == (round_number, due):
+        if not near or self._reported == (round_number, due):
             return False
-        self._told_of = (round_number, due)
+        self._reported = (round_number, due)
         return True

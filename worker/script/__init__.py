@@ -1,1 +1,1 @@
-"""A script's own training loop: how it gets into a run, and what is checked of it before."""
+"""A script's own training loop: checks of what it passes in, hooks on its optimizers, and its DataLoader."""

@@ -1,7 +1,4 @@
-"""A run's work units for a DataLoader, which loads ahead of the training.
-
-A script's DataLoader, made to load the run's units in the place of its own order.
-"""
+"""A run's work units for a script's DataLoader, which loads ahead of the training."""
 
 import logging
 import sys
@@ -21,8 +18,8 @@ from worker.state.work import UnitRanges, count, numbers
 log = logging.getLogger(__name__)
 
 
-class Steps(Protocol):
-    """Where a worker is."""
+class RoundPosition(Protocol):
+    """Where a worker is in its round."""
 
     taken: int
 
@@ -33,17 +30,17 @@ class Steps(Protocol):
 class UnitSampler(Sampler[list[int]]):
     """A DataLoader's `batch_sampler`: row numbers of the data set, in micro-batches, for the inner steps of one round.
 
-    One pass of the loader is what is left of a round, so however far it loads ahead, it is never beyond it. The k-th
-    inner step of a round counts for its k-th unit. Where steps were skipped, as a GradScaler does, a pass ends before
-    the round, and the next one has the units again that are short of a step. Each epoch of the data set has every row
-    once, but for fewer than a unit has, over all workers together, in an order of its own.
+    One pass of the loader is the rest of a round, so however far it loads ahead, it never goes beyond the round. The
+    k-th inner step of a round counts for its k-th unit. If steps were skipped, as a GradScaler does, a pass ends before
+    the round does, and the next pass repeats the units that lack a step. In each epoch of the data set, all workers
+    together train on every row once, except for a remainder smaller than a unit, in a new order.
 
-    rows          those of the data set; a unit is `inner.batch_size` of them
-    micro_batch   rows of one batch of the loader; None: all of a unit, or of this process's part of it
-    finished      says whether training is to stop
-    ranks         the processes that train one model; each has its own part of every unit
+        rows          of the data set; a unit is `inner.batch_size` of them
+        micro_batch   rows per batch of the loader; None: a whole unit, or this process's part of it
+        finished      returns True if training must stop
+        ranks         the processes that train one model; each has its own part of every unit
 
-    Raises ValueError where the rows are fewer than a unit's, or a unit is no whole number of micro-batches.
+    Raises ValueError if there are fewer rows than a unit has, or if a unit is not a whole number of micro-batches.
     """
 
     def __init__(
@@ -51,25 +48,25 @@ class UnitSampler(Sampler[list[int]]):
         spec: RunSpec,
         rows: int,
         micro_batch: int | None,
-        steps: Steps,
+        steps: RoundPosition,
         finished: Callable[[], bool],
         ranks: Ranks = ALONE,
     ) -> None:
         unit = spec.inner.batch_size
         if rows < unit:
-            raise ValueError(f"the data set has {rows} rows, and a unit of this run has {unit}, its inner.batch_size")
+            raise ValueError(f"the data set has {rows} rows, but a unit of this run has {unit}, its inner.batch_size")
         if unit % ranks.size:
             raise ValueError(
-                f"a unit of this run has {unit} rows, its inner.batch_size, which {ranks.size} processes cannot share: "
-                "start as many as divide it"
+                f"a unit of this run has {unit} rows, its inner.batch_size, which {ranks.size} processes cannot "
+                "share equally: start a number of processes that divides it"
             )
         part = unit // ranks.size
         self._micro_batch = part if micro_batch is None else micro_batch
         if self._micro_batch < 1 or part % self._micro_batch:
             shared = f", {part} of them for each of {ranks.size} processes" if ranks.size > 1 else ""
             raise ValueError(
-                f"micro_batch = {micro_batch}: a unit of this run has {unit} rows, its inner.batch_size{shared}, which "
-                "is no whole number of such micro-batches"
+                f"micro_batch = {micro_batch}: a unit of this run has {unit} rows, its inner.batch_size{shared}, "
+                "which is not a multiple of that"
             )
         self._spec, self._steps, self._finished, self._ranks = spec, steps, finished, ranks
         self._batches_per_unit = part // self._micro_batch
@@ -81,7 +78,8 @@ class UnitSampler(Sampler[list[int]]):
         return (count(self._steps.units_to_come) or self._spec.sync.schedule_steps) * self._batches_per_unit
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Raises ModelError where all of the last pass was loaded, and there was no inner step, or more than units."""
+        """Yield batches of row numbers. Raises ModelError if the last pass was loaded completely and there was no inner
+        step, or more steps than units."""
         if self._finished():
             return
         taken, units = self._steps.taken, self._steps.units_to_come
@@ -96,30 +94,31 @@ class UnitSampler(Sampler[list[int]]):
         self._passed = taken, units
 
     def _tell(self, taken: int, units: UnitRanges) -> None:
-        """Tell where the last pass ended without a step for each of its units."""
+        """Check that the last pass had a step for each of its units."""
         if self._passed is None:
             return
         (before, passed), self._passed = self._passed, None
         if taken == before:
             raise ModelError(
-                f"all {count(passed) * self._batches_per_unit} batches of a round were loaded, and the optimizer that "
-                "DiLoCo was given has not stepped: let it step once for every unit"
+                f"all {count(passed) * self._batches_per_unit} batches of a round were loaded, and the optimizer "
+                "that DiLoCo was given has not stepped: step it once per unit"
             )
         if taken - before > count(passed):
             raise ModelError(
-                f"{taken - before} inner steps were done on the {count(passed)} units of a round: the optimizer has to "
-                f"step once for every {self._batches_per_unit} batches of the loader, which have the rows of a unit"
+                f"{taken - before} inner steps were done on the {count(passed)} units of a round: the optimizer "
+                f"must step once for every {self._batches_per_unit} batches of the loader, which together have the "
+                "rows of a unit"
             )
         if taken - before < count(passed) and units[-1][1] == passed[-1][1]:
             log.warning(
-                "%d of %d units had no inner step: they are loaded again. Where several batches make a step, "
-                "unit_sampler(micro_batch=…) has to say how many rows each has",
+                "%d of %d units had no inner step and are loaded again. If several batches make a step, pass "
+                "their number of rows as unit_sampler(micro_batch=…)",
                 count(units),
                 count(passed),
             )
 
 
-# What says how it loads, not what.
+# Options of how it loads, not of what.
 _KEPT = (
     "num_workers",
     "collate_fn",
@@ -131,37 +130,39 @@ _KEPT = (
     "prefetch_factor",
     "persistent_workers",
 )
-_PLAIN = (RandomSampler, SequentialSampler, DistributedSampler)  # an order that the run's takes the place of
+_PLAIN = (RandomSampler, SequentialSampler, DistributedSampler)  # orders that the run's may replace
 
 
 def unit_batches(
     loader: Any, sampler_of: Callable[[Sized, int], UnitSampler], finished: Callable[[], bool]
 ) -> Iterator[Any]:
-    """Yield the batches of a loader like `loader`, of as many rows, in the order of the sampler that `sampler_of` gives
-    for its data set and batch size, until `finished`. What accelerate has prepared puts them on its device.
+    """Yield the batches of a loader like `loader`, with as many rows, in the order of the sampler that `sampler_of`
+    returns for its data set and batch size, until `finished`. If accelerate has prepared the loader, batches are on its
+    device.
 
-    Raises TypeError for what is no loader of rows by number, and ValueError for an order that would be lost, and for a
-    size that does not suit.
+    Raises TypeError for anything but a loader of numbered rows, and ValueError for an order that would be lost, and for
+    a size that does not fit.
     """
     if not isinstance(loader, DataLoader):
-        raise TypeError(f"batches() takes a torch.utils.data.DataLoader, and this is {type(loader).__name__}")
+        raise TypeError(f"batches() takes a torch.utils.data.DataLoader, but this is {type(loader).__name__}")
     batches: Any = loader.batch_sampler
     rows = loader.dataset
-    while hasattr(batches, "batch_sampler"):  # accelerate's, which deals batches to processes
+    while hasattr(batches, "batch_sampler"):  # of accelerate, which distributes batches to processes
         batches = batches.batch_sampler
     if isinstance(rows, IterableDataset) or not isinstance(rows, Sized):
         raise TypeError(
-            f"the data set of this loader, {type(rows).__name__}, has no rows by number, of which the run's units are: "
-            "take units() or diloco.data_seed, and draw the batches of each by yourself"
+            f"the data set of this loader, {type(rows).__name__}, has no numbered rows, which the run's units "
+            "consist of: use units() or diloco.data_seed, and draw the batches yourself"
         )
     size = getattr(batches, "batch_size", None)
     if size is None:
-        raise ValueError("this loader has no batch_size, the rows of one of its batches: give it one")
+        raise ValueError("this loader has no batch_size: give it the number of rows per batch")
     order = getattr(batches, "sampler", None)
     if not isinstance(order, _PLAIN):
         raise ValueError(
-            f"this loader's order is of {type(order or batches).__name__}, and would be lost: the run deals every row "
-            "once an epoch. Give the loader shuffle=True, or take units() and draw the rows of each by yourself"
+            f"this loader has an order of its own, {type(order or batches).__name__}, which would be lost: the run "
+            "uses every row once per epoch. Give the loader shuffle=True, or use units() and draw the rows of "
+            "each yourself"
         )
     kept = {name: getattr(loader, name) for name in _KEPT}
     units: DataLoader[Any] = DataLoader(rows, batch_sampler=sampler_of(rows, size), **kept)
@@ -169,13 +170,13 @@ def unit_batches(
 
 
 def _until(units: "DataLoader[Any]", place: Callable[[Any], Any], finished: Callable[[], bool]) -> Iterator[Any]:
-    while not finished():  # one pass is what is left of a round
+    while not finished():  # one pass is the rest of a round
         for batch in units:
             yield place(batch)
 
 
 def _placing(loader: Any) -> Callable[[Any], Any]:
-    """Return what puts a batch where those of `loader` are."""
+    """Return a function that moves a batch to the device of `loader`."""
     where = getattr(loader, "device", None)
     if not isinstance(where, Device):
         return lambda batch: batch

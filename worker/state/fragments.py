@@ -1,8 +1,8 @@
-"""A model's trainable parameters as fragments: gather them into fp32 vectors, scatter vectors back.
+"""A model's trainable parameters as fragments: gathered into fp32 vectors, and scattered back.
 
-A worker of several processes has every fragment owned by one of them, which alone holds its outer state, and moves it
-to and from the coordinator. The others give the owner what they hold of the parameters, and get what they hold of new
-ones: nobody ever has more than one fragment of the model beside what is its own. Buffers are not averaged.
+In a worker with several processes, each fragment is owned by one of them, which alone holds its outer state and
+exchanges it with the coordinator. The others send the owner their part of the parameters, and receive their part of the
+new ones: no process ever holds more than one fragment of the model beside its own part. Buffers are not averaged.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from protocol.fragments import Layout
 from worker.errors import ModelError
 from worker.ranks import ALONE, Ranks
-from worker.state.optimizer_state import OwnPoints
+from worker.state.optimizer_state import ScheduleFreePoints
 from worker.state.parameters import held, is_sharded, local_part, reshard, trainable_parameters
 from worker.tuning.side_stream import SideStream
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy of `tensor` as it is now, in host memory; page-locked where it comes from a GPU, which
-    copies into that by itself, several times as fast."""
+    """Return a contiguous copy of `tensor` as it is now, in host memory. A copy from a GPU is page-locked: the device
+    writes into that directly, several times as fast."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return copy.copy_(tensor.detach())
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of the flattened tensor number `tensor`, and where they are in the fragment's vector."""
+    """Elements [start, stop) of the flattened tensor number `tensor`, and their place in the fragment's vector."""
 
     tensor: int
     start: int
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     place: slice
 
     def within(self, start: int, stop: int) -> "Piece":
-        """Return the part of it that is in [start, stop), which may be empty."""
+        """Return the part of this piece in [start, stop), which may be empty."""
         first, last = max(self.start, start), min(self.stop, stop)
         offset = self.place.start - self.start
         return Piece(self.tensor, first, last, slice(first + offset, last + offset))
@@ -44,17 +44,18 @@ class Piece(NamedTuple):
 class Fragments:
     """The parameters of a model, fragment by fragment, in the run's layout.
 
-    Vectors are float32[n], n the fragment's elements; in a process that does not own the fragment float32[0]. θ is the
-    global one, `carry` the progress that no mean has, as a part of the next pseudo-gradient. Where there are several
-    `ranks`, all of them call whatever reads or writes the model's parameters: `gather`, `scatter`, `rebase`, `norm`,
-    `check`, `progress_since`.
+    Vectors are float32[n] with the fragment's n elements, or float32[0] in a process that does not own the fragment. θ
+    is the global vector; `carry` is the progress that is in no mean yet. With several `ranks`, all of them call
+    whatever reads or writes the model's parameters: `gather`, `scatter`, `rebase`, `norm`, `check`, `progress_since`.
 
-    `points`: what optimizers keep beside the parameters, which `rebase` moves with them.
+    `points`: what schedule-free optimizers keep beside the parameters; `rebase` moves it with them.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, ranks: Ranks = ALONE, points: OwnPoints | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, layout: Layout, ranks: Ranks = ALONE, points: ScheduleFreePoints | None = None
+    ) -> None:
         self._model, self._ranks, self._found = model, ranks, _identities(model)
-        self._points = points or OwnPoints()
+        self._points = points or ScheduleFreePoints()
         named = trainable_parameters(model)
         self._parameters = list(named.values())
         self._held = ranks.all([held(name, parameter) for name, parameter in named.items()])
@@ -81,19 +82,21 @@ class Fragments:
 
     @torch.no_grad()
     def gather(self, p: int) -> Tensor:
-        """Return a copy of the local parameters, on the model's device."""
+        """Return a copy of the fragment's parameters, on the model's device."""
         given = self._given(p)
         owner = self.owner(p)
         if not self.owns(p):
             mine = given.get(self._ranks.rank)
-            self._ranks.exchange({owner: torch.cat([self._read(each).float() for each in mine])} if mine else {}, {})
+            self._ranks.send_receive(
+                {owner: torch.cat([self._read(each).float() for each in mine])} if mine else {}, {}
+            )
             return torch.empty(0)
         own = given.pop(owner, [])
         if not given:
             return torch.cat([self._read(each).float() for each in own])
         vector = torch.empty(self._elements[p], device=self.device)
         received = {rank: vector.new_empty(_length(pieces)) for rank, pieces in given.items()}
-        self._ranks.exchange({}, received)
+        self._ranks.send_receive({}, received)
         for each in own:
             vector[each.place] = self._read(each)
         for rank, pieces in given.items():
@@ -102,27 +105,28 @@ class Fragments:
         return vector
 
     def gather_from_all(self, p: int) -> Tensor | None:
-        """`gather`, where other processes have parts; None where `pseudo_gradient` finds all of it in the model."""
+        """Return `gather(p)` if other processes have parts, else None: then `pseudo_gradient` reads the model
+        itself."""
         return self.gather(p) if self.spread else None
 
     @torch.no_grad()
     def norm(self) -> float:
-        """The norm of all parameters that are here, in fp32: in all processes not finite where one of them is not."""
+        """Return the norm of all parameters here, in fp32; not finite in any process if it is not finite in one."""
         parts = [local_part(each) for each in self._parameters]
         norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in parts if each.numel()]
         norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
         return sum(self._ranks.all(norm))
 
     def check(self) -> None:
-        """Raise ModelError where the model has other parameters by now than those that are gathered here, or where
-        parameters that several processes have are not the same in all of them."""
+        """Raise ModelError if the model's parameters are not those of the start any more, or if replicated parameters
+        differ between processes."""
         reshard(self._model)
         now = _identities(self._model)
         if now != self._found:
             name = next(name for name in self._found | now if self._found.get(name) != now.get(name))
             raise ModelError(
-                f"the model's parameters were changed after the run was joined, {name} for one: replaced, frozen, or "
-                "put into another dtype or onto another device; do that before DiLoCo is made"
+                f"the model's parameters were changed after the run was joined, {name} for one: replaced, frozen, "
+                "or moved to another dtype or device; do that before DiLoCo is made"
             )
         if self.spread:
             self._check_replicas()
@@ -136,32 +140,32 @@ class Fragments:
             values = {(stretches[index], each[index]) for stretches, each in zip(self._held, theirs, strict=True)}
             if len(values) > len({stretch for stretch, _ in values}):
                 raise ModelError(
-                    f"parameter {names[index]} is not the same in all processes of this worker: they train models of "
-                    "their own, as their gradients are not averaged; wrap the model in DistributedDataParallel, or "
-                    "give it to fully_shard, and call that, not the model within"
+                    f"parameter {names[index]} is not the same in all processes of this worker: they train "
+                    "separate models, because their gradients are not averaged; wrap the model in "
+                    "DistributedDataParallel or fully_shard, and call the wrapper, not the model inside"
                 )
 
     @torch.no_grad()
     def scatter(self, p: int, vector: Tensor) -> None:
-        """Write `vector` into the model, cast to each parameter's dtype, be it for a while or after a restart."""
+        """Write `vector` into the model, cast to each parameter's dtype: temporarily, or after a restart."""
         self._spread(p, lambda piece: vector[piece.place], moves=False)
 
     @torch.no_grad()
     def rebase(self, p: int, theta: Tensor, carry: Tensor | None, *, moves: bool = True) -> None:
-        """Write θ − carry into the model: what the inner steps start from. `moves`: it was at another point, not only
-        shown there."""
+        """Write θ − carry into the model, the start of the inner steps. `moves`: the optimizers' own points move with
+        it; False if the model only showed other values for a while."""
         self._spread(p, lambda piece: self._start(piece, theta, carry), moves=moves)
 
     @torch.no_grad()
     def pseudo_gradient(
         self, p: int, theta: Tensor, carry: Tensor | None = None, local: Tensor | None = None, after: Any = None
     ) -> Tensor:
-        """Return Δ = θ_global − θ_local, in host memory; so defined, the outer optimizer descends.
+        """Return Δ = θ_global − θ_local in host memory. With this sign, the outer optimizer descends.
 
-        θ_local is `local`, which `gather` gave before, or in a process that has all parameters that of the model now;
-        `after` is what `mark` gave after that. θ_global is taken as the model started from it, cast to its own dtype,
-        and `carry`, which `rebase` was given, is part of Δ exactly: so neither the rounding of a bf16 model nor that of
-        its rebase is mistaken for progress or swallows some.
+        θ_local is `local`, a result of `gather`, with `after` the `mark` taken after it; None: the model as it is now,
+        if this process has all of it. θ_global is cast to the parameter's dtype, as the model started from it, and
+        `carry`, which `rebase` was given, is added exactly: so neither the rounding of a bf16 model nor that of its
+        rebase is mistaken for progress, or loses any.
         """
         with self._side_stream.beside(self.mark() if after is None else after):
             delta = torch.empty(len(theta), dtype=torch.float32, device=self.device)
@@ -173,7 +177,7 @@ class Fragments:
 
     @torch.no_grad()
     def progress_since(self, p: int, local: Tensor) -> Tensor:
-        """Return `local` − θ_local in host memory; `local`, which `gather` gave before, is used up."""
+        """Return `local` − θ_local in host memory. `local` is a result of `gather`, and is overwritten."""
         if self.spread:
             return self.in_host_memory(local.sub_(self.gather(p).to(local.device)))
         for piece in self._pieces(p):
@@ -181,14 +185,14 @@ class Fragments:
         return self.in_host_memory(local)
 
     def in_host_memory(self, vector: Tensor) -> Tensor:
-        """Return `vector`, or on a GPU a copy of it as it is now."""
+        """Return `vector`, or a copy in host memory as it is now if it is on a GPU."""
         return vector if vector.device.type == "cpu" else host_copy(vector)
 
     def mark(self) -> Any:
-        """Return a mark of what the calling thread has begun on the device so far, for another thread to wait for."""
+        """Return a mark of what this thread has started on the device so far, for another thread to wait for."""
         return self._side_stream.mark()
 
-    # --- who has what ---------------------------------------------------------------------------------------------
+    # --- which process has what ---------------------------------------------------------------------------------------
 
     def _pieces(self, p: int) -> Iterator[Piece]:
         """Yield each slice of fragment p."""
@@ -199,13 +203,13 @@ class Fragments:
             position += length
 
     def _held_by(self, rank: int, p: int) -> list[Piece]:
-        """Return what of fragment p process `rank` has."""
+        """Return the pieces of fragment p that process `rank` has."""
         pieces = (each.within(*self._held[rank][each.tensor]) for each in self._pieces(p))
         return [each for each in pieces if each.start < each.stop]
 
     def _given(self, p: int) -> dict[int, list[Piece]]:
-        """Return what of fragment p each process gives its owner, every element once: the owner itself what it has, and
-        of the others the first that has it. What several have they have as a whole."""
+        """Return the pieces of fragment p that each process gives its owner, every element once: what the owner has
+        itself, and otherwise what the first process has that holds it. Replicated pieces are held whole."""
         owner, given = self.owner(p), dict[int, list[Piece]]()
         taken: set[tuple[int, int]] = set()
         for rank in sorted(range(self._ranks.size), key=lambda rank: (rank != owner, rank)):
@@ -215,17 +219,17 @@ class Fragments:
                 given[rank] = pieces
         return given
 
-    # --- read and written -----------------------------------------------------------------------------------------
+    # --- reading and writing ------------------------------------------------------------------------------------------
 
     def _spread(self, p: int, values: Callable[[Piece], Tensor], *, moves: bool) -> None:
-        """Write `values(piece)` into the parameters, those of other processes as well; the owner alone is asked for
-        them. `moves`: what optimizers keep beside them goes the same way. Raises ModelError where a module around the
-        model holds gathered parameters: it would go on with these."""
+        """Write `values(piece)` into the parameters of all processes; only the owner's `values` are asked. `moves`: the
+        optimizers' own points move the same way. Raises ModelError if a module around the model holds gathered
+        parameters: it would not see the new ones."""
         reshard(self._model)
         if self._is_sharded and p == 0 and _identities(self._model) != self._found:
             raise ModelError(
-                "a module around the model, which fully_shard has wrapped, holds parameters that it has gathered, and "
-                "would not see the run's: call its reshard() after an evaluation, or give DiLoCo that module"
+                "a module around the model, wrapped by fully_shard, still holds gathered parameters and would not "
+                "see the run's: call its reshard() after an evaluation, or give DiLoCo that module"
             )
         mine = self._held_by(self._ranks.rank, p)
         if self.owns(p):
@@ -235,24 +239,24 @@ class Fragments:
                 for rank, pieces in others.items()
                 if pieces
             }
-            self._ranks.exchange(sent, {})
+            self._ranks.send_receive(sent, {})
             for each in mine:
                 self._write(each, values(each), moves=moves)
         elif mine:
             vector = torch.empty(_length(mine), device=self.device)
-            self._ranks.exchange({}, {self.owner(p): vector})
+            self._ranks.send_receive({}, {self.owner(p): vector})
             for each, part in zip(mine, vector.split([_length([each]) for each in mine]), strict=True):
                 self._write(each, part, moves=moves)
 
     def _read(self, piece: Piece) -> Tensor:
-        """Return a piece of a parameter that is here, in its own dtype."""
+        """Return a piece of a parameter that is here, in its dtype."""
         first = self._held[self._ranks.rank][piece.tensor][0]
         return local_part(self._parameters[piece.tensor]).reshape(-1)[piece.start - first : piece.stop - first]
 
     def _write(self, piece: Piece, values: Tensor, *, moves: bool) -> None:
         parameter, first = self._parameters[piece.tensor], self._held[self._ranks.rank][piece.tensor][0]
         local, place = local_part(parameter), slice(piece.start - first, piece.stop - first)
-        flat = local.reshape(-1)  # a view, or a copy where the parameter's memory has gaps
+        flat = local.reshape(-1)  # a view, or a copy if the parameter's memory has gaps
         point = self._points.of(parameter) if moves else None
         if point is not None:
             point.view(-1)[place] += values.to(flat) - flat[place]
@@ -261,7 +265,7 @@ class Fragments:
             local.copy_(flat.view_as(local))
 
     def _start(self, piece: Piece, theta: Tensor, carry: Tensor | None) -> Tensor:
-        """Return what the training of this piece of a parameter starts from, in the parameter's dtype."""
+        """Return what the training of this piece starts from, in the parameter's dtype."""
         dtype = self._parameters[piece.tensor].dtype
         cast = theta[piece.place].to(self.device).to(dtype)
         return cast if carry is None else (cast.float() - carry[piece.place].to(self.device)).to(dtype)

@@ -1,15 +1,13 @@
-"""Nested dictionaries, lists and tuples of tensors and plain values, such as an optimizer's state_dict.
+"""The states of the inner optimizers: saved by process, reassembled for another number of processes, moved at a sync.
 
-The states of the inner optimizers as a process holds them, and put together anew for other processes.
+Under fully_shard, each process has a stretch of every parameter, and of what its optimizer keeps for each element. It
+saves that. When the worker continues with another number of processes, each takes its own stretches from all of the
+saved ones.
 
-Under fully_shard each process has a stretch of every parameter, and of what its optimizer keeps for each element. That
-is what it saves. Who goes on with another number of processes takes the stretches that are its own from all of them.
-
-The points that schedule-free optimizers keep beside the parameters (arXiv 2405.15682, section 2).
-
-There the parameters are y, at which gradients are taken, and the state has z, which takes the steps; x, their average,
-is not kept but follows from the two. A sync moves y to where the run is: z has to go the same way, or the next inner
-steps would pull the parameters back to where this worker alone would be.
+Schedule-free optimizers (arXiv 2405.15682, section 2) keep a point of their own beside the parameters. The parameters
+are y, where gradients are taken; the state has z, which takes the steps; their average x follows from the two. A sync
+moves y to where the run is, so z has to move the same way: otherwise the next inner steps would pull the parameters
+back to where this worker alone would be.
 """
 
 import logging
@@ -24,7 +22,7 @@ from worker.state.parameters import held, is_sharded, local_part
 
 
 def with_each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same dictionaries, lists and tuples, with `change(tensor)` in the place of every tensor."""
+    """Return the same dictionaries, lists and tuples, with `change(tensor)` in place of every tensor."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -40,18 +38,18 @@ log = logging.getLogger(__name__)
 
 
 def stretches(optimizer: Optimizer) -> list[Stretch]:
-    """Return what is here of each of the optimizer's parameters, flattened, in the order of its state."""
+    """Return the stretch of each of the optimizer's flattened parameters that is here, in the order of its state."""
     return [held("of an optimizer", each) for each in _parameters(optimizer)]
 
 
 def local_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state_dict with what is here of sharded tensors in their place. Nothing is copied."""
+    """Return the optimizer's state_dict with the local part of each sharded tensor. Nothing is copied."""
     state: dict[str, Any] = with_each_tensor(optimizer.state_dict(), local_part)
     return state
 
 
 def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return what the script has set of each group of parameters, its learning rate for one: numbers and the like."""
+    """Return what the script has set for each parameter group, such as the learning rate: numbers and the like."""
     return [
         {key: value for key, value in group.items() if isinstance(value, bool | int | float | tuple)}
         | {key: float(value) for key, value in group.items() if isinstance(value, Tensor) and value.numel() == 1}
@@ -60,12 +58,12 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def keep_changed_settings(optimizer: Optimizer, before: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
-    """Have the optimizer, which has just loaded a state, keep the settings that the script changed: those that differ
-    between its last process, `before`, and this one, `now`. Warn of them. All others, such as a rate that has decayed
-    since, stay as they were loaded."""
+    """Keep the settings that the script has changed in an optimizer that has just loaded a state, and warn of them:
+    those that differ between its last process, `before`, and this one, `now`. All others, such as a rate that has
+    decayed since, stay as loaded."""
     told: dict[str, None] = {}
     for group, was, values in zip(optimizer.param_groups, before, now, strict=False):
-        if "initial_lr" not in values:  # of a scheduler that is not there any more
+        if "initial_lr" not in values:  # from a scheduler that is not used any more
             group.pop("initial_lr", None)
         for key, value in values.items():
             if key not in was or was[key] == value:
@@ -74,18 +72,18 @@ def keep_changed_settings(optimizer: Optimizer, before: list[dict[str, Any]], no
                 group[key].fill_(value)
             else:
                 group[key] = value
-            told[f"{key} = {value}, and {was[key]} before"] = None
+            told[f"{key} = {value}, before: {was[key]}"] = None
     if told:
         log.warning(
-            "%s was changed in this script since the snapshot was written: %s; the script's values are used from now "
-            "on, and the optimizer's moments are those of the snapshot",
+            "%s was changed in this script since the snapshot was written: %s; the script's values are used from "
+            "now on, and the optimizer's moments are those of the snapshot",
             type(optimizer).__name__,
             "; ".join(told),
         )
 
 
 def load_local_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load what `local_state` or `reassembled` returned. Raises ValueError where it is not this optimizer's."""
+    """Load what `local_state` or `reassembled` returned. Raises ValueError if it does not belong to this optimizer."""
     parameters = _parameters(optimizer)
     by_index = {
         index: {key: _like(parameters[index], value) for key, value in values.items()}
@@ -97,8 +95,8 @@ def load_local_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def reassembled(saved: Sequence[tuple[Sequence[Stretch], dict[str, Any]]], wanted: Sequence[Stretch]) -> dict[str, Any]:
-    """Return the state of a process that holds the stretches `wanted`, of what other processes `saved`: the stretches
-    that each had, and its state. Raises ValueError where something is kept that is not one value for each element."""
+    """Return the state of a process that holds the stretches `wanted`, from what other processes `saved`: each one's
+    stretches and state. Raises ValueError for a state that is not one value per element."""
     first = saved[0][1]
     by_index = {
         index: {
@@ -131,7 +129,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _like(parameter: Tensor, value: Any) -> Any:
-    """Return a value for each element as the parameter has its elements: sharded, in its shape."""
+    """Return a value that has one element per element of the parameter, sharded and shaped like it."""
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
     local = local_part(parameter)
@@ -140,7 +138,7 @@ def _like(parameter: Tensor, value: Any) -> Any:
     value = value.reshape(local.shape)
     if not is_sharded(parameter):
         return value
-    from torch.distributed.tensor import DTensor  # which takes seconds to import, and is there already
+    from torch.distributed.tensor import DTensor  # takes seconds to import, and is imported already
 
     sharded: Any = parameter
     return DTensor.from_local(
@@ -153,17 +151,17 @@ def _like(parameter: Tensor, value: Any) -> Any:
     )
 
 
-_POINT = "z"  # as schedulefree calls it
+_POINT = "z"  # the name that schedulefree uses
 
 
-class OwnPoints:
-    """Those of the optimizers in the sequence that have some."""
+class ScheduleFreePoints:
+    """The points z of those of the optimizers that are schedule-free."""
 
     def __init__(self, optimizers: Sequence[Optimizer] = ()) -> None:
-        self._optimizers = [each for each in optimizers if keeps_points(each)]
+        self._optimizers = [each for each in optimizers if is_schedule_free(each)]
 
     def of(self, parameter: Tensor) -> Tensor | None:
-        """Return what of the parameter's own point is here, in its memory; None where there is none, or none yet."""
+        """Return the local part of the parameter's point, sharing its memory; None if there is none, or none yet."""
         for optimizer in self._optimizers:
             point = optimizer.state.get(parameter, {}).get(_POINT)
             if point is not None:
@@ -172,7 +170,7 @@ class OwnPoints:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Have them be the parameters, so that nothing leads away from these any more."""
+        """Set the points to the parameters, so that nothing moves away from these any more."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -181,7 +179,6 @@ class OwnPoints:
                         point.copy_(local_part(parameter))
 
 
-def keeps_points(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer is to be told whether its parameters are trained or evaluated, as schedule-free ones
-    are."""
+def is_schedule_free(optimizer: Optimizer) -> bool:
+    """Return True if the optimizer has train() and eval(), as schedule-free ones do."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))

@@ -1,6 +1,6 @@
-"""The outer state that this worker holds: θ_global and the outer momentum u of every fragment, in host memory.
+"""The outer state on this worker: θ_global and the outer momentum u of every fragment, in host memory.
 
-The same published bytes and the same arithmetic make it bit-identical on every worker and on the coordinator; the state
+The same published bytes and the same arithmetic make it bit-identical on every worker and the coordinator. State
 digests prove that, fragment by fragment, before every step.
 """
 
@@ -25,17 +25,17 @@ _HOST = torch.device("cpu")
 
 
 def tensor_bytes(tensor: Tensor) -> Buffer:
-    """Return the memory of a contiguous CPU tensor, not copied."""
+    """Return the memory of a contiguous CPU tensor, without copying."""
     return tensor.numpy().view(np.uint8).data
 
 
 class OuterState:
-    """The outer state at state `round` of the run; `round` is None while there is none, or while fragments are at
+    """The outer state at state `round` of the run. `round` is None while there is none, or while fragments are at
     different rounds.
 
-    Different fragments may be loaded and stepped by different threads at once. `pin_memory`: of θ, which is copied to a
-    GPU. `owns`: says which fragments are this process's; the others have no elements here, and are in no method's
-    reach.
+    Different threads may load and step different fragments at once. `pin_memory`: page-lock θ, which is copied to a
+    GPU. `owns`: whether a fragment is this process's; the others have no elements here, and no method may be called for
+    them.
     """
 
     def __init__(
@@ -48,21 +48,20 @@ class OuterState:
         self.momentum = [torch.zeros(n, dtype=torch.float32) for n in elements]
         self._digests: list[bytes | None] = [None] * len(layout.fragments)
         self._outer = outer
-        self.changes = 0  # counted, to tell whether it is still what it was
-        self.reader: Future[Any] | None = None  # reads all of it; nothing changes before that is done
+        self.changes = 0  # counted, to tell whether the state has changed
+        self.reader: Future[Any] | None = None  # reads all of the state; nothing changes before it is done
 
     def __len__(self) -> int:
         return len(self.theta)
 
     def fragment_digest(self, p: int) -> bytes:
-        """Return the state digest of fragment p, taken when it is first wanted: not during a sync, where all wait for
-        it, but beside the next inner steps (saver.py), so that `is_intact` can tell of a bit that flips from then
-        on."""
+        """Return the state digest of fragment p. It is computed when first needed: not during a sync, which everyone
+        waits for, but during the next inner steps (saver.py). From then on, `is_intact` notices a flipped bit."""
         known = self._digests[p]
         return self._rehash(p) if known is None else known
 
     def reached(self, p: int) -> Tensor:
-        """Return the parameters of fragment p that are evaluated, float32[n], as `protocol.outer_step` has them."""
+        """Return the parameters of fragment p to evaluate, float32[n] (`protocol.outer_step.reached`)."""
         lr, beta = self._outer.learning_rate, self._outer.momentum
         return torch.from_numpy(reached(self.theta[p].numpy(), self.momentum[p].numpy(), learning_rate=lr, beta=beta))
 
@@ -72,7 +71,7 @@ class OuterState:
         return [self.fragment_digest(p) for p in self.own]
 
     def digest(self) -> bytes:
-        """Return one digest of the whole outer state, all of which is here."""
+        """Return the digest of the whole outer state, all of which must be here."""
         return model_digest(self.digests)
 
     def set(self, p: int, theta: Tensor, momentum: Tensor | None) -> None:
@@ -87,14 +86,14 @@ class OuterState:
         self._rehash(p)
 
     def take(self, fragments: Fragments) -> None:
-        """Set all fragments to what the model holds, as state 0 has them. For all processes at once."""
+        """Set all fragments to what the model holds, as in state 0. All processes call it at once."""
         for p in range(len(self)):
             local = fragments.gather(p)
             if fragments.owns(p):
                 self.set(p, local, None)
 
     def load(self, p: int, payload: Payload) -> None:
-        """Load fragment p from a payload of kind `state`: θ, then u. Raises Resync where that is something else."""
+        """Load fragment p from a payload of kind `state`: θ, then u. Raises Resync for any other payload."""
         if not isinstance(payload.header, StateHeader):
             raise Resync(f"fragment {p} of a checkpoint is a payload of kind {payload.header.kind!r}, not 'state'")
         n, given = len(self.theta[p]), payload.header.elements
@@ -104,19 +103,20 @@ class OuterState:
         self.set(p, values[:n], values[n:])
 
     def step(self, p: int, payload: Payload) -> None:
-        """Take fragment p one outer step on, chunk by chunk while the chunk is in the cache.
+        """Take one outer step on fragment p, chunk by chunk while the chunk is in the cache.
 
-        Raises Resync where the delta is for another outer state than this one, and WireError where its values are not
-        finite; then nothing has changed.
+        Raises Resync if the delta belongs to another outer state, and WireError if its values are not finite; then
+        nothing has changed.
         """
         header = payload.header
         if not isinstance(header, DeltaHeader) or header.elements != len(self.theta[p]) or header.fragment != p:
             raise Resync(
-                f"what came as the delta of fragment {p} is not one: {header.kind}, {header.elements} elements"
+                f"the payload for the delta of fragment {p} is of another kind: {header.kind}, {header.elements} "
+                "elements"
             )
         if header.base != self.fragment_digest(p):
             raise Resync(
-                f"the delta of round {header.round}, fragment {p} is for outer state {header.base.hex()[:12]}, "
+                f"the delta of round {header.round}, fragment {p} belongs to outer state {header.base.hex()[:12]}; "
                 f"this worker holds {self.fragment_digest(p).hex()[:12]}"
             )
         payload.check()
@@ -132,9 +132,9 @@ class OuterState:
             outer_step_by(payload.codec, data, theta.numpy(), momentum.numpy(), learning_rate=lr, beta=beta)
 
     def is_intact(self, p: int) -> bool:
-        """Return True if fragment p is still what its digest says, if that was taken before. A bit that flips in memory
-        must not get into an average: the digest tells of it from now on, and the coordinator refuses what is based on
-        it."""
+        """Return True if fragment p still matches its digest, or if none was computed before. A bit that flips in
+        memory must not get into an average: from now on the digest shows it, and the coordinator rejects what is based
+        on it."""
         known = self._digests[p]
         return self._rehash(p) == known or known is None
 

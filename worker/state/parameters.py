@@ -1,9 +1,9 @@
-"""A model's trainable parameters: by name, as the coordinator is told of them, and which part of each is here.
+"""A model's parameters: the trained ones by name, as the coordinator knows them; the part that is here; the frozen
+ones.
 
-Parameters are taken in `named_parameters` order, tied ones once, those with requires_grad only. Of a parameter that
-fully_shard (FSDP2) has sharded, a process holds a stretch of its rows.
-
-The parameters that a worker does not train: nobody sends them, so they must be the same on all workers.
+Parameters are taken in the order of `named_parameters`, tied ones once, only those with requires_grad. If fully_shard
+(FSDP2) has sharded a parameter, a process holds a stretch of its rows. Frozen parameters are never sent, so they must
+be the same on all workers.
 """
 
 import sys
@@ -18,32 +18,32 @@ from protocol.fragments import TensorSpec
 from protocol.messages import FrozenSummary
 from worker.errors import ModelError
 
-_FINE = "what is fine: fully_shard, DistributedDataParallel, torch.compile"
+_FINE = "supported: fully_shard, DistributedDataParallel, torch.compile"
 
 
 def own_buffers(model: nn.Module) -> list[str]:
-    """Return the names of the buffers that would be saved with the model and that may change as it trains, such as the
-    statistics of a batch normalisation: they are not averaged."""
+    """Return the names of the buffers that are saved with the model and may change in training, such as the statistics
+    of batch normalisation: they are not averaged."""
     kept = model.state_dict().keys()
     return [name for name, each in model.named_buffers() if each.is_floating_point() and name in kept]
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by the names that they have without torch.compile, DistributedDataParallel and
-    DataParallel around the model or parts of it, so that workers with and without them share a run.
+    DataParallel around the model or parts of it, so that workers with and without these wrappers can share a run.
 
-    Raises ModelError where two parameters then have one name.
+    Raises ModelError if two parameters get the same name that way.
     """
     return _parameters(model, trained=True)
 
 
 def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are not trained, otherwise like `trainable_parameters`."""
+    """Return the parameters that are not trained, named as in `trainable_parameters`."""
     return _parameters(model, trained=False)
 
 
 def named_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's buffers, by names like those of `trainable_parameters`."""
+    """Return the model's buffers, named as in `trainable_parameters`."""
     within = _wrapped(model)
     return {_without(within, name): buffer for name, buffer in model.named_buffers()}
 
@@ -56,18 +56,18 @@ def _parameters(model: nn.Module, *, trained: bool) -> dict[str, nn.Parameter]:
             continue
         plain = _without(within, name)
         if plain in found:
-            raise ModelError(f"two parameters are called {plain}, one of them {name} within its wrapper; rename one")
+            raise ModelError(f"two parameters are called {plain}, one of them {name} inside its wrapper; rename one")
         found[plain] = parameter
     return found
 
 
 def _wrapped(model: nn.Module) -> set[str]:
-    """The paths of the modules that others wrap."""
+    """Return the paths of the modules that are inside a wrapper."""
     return {path for name, module in model.named_modules() if (path := _path_within(name, module))}
 
 
 def _path_within(name: str, module: nn.Module) -> str | None:
-    """The path of the module that `module`, of this name, wraps; None where it wraps none."""
+    """Return the path of the module inside `module`, whose name is `name`; None if it wraps none."""
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         child = "module"
     elif _is_a(module, "torch._dynamo.eval_frame", "OptimizedModule"):
@@ -78,19 +78,20 @@ def _path_within(name: str, module: nn.Module) -> str | None:
 
 
 def _is_a(value: object, module: str, name: str) -> bool:
-    """Return True if `value` is of that class, whose module takes seconds to import: until it is, nothing is."""
+    """Return True if `value` is of that class, whose module is slow to import: without the import, nothing is."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)
 
 
 def _without(within: set[str], name: str) -> str:
-    """The parameter's name less the parts of its path that only a wrapper has put there."""
+    """Return the parameter's name without the parts of its path that come from wrappers."""
     paths = accumulate(name.split("."), "{}.{}".format)
     return ".".join(path.rpartition(".")[2] for path in paths if path not in within)
 
 
 def tensor_specs(model: nn.Module) -> list[TensorSpec]:
-    """What the coordinator is told about the model. Raises ModelError for parameters that cannot be averaged here."""
+    """Return the model's tensors as the coordinator needs them. Raises ModelError for parameters that cannot be
+    averaged."""
     if any(_is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel") for module in model.modules()):
         raise ModelError(f"the model is within FullyShardedDataParallel, which hides its parameters; {_FINE}")
     parameters = trainable_parameters(model)
@@ -105,13 +106,13 @@ def tensor_specs(model: nn.Module) -> list[TensorSpec]:
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Return True if the parameter is a DTensor, whatever part of it is here."""
+    """Return True if the parameter is a DTensor."""
     return _is_a(parameter, "torch.distributed.tensor", "DTensor")
 
 
 def reshard(model: nn.Module) -> None:
-    """Have the modules that fully_shard has wrapped drop what they gathered of others' parts: otherwise they would go
-    on with it, whatever is written to the parameters."""
+    """Let modules wrapped by fully_shard drop the parameters that they have gathered: otherwise they would continue
+    with those, whatever is written to the parameters."""
     for module in model.modules():
         if _is_a(module, "torch.distributed.fsdp", "FSDPModule"):
             sharded: Any = module
@@ -119,7 +120,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """Return what of the parameter is here, as a tensor that shares its memory."""
+    """Return the part of the parameter that is here, sharing its memory."""
     if is_sharded(parameter):
         sharded: Any = parameter.detach()
         local: Tensor = sharded.to_local()
@@ -128,7 +129,8 @@ def local_part(parameter: Tensor) -> Tensor:
 
 
 def held(name: str, parameter: Tensor) -> tuple[int, int]:
-    """Return from where to where the flattened parameter is here. Raises ModelError where that is no stretch of it."""
+    """Return the stretch [first, last) of the flattened parameter that is here. Raises ModelError if it is not
+    contiguous."""
     if not is_sharded(parameter):
         return 0, parameter.numel()
     sharded: Any = parameter
@@ -138,8 +140,8 @@ def held(name: str, parameter: Tensor) -> tuple[int, int]:
             continue
         if type(placement).__name__ != "Shard" or placement.dim != 0 or (first, last) != (0, rows):
             raise ModelError(
-                f"parameter {name} is sharded as {placement}, and here as a whole by {sharded.placements}: only its "
-                f"rows can be, once, as fully_shard does by itself; {_FINE}"
+                f"parameter {name} is sharded as {placement}, by {sharded.placements}: only its rows can be "
+                f"sharded, once, as fully_shard does by default; {_FINE}"
             )
         parts, here = sharded.device_mesh.size(dimension), sharded.device_mesh.get_local_rank(dimension)
         chunk = -(-rows // parts)
@@ -153,11 +155,11 @@ def held(name: str, parameter: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def frozen_summary(model: nn.Module) -> FrozenSummary | None:
-    """Return the identity of the parameters that are not trained; None if all are.
+    """Return the digest and size of the parameters that are not trained; None if all are trained.
 
     The digest is BLAKE3 of each parameter's name, 0, its shape as `2,3`, 0, and its values, in the model's order.
-    Values are little-endian fp32: so it is the same where a worker holds in bf16 what was bf16 to begin with. Integers
-    are as they are.
+    Values are little-endian fp32, so the digest is the same if a worker holds weights in bf16 that were bf16
+    originally. Integers stay as they are.
     """
     hasher, elements = blake3(max_threads=blake3.AUTO), 0
     for name, parameter in frozen_parameters(model).items():

@@ -1,8 +1,7 @@
-"""When a snapshot is written: the outer state as soon as it is trained on, what was done with it at the round's end.
-The state's digests are taken on the way.
+"""When snapshots are written: the outer state as soon as training on it starts, the work at the end of the round.
 
-So at the end, where everybody waits, less is left to write. Two files take turns with the outer state: the one that the
-last work belongs to stays until other work is durable.
+So less is left to write at the end, when everyone waits. The outer state has two files, used in turn: the one that the
+last saved work belongs to stays until other work is durable. Writing also computes the state's digests.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +24,8 @@ from worker.state.work import RoundStart, Work
 
 
 class Saver:
-    """Writes snapshots into `files`, one thing after the other, on a thread of its own; nothing where there is no
-    directory. `owner` is the snapshot's `identity`. Of several `ranks`, each has a directory and a Saver."""
+    """Writes snapshots into `files`, one after the other, on its own thread; writes nothing if there is no directory.
+    `owner` is the snapshot's `identity`. With several `ranks`, each has a directory and a Saver."""
 
     def __init__(
         self, files: StateDir | None, owner: str, state: OuterState, stages: Stages, ranks: Ranks = ALONE
@@ -34,9 +33,9 @@ class Saver:
         self._files, self._owner, self._state, self._stages = files, owner, state, stages
         self._ranks = ranks
         self._thread = ThreadPoolExecutor(1, "snapshot")
-        # The slots of the outer state that was written last, and of the one that the last work belongs to.
+        # The slots of the outer state written last, and of the one that the last work belongs to.
         self._state_slot = self._work_slot = 0
-        self._written: tuple[int, int] | None = None  # round and changes of the outer state that was written last
+        self._written: tuple[int, int] | None = None  # round and changes of the outer state written last
         self._digests: Future[list[bytes]] = Future()  # of that one, once it is durable
 
     def __enter__(self) -> Self:
@@ -48,8 +47,8 @@ class Saver:
         self._thread.shutdown()
 
     def load(self, optimizers: Sequence[Optimizer] = ()) -> Snapshot | None:
-        """Return what the last process with this directory saved, its outer state loaded; None where nothing whole
-        is. `optimizers` are the inner ones, whose states are wanted."""
+        """Return what the last process with this directory saved, with its outer state loaded; None if there is no
+        complete snapshot. `optimizers` are the inner optimizers whose states are wanted."""
         if self._files is None:
             return None
         found = snapshot.load(self._files, self._owner, self._state, optimizers, self._ranks)
@@ -60,8 +59,8 @@ class Saver:
         return found
 
     def save_state(self) -> None:
-        """Take the outer state's digests, so that a bit that flips from now on is noticed, and write it, if there is
-        one that was not written yet. It does not change before that is done."""
+        """Compute the outer state's digests, so that a bit that flips from now on is noticed, and start to write the
+        state unless it was written before. It does not change until that is done."""
         if self._state.round is None:
             return
         now = (self._state.round, self._state.changes)
@@ -89,10 +88,10 @@ class Saver:
         scaler: Callable[[], dict[str, Any] | None],
         warmup_left: int,
     ) -> Future[None] | None:
-        """Begin to write `work`, done on the outer state that was written last or is there now, and the states
-        of the inner optimizers and the GradScaler after it, which are asked for only where there is a directory.
+        """Start to write `work`, done on the current outer state, with the states of the inner optimizers and the
+        GradScaler after it. Those are requested only if there is a directory.
 
-        Nothing of what is given may change before the future is done; it raises OSError.
+        Nothing passed in may change before the future is done. The future raises OSError.
         """
         self.save_state()
         if self._files is None or self._written is None:
@@ -115,5 +114,5 @@ class Saver:
         return self._thread.submit(write, self._files, self._digests, taken)
 
     def _write(self, files: StateDir, state: Future[list[bytes]], taken: Callable[..., Snapshot]) -> None:
-        digests = state.result()  # it came before on this thread; without it, the snapshot is worth nothing
+        digests = state.result()  # it ran before this on the same thread; without it, the snapshot is useless
         snapshot.save(files, self._owner, taken(digests=digests))

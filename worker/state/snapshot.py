@@ -1,13 +1,15 @@
-"""The snapshot: what a killed worker needs to go on as if nothing had happened. One per round.
+"""The snapshot: what a killed worker needs in order to continue as if nothing had happened. There is one per round.
 
-Its outer state is in a file of its own, written while the training goes on (saver.py). The rest is taken after the H
-inner steps and is durable before the last upload, so before the round can close with this work in it. Whoever is killed
-after that resumes the sync: uploads are idempotent. Whoever is killed during the inner steps that follow resumes there
-as well, finds its contribution accepted and the deltas published, and so comes to the next round's exact start: state
-r + 1 from the deltas, the inner optimizer as it was at the end of round r; then it trains on the same units again. Late
-work that was carried along is in the work that was saved after it, or found late again. Whoever is killed before it is
-durable does so from the snapshot of the round before; and before the first one, the start is state 0 or a checkpoint,
-and a cold inner optimizer, which needs no snapshot.
+Its outer state is in a separate file, written while the training goes on (saver.py). The rest is taken after the H
+inner steps and is durable before the last upload, so before the round can close with this work in it.
+
+Killed after that, a worker resumes the sync: uploads are idempotent. Killed during the inner steps that follow, it
+resumes there as well, finds its contribution accepted and the deltas published, and so comes to the exact start of the
+next round: state r + 1 from the deltas, the inner optimizer as it was at the end of round r. Then it trains on the same
+units again. Late work that was carried is in the work saved after it, or is found to be late again.
+
+Killed before the snapshot is durable, it does the same from the snapshot of the round before. Before the first one, it
+starts from state 0 or a checkpoint with a cold inner optimizer, which needs no snapshot.
 """
 
 import logging
@@ -34,9 +36,9 @@ from worker.state.state_dir import BEFORE, SNAPSHOT, STATE, StateDir, rank_direc
 from worker.state.work import Carry, Contribution, Late, RoundStart, Work
 
 _VERSION = 6
-_PIECE_BYTES = 1 << 18  # that stay in the cache while they are hashed and copied
+_PIECE_BYTES = 1 << 18  # pieces stay in the cache while they are hashed and copied
 
-# What torch.load and the look-ups after it raise for a file whose bytes are wrong: it seeks to nonsense, for example.
+# What torch.load and the look-ups after it raise for a damaged file: it may seek anywhere, for example.
 _DAMAGE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError)
 
 log = logging.getLogger(__name__)
@@ -44,14 +46,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The work done on state `work.round` of the run, and the states of the inner optimizers, and of the GradScaler if
-    there is one, after it. Or, where training goes on while fragments travel, what that round starts from, and theirs
-    before it. Of a worker of several processes, what is one process's own: the others have the rest.
+    """The work done on state `work.round` of the run, with the states of the inner optimizers and the GradScaler after
+    it. Or, if training goes on while fragments are in flight, the start of that round, with the states before it. In a
+    worker with several processes, this process's part.
 
-    `digests` are the outer state's, which is in a file of its own, number `slot`. `partial`: the worker left in the
-    middle of the round. `warmup_left`: inner steps until a joiner is warm. `held`: of each optimizer's parameters, what
-    this process had of them, as `optimizer_state.stretches` has it. `settings`: those of each optimizer as the
-    script began. `ranks`: this process's, and how many there were.
+        partial       the worker left in the middle of the round
+        warmup_left   inner steps until a joiner's optimizer is warm
+        slot          number of the outer state's file
+        digests       the state digests of the outer state
+        held          by optimizer: the stretches of its parameters that this process had (`optimizer_state.stretches`)
+        ranks         this process's rank, and the number of processes
+        settings      the settings of each optimizer as the script started
     """
 
     work: Work | RoundStart
@@ -67,14 +72,14 @@ class Snapshot:
 
 
 def identity(run: RunDetail, layout: Layout, worker: str) -> str:
-    """Return what a snapshot belongs to: this very run (not another one of the same name), its layout, this worker."""
+    """Return what a snapshot belongs to: this very run (not another of the same name), its layout, this worker."""
     parts = (run.spec_digest, repr(run.created_at), layout.digest().hex(), worker)
     return digest("\n".join(parts).encode()).hex()
 
 
 def save_state(files: StateDir, owner: str, slot: int, state: OuterState) -> None:
-    """Write the outer state, which may not change before this returns. The snapshot before the last one, if it is there
-    still, is worth nothing without the state in whose place this one comes. Raises OSError."""
+    """Write the outer state, which must not change before this returns. It replaces the state of the snapshot before
+    the last one, so that snapshot is deleted if it is still there. Raises OSError."""
     (files.path / BEFORE).unlink(missing_ok=True)
     document = {
         "version": _VERSION,
@@ -87,8 +92,8 @@ def save_state(files: StateDir, owner: str, slot: int, state: OuterState) -> Non
 
 
 def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
-    """Write the snapshot, whose outer state is durable. Nothing in it may change before this returns. The one before it
-    is kept where another process may yet be killed without this one. Raises OSError."""
+    """Write the snapshot, whose outer state is durable. Nothing in it may change before this returns. The previous one
+    is kept if another process may be killed before it has written its own. Raises OSError."""
     document = {
         "version": _VERSION,
         "identity": owner,
@@ -127,10 +132,10 @@ class _Hashed:
 
 
 def write_document(document: dict[str, Any], file: Writer) -> None:
-    """Write `document` as `torch.save` does, and then the BLAKE3 digest of that."""
+    """Write `document` as `torch.save` does, followed by the BLAKE3 digest of that."""
     hashed = _Hashed(file)
-    # torch's zip files have checksums of their own, which nobody looks at and which can be left out by an option of the
-    # whole process only. The plain format has none; `torch.load` reads either.
+    # torch's zip files have checksums that nothing reads, and that only an option for the whole process can leave out.
+    # The plain format has none; `torch.load` reads either.
     torch.save(document, cast(IO[bytes], hashed), _use_new_zipfile_serialization=False)
     file.write(hashed.hasher.digest())
 
@@ -138,15 +143,15 @@ def write_document(document: dict[str, Any], file: Writer) -> None:
 def load(
     files: StateDir, owner: str, state: OuterState, optimizers: Sequence[Optimizer] = (), ranks: Ranks = ALONE
 ) -> Snapshot | None:
-    """Return the snapshot, on the CPU, and load its outer state into `state`. Return None where there is none, and with
-    a warning where it is not ours or damaged; `state` may have anything in it then.
+    """Return the snapshot, on the CPU, and load its outer state into `state`. Return None if there is none, and with a
+    warning if it is damaged or belongs to something else; `state` may then contain anything.
 
-    Of several processes, all get their parts of one snapshot of the worker, the newest that is whole: also where it was
-    saved by another number of them. `optimizers` say which part of the inner optimizers' states is wanted. Raises
-    ModelError where these are not the optimizers of the snapshot.
+    With several processes, all get their parts of the worker's newest complete snapshot, even if another number of
+    processes saved it. `optimizers` determine which part of the inner optimizers' states is wanted. Raises ModelError
+    if the snapshot has other optimizers.
     """
     directory = files.path if ranks.is_first else files.path.parent
-    for round_number, size in ranks.by_first(lambda: _rounds_in(files, owner)):
+    for round_number, size in ranks.on_first(lambda: _rounds_in(files, owner)):
         parts = [ranks.rank] if size == ranks.size else range(size)
         read = [_read(rank_directory(directory, rank), owner, round_number, (rank, size)) for rank in parts]
         if any(each is None for each in ranks.all(None if None in read else True)):
@@ -161,7 +166,7 @@ def load(
 
 
 def _rounds_in(files: StateDir, owner: str) -> list[tuple[int, int]]:
-    """Return the rounds of the snapshots of the first process, and how many processes there were, the latest first."""
+    """Return the rounds of the first process's snapshots, newest first, with their number of processes."""
     documents = (read_document(path, owner, _VERSION) for path in _paths(files.path))
     return [(_round_of(each), _ranks_of(each)[1]) for each in documents if each is not None]
 
@@ -174,7 +179,7 @@ _Saved = tuple[Snapshot, dict[str, Any]]
 
 
 def _read(directory: Path, owner: str, round_number: int, ranks: tuple[int, int]) -> _Saved | None:
-    """Return what process `ranks` saved of that round, and the document of its outer state; None where it did not."""
+    """Return what process `ranks` saved of that round, and the document of its outer state; None if it saved none."""
     for path in _paths(directory):
         document = read_document(path, owner, _VERSION)
         if document is None or _round_of(document) != round_number or _ranks_of(document) != ranks:
@@ -182,7 +187,7 @@ def _read(directory: Path, owner: str, round_number: int, ranks: tuple[int, int]
         try:
             snapshot = _snapshot_of(document)
         except _DAMAGE as error:
-            _say_damaged(path, error)
+            _warn_damaged(path, error)
             continue
         path = directory / STATE.format(snapshot.slot)
         state = read_document(path, owner, _VERSION)
@@ -190,7 +195,7 @@ def _read(directory: Path, owner: str, round_number: int, ranks: tuple[int, int]
             continue
         if state["digests"] == snapshot.digests:
             return snapshot, state
-        _say_damaged(path, ValueError("it is not the outer state that the snapshot belongs to"))
+        _warn_damaged(path, ValueError("it is not the outer state that the snapshot belongs to"))
     return None
 
 
@@ -220,8 +225,8 @@ def _snapshot_of(document: dict[str, Any]) -> Snapshot:
 
 
 def _joined(saved: list[_Saved], state: OuterState, optimizers: Sequence[Optimizer]) -> Snapshot | None:
-    """Return what of `saved`, the snapshots of all processes or of this one, is this process's; load its outer state,
-    or return None where that is damaged."""
+    """Return this process's part of `saved`, the snapshots of all processes or of this one, and load its outer state.
+    Return None if that is damaged."""
     first, size = saved[0][0], saved[0][0].ranks[1]
     of = {snapshot.ranks[0]: (snapshot, document) for snapshot, document in saved}
     for p in state.own:
@@ -235,8 +240,8 @@ def _joined(saved: list[_Saved], state: OuterState, optimizers: Sequence[Optimiz
     if len(parts) > 1 or (first.held and first.held != held):
         if len(held) != len(inner):
             raise ModelError(
-                "the inner optimizers are not those of the snapshot in this state_dir: there are "
-                f"{len(held)} of them, and {len(inner)} in the snapshot"
+                f"the inner optimizers are not those of the snapshot in this state_dir: there are {len(held)} of "
+                f"them, and {len(inner)} in the snapshot"
             )
         inner = [
             reassembled([(each.held[index], each.inner_optimizers[index]) for each in parts], wanted)
@@ -246,7 +251,7 @@ def _joined(saved: list[_Saved], state: OuterState, optimizers: Sequence[Optimiz
 
 
 def _work_of(parts: list[Snapshot], own: set[int], size: int) -> Work | RoundStart:
-    """Return what of the work of all these processes belongs to the fragments `own`."""
+    """Return the part of all these processes' work that belongs to the fragments `own`."""
     first = parts[0].work
     if isinstance(first, Work):
         all_of_them = [each for part in parts for each in cast(Work, part.work).contributions]
@@ -261,7 +266,7 @@ def _work_of(parts: list[Snapshot], own: set[int], size: int) -> Work | RoundSta
 
 
 def read_document(path: Path, owner: str, version: int) -> dict[str, Any] | None:
-    """Return the document in it; None, with a warning, where it is not ours, damaged or missing."""
+    """Return the document in the file; None, with a warning, if it is missing, damaged or belongs to something else."""
     try:
         _check(path)
         document: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
@@ -269,7 +274,7 @@ def read_document(path: Path, owner: str, version: int) -> dict[str, Any] | None
             log.warning("%s belongs to another run, spec, model or worker: ignored", path)
             return None
     except _DAMAGE as error:
-        _say_damaged(path, error)
+        _warn_damaged(path, error)
         return None
     return document
 
@@ -282,16 +287,16 @@ def _check(path: Path) -> None:
             hasher.update(piece)
             left -= len(piece)
         if file.read() != hasher.digest():
-            raise ValueError("its bytes are not those that were saved")
+            raise ValueError("its bytes are not those that were written")
 
 
-def _say_damaged(path: Path, error: BaseException) -> None:
+def _warn_damaged(path: Path, error: BaseException) -> None:
     reason = f"{type(error).__name__}: {error}".split(". ")[0]
     log.warning("%s is damaged (%s): ignored", path, reason)
 
 
 def _written(work: Work | RoundStart) -> dict[str, Any]:
-    """Return `work` as it stands in the document, by its name there. Tensors are not copied."""
+    """Return `work` as the entry of the document. Tensors are not copied."""
     if isinstance(work, RoundStart):
         carry = vars(work.carry) | {"late": {p: vars(late) for p, late in work.carry.late.items()}}
         fresh = carry.pop("fresh")

@@ -1,5 +1,4 @@
-"""The worker's own directory: its lock, its tokens, its snapshot. Every file is replaced atomically and
-durably."""
+"""The worker's state directory: its lock, its tokens, its snapshot. Every file is replaced atomically and durably."""
 
 import json
 import os
@@ -14,27 +13,28 @@ from outerstep.common.files import Writer
 from worker.errors import StateDirBusy
 
 SNAPSHOT = "snapshot.pt"
-BEFORE = "snapshot-before.pt"  # the one before, while another process of this worker may have no other
-STATE = "state-{}.pt"  # two that take turns, 0 and 1
+BEFORE = "snapshot-before.pt"  # the previous one, which another process of this worker may still need
+STATE = "state-{}.pt"  # two, used in turn: 0 and 1
 _MEMBER = "member.json"
-OWN_TOKEN = "token.json"
+WORKER_TOKEN = "token.json"
 LOCK = "lock"
 
-_HELD: set[Path] = set()  # directories that this process works in
+_HELD: set[Path] = set()  # directories that this process has locked
 
 
 @dataclass(frozen=True)
 class MemberTokens:
-    """`current`: of the last lease. `proposed`: of a join whose answer has not come; it may hold the lease by now."""
+    """`current`: of the last lease. `proposed`: of a join whose answer has not arrived; it may hold the lease by
+    now."""
 
     current: str | None
     proposed: str | None
 
 
 @dataclass(frozen=True)
-class OwnToken:
-    """The worker token that a join token is exchanged for, and for which worker of which run. `exchanged`: the
-    coordinator has said so; else it may know the token by now, or not yet."""
+class WorkerToken:
+    """The worker token that a join token is exchanged for, with its run and worker. `exchanged`: the coordinator has
+    confirmed it; otherwise it may or may not know the token."""
 
     run: str
     worker: str
@@ -43,19 +43,19 @@ class OwnToken:
 
 
 def rank_directory(directory: Path, rank: int) -> Path:
-    """Return where process `rank` of a worker keeps its files, if the worker's are in `directory`."""
+    """Return the directory of process `rank`, for a worker with files in `directory`."""
     return directory / f"rank-{rank}" if rank else directory
 
 
 class StateDir:
-    """A directory that one process at a time works in. Use as a context manager; raises StateDirBusy and OSError."""
+    """A directory used by one process at a time. Use as a context manager; raises StateDirBusy and OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __enter__(self) -> Self:
         if not self.path.is_dir():
-            for each in (self.path.parent, self.path):  # which another process of this worker may make as well
+            for each in (self.path.parent, self.path):  # another process of this worker may make it as well
                 each.mkdir(parents=True, mode=0o700, exist_ok=True)
             files.fsync(self.path.parent)
         self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -63,13 +63,13 @@ class StateDir:
             os.close(self._lock)
             if self.path.resolve() in _HELD:
                 raise StateDirBusy(
-                    f"this process works in {self.path} already: a DiLoCo made earlier, by a notebook cell that ran "
-                    "before for example, has not left its run; end its `with` block, close() the DiLoCoOptimizer, or "
-                    "restart the process"
+                    f"this process already uses {self.path}: an earlier DiLoCo, made by a notebook cell that ran "
+                    "before for example, has not left its run; end its `with` block, close() the DiLoCoOptimizer, "
+                    "or restart the process"
                 )
             raise StateDirBusy(
-                f"another process works in {self.path}: one worker per state directory; "
-                "give this one another name (--name), or another directory (--state; in a script, state_dir)"
+                f"another process uses {self.path}: one worker per state directory; give this one another name "
+                "(--name), or another directory (--state; in a script, state_dir)"
             )
         _HELD.add(self.path.resolve())
         return self
@@ -78,27 +78,27 @@ class StateDir:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _HELD.discard(self.path.resolve())
-        os.close(self._lock)  # and with it the lock
+        os.close(self._lock)  # releases the lock
 
     def replace(self, name: str, write: Callable[[Writer], object]) -> None:
-        """Give file `name` the content that `write` writes, as `files.replace_file` does."""
+        """Replace file `name` by what `write` writes (see `files.replace_file`)."""
         files.replace_file(self.path / name, write, 0o600)
 
-    def own_token(self) -> OwnToken | None:
-        """Return what was saved last; None where nothing was. Raises ValueError for a file that is damaged."""
+    def worker_token(self) -> WorkerToken | None:
+        """Return the saved token; None if there is none. Raises ValueError for a damaged file."""
         try:
-            return OwnToken(**json.loads((self.path / OWN_TOKEN).read_text()))
+            return WorkerToken(**json.loads((self.path / WORKER_TOKEN).read_text()))
         except FileNotFoundError:
             return None
         except TypeError as error:
-            raise ValueError(f"{self.path / OWN_TOKEN} is not what this version writes") from error
+            raise ValueError(f"{self.path / WORKER_TOKEN} was not written by this version") from error
 
-    def save_own_token(self, own: OwnToken) -> None:
-        """Replace the worker's own token durably."""
-        self.replace(OWN_TOKEN, lambda file: file.write(json.dumps(asdict(own)).encode()))
+    def save_worker_token(self, own: WorkerToken) -> None:
+        """Replace the worker token durably."""
+        self.replace(WORKER_TOKEN, lambda file: file.write(json.dumps(asdict(own)).encode()))
 
     def member_tokens(self) -> MemberTokens:
-        """Return what was saved last; no tokens where nothing was."""
+        """Return the saved tokens, empty ones if there are none."""
         try:
             document = json.loads((self.path / _MEMBER).read_text())
         except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""Ranges of work units: lists of [start, stop), in the order in which they are trained on. Pure.
+"""Work that is in no mean yet: the units it was trained on, the contribution it becomes, what is carried on afterwards.
+Pure.
 
-What a worker has trained that is in no mean yet: as it is contributed, and what of it is carried on afterwards.
+Units are ranges: lists of [start, stop), in the order in which they are trained on.
 """
 
 from collections.abc import Iterator
@@ -16,18 +17,18 @@ UnitRanges = list[list[int]]
 
 
 def numbers(units: UnitRanges) -> Iterator[int]:
-    """The numbers of the units, one by one."""
+    """Yield the numbers of the units, one by one."""
     return chain.from_iterable(range(start, stop) for start, stop in units)
 
 
 def count(units: UnitRanges) -> int:
-    """The number of units."""
+    """Return the number of units."""
     return sum(stop - start for start, stop in units)
 
 
 def in_order(units: UnitRanges) -> UnitRanges:
-    """Return the same units in as few ranges as possible, ascending. Raises ValueError or TypeError where it is no list
-    of ranges."""
+    """Return the same units in as few ranges as possible, ascending. Raises ValueError or TypeError if it is no list of
+    ranges."""
     return [list(each) for each in merged(sorted(units))]
 
 
@@ -53,7 +54,7 @@ def last_units(units: UnitRanges, most: int) -> UnitRanges:
 
 
 def units_left(named: UnitRanges, consumed: int) -> UnitRanges:
-    """Return the units that no accepted contribution has consumed: `named`, but for the first `consumed` of them."""
+    """Return the units that no accepted contribution has consumed: `named` without the first `consumed` of them."""
     return last_units(named, count(named) - consumed)
 
 
@@ -62,7 +63,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Missed:
-    """A round closed without this worker's fragment: with the mean, float32[n], of the others, `share` of all."""
+    """A round closed without this worker's fragment. `mean`: of the others, float32[n]; `share`: of all workers in
+    it."""
 
     mean: Tensor
     share: float
@@ -70,12 +72,12 @@ class Missed:
 
 @dataclass(frozen=True)
 class Superseded:
-    """Another contribution of this worker to the fragment stands, of an earlier process that trained on other units.
-    What of these the mean has is not known here, so nothing of this round's work goes into the next one."""
+    """Another contribution of this worker to the fragment stands, from an earlier process that trained on other units.
+    It is unknown which of these units the mean contains, so none of this round's work goes into the next one."""
 
 
-# What a round's mean lacks of a contribution: all of it, nobody knows what, what the codec left out of it, or nothing.
-Left = Missed | Superseded | Tensor | None
+# What a round's mean lacks of a contribution: all of it, an unknown part, what the codec left out, or nothing.
+Residual = Missed | Superseded | Tensor | None
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,13 @@ class Late:
 class Carry:
     """Progress that is in this worker's parameters but in no mean yet: it goes into the next contribution.
 
-    late            by fragment that was late
-    unsent          by fragment that was accepted: what the codec left out of it, float32[n]; all of it travels on
-                    (error feedback, as in SparseLoCo, arXiv 2508.15706, but without decay)
-    ahead           by fragment: what was trained while it was on its way, float32[n]
+    late            by late fragment
+    unsent          by accepted fragment: what the codec left out of it, float32[n]; all of it goes into the next
+                    contribution (error feedback, as in SparseLoCo, arXiv 2508.15706, but without decay)
+    ahead           by fragment: what was trained while it was in flight, float32[n]
     units           those that no accepted contribution has consumed
     fresh           by fragment: how many units it was trained on since it was sent
-    weight, inner_steps, loss    of the last contribution, for one that adds nothing to it
+    weight, inner_steps, loss    of the last contribution, for a contribution that adds nothing to it
     """
 
     late: dict[int, Late] = field(default_factory=dict)
@@ -121,7 +123,8 @@ class Carry:
     fresh: dict[int, int] = field(default_factory=dict)
 
     def delta(self, p: int) -> Tensor | None:
-        """The part of the next pseudo-gradient, float32[n]; the worker starts from the global parameters less this."""
+        """The carry's part of the next pseudo-gradient, float32[n]; training starts from the global parameters less
+        this."""
         left = self.late[p].delta if p in self.late else self.unsent.get(p)
         ahead = self.ahead.get(p)
         if left is None or ahead is None:
@@ -129,11 +132,11 @@ class Carry:
         return left + ahead
 
     def is_of_rounds_before(self, round_number: int) -> bool:
-        """Return True if all late work is of earlier rounds: not so where the run went back to a backup since."""
+        """Return True if all late work is of earlier rounds: it is not if the run was restored from a backup since."""
         return all(late.rounds[-1] < round_number for late in self.late.values())
 
-    def lacking(self, contribution: "Contribution", left: Left) -> "Carry":
-        """Return the same, except that of the contribution's fragment is carried what the mean lacks of it, `left`."""
+    def with_residual(self, contribution: "Contribution", left: Residual) -> "Carry":
+        """Return the same carry, except that the contribution's fragment carries what the mean lacks of it, `left`."""
         p = contribution.fragment
         late = contribution.missed(left) if isinstance(left, Missed) else None
         unsent = left if isinstance(left, Tensor) else None
@@ -145,7 +148,7 @@ class Carry:
         )
 
     def with_ahead(self, p: int, ahead: Tensor | None) -> "Carry":
-        """Return the same with `ahead` of fragment p."""
+        """Return the same carry with `ahead` for fragment p."""
         return replace(self, ahead=_with(self.ahead, p, ahead))
 
 
@@ -153,14 +156,14 @@ class Carry:
 class Contribution:
     """What one worker contributes to one fragment in one round.
 
-    delta          its pseudo-gradient, float32[n], in host memory, and `norm` that one's; what is carried is part of it
+    delta          its pseudo-gradient, float32[n], in host memory, including the carry; `norm`: of this
     units          those that it was trained on, and those that are carried
-    weight         the number of this round's own units in it, or where it has none that of the last one that is carried
+    weight         the number of this round's units in it; if it has none, that of the last contribution
     inner_steps    those that it was trained for
-    loss           mean training loss, nats per token; None where the training loop has reported none
-    late           what of `delta` is late work
-    clipped        what the run's [privacy] has multiplied the pseudo-gradient by; `delta` is what came of it
-    noise_key      the secret of the noise that is added to `delta` as it leaves; empty: nothing is
+    loss           mean training loss, nats per token; None if the training loop has reported none
+    late           the late work in `delta`
+    clipped        the factor that the run's [privacy] has multiplied the pseudo-gradient by, giving `delta`
+    noise_key      secret key of the noise that is added to `delta` before the upload; empty: none
     """
 
     round: int
@@ -173,20 +176,22 @@ class Contribution:
     delta: Tensor
     late: Late | None = None
     clipped: float = 1.0
-    noise_key: str = field(default="", repr=False)  # in hexadecimal: snapshots are read without unpickling bytes
+    noise_key: str = field(
+        default="", repr=False
+    )  # in hexadecimal, because snapshots are read without unpickling bytes
 
     @property
     def unclipped(self) -> Tensor:
-        """The pseudo-gradient as it was trained, float32[n], but for rounding."""
+        """The pseudo-gradient as it was trained, float32[n], except for rounding."""
         return self.delta if self.clipped == 1.0 else self.delta / self.clipped
 
     @property
     def all_weighs(self) -> bool:
-        """True if no work of other rounds is in it."""
+        """True if it contains no work of other rounds."""
         return self.late is None and self.weight == count(self.units)
 
     def missed(self, missed: Missed) -> Late:
-        """Return the late work on it, once the round has closed without it."""
+        """Return the late work on the fragment, once the round has closed without it."""
         before = self.late
         if before is None:
             return Late(self.delta - missed.mean, missed.share, [self.round])
@@ -196,8 +201,8 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Work:
-    """All that this process contributes to a round, one contribution to each fragment that it owns, made while the
-    training stands still."""
+    """All that this process contributes to a round, made while the training stands still: one contribution to each
+    fragment that it owns."""
 
     round: int
     contributions: list[Contribution]
@@ -205,8 +210,8 @@ class Work:
 
 @dataclass(frozen=True)
 class RoundStart:
-    """What the training of `round` starts from: the local parameters `local` of each fragment, float32[n], in host
-    memory, that were trained from the global ones less `carry`. Of those that another process owns there is nothing."""
+    """The start of the training of `round`: the local parameters `local` of each fragment, float32[n], in host memory,
+    trained from the global ones less `carry`. Fragments of other processes are empty."""
 
     round: int
     local: list[Tensor]

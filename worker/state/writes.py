@@ -1,11 +1,12 @@
-"""Whether anything but the run's optimizers writes to the model's parameters: what does is sent as if it were trained.
+"""Detects foreign writes: anything but the run's optimizers that writes to the model's parameters would be sent as
+training.
 
-PyTorch counts writes in `Tensor._version`, but not those of fused optimizers, of `parameter.data.copy_(…)` or of
-`parameter.data = …`. So up to 64 elements of every parameter are compared, bit for bit, before each inner step with
-what the last one left: microseconds, however large the model is. On a GPU the result is read where version or memory
-changed, and otherwise before anything is sent, so that no step waits for the device.
+PyTorch counts writes in `Tensor._version`, but not those of fused optimizers, `parameter.data.copy_(…)` or
+`parameter.data = …`. So before each inner step, up to 64 elements of every parameter are compared bit for bit with what
+the last step left: that takes microseconds, however large the model is. On a GPU, the result is read at once if version
+or memory have changed, and otherwise before anything is sent, so that no step waits for the device.
 
-Other weights in a model for a while, such as an average of them.
+Other weights, such as an average, may be in the model for a while with `temporary_weights`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,19 +19,19 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from worker.errors import ModelError
-from worker.state.optimizer_state import keeps_points
+from worker.state.optimizer_state import is_schedule_free
 from worker.state.parameters import frozen_parameters, is_sharded, local_part, named_buffers, trainable_parameters
 
 _SAMPLED = 64  # elements of a parameter
-_PATIENCE = 2  # changes between two inner steps that reported losses may show: SAM has one
+_PATIENCE = 2  # changes that loss reports may show between two inner steps: SAM has one
 
 _Kind = tuple[torch.device, torch.dtype]
 _Samples = dict[_Kind, Tensor]
 
 
-class Writes:
-    """Watches the trainable parameters of `model`, which `optimizers` train; a schedule-free one moves its own between
-    its points."""
+class ForeignWrites:
+    """Watches the trainable parameters of `model`, except those of schedule-free optimizers, which move them between
+    their points. Only `optimizers` may write to the others."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
         self._optimizers = {id(each) for each in optimizers}
@@ -39,7 +40,7 @@ class Writes:
         moving = {
             id(parameter)
             for each in optimizers
-            if keeps_points(each)
+            if is_schedule_free(each)
             for group in each.param_groups
             for parameter in group["params"]
         }
@@ -47,23 +48,23 @@ class Writes:
             name: each for name, each in named.items() if id(each) not in moving and _is_plain(local_part(each))
         }
         self._sharded = [is_sharded(each) for each in self._named.values()]
-        self._begun: dict[int, int] = {}  # other optimizers that are stepping, and the steps of the run's before
+        self._begun: dict[int, int] = {}  # other optimizers that are stepping, and the number of the run's steps before
         self._steps, self._stepping = 0, False
-        self._doubts: _Samples = {}  # as `_compared` returned it before a step that did not wait for it
-        self._changes = 0  # of reported losses, since the last step
-        self.borrowed = False  # the script has put other values into the model, for a while
+        self._doubts: _Samples = {}  # the result of `_compared` before a step that did not wait for it
+        self._changes = 0  # seen by loss reports, since the last step
+        self.borrowed = False  # the script has put other values into the model for a while
         self._see()
-        self.note()
+        self.remember()
 
     # --- inner steps ----------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """One of the run's optimizers begins a step. Raises ModelError where anybody else has written since the last
-        one, on a GPU perhaps later. Raises RuntimeError while the model has other values."""
+        """One of the run's optimizers is about to step. Raises ModelError for a foreign write since the last step (on a
+        GPU perhaps later), and RuntimeError while other weights are in the model."""
         if self.borrowed:
             raise RuntimeError(
-                "an inner optimizer steps within `with diloco.weights(…):`, which puts the model's own weights back "
-                "at its end: train outside"
+                "an inner optimizer steps within `with diloco.weights(…):`, which restores the model's own "
+                "weights at its end: train outside of it"
             )
         self._stepping = True
         found = self._compared()
@@ -76,42 +77,42 @@ class Writes:
         """One of the run's optimizers has stepped."""
         self._stepping, self._changes = False, 0
         self._steps += 1
-        self.note()
+        self.remember()
 
-    def note(self) -> None:
-        """Take what the model holds now for the run's own, as after a sync."""
+    def remember(self) -> None:
+        """Accept what the model holds now, as after a sync."""
         places = self._places()
         if [pointer for _, pointer in places] != self._pointers:
             self._see()
-        self._at = self._told = places
+        self._at = self._losses_by_round = places
         self._known = self._sample()
 
-    def note_sync(self) -> None:
-        """`note`, where anything was written since."""
+    def remember_if_written(self) -> None:
+        """Call `remember` if anything was written since."""
         if any(self._sharded) or self._places() != self._at:
-            self.note()
+            self.remember()
 
-    def look(self) -> None:
-        """Raise ModelError where anybody but the run's optimizers has written to the parameters."""
+    def check(self) -> None:
+        """Raise ModelError for a foreign write."""
         self._refuse(self.changed())
 
-    def look_back(self) -> None:
-        """Raise ModelError where anybody else had written before an inner step that did not wait for the device."""
+    def check_pending(self) -> None:
+        """Raise ModelError for a foreign write before an inner step that did not wait for the device."""
         self._refuse(self._named_in(self._doubts))
 
     def _refuse(self, name: str | None) -> None:
         if name is not None:
             raise ModelError(
                 f"the model's parameters, {name} for one, changed without a step of the optimizer that DiLoCo was "
-                "given: by a checkpoint that was loaded after the run was joined, EMA weights that were swapped in and "
-                "not out again, an optimizer that DiLoCo was not given, or the loop itself. What the run's workers "
-                "have in common would be lost: load before DiLoCo is made, evaluate other weights within "
-                "`with diloco.weights(ema):`, and clamp weights in optimizer.register_step_post_hook(…), before `with`"
+                "given: by a checkpoint loaded after the run was joined, EMA weights that were swapped in and not "
+                "out again, an optimizer that DiLoCo was not given, or the loop itself. The workers' models would "
+                "no longer match. Load checkpoints before DiLoCo is made, evaluate other weights within `with "
+                "diloco.weights(ema):`, and clamp weights in optimizer.register_step_post_hook(…), set before "
+                "`with`"
             )
 
     def changed(self) -> str | None:
-        """Return the name of a parameter that somebody else has written to, None where nobody has; waits for the
-        device."""
+        """Return the name of a parameter with a foreign write, None if there is none. Waits for the device."""
         return self._named_in(self._compared())
 
     def _named_in(self, found: _Samples) -> str | None:
@@ -122,16 +123,16 @@ class Writes:
                 return next(name for (name, _), part in parts if bool(part.any()))
         return None
 
-    # --- without steps --------------------------------------------------------------------------------------------
+    # --- between steps ------------------------------------------------------------------------------------------------
 
-    def look_between(self) -> None:
-        """A loss is reported. Raises ModelError where the parameters go on changing without a step."""
+    def check_between_steps(self) -> None:
+        """A loss is reported. Raises ModelError if the parameters keep changing without a step."""
         places = self._places()
-        if places == self._told:
+        if places == self._losses_by_round:
             return
-        self._told, self._changes = places, self._changes + 1
+        self._losses_by_round, self._changes = places, self._changes + 1
         if self._changes >= _PATIENCE:
-            self.look()
+            self.check()
 
     # --- other optimizers -----------------------------------------------------------------------------------------
 
@@ -141,8 +142,8 @@ class Writes:
             self._begun[id(optimizer)] = self._steps
 
     def after_other(self, optimizer: Optimizer, *_: Any) -> None:
-        """Any optimizer of this process has stepped. Raises ModelError where it trains the model's parameters, and is
-        neither one of the run's nor around or within one."""
+        """Any optimizer of this process has stepped. Raises ModelError if it trains the model's parameters and is
+        neither one of the run's, nor around or inside one."""
         before = self._begun.pop(id(optimizer), None)
         if before is None or self._stepping or self._steps > before:
             return
@@ -150,23 +151,23 @@ class Writes:
         own = next((self._names[id(each)] for each in parameters if id(each) in self._names), None)
         if own is not None:
             raise ModelError(
-                f"{type(optimizer).__name__}, an optimizer that DiLoCo was not given, has stepped, and trains the "
-                f"model's {own}, for one: its steps are neither counted nor followed by a sync, and after one the "
-                "workers' models would differ; give DiLoCo all optimizers, in the order in which they step"
+                f"{type(optimizer).__name__}, an optimizer that DiLoCo was not given, has stepped on the model's "
+                f"{own}: its steps are not counted and not followed by a sync, so the workers' models would "
+                "diverge; give DiLoCo all optimizers, in the order in which they step"
             )
 
     # --- samples --------------------------------------------------------------------------------------------------
 
     def _places(self) -> list[tuple[int, int]]:
-        """Return of every parameter how often it was written to, as far as PyTorch counts, and where it is."""
+        """Return of every parameter the number of writes that PyTorch has counted, and its address."""
         found = []
         for parameter, sharded in zip(self._named.values(), self._sharded, strict=True):
             local = local_part(parameter) if sharded else parameter
-            found.append((local._version, local.data_ptr()))  # noqa: SLF001, which autograd's documentation names
+            found.append((local._version, local.data_ptr()))  # noqa: SLF001, documented with autograd
         return found
 
     def _see(self) -> None:
-        """Find the elements to compare."""
+        """Choose the elements to compare."""
         self._pointers = [pointer for _, pointer in self._places()]
         self._waits_for_nothing = all(local_part(each).device.type == "cpu" for each in self._named.values())
         self._views: dict[_Kind, list[Tensor]] = {}
@@ -186,8 +187,8 @@ class Writes:
         }
 
     def _compared(self) -> _Samples:
-        """Return which elements are others than those known, or were before an earlier step: bool[n], on their device.
-        What cannot be compared, as it has another dtype or is on another device, is left to `Fragments.check`."""
+        """Return which elements differ now, or differed before an earlier step: bool[n], on their device. Parameters
+        that cannot be compared, with a new dtype or device, are left to `Fragments.check`."""
         if [pointer for _, pointer in self._places()] != self._pointers:
             self._see()
         now = self._sample()
@@ -202,7 +203,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _sampled(tensor: Tensor) -> Tensor:
-    """Return a view of some elements, spread over the tensor where its memory has no gaps."""
+    """Return a view of some elements, spread over the tensor if its memory has no gaps."""
     if tensor.is_contiguous():
         flat = tensor.view(-1)
         return flat[:: max(1, -(-len(flat) // _SAMPLED))]
@@ -212,7 +213,7 @@ def _sampled(tensor: Tensor) -> Tensor:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Return the values as integers, of which no NaN is unequal to itself."""
+    """Return the values as integers, so that a NaN equals itself."""
     return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 
@@ -220,16 +221,14 @@ Weights = nn.Module | Mapping[str, Tensor] | Iterable[Tensor]
 
 
 @contextmanager
-def lent(model: nn.Module, given: Weights) -> Iterator[None]:
-    """Have `model` hold the values `given` within the block, and its own again at its end. Raises ValueError where they
-    are not those of its trainable parameters."""
+def temporary_weights(model: nn.Module, given: Weights) -> Iterator[None]:
+    """Let `model` hold the values `given` within the block, and restore its own at the end. Raises ValueError if they
+    do not match its trainable parameters."""
     values = _by_name(model, given)
     own: dict[str, Tensor] = trainable_parameters(model) | named_buffers(model)
     for name, value in values.items():
         if name in own and own[name].shape != value.shape:
-            raise ValueError(
-                f"{name} is of shape {[*value.shape]} among the weights, {[*own[name].shape]} in the model"
-            )
+            raise ValueError(f"{name} has shape {[*value.shape]} in the weights, {[*own[name].shape]} in the model")
     kept = {name: tensor.detach().clone() for name, tensor in own.items() if name in values}
     try:
         _write(own, {name: values[name] for name in kept})
@@ -255,7 +254,7 @@ def _by_name(model: nn.Module, given: Weights) -> dict[str, Tensor]:
     else:
         tensors = list(given)
         if len(tensors) != len(names):
-            raise ValueError(f"{len(tensors)} tensors were given, and the model has {len(names)} trainable parameters")
+            raise ValueError(f"{len(tensors)} tensors were given, but the model has {len(names)} trainable parameters")
         found = dict(zip(names, tensors, strict=True))
     missing = [name for name in names if name not in found]
     if missing:

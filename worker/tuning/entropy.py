@@ -1,11 +1,11 @@
-"""Entropy coding of uploads by zstd, where it pays: where the coder saves bytes faster than the line takes them.
+"""Entropy coding of uploads with zstd, where it pays off: where the coder saves bytes faster than the line sends them.
 
 Both rates are measured on the uploads themselves, the newest counting most: the line's with every body of a megabyte or
-more (worker/line/line.py), the coder's with what it codes, and while nothing is coded with one fragment now and then.
-So a line that becomes slow is noticed with the next body, and data that become compressible soon after. While nothing
-is known, fragments are coded.
+more (worker/line/line.py), the coder's with what it codes; while nothing is coded, one fragment now and then is. So the
+next body shows that the line has become slow, and data that become compressible are noticed soon after. Until both are
+measured, fragments are coded.
 
-Each frame says itself whether it is coded (docs/wire-format.md).
+Each frame records whether it is coded (docs/wire-format.md).
 """
 
 import logging
@@ -17,14 +17,14 @@ from protocol import wire
 from protocol.digest import Buffer
 from worker.codecs import encoded_chunks, pack_fragment
 
-DECAY = 0.5  # the weight of all earlier measurements, as one of a fragment or a body is added
-PROBE_EVERY = 16  # fragments: while none is coded, every 16th is all the same, to measure the coder
+DECAY = 0.5  # the weight of all earlier measurements when a fragment or a body is added
+PROBE_EVERY = 16  # fragments: while none is coded, every 16th is coded to measure the coder
 
 log = logging.getLogger(__name__)
 
 
 class Rate:
-    """Bytes per second, of measurements that decay. One thread adds, any may read."""
+    """Bytes per second, from measurements that decay. One thread adds, any thread may read."""
 
     def __init__(self) -> None:
         self.sums = (0.0, 0.0)  # bytes, seconds
@@ -35,7 +35,7 @@ class Rate:
 
     @property
     def bytes_per_s(self) -> float:
-        """0 while nothing was measured."""
+        """0 before the first measurement."""
         amount, seconds = self.sums
         return amount / max(seconds, 1e-9)
 
@@ -44,24 +44,24 @@ class Rate:
 
 
 class Entropy:
-    """The choice whether one worker's uploads are coded: `line` is how fast they are sent, `coder` how fast coding
-    saves bytes. `clock` gives seconds. Fragments are packed one at a time."""
+    """Decides whether one worker's uploads are coded. `line`: how fast they are sent; `coder`: how fast coding saves
+    bytes. `clock` gives seconds. Fragments are packed one at a time."""
 
     def __init__(self, line: Rate, clock: Callable[[], float]) -> None:
         self.line, self.coder, self._clock = line, Rate(), clock
-        self._uncoded = 0  # fragments since one was coded
+        self._uncoded = 0  # fragments since the last coded one
         self._logged: bool | None = None
 
     def pays(self) -> bool:
-        """Return True if the coder saves at least as many bytes per second as the line takes; also while one of the two
-        is not measured yet."""
+        """Return True if the coder saves at least as many bytes per second as the line sends, or if either is not
+        measured yet."""
         (saved, coding_s), (sent, sending_s) = self.coder.sums, self.line.sums
         return saved * sending_s >= sent * coding_s
 
     def pack(self, vector: Tensor, codec: str, *, wanted: bool) -> list[Buffer]:
-        """Encode float32[n] into frames as `pack_fragment` does, coded where it pays; never if that is not `wanted`.
+        """Encode float32[n] into frames as `pack_fragment` does, coded if that pays off; never coded unless `wanted`.
 
-        Raises CodecError for values that the codec cannot carry.
+        Raises CodecError for values that the codec cannot represent.
         """
         if not (wanted and self._is_next_coded()):
             return pack_fragment(vector, codec, zstd=False)
@@ -76,11 +76,11 @@ class Entropy:
         return frames
 
     def _is_next_coded(self) -> bool:
-        """Return True if the next fragment is to be coded; log the choice if it is another one than before."""
+        """Return True if the next fragment is coded. Log the decision when it changes."""
         pays = self.pays()
         if pays != self._logged and self.line.sums[0] and self.coder.sums[1]:
             self._logged = pays
             how = "with" if pays else "without"
-            log.info("uploads: %s zstd, which saves %s; the line takes %s", how, str(self.coder), str(self.line))
+            log.info("uploads: %s zstd, which saves %s; the line sends %s", how, str(self.coder), str(self.line))
         self._uncoded = 0 if pays else (self._uncoded + 1) % PROBE_EVERY
         return self._uncoded == 0

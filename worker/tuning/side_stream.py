@@ -1,7 +1,7 @@
-"""A second stream of a device, for work beside the training: the inner steps' kernels do not wait for it.
+"""A second stream of a device, for work beside the training that the inner steps' kernels do not wait for.
 
-Threads alone do not achieve that: all of them queue their work on the device's default stream, behind the inner steps
-that are queued there already, and before those that come.
+Threads alone do not achieve that: they all queue their work on the device's default stream, behind the inner steps that
+are queued there already, and before those that follow.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch
 
 
 class SideStream:
-    """One more stream of `device`. Thread-safe. On a device without streams (CPU, Metal) it has no effect."""
+    """A separate stream of `device`. Thread-safe. Has no effect on a device without streams (CPU, Metal)."""
 
     def __init__(self, device: torch.device) -> None:
         has_streams = device.type not in ("cpu", "mps")
@@ -21,15 +21,15 @@ class SideStream:
         self._stream = self._streams.Stream(device) if has_streams else torch.cpu.Stream()
 
     def mark(self) -> Any:
-        """Return an event after all work that the calling thread's stream has so far, for `beside` to wait for."""
+        """Return an event after all work that this thread's stream has so far, for `beside` to wait for."""
         event = self._streams.Event()
         event.record(self._streams.current_stream(self._device))
         return event
 
     @contextmanager
     def beside(self, after: Any = None) -> Iterator[None]:
-        """Run the calling thread's block on this stream. It begins once `after` is done on the device, and ends once
-        its own work is: then any stream may read its results, and change what it has read."""
+        """Run the block on this stream. It starts once `after` is done on the device, and ends once its own work is
+        done: then any stream may read its results, and change what it has read."""
         with self._streams.stream(self._stream):
             if after is not None:
                 after.wait(self._stream)

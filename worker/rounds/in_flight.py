@@ -1,8 +1,7 @@
-"""The fragments of one round that are on their way: contributed, averaged, fetched, stepped, all of them at once.
+"""The fragments of one round that are in flight: uploaded, averaged, downloaded and stepped, all at the same time.
 
-While fragment 3 uploads, fragment 2 is being averaged and fragment 1 comes down, so that a sync costs about the larger
-of upload and download, not their sum. A worker never steps on its own un-averaged pseudo-gradient: only published
-deltas are.
+While fragment 3 uploads, fragment 2 is averaged and fragment 1 comes down, so a sync takes about the longer of upload
+and download, not their sum. A worker never steps on its own un-averaged pseudo-gradient, only on published deltas.
 """
 
 import logging
@@ -22,24 +21,24 @@ from protocol.messages import Stage
 from worker.codecs import unpack_payload
 from worker.errors import Stopped
 from worker.rounds.exchange import UPLOADS, Abandoned, Exchange, Outcome
-from worker.state.work import Contribution, Left, Missed, Superseded, count
+from worker.state.work import Contribution, Missed, Residual, Superseded, count
 
-DOWNLOADS = 8  # threads: a fragment's delta is asked for by one while another waits to step by it
+DOWNLOADS = 8  # threads: one may ask for a fragment's delta while another waits to step with it
 
 log = logging.getLogger(__name__)
 
 
-class Flight:
-    """The way of one round's fragments, from `send` to `land`.
+class InFlight:
+    """One round's fragments in flight, each from `send` to `wait`.
 
-    saved            the writing of a snapshot, None where none is written: what is sent from then on is uploaded once
-                     it is durable, and `end` waits for it
-    contributions    those that were sent, by fragment
-    inner_steps      the most that one of them was trained for
-    arrived          is called once all fragments have been stepped, on a thread of its own; `arrival` is its result
+        saved            the writing of a snapshot: what is sent after it is uploaded once it is durable, and `end`
+                         waits for it; None: nothing is written
+        contributions    what was sent, by fragment
+        inner_steps      the most that any of them was trained for
+        arrived          called on a separate thread once all fragments have been stepped; `arrival` is its result
 
-    From the first `send` until all fragments have been stepped, `state.round` is None; after `end` as well, if some
-    fragments have been stepped and others have not.
+    From the first `send` until all fragments have been stepped, `state.round` is None; after `end` as well, if only
+    some fragments have been stepped.
     """
 
     def __init__(
@@ -47,19 +46,21 @@ class Flight:
         exchange: Exchange,
         round_number: int,
         saved: Future[None] | None = None,
-        arrived: Callable[["Flight"], Any] | None = None,
+        arrived: Callable[["InFlight"], Any] | None = None,
     ) -> None:
         self._exchange, self.round, self.saved, self._arrived = exchange, round_number, saved, arrived
         self._uploads = ThreadPoolExecutor(UPLOADS, "upload")
         self._downloads = ThreadPoolExecutor(DOWNLOADS, "download")
-        self._sent: dict[int, Future[Future[Left]]] = {}
-        self._turn = threading.Event()  # of the fragment that is sent next
+        self._sent: dict[int, Future[Future[Residual]]] = {}
+        self._turn = threading.Event()  # set when it is the next fragment's turn
         self._turn.set()
         self.contributions: dict[int, Contribution] = {}
         self.inner_steps = 0
         self._lock = threading.Lock()
         self._failed = threading.Event()
-        self._outcomes: dict[int, tuple[int, Outcome]] = {}  # of the fragments that are stepped, and how many units
+        self._outcomes: dict[
+            int, tuple[int, Outcome]
+        ] = {}  # by fragment that was stepped: its number of units, and the outcome
         self._ended = False
         self.arrival: Future[Any] | None = None
 
@@ -75,22 +76,23 @@ class Flight:
 
     @property
     def superseded(self) -> bool:
-        """True if another contribution of this worker stands in the place of one of them."""
+        """True if another contribution of this worker stands in the place of one of these."""
         return any(isinstance(outcome, Superseded) for _, outcome in self._outcomes.values())
 
     def send(self, p: int, make: Callable[[], Contribution]) -> None:
-        """Make the contribution to fragment p, upload it, and step the fragment by the round's delta: on other threads.
-        Whatever is sent first is made first, and goes over the line first."""
+        """On other threads: make the contribution to fragment p, upload it, and step the fragment by the round's delta.
+        Fragments are made and uploaded in the order of the calls."""
         self._exchange.state.round = None
         turn, self._turn = self._turn, threading.Event()
         self._sent[p] = self._uploads.submit(self._contribute, p, make, self.saved, turn, self._turn)
 
     def send_made(self, contribution: Contribution) -> None:
-        """`send` what is made already."""
+        """Send a contribution that is made already."""
         self.send(contribution.fragment, lambda: contribution)
 
-    def land(self, p: int) -> Left:
-        """Wait until fragment p is stepped; return what of it is not in the delta. Raises as `end` does."""
+    def wait(self, p: int) -> Residual:
+        """Wait until fragment p is stepped; return the part of its contribution that is not in the delta. Raises what
+        `end` raises."""
         try:
             return self._sent[p].result().result()
         except Exception:
@@ -98,8 +100,8 @@ class Flight:
             raise
 
     def end(self) -> None:
-        """Wait for all that was sent. Raises Resync where our state is not the run's, WorkLost, RunEnded, Stopped, and
-        what `make` raised; the first time only."""
+        """Wait for everything that was sent. The first call raises Resync if the outer state is not the run's,
+        WorkLost, RunEnded, Stopped, and what `make` raised."""
         if self._ended:
             return
         self._ended = True
@@ -108,17 +110,18 @@ class Flight:
         steps = [future.result() for future in contributions if future.exception() is None]
         wait(steps)
         if self.saved is not None:
-            wait([self.saved])  # whatever happened: it reads what changes after this
+            wait([self.saved])  # in any case: the snapshot reads what changes after this
         self._uploads.shutdown()
         self._downloads.shutdown()
         if self._sent and not self._outcomes:
-            self._exchange.state.round = self.round  # nothing was stepped, so that nothing is mixed
+            self._exchange.state.round = self.round  # nothing was stepped, so the state is still whole
         errors = [future.exception() for future in contributions] + [future.exception() for future in steps]
         for error in sorted(filter(None, errors), key=lambda error: isinstance(error, Abandoned)):
             raise error
 
     def abandon(self) -> None:
-        """Give up what is under way: begin nothing, wait for nothing that others do, and only then return."""
+        """Give up everything in flight: start nothing more, wait for no other machine, and return when all threads are
+        done."""
         self._failed.set()
         try:
             self.end()
@@ -132,7 +135,7 @@ class Flight:
         saved: Future[None] | None,
         turn: threading.Event,
         next_turn: threading.Event,
-    ) -> Future[Left]:
+    ) -> Future[Residual]:
         turn.wait()
         sent, fetched = threading.Event(), list[Future[tuple[wire.Payload, list[Outcome]]]]()
 
@@ -146,11 +149,11 @@ class Flight:
                 if saved is not None:
                     saved.result()
                 outcome = self._exchange.contribute(contribution, on_line)
-                unsent = self._downloads.submit(self._exchange.unsent, contribution)  # while the delta is waited for
+                unsent = self._downloads.submit(self._exchange.unsent, contribution)  # while waiting for the delta
                 return self._downloads.submit(self._step, contribution, outcome, unsent, fetched[0])
         finally:
             sent.set()
-            next_turn.set()  # also where it did not get as far as the line
+            next_turn.set()  # also if it failed before it had a slot
 
     def _step(
         self,
@@ -158,7 +161,7 @@ class Flight:
         outcome: Outcome,
         unsent: Future[Tensor | None],
         fetched: Future[tuple[wire.Payload, list[Outcome]]],
-    ) -> Left:
+    ) -> Residual:
         exchange, p = self._exchange, contribution.fragment
         with self._abandon_others():
             with exchange.client.stages(Stage.AWAIT_DELTA):
@@ -168,7 +171,7 @@ class Flight:
                 exchange.state.step(p, delta)
             self._note_step(contribution, outcome)
             if outcome is None:
-                exchange.tell_verdict(contribution, delta)
+                exchange.log_verdict(contribution, delta)
                 return unsent.result()
             if isinstance(outcome, Superseded):
                 return outcome
@@ -186,13 +189,13 @@ class Flight:
 
     @contextmanager
     def _abandon_others(self) -> Iterator[None]:
-        """Do nothing once another fragment has failed; let the others know of a failure in here."""
+        """Raise Abandoned if another fragment has failed; if the block fails, let the others know."""
         if self._failed.is_set():
             raise Abandoned
         try:
             yield
         except Stopped:
-            raise  # no failure: whoever still uploads may do so within the grace
+            raise  # not a failure: other uploads may finish within the grace period
         except BaseException:
             self._failed.set()
             raise
