@@ -21,7 +21,7 @@ def test_an_excerpt_is_in_its_file(path: str) -> None:
     """Its parts, between lines of `...`, are there in that order."""
     rest = without_layout((ROOT / path).read_text(encoding="utf-8"))
     for part in LEFT_OUT.split(EXCERPTS[path]):
-        before, found, rest = rest.partition(without_layout(part))
+        _, found, rest = rest.partition(without_layout(part))
         assert found, f"not in {path}:\n{part}"
 
 
