@@ -182,7 +182,7 @@ def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
         if round_ is not None:
             query = query.where(CheckpointRow.round == round_)
         rows = session.scalars(query).all()
-        row = next((each for each in rows if each.round not in run.outer.spoilt), None)
+        row = next((each for each in rows if each.round not in run.outer.damaged_checkpoints), None)
         if row is None or run.model is None:
             raise _no_checkpoint(run, session, round_)
         fragments = session.scalars(
@@ -201,7 +201,7 @@ def stored_checkpoint(run: LiveRun, round_: int, fragment: int) -> Stored:
     """Return the blob of a fragment of the checkpoint of `round_`. Raises Problem: not-found, gone, file-lost."""
     with run.world.database.read() as session:
         row = session.get(CheckpointFragmentRow, (run.id, round_, fragment))
-        if row is None or round_ in run.outer.spoilt:
+        if row is None or round_ in run.outer.damaged_checkpoints:
             raise _no_checkpoint(run, session, round_)
         return Stored(run.names.checkpoint(round_, fragment, row.digest), row.digest, row.size)
 
@@ -221,7 +221,7 @@ def missing_checkpoint(run: LiveRun, round_: int, fragment: int) -> Problem:
     """Return the Problem that the blob of a checkpoint's fragment is not there, or not whole; a verification will make
     it again if possible. Raises Problem if the retention rule has just deleted it."""
     stored_checkpoint(run, round_, fragment)
-    run.outer.suspect = True
+    run.outer.request_verification()
     return _being_verified(f"fragment {fragment} of checkpoint {round_}")
 
 
@@ -230,9 +230,9 @@ def missing_delta(run: LiveRun, round_: int, fragment: int) -> Problem:
     where = f"the delta of round {round_}, fragment {fragment},"
     if not retention.keeps_delta(run, round_):
         return Problem("gone", f"{where} was deleted by the retention rule; recover from the latest checkpoint")
-    if (round_, fragment) in run.outer.lost:
+    if (round_, fragment) in run.outer.lost_deltas:
         return Problem("gone", f"{where} was lost by the coordinator's disk; recover from the latest checkpoint")
-    run.outer.suspect = True
+    run.outer.request_verification()
     return _being_verified(where.removesuffix(","))
 
 
@@ -245,9 +245,9 @@ def _no_checkpoint(run: LiveRun, session: Session, round_: int | None) -> Proble
     """Return the Problem that there is no checkpoint of `round_` (None: none at all): `file-lost` if the disk has lost
     it, `gone` if the retention rule has deleted those of so early states, otherwise `not-found`."""
     found = sorted(session.scalars(select(CheckpointRow.round).where(CheckpointRow.run_id == run.id)))
-    sound = [each for each in found if each not in run.outer.spoilt]
-    if (round_ is None and found and not sound) or round_ in run.outer.spoilt:
-        damage = run.outer.spoilt[found[-1] if round_ is None else round_]
+    sound = [each for each in found if each not in run.outer.damaged_checkpoints]
+    if (round_ is None and found and not sound) or round_ in run.outer.damaged_checkpoints:
+        damage = run.outer.damaged_checkpoints[found[-1] if round_ is None else round_]
         there = ", ".join(map(str, sound[-CHECKPOINTS_NAMED:]))
         others = f"take another checkpoint ({there})" if sound else "wait for the next checkpoint"
         return Problem("file-lost", f"{damage}; {others}, or restore the data directory from a backup")
@@ -272,7 +272,7 @@ def _checkpoint_fields(run: LiveRun, session: Session, row: CheckpointRow) -> di
         "created_at": row.created_at,
         "bytes": size or 0,
         "state_digest": row.state_digest.hex(),
-        "damage": run.outer.spoilt.get(row.round),
+        "damage": run.outer.damaged_checkpoints.get(row.round),
     }
 
 

@@ -93,13 +93,19 @@ class InThread(Running):
         return self.coordinator.run(run)
 
     def await_state(self, run: str, round_: int) -> None:
-        """Return when the coordinator itself has stepped to state `round_`, checkpoint included."""
+        """Return when the coordinator itself has stepped to state `round_`, made the checkpoint if one is due, and
+        deleted what retention does not keep."""
         live = self.live(run)
         with live.lock:
             in_time = [live.outer.await_round(p, round_, timeout_s=30) for p in range(len(live.outer.states))]
             reached = all(in_time) and all(each.round == round_ for each in live.outer.states)
         if not reached:
             raise TimeoutError(f"the coordinator did not reach state {round_}: {live.outer.states}")
+        give_up_at = time.monotonic() + 30
+        while live.outer.any_job_running:
+            if time.monotonic() > give_up_at:
+                raise TimeoutError(f"the jobs of the run {run} do not come to an end")
+            time.sleep(0.005)
 
 
 @cache

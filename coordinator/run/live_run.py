@@ -353,7 +353,7 @@ class Change:
         self.then(partial(setattr, self.run, "_open", None))
         self.then(partial(setattr, self.run, "_round", round_))
         self.then(partial(setattr, self.run, "_step", step))
-        self.then(self.run.outer.forget_deltas)
+        self.then(self.run.outer.forget_history)
 
     def record(self, kind: str, message: str, **data: Any) -> None:
         """Record an event, in the same transaction as the rows, and wake those who follow the events."""

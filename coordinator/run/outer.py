@@ -1,16 +1,20 @@
-"""The coordinator's own outer state in memory: where each fragment is, and the deltas that lead on from there."""
+"""The coordinator's own outer state in memory: the state of each fragment, and what is known about its files.
+
+Everything that changes it is a method here. `sync/outer_state.py` steps it, `upkeep/verifying.py` checks its files.
+"""
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from coordinator.store.data_directory import StateFiles
 
 
 class State(NamedTuple):
-    """A fragment's outer state: the number of the round that starts from it, and its digest."""
+    """A fragment's outer state: the round that starts from it, and its digest."""
 
     round: int
     digest: bytes
@@ -18,11 +22,11 @@ class State(NamedTuple):
 
 @dataclass
 class Job:
-    """A fragment's job on another thread, which publishes its deltas and steps its outer state (`publishing.py`).
+    """A fragment's job on another thread, which publishes its deltas and steps its outer state (`sync/publishing.py`).
 
-    running   it is at work
-    retry_at  after a fault, such as a full disk: when it may start again
-    fault     what the last fault was, so that an event says it only once
+    running   the job is at work
+    retry_at  after a fault, such as a full disk: the time at which it may start again
+    fault     the last fault, so that an event reports it only once
     """
 
     running: bool = False
@@ -33,25 +37,26 @@ class Job:
 class OuterState:
     """The outer state of a run. It has no fragments until state 0 is complete.
 
-    files    where it lies on disk
-    jobs     of each fragment
-    deltas   by round and fragment: the digests of the last rounds' deltas
-    lost     rounds and fragments of deltas that cannot be made again
-    spoilt   rounds of the checkpoints that cannot be made again, each with what is wrong, in words
-    suspect  True where a blob was found missing: all of them are to be verified soon
-    damage   why the run cannot go on until its files are restored; None if it can
+    files                the state files on disk
+    jobs                 the job of each fragment
+    deltas               digests of the last rounds' deltas, by round and fragment
+    lost_deltas          (round, fragment) of each delta whose blob is lost and cannot be rebuilt
+    damaged_checkpoints  round -> what is wrong, for checkpoints that cannot be rebuilt
+    damage               why the run cannot continue until its files are restored; None if it can
     """
 
     def __init__(self, files: StateFiles, lock: "threading.RLock") -> None:
         self.files = files
         self.jobs: list[Job] = []
-        self.deltas: dict[tuple[int, int], bytes] = {}
-        self.lost: set[tuple[int, int]] = set()
-        self.spoilt: dict[int, str] = {}
-        self.suspect = False
-        self.damage: str | None = None
         self._states: list[State] = []
+        self._deltas: dict[tuple[int, int], bytes] = {}
+        self._lost_deltas: set[tuple[int, int]] = set()
+        self._damaged_checkpoints: dict[int, str] = {}
+        self._damage: str | None = None
+        self._verification_wanted = False
         self._changed = threading.Condition(lock)
+
+    # --- the states -----------------------------------------------------------------------------------------------
 
     @property
     def states(self) -> Sequence[State]:
@@ -59,24 +64,77 @@ class OuterState:
         return self._states
 
     def begin(self, states: list[State]) -> None:
-        """Begin with these states."""
+        """Start from these states: state 0, or those that the database has."""
         self._states, self.jobs = states, [Job() for _ in states]
 
     def set(self, fragment: int, state: State) -> None:
-        """Put a fragment into another state."""
+        """Move a fragment to another state: one step on, or back to a checkpoint."""
         self._states[fragment] = state
         self._changed.notify_all()
 
-    def add_delta(self, round_: int, fragment: int, digest: bytes, *, last: bool) -> None:
-        """Add a delta that was published. The last one of its round ends the use of those of earlier rounds."""
-        kept = {key: each for key, each in self.deltas.items() if key[0] >= round_ or not last}
-        self.deltas = kept | {(round_, fragment): digest}
-
-    def forget_deltas(self) -> None:
-        """Forget all deltas: rounds of the same numbers will have others."""
-        self.deltas, self.lost, self.spoilt = {}, set(), {}
-
     def await_round(self, fragment: int, round_: int, timeout_s: float) -> bool:
-        """Wait until the fragment's state is of `round_` or later; return False if time is up. Releases the run's lock
-        meanwhile."""
+        """Wait until the fragment's state is that of `round_` or later. Return False on timeout. Releases the run's
+        lock while it waits."""
         return self._changed.wait_for(lambda: self._states[fragment].round >= round_, timeout=timeout_s)
+
+    @property
+    def any_job_running(self) -> bool:
+        """True while a thread works on the run's deltas, states or checkpoints."""
+        return any(job.running for job in self.jobs)
+
+    # --- the deltas -----------------------------------------------------------------------------------------------
+
+    @property
+    def deltas(self) -> Mapping[tuple[int, int], bytes]:
+        return MappingProxyType(self._deltas)
+
+    def add_delta(self, round_: int, fragment: int, digest: bytes, *, last: bool) -> None:
+        """Add a published delta. With the `last` one of its round, those of earlier rounds are forgotten."""
+        kept = {key: each for key, each in self._deltas.items() if key[0] >= round_ or not last}
+        self._deltas = kept | {(round_, fragment): digest}  # a new dict: others read without the lock
+
+    def forget_history(self) -> None:
+        """Forget deltas and damage after a rollback: the same round numbers will have other files."""
+        self._deltas, self._lost_deltas, self._damaged_checkpoints = {}, set(), {}
+
+    # --- damaged files --------------------------------------------------------------------------------------------
+
+    @property
+    def lost_deltas(self) -> Set[tuple[int, int]]:
+        return self._lost_deltas
+
+    @property
+    def damaged_checkpoints(self) -> Mapping[int, str]:
+        return MappingProxyType(self._damaged_checkpoints)
+
+    @property
+    def damage(self) -> str | None:
+        return self._damage
+
+    def lose_delta(self, round_: int, fragment: int) -> None:
+        """Note that a delta's blob is lost for good: workers recover from a checkpoint instead."""
+        self._lost_deltas.add((round_, fragment))
+
+    def mark_damaged(self, checkpoint: int, reason: str) -> None:
+        """Stop offering the checkpoint to workers."""
+        self._damaged_checkpoints[checkpoint] = reason
+
+    def mark_intact(self, checkpoint: int) -> None:
+        """Offer the checkpoint again; or forget it, if it was deleted."""
+        self._damaged_checkpoints.pop(checkpoint, None)
+
+    def stop(self, damage: str) -> None:
+        """Stop the run: it cannot continue until its files are restored from a backup."""
+        self._damage = damage
+
+    def request_verification(self) -> None:
+        """Have all files verified soon, because a blob was missing or damaged."""
+        self._verification_wanted = True
+
+    @property
+    def verification_wanted(self) -> bool:
+        return self._verification_wanted
+
+    def begin_verification(self) -> None:
+        """Clear the request: later findings need another verification."""
+        self._verification_wanted = False

@@ -16,7 +16,7 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, Engine, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.orm import Session
 
 import migrations
@@ -24,7 +24,7 @@ from coordinator.store import sqlite
 from coordinator.store.data_directory import RESTORED
 from coordinator.store.tables import Base
 from protocol import __version__
-from protocol.errors import OuterstepError
+from protocol.errors import OuterstepError, Problem
 from protocol.messages import Cause
 
 
@@ -54,12 +54,26 @@ class Backend(Protocol):
         """Copy the database, as it is at one moment, into the new file `target`, which is SQLite's whatever the
         database is. Raises OuterstepError where it cannot be read, and OSError."""
 
+    def violated(self, error: IntegrityError) -> str | None:
+        """Return the name of the constraint that `error` reports; None if the database does not say which one."""
+
     def fault(self, error: DBAPIError) -> tuple[Cause, str] | None:
         """Return what `error` says of the database itself and its disk, and in words; None if it is about a
         statement."""
 
 
 BACKENDS: dict[str, Backend] = {"sqlite": sqlite}
+
+# The constraints that a request can violate: the problem that it is answered with. Those that are not here hold
+# whatever a client sends, so a violation is a fault of Outerstep.
+VIOLATIONS = {
+    "uq_runs_name": ("run-exists", "there is a run of this name; choose another one"),
+    "uq_tokens_secret_hash": ("invalid-message", "token: there is a token with this secret; draw a random one"),
+    "uq_workers_token_hash": (
+        "invalid-message",
+        "body.member_token: another worker has it; choose one for each worker, from a source of secrets",
+    ),
+}
 
 
 def url_of(text: str | None, data_dir: Path) -> URL:
@@ -105,6 +119,7 @@ class Database:
     def __init__(self, url: URL) -> None:
         backend = BACKENDS[url.get_backend_name()]
         self.name, self.folder = url.get_backend_name(), backend.folder(url)
+        self._violated = backend.violated
         self._size_bytes = partial(backend.size_bytes, url)
         with ExitStack() as opened:
             opened.enter_context(backend.lock(url))
@@ -124,9 +139,17 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """Open a session whose transaction is committed, durably, at the end of the block."""
-        with Session(self.writing, expire_on_commit=False) as session, session.begin():
-            yield session
+        """Open a session whose transaction is committed, durably, at the end of the block.
+
+        Raises Problem, as VIOLATIONS says, if the block writes what a constraint forbids.
+        """
+        try:
+            with Session(self.writing, expire_on_commit=False) as session, session.begin():
+                yield session
+        except IntegrityError as error:
+            if (problem := VIOLATIONS.get(self._violated(error) or "")) is None:
+                raise
+            raise Problem(*problem) from error
 
     def revision(self) -> str | None:
         """Return the revision of its schema. Raises DBAPIError if it does not answer."""

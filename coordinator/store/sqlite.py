@@ -11,10 +11,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import URL, Connection, Engine, PrimaryKeyConstraint, UniqueConstraint, create_engine, event
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.pool import ConnectionPoolEntry
 
+from coordinator.store.tables import Base
 from outerstep.common.files import open_locked
 from protocol.errors import OuterstepError
 from protocol.messages import Cause
@@ -113,6 +114,22 @@ def copy(url: URL, target: Path) -> None:
         raise OuterstepError(f"the database {source} cannot be copied: {error}") from error
     if found != "ok":
         raise OuterstepError(f"the database {source} is damaged, so it was not copied: {found}")
+
+
+def violated(error: IntegrityError) -> str | None:
+    """Return the name of the constraint that `error` reports; None if SQLite does not say which one it was."""
+    kind, _, what = str(error.orig).partition(" constraint failed: ")
+    if kind == "CHECK":
+        return what
+    if kind != "UNIQUE":  # of a foreign key SQLite says nothing more
+        return None
+    columns = what.split(", ")
+    table = Base.metadata.tables[columns[0].partition(".")[0]]
+    for each in (*table.constraints, *table.indexes):
+        unique = isinstance(each, (PrimaryKeyConstraint, UniqueConstraint)) or getattr(each, "unique", False)
+        if unique and [str(column) for column in each.columns] == columns:
+            return str(each.name)
+    return None
 
 
 def fault(error: DBAPIError) -> tuple[Cause, str] | None:

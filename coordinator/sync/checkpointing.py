@@ -44,11 +44,10 @@ def checkpoint_at_rest(run: LiveRun, fragment: int) -> None:
         if not is_due_at_rest(run, fragment):
             return
     write_fragment(run, round_, fragment, run.outer.files.path(fragment, round_), state_digest)
-    with run.lock:
-        with run.change() as change:
-            completed = record_if_complete(change, round_)
-        if completed:
-            retention.clean(run)
+    with run.change() as change:
+        completed = record_if_complete(change, round_)
+    if completed:
+        retention.clean(run)
 
 
 def write_fragment(run: LiveRun, round_: int, fragment: int, state: Path, state_digest: bytes) -> CheckpointFragmentRow:

@@ -127,7 +127,7 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
             )
         ).all()
     with run.lock:
-        if not retention.keeps_delta(run, round_) or (round_, fragment) in run.outer.lost:
+        if not retention.keeps_delta(run, round_) or (round_, fragment) in run.outer.lost_deltas:
             return False  # deleted by the retention rule meanwhile, or recorded before
     weights = row.contributors or {}
     contributed = {
@@ -138,7 +138,7 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
     mended = len(contributed) == len(weights) and _make_again(run, round_, fragment, contributed, row)
     if not mended:
         run.blobs.delete(name)
-        run.outer.lost.add((round_, fragment))
+        run.outer.lose_delta(round_, fragment)
     where = f"the delta of round {round_}, fragment {fragment}"
     with run.change() as change:
         if mended:

@@ -66,16 +66,15 @@ def _step(run: LiveRun, fragment: int) -> None:
     checkpointed = checkpointing.is_due(run, after)
     if checkpointed:
         checkpointing.write_fragment(run, after, fragment, target, digest)
-    with run.lock:
-        with run.change() as change:
-            row = change.session.get_one(OuterStateRow, (run.id, fragment))
-            row.round, row.state_digest = after, digest
-            completed = checkpointed and checkpointing.record_if_complete(change, after)
-            guarding.look_at_the_extent(change, extent, after, fragment)
-            change.then(partial(run.outer.set, fragment, State(after, digest)))
-            change.wake(EVENTS)
-        if completed:
-            retention.clean(run)
+    with run.change() as change:
+        row = change.session.get_one(OuterStateRow, (run.id, fragment))
+        row.round, row.state_digest = after, digest
+        completed = checkpointed and checkpointing.record_if_complete(change, after)
+        guarding.look_at_the_extent(change, extent, after, fragment)
+        change.then(partial(run.outer.set, fragment, State(after, digest)))
+        change.wake(EVENTS)
+    if completed:
+        retention.clean(run)
 
 
 def step(run: LiveRun, state: StateReader, before: int, fragment: int, target: Path, extent: guarding.Extent) -> bytes:
@@ -144,7 +143,7 @@ def restore(run: LiveRun) -> None:
         if disk_is_full(error):
             raise  # that is no damage: the next start finds room, or says so again
         logger.exception("%s: the outer state cannot be restored", run.name)
-        outer.damage = str(error)
+        outer.stop(str(error))
         return
     outer.files.remove_all_but({outer.files.path(fragment, each.round) for fragment, each in enumerate(outer.states)})
 

@@ -40,7 +40,7 @@ def complete_checkpoints(run: LiveRun) -> list[int]:
         rounds = session.scalars(
             select(CheckpointRow.round).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round.desc())
         ).all()
-    return [round_ for round_ in rounds if round_ not in run.outer.spoilt]
+    return [round_ for round_ in rounds if round_ not in run.outer.damaged_checkpoints]
 
 
 def oldest_checkpoint(run: LiveRun) -> int:
@@ -60,22 +60,36 @@ def keeps_delta(run: LiveRun, round_: int) -> bool:
     return not kept or round_ >= first_delta(kept)
 
 
+def oldest_kept(run: LiveRun) -> dict[Kind, int]:
+    """Return, for each kind of blob, the first round that the rule keeps; nothing if there is no checkpoint."""
+    kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
+    return {"checkpoints": kept[-1], "deltas": first_delta(kept), "contributions": kept[0]} if kept else {}
+
+
 def clean(run: LiveRun) -> None:
-    """Delete what the rule does not keep; rows first, so that no row names a missing blob."""
+    """Delete what the rule does not keep: the rows under the run's lock, then the blobs without it.
+
+    Callers must not hold the lock: with a thousand workers there are tens of thousands of files. Rows go first, so no
+    row names a missing blob. A blob below `oldest_kept` is never needed again: the bounds only rise, and the run cannot
+    be rolled back or removed while one of its jobs is at work. After a crash in between, the next start deletes the
+    blobs (`upkeep/restoring.py`).
+    """
     with run.lock:
+        if not (first_rounds := oldest_kept(run)):
+            return  # the checkpoint was damaged in the meantime
+        newest = first_rounds["contributions"]
         kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
-        oldest_delta = first_delta(kept)
         with run.change() as change:
             for table in (CheckpointRow, CheckpointFragmentRow):
                 change.session.execute(
-                    delete(table).where(table.run_id == run.id, table.round < kept[0], table.round.not_in(kept))
+                    delete(table).where(table.run_id == run.id, table.round < newest, table.round.not_in(kept))
                 )
-            _forget_history(run, change.session, min(oldest_delta, run.round - run.spec.retention.rounds))
-        bounds: dict[Kind, int] = {"checkpoints": kept[-1], "deltas": oldest_delta, "contributions": kept[0]}
-        for kind, before in bounds.items():
-            for name, _ in run.blobs.list(run.names.kind(kind)):
-                if round_of(name) < before:
-                    run.blobs.delete(name)
+            summed_before = min(first_rounds["deltas"], run.round - run.spec.retention.rounds)
+            _forget_history(run, change.session, summed_before)
+    for kind, first in first_rounds.items():
+        for name, _ in run.blobs.list(run.names.kind(kind)):
+            if round_of(name) < first:
+                run.blobs.delete(name)
 
 
 def _forget_history(run: LiveRun, session: Session, before: int) -> None:

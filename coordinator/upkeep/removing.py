@@ -32,7 +32,7 @@ def remove_rows(run: LiveRun, by: Actor, *, verifying: bool) -> None:
     if len(run.members):
         names = ", ".join(sorted(run.members.live(), key=natural))
         raise Problem("not-ready", f"workers are still leaving the run {run.name}: {names}", retry_after_s=_BUSY_S)
-    if verifying or any(job.running for job in run.outer.jobs):
+    if verifying or run.outer.any_job_running:
         raise Problem("not-ready", f"files of the run {run.name} are still being worked on", retry_after_s=_BUSY_S)
     run.blobs.put(run.names.removed, b"")
     with run.world.database.write() as session:

@@ -96,7 +96,7 @@ def roll_back(
             detail = f"the run {run.name} is at state {run.round}, and was seen at {order.from_round}"
             raise Problem("rolled-back", f"{detail}: it was rolled back meanwhile")
         rows = _checkpoint(run, to)
-        if verifying() or any(job.running for job in run.outer.jobs):
+        if verifying() or run.outer.any_job_running:
             raise Problem("not-ready", f"files of the run {run.name} are still being worked on", retry_after_s=_BUSY_S)
         place = setting_aside.next_place(run)
         run.blobs.put(f"{place}rows.json", json.dumps(_history(run, to), indent=1).encode())

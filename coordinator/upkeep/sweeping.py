@@ -9,20 +9,24 @@ from sqlalchemy.orm import Session
 from coordinator.run.live_run import LiveRun
 from coordinator.store.blobs import Kind, round_of
 from coordinator.store.tables import CheckpointFragmentRow, ContributionRow, FragmentRow
+from coordinator.sync import retention
 
 logger = logging.getLogger(__name__)
 
 
 def sweep(run: LiveRun) -> None:
-    """Delete the blobs that no row knows."""
+    """Delete the blobs that no row names, and those that the retention rule does not keep: after a crash their rows may
+    outlive them, or they their rows."""
+    first_rounds = retention.oldest_kept(run)
     for kind, names_of in _NAMES.items():
         found = {name for name, _ in run.blobs.list(run.names.kind(kind))}
         if not found:
             continue
         with run.world.database.read() as session:
-            known = names_of(run, session, min(map(round_of, found)))  # older rows are history, without blobs
+            oldest = max(min(map(round_of, found)), first_rounds.get(kind, 0))  # older rows are history, without blobs
+            known = names_of(run, session, oldest)
         for name in found - known:
-            logger.info("%s: deleting %s, which was never acknowledged or published", run.name, name)
+            logger.info("%s: deleting %s, which is not needed", run.name, name)
             run.blobs.delete(name)
 
 

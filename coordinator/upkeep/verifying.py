@@ -36,8 +36,9 @@ def start_when_due(run: LiveRun, due: dict[int, float], submit: Callable[..., ob
     with run.lock:
         now = run.world.clock()
         when = due.get(run.id, now)
-        if when != math.inf and (now >= when or run.outer.suspect):
-            due[run.id], run.outer.suspect = math.inf, False
+        if when != math.inf and (now >= when or run.outer.verification_wanted):
+            due[run.id] = math.inf
+            run.outer.begin_verification()
             submit(_verify, run, due)
 
 
@@ -80,9 +81,9 @@ def verify(run: LiveRun) -> bool:
         damage = checkpointing.damage(run, row)
         if damage is not None and not _mend_checkpoint(run, row, damage):
             damaged.add(row.round)
-    for round_ in run.outer.spoilt.keys() - damaged:
-        del run.outer.spoilt[round_]  # deleted by the retention rule, or somebody has put its files back
-    none_left = bool(run.outer.spoilt) and not retention.complete_checkpoints(run)
+    for round_ in run.outer.damaged_checkpoints.keys() - damaged:
+        run.outer.mark_intact(round_)  # deleted by the retention rule, or somebody has put its files back
+    none_left = bool(run.outer.damaged_checkpoints) and not retention.complete_checkpoints(run)
     # Of a run with neither a checkpoint nor its state nothing can be made again: then `_mend_state` says so.
     done = [_mend_state(run, fragment) for fragment in range(len(run.outer.states))]
     return all(done) and not (none_left and not _checkpoint_now(run))
@@ -92,19 +93,24 @@ def _mend_checkpoint(run: LiveRun, row: CheckpointFragmentRow, damage: str) -> b
     """Make the checkpoint's fragment again. Return False if that is impossible: nobody is sent to the checkpoint any
     more, until its file is back."""
     where = f"fragment {row.fragment} of checkpoint {row.round}"
-    if row.round not in [*retention.complete_checkpoints(run), *run.outer.spoilt]:
-        return True  # the retention rule has deleted it meanwhile
+    if not _is_kept(run, row):
+        return True
     if _make_again(run, row):
         with run.change() as change:
             message = f"{where} was {damage} on disk; it was made again, to the same bytes"
             change.record("mended", message, round=row.round, fragment=row.fragment)
         return True
-    if row.round not in run.outer.spoilt:
+    if row.round not in run.outer.damaged_checkpoints:
         with run.change() as change:
             message = f"{where} is {damage} on disk and cannot be made again"
             change.record("corrupt", message, round=row.round, fragment=row.fragment)
-            change.then(partial(run.outer.spoilt.__setitem__, row.round, message))
+            change.then(partial(run.outer.mark_damaged, row.round, message))
     return False
+
+
+def _is_kept(run: LiveRun, row: CheckpointFragmentRow) -> bool:
+    """Return False if the retention rule has deleted the checkpoint in the meantime."""
+    return row.round in [*retention.complete_checkpoints(run), *run.outer.damaged_checkpoints]
 
 
 def _mend_state(run: LiveRun, fragment: int) -> bool:
@@ -124,7 +130,7 @@ def _mend_state(run: LiveRun, fragment: int) -> bool:
             except OuterstepError as error:
                 with run.change() as change:
                     change.record("corrupt", str(error), round=state.round, fragment=fragment)
-                    change.then(partial(setattr, run.outer, "damage", str(error)))
+                    change.then(partial(run.outer.stop, str(error)))
         return True
 
 
@@ -132,19 +138,19 @@ def _checkpoint_now(run: LiveRun) -> bool:
     """Make a checkpoint of the current state, though none is due. Return False while that is not possible."""
     with run.lock:  # so that no fragment is stepped meanwhile
         states = list(run.outer.states)
-        if any(each.round != run.round for each in states) or any(job.running for job in run.outer.jobs):
+        if any(each.round != run.round for each in states) or run.outer.any_job_running:
             return False
         for fragment, state in enumerate(states):
             path = run.outer.files.path(fragment, state.round)
             if not has_state_digest(path, state.digest):
                 return False
             checkpointing.write_fragment(run, state.round, fragment, path, state.digest)
-        run.outer.spoilt.pop(run.round, None)
+        run.outer.mark_intact(run.round)
         with run.change() as change:
             completed = checkpointing.record_if_complete(change, run.round)
-        if completed:
-            retention.clean(run)
-        return True
+    if completed:
+        retention.clean(run)
+    return True
 
 
 def _make_again(run: LiveRun, row: CheckpointFragmentRow) -> bool:
@@ -197,6 +203,8 @@ def _derive(run: LiveRun, base: CheckpointFragmentRow, row: CheckpointFragmentRo
 
 
 def _replace(run: LiveRun, row: CheckpointFragmentRow, state: Path) -> None:
-    """Put the state in the place of a corrupt blob."""
-    run.blobs.delete(run.names.checkpoint(row.round, row.fragment, row.digest))
-    checkpointing.write_fragment(run, row.round, row.fragment, state, row.state_digest)
+    """Put the state in the place of a corrupt blob, unless retention has deleted the checkpoint in the meantime."""
+    with run.lock:  # which retention holds while it deletes rows; the blobs follow
+        if _is_kept(run, row):
+            run.blobs.delete(run.names.checkpoint(row.round, row.fragment, row.digest))
+            checkpointing.write_fragment(run, row.round, row.fragment, state, row.state_digest)

@@ -1,5 +1,7 @@
 """A join whose answer was lost is sent again: it must be the same join, not a second process under a taken name."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from harness.coordinator import InThread
@@ -49,3 +51,18 @@ def test_a_token_of_another_worker_is_refused_in_this_run_and_in_others(shared: 
     for name in (run, f"{run}-other"):
         refused = Member(shared.client(), name, "v").ask_to_join(member_token=token)
         assert "member_token: another worker has it" in problem(refused, "invalid-message")["detail"]
+
+
+def test_workers_of_many_runs_that_propose_one_token_at_once(shared: InThread, run: str) -> None:
+    """A constraint of the database decides, not a look at it beforehand: the others get a problem and not a 500."""
+    runs = [f"{run}-{n}" for n in range(6)]
+    for name in runs:
+        shared.create_run(spec_toml(name, members=MINUTE))
+    token = "ost_" + run[-1] * 43
+    members = [Member(shared.client(), name, "w") for name in runs]
+    with ThreadPoolExecutor(len(members)) as threads:
+        answers = list(threads.map(lambda member: member.ask_to_join(member_token=token), members))
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert len(refused) == len(runs) - 1
+    for answer in refused:
+        problem(answer, "invalid-message")

@@ -14,8 +14,9 @@ from alembic.migration import MigrationContext
 
 import migrations
 from coordinator.store import sqlite
-from coordinator.store.database import Database, disk_is_full, fault_of
+from coordinator.store.database import VIOLATIONS, Database, disk_is_full, fault_of
 from coordinator.store.tables import Base
+from protocol.errors import Problem
 from protocol.messages import Cause
 
 
@@ -171,4 +172,52 @@ def test_the_database_itself_refuses(tmp_path: Path, statements: list[str], cons
             session.execute(sa.text(statement))
         with pytest.raises(sa.exc.IntegrityError, match=constraint):
             session.execute(sa.text(statements[-1]))
+    database.close()
+
+
+TOKEN = "INSERT INTO tokens (id, scope, note, secret_hash, created_at) VALUES ('{}', 'worker', '', x'01', 0)"
+WORKER = "INSERT INTO workers (run_id, name, place, state, epoch, token_hash, joined_at, host, metrics) VALUES (1, '{0}', {1}, 'live', 1, x'02', 0, '{{}}', '{{}}')"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "statements"),
+    [
+        ("uq_runs_name", [RUN.format(2, "r")]),
+        ("uq_tokens_secret_hash", [TOKEN.format("a"), TOKEN.format("b")]),
+        ("uq_workers_token_hash", [WORKER.format("a", 0), WORKER.format("b", 1)]),
+    ],
+)
+def test_what_a_request_can_violate_is_answered_with_a_problem(
+    tmp_path: Path, constraint: str, statements: list[str]
+) -> None:
+    database = Database(sqlite.url_in(tmp_path))
+    with database.write() as session:
+        session.execute(sa.text(RUN.format(1, "r")))
+        for statement in statements[:-1]:
+            session.execute(sa.text(statement))
+    with pytest.raises(Problem) as refused, database.write() as session:
+        session.execute(sa.text(statements[-1]))
+    assert refused.value.slug == VIOLATIONS[constraint][0]
+    with pytest.raises(sa.exc.IntegrityError), database.write() as session:
+        session.execute(sa.text(UNITS.format(5, 5, "'free'", "NULL", "NULL")))  # no request can
+    database.close()
+
+
+def test_the_name_of_a_violated_constraint_is_found(tmp_path: Path) -> None:
+    database = Database(sqlite.url_in(tmp_path))
+    twice = {
+        "pk_contributions": CONTRIBUTION.format(1),
+        "uq_unit_ranges_run_id_start": UNITS.format(0, 5, "'free'", "NULL", "NULL"),
+        "ix_workers_run_id_place": WORKER.format("a", 0),
+    }
+    with database.write() as session:
+        session.execute(sa.text(RUN.format(1, "r")))
+        for statement in twice.values():
+            session.execute(sa.text(statement))
+    twice["ix_workers_run_id_place"] = WORKER.format("b", 0).replace("x'02'", "x'03'")
+    once = {"ck_unit_ranges_not_empty": UNITS.format(5, 5, "'free'", "NULL", "NULL")}
+    for name, statement in (twice | once).items():
+        with database.read() as session, pytest.raises(sa.exc.IntegrityError) as error:
+            session.execute(sa.text(statement))
+        assert sqlite.violated(error.value) == name
     database.close()

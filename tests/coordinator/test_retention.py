@@ -1,15 +1,22 @@
 """What is left on disk and in the database after many rounds, and that it is enough."""
 
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
-from coordinator.store.blobs import KINDS
-from coordinator.store.tables import CheckpointFragmentRow, ContributionRow
-from harness.coordinator import InThread
+from coordinator.store.blobs import KINDS, Blobs, Kind, round_of
+from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, ContributionRow
+from harness.coordinator import InThread, coordinator_thread
 from harness.stores import names, rounds
 from protocol.outer_step import outer_step
 from protocol.wire import Payload
 from tests.coordinator.crew import crew, info, play_round
+
+KINDS_IN_ORDER: tuple[Kind, ...] = ("checkpoints", "deltas", "contributions")
 
 # every_rounds, keep -> after 5 of 7 rounds and at the end: rounds of the checkpoints, deltas and contributions kept.
 CASES = [
@@ -20,12 +27,10 @@ CASES = [
 ]
 
 
-def kept(running: InThread, run: str) -> tuple[list[int], list[int], list[int]]:
-    live = running.live(run)
-    for kind in KINDS:
-        for round_ in rounds(live, kind):
-            assert len(names(live, kind, round_)) == 2, "one blob per fragment"
-    return rounds(live, "checkpoints"), rounds(live, "deltas"), rounds(live, "contributions")
+def kept_below(running: InThread, run: str, first: int) -> tuple[list[int], list[int], list[int]]:
+    """The rounds of the checkpoints, deltas, and of the contributions below `first`."""
+    checkpoints, deltas, contributions = (rounds(running.live(run), kind) for kind in KINDS_IN_ORDER)
+    return checkpoints, deltas, [round_ for round_ in contributions if round_ < first]
 
 
 @pytest.mark.parametrize(("every", "keep", "midway", "at_the_end"), CASES)
@@ -37,9 +42,11 @@ def test_the_rule_keeps_what_it_says_and_it_is_enough_to_recover(
         play_round([member], round_)
         shared.await_state(run, round_ + 1)
         if round_ == 4:
-            assert (rounds(shared.live(run), "checkpoints"), rounds(shared.live(run), "deltas")) == midway[:2]
-            assert [each for each in rounds(shared.live(run), "contributions") if each < 5] == midway[2]
-    assert kept(shared, run) == at_the_end
+            assert kept_below(shared, run, 5) == midway
+    assert kept_below(shared, run, 8) == at_the_end
+    for kind in KINDS:
+        for round_ in rounds(shared.live(run), kind):
+            assert len(names(shared.live(run), kind, round_)) == 2, "one blob per fragment"
     listed = sorted(each["round"] for each in info(shared, run, "/checkpoints")["items"])
     assert listed == at_the_end[0]
     with shared.coordinator.database.read() as session:
@@ -69,3 +76,67 @@ def test_the_coordinator_keeps_two_state_files_per_fragment_and_no_scratch(share
     shared.await_state(run, 3)
     assert sorted(path.name for path in shared.live(run).outer.files.folder.iterdir()) == ["0.0", "0.1", "1.0", "1.1"]
     assert [path.name for path in (shared.data_dir / "incoming").iterdir()] == []
+
+
+class Deleting:
+    """Blobs, except that `delete` calls `on_delete` with the name and the real method."""
+
+    def __init__(self, real: Blobs, on_delete: Callable[[str, Callable[[str], None]], None]) -> None:
+        self._real, self._on_delete = real, on_delete
+
+    def delete(self, name: str) -> None:
+        self._on_delete(name, self._real.delete)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def is_free(lock: "threading.RLock") -> bool:
+    """True if this thread does not hold the lock: then another one gets it soon, whoever has it now."""
+    found: list[bool] = []
+
+    def ask() -> None:
+        found.append(lock.acquire(timeout=10))
+        if found[0]:
+            lock.release()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_blobs_are_deleted_after_their_rows_and_without_the_lock(shared: InThread, run: str) -> None:
+    (member,) = crew(shared, run, ["w"], rounds=4, checkpoints="every_rounds = 1\nkeep = 1")
+    live = shared.live(run)
+    seen: list[tuple[str, int, bool]] = []
+
+    def on_delete(name: str, delete: Callable[[str], None]) -> None:
+        if name.startswith(live.names.kind("checkpoints")):
+            with shared.coordinator.database.read() as session:
+                (oldest,) = session.query(CheckpointRow.round).filter_by(run_id=live.id).all()[:1]
+            seen.append((name, oldest.round, is_free(live.lock)))
+        delete(name)
+
+    live.blobs = Deleting(live.blobs, on_delete)  # type: ignore[assignment]
+    for round_ in range(4):
+        play_round([member], round_)
+    shared.await_state(run, 4)
+    assert kept_below(shared, run, 8) == ([4], [3], [])
+    assert len(seen) == 8, "four checkpoints of two fragments"
+    assert all(round_of(name) < oldest for name, oldest, _ in seen), "the row goes first"
+    assert all(free for *_, free in seen)
+
+
+def test_killed_between_rows_and_blobs_the_next_start_deletes_the_blobs(tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "data") as running:
+        (member,) = crew(running, "r", ["w"], rounds=6, checkpoints="every_rounds = 2\nkeep = 1")
+        live = running.live("r")
+        live.blobs = Deleting(live.blobs, lambda name, delete: None)  # type: ignore[assignment]
+        for round_ in range(4):
+            play_round([member], round_)
+        running.await_state("r", 4)
+        assert [each["round"] for each in info(running, "r", "/checkpoints")["items"]] == [4]
+        assert kept_below(running, "r", 8) == ([0, 2, 4], [0, 1, 2, 3], [0, 1, 2, 3])
+    with coordinator_thread(tmp_path / "data") as running:
+        assert kept_below(running, "r", 8) == ([4], [3], [])

@@ -116,9 +116,7 @@ class Rounds:
                     round_.ended = yield  # one inner step of θ_local
                     self._note_inner_step(round_)
                     round_.send_due()  # Δ = θ_global − θ_local: to the coordinator, which averages
-                    self._reclaim_if_lost(
-                        round_, round_.merge_due
-                    )  # θ_global steps by the mean; θ_local = θ_global − carry
+                    self._reclaim_if_lost(round_, round_.merge_due)  # θ_global: outer step; θ_local = θ_global − carry
                 self._end(round_)
             except (Resync, WorkLost, RunEnded, Unwanted) as error:
                 self._drop_work(round_, error)
