@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, expect
 
-from coordinator.dashboard import assets
-from coordinator.notifications.watching import Disk
+from coordinator.dashboard import serving
+from coordinator.notifications.alerts import Disk
 from coordinator.store.database import Fault
 from coordinator.store.tables import FragmentRow, RoundRow, WorkerRow
 from coordinator.store.tokens import secret_hash
@@ -21,7 +21,7 @@ from coordinator.upkeep.storage import Storage
 from harness.browser import Tab, chromium, tab
 from harness.coordinator import CoordinatorProcess, InThread, coordinator_thread
 from harness.member import Member, spec_toml
-from outerstep import units
+from outerstep.common.quantities import bytes_text, count_text
 from outerstep.plan import allreduce_bytes
 from protocol.messages import Cause, Scope
 from tests.coordinator.crew import crew, events, info, play_round
@@ -568,7 +568,7 @@ def test_long_names_make_nothing_wider_and_box_4_comes_before_box_14(browser: Br
 def test_where_all_streams_of_a_token_are_taken_events_come_all_the_same(browser: Browser, played: Played) -> None:
     """A viewer's link may be open on many screens."""
     running = played.running
-    viewer, callers = running.token(Scope.VIEWER), running.coordinator.callers
+    viewer, callers = running.token(Scope.VIEWER), running.coordinator.quotas
     with ExitStack() as taken, tab(browser, **WIDE) as found:
         for _ in range(running.coordinator.settings.streams_per_token):
             taken.enter_context(callers.stream(secret_hash(viewer)))
@@ -614,7 +614,7 @@ def test_the_timeline_tells_who_is_slow_late_and_gone(browser: Browser, running:
     workers += [{"name": "new", "state": "live", "epoch": 1, "joined_at": 101.5}]  # in the middle of the second round
     with opened(browser, running, "") as found:
         found.page.get_by_role("heading", name="Runs").wait_for()
-        module = f"{running.url}/dashboard/{assets.version()}/course.js"
+        module = f"{running.url}/dashboard/{serving.version()}/course.js"
         rows = found.page.evaluate(
             f"async ([details, workers]) => (await import('{module}')).timeline(details, workers)", [details, workers]
         )
@@ -689,7 +689,7 @@ def long_run(running: InThread, run: str, *, rounds: int, workers: int) -> None:
 def test_figures_are_those_of_the_commands(browser: Browser, running: InThread) -> None:
     """The page writes numbers, and counts bytes of all-reduce, as `outerstep` does."""
     numbers = [0, 7, 999, 1000, 12_345, 999_499, 999_500, 1_234_567, 98_700_000_000]
-    module = f"{running.url}/dashboard/{assets.version()}"
+    module = f"{running.url}/dashboard/{serving.version()}"
     with opened(browser, running, "") as found:
         found.page.get_by_role("heading", name="Runs").wait_for()
         shown = found.page.evaluate(
@@ -701,7 +701,7 @@ def test_figures_are_those_of_the_commands(browser: Browser, running: InThread) 
             numbers,
         )
     spaced = [[text.replace("\u00a0", " ") for text in texts] for texts in shown[:2]]
-    assert spaced == [[units.count_text(each) for each in numbers], [units.bytes_text(each) for each in numbers]]
+    assert spaced == [[count_text(each) for each in numbers], [bytes_text(each) for each in numbers]]
     assert shown[2] == allreduce_bytes(4, 139_584, 960)
 
 
@@ -729,7 +729,7 @@ def test_the_server_page_says_what_is_wrong_and_what_to_do(
         expect(found.page.locator(".fine")).to_be_visible()
         expect(found.page.locator(".tile")).to_have_count(6)
         assert is_as_wide_as_the_phone()
-        monkeypatch.setattr(running.coordinator.watch, "disks", lambda places: [Disk(tuple(places), 5, 100)])
+        monkeypatch.setattr(running.coordinator.alerts, "disks", lambda places: [Disk(tuple(places), 5, 100)])
         logging.getLogger("coordinator.trial").error(HOSTILE + "x" * 500)
         finding = found.page.locator(".finding")
         expect(finding).to_contain_text("disk filling")
