@@ -21,7 +21,7 @@ from coordinator.upkeep.storage import Storage
 from harness.browser import Tab, chromium, tab
 from harness.coordinator import CoordinatorProcess, InThread, coordinator_thread
 from harness.member import Member, spec_toml
-from outerstep import units
+from outerstep.common.quantities import bytes_text, count_text
 from outerstep.plan import allreduce_bytes
 from protocol.messages import Cause, Scope
 from tests.coordinator.crew import crew, events, info, play_round
@@ -701,7 +701,7 @@ def test_figures_are_those_of_the_commands(browser: Browser, running: InThread) 
             numbers,
         )
     spaced = [[text.replace("\u00a0", " ") for text in texts] for texts in shown[:2]]
-    assert spaced == [[units.count_text(each) for each in numbers], [units.bytes_text(each) for each in numbers]]
+    assert spaced == [[count_text(each) for each in numbers], [bytes_text(each) for each in numbers]]
     assert shown[2] == allreduce_bytes(4, 139_584, 960)
 
 
