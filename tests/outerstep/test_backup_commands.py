@@ -27,6 +27,7 @@ def outerstep(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+@pytest.mark.system
 def test_backing_up_listing_and_restoring(tmp_path: Path):
     root, new = tmp_path / "backups", tmp_path / "new"
     with serving(tmp_path / "data") as served:
@@ -85,6 +86,7 @@ def test_a_damaged_backup_is_shown_and_ends_with_3(tmp_path: Path, served: Serve
     assert err.startswith("backup 2 is damaged, trying an older one: ")
 
 
+@pytest.mark.system
 def test_a_bucket_in_the_place_of_a_directory(tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
     pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3]' flask flask-cors")

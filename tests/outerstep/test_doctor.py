@@ -171,7 +171,7 @@ def test_what_the_worker_of_a_live_run_has_is_compared(running: InThread, run: s
     assert of(found, "data").said.endswith("the same as the run's workers have, by its digest")
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [[], ["--gpus", "2", "--mode", "fsdp"]])
 def test_the_command_and_its_processes(running: InThread, run: str, tmp_path: Path, options: list[str]) -> None:
     """As people start it. The steps are taken by other processes; what it ends with can be started as it is."""
@@ -772,7 +772,7 @@ def never_built() -> None:
     threading.Event().wait()
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_processes_of_a_step_that_hangs_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
