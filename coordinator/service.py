@@ -70,13 +70,8 @@ class Coordinator:
         self.wholes = Wholes(clock, settings.parts_bytes_per_member)
         self.quotas = Quotas(settings, clock)
         if settings.backup_dir is not None:
-<<<<<<< HEAD
             locations.check(settings.backup_dir, settings.data_dir)
-        self.reading, self.parsing = CapacityLimiter(READS_AT_ONCE), CapacityLimiter(1)  # threads
-=======
-            places.check(settings.backup_dir, settings.data_dir)
         self.read_threads, self.parse_thread = CapacityLimiter(READS_AT_ONCE), CapacityLimiter(1)
->>>>>>> main
         url = url_of(settings.database_url, settings.data_dir)
         self.data = DataDirectory(settings.data_dir)
         self.database = Database(url)
@@ -129,13 +124,8 @@ class Coordinator:
         self.backups = self._scheduled(url)
 
     def _scheduled(self, url: URL) -> Scheduled | None:
-<<<<<<< HEAD
-        """Return the backups that the settings ask for."""
-        if (location := self.settings.backup_dir) is None:
-=======
         """Return the scheduled backups; None if the settings have no `backup_dir`."""
-        if (address := self.settings.backup_dir) is None:
->>>>>>> main
+        if (location := self.settings.backup_dir) is None:
             return None
         schedule = Schedule(location, self.settings.backup_every_s, self.settings.backup_keep)
         world = self._world

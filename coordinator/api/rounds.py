@@ -114,13 +114,8 @@ async def contribute(
     layout = layout_with(run, fragment)
     limit = max_payload_bytes(run.spec.sync.upload_codec, layout.elements[fragment])
     round_bytes = max_payloads_bytes(run.spec.sync.upload_codec, len(layout.fragments), layout.total_elements)
-<<<<<<< HEAD
-    async with received(http, service, limit, round_bytes, service.memory) as arrived:
-        reply = await run_in_threadpool(_accept, run, layout, worker, number, fragment, arrived)
-=======
-    async with receive_upload(http, service, limit, round_bytes, service.room) as upload:
+    async with receive_upload(http, service, limit, round_bytes, service.memory) as upload:
         reply = await run_in_threadpool(_accept, run, layout, worker, number, fragment, upload)
->>>>>>> main
     if isinstance(reply, PartReply):
         return part_response(reply)
     if not reply.created:
@@ -165,13 +160,8 @@ async def get_delta(
     found = await poll(service, caller, run.name, delta_of(fragment), wait_s, from_memory, under_lock)
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
-<<<<<<< HEAD
-    # Only those of the last round: an older delta may still be in memory though the retention rule has deleted it.
-    recent = run.world.memory.delta(found) if (number, fragment) in run.outer.deltas else None
-=======
     # The last round's deltas only: an older one may still be in memory although the retention rule has deleted it.
-    recent = run.world.room.delta(found) if (number, fragment) in run.outer.deltas else None
->>>>>>> main
+    recent = run.world.memory.delta(found) if (number, fragment) in run.outer.deltas else None
     if recent is not None:
         return memory_response(http, recent, found)
     return await run_in_threadpool(_stored_delta, http, run, number, fragment, found)

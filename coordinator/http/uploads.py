@@ -1,4 +1,4 @@
-"""Uploads: receive payloads of any size in bounded memory, into memory if there is room and otherwise into a file.
+"""Uploads: receive payloads of any size in bounded memory, into memory if the budget allows and otherwise into a file.
 
 A body is a payload, or with Content-Range one part of it.
 """
@@ -166,17 +166,10 @@ class ReceivedUpload:
 
 
 @asynccontextmanager
-<<<<<<< HEAD:coordinator/http/receiving.py
-async def received(
-    request: Request, service: Coordinator, max_bytes: int, round_bytes: int, budget: MemoryBudget | None = None
-) -> AsyncIterator[Received]:
-    """Receive the request's body, into memory if `budget` allows it; then give it to the block, which `complete`s it.
-=======
 async def receive_upload(
-    request: Request, service: Coordinator, max_bytes: int, round_bytes: int, room: Room | None = None
+    request: Request, service: Coordinator, max_bytes: int, round_bytes: int, budget: MemoryBudget | None = None
 ) -> AsyncIterator[ReceivedUpload]:
-    """Receive the request's body, into memory if `room` has some; the block then gets it, and calls `complete`.
->>>>>>> main:coordinator/http/uploads.py
+    """Receive the request's body, into memory if `budget` allows it; the block then gets it, and calls `complete`.
 
     `round_bytes`: the size of all payloads that the member sends in a round. At most ROUNDS times as many bytes may
     arrive at once, and as many may be stored of payloads with missing parts.
@@ -185,15 +178,9 @@ async def receive_upload(
     digest), digest-mismatch, request-timeout, too-many-requests.
     """
     size, announced, part = _announced(request, max_bytes)
-<<<<<<< HEAD:coordinator/http/receiving.py
-    with service.callers.upload(_owner(request), size, ROUNDS * round_bytes):
-        async with _received(request, service, size, announced, part, round_bytes, budget) as arrived:
-            yield arrived
-=======
     with service.quotas.upload(_owner(request), size, ROUNDS * round_bytes):
-        async with _received(request, service, size, announced, part, round_bytes, room) as upload:
+        async with _received(request, service, size, announced, part, round_bytes, budget) as upload:
             yield upload
->>>>>>> main:coordinator/http/uploads.py
 
 
 def _owner(request: Request) -> str:
@@ -209,47 +196,26 @@ async def _received(
     announced: bytes,
     part: Part | None,
     round_bytes: int,
-<<<<<<< HEAD:coordinator/http/receiving.py
     budget: MemoryBudget | None,
-) -> AsyncIterator[Received]:
-    content = None if budget is None else await _take(budget, size)
-    upload: Upload = (
-        ThroughFile(size, announced, service.data) if content is None else InMemory(size, announced, content)
-    )
-=======
-    room: Room | None,
 ) -> AsyncIterator[ReceivedUpload]:
-    content = None if room is None else await _take(room, size)
+    content = None if budget is None else await _take(budget, size)
     sink: Sink = FileSink(size, announced, service.data) if content is None else MemorySink(size, announced, content)
->>>>>>> main:coordinator/http/uploads.py
     try:
         await sink.receive(request, service.settings)
         if part is None:
             yield ReceivedUpload(sink, service.data)
         else:
-<<<<<<< HEAD:coordinator/http/receiving.py
-            with _of_whole(request, service, upload, part, round_bytes, budget) as arrived:
-                yield arrived
-=======
-            with _part_of_whole(request, service, sink, part, round_bytes, room) as upload:
+            with _part_of_whole(request, service, sink, part, round_bytes, budget) as upload:
                 yield upload
->>>>>>> main:coordinator/http/uploads.py
     finally:
         sink.discard()
 
 
 @contextmanager
-<<<<<<< HEAD:coordinator/http/receiving.py
-def _of_whole(
-    request: Request, service: Coordinator, upload: Upload, part: Part, round_bytes: int, budget: MemoryBudget | None
-) -> Iterator[Received]:
-    """Give the block a part of a payload; forget that payload where it was taken, or refused for good."""
-=======
 def _part_of_whole(
-    request: Request, service: Coordinator, sink: Sink, part: Part, round_bytes: int, room: Room | None
+    request: Request, service: Coordinator, sink: Sink, part: Part, round_bytes: int, budget: MemoryBudget | None
 ) -> Iterator[ReceivedUpload]:
     """Give the block a part of a payload; forget that payload once it is accepted, or rejected for good."""
->>>>>>> main:coordinator/http/uploads.py
 
     def target() -> memoryview | Path:
         memory = None if budget is None else budget.take(part.total)
@@ -274,19 +240,11 @@ def part_response(reply: PartReply) -> Response:
     return Response(reply.model_dump_json(), HTTPStatus.ACCEPTED, media_type="application/json")
 
 
-<<<<<<< HEAD:coordinator/http/receiving.py
 async def _take(budget: MemoryBudget, size: int) -> memoryview | None:
-    """Return memory for a body, or None. While others are freeing theirs, waiting for it costs less than going through
-    a file."""
-    content = budget.take(size)
-    while content is None and budget.frees_up(size):
-=======
-async def _take(room: Room, size: int) -> memoryview | None:
     """Return memory for a body, or None. While other uploads free theirs, waiting costs less than going through a
     file."""
-    content = room.take(size)
-    while content is None and room.frees_up(size):
->>>>>>> main:coordinator/http/uploads.py
+    content = budget.take(size)
+    while content is None and budget.frees_up(size):
         await asyncio.sleep(POLL_S)
         content = budget.take(size)
     return content
