@@ -48,9 +48,9 @@ PACKAGE_IMPORTS: dict[str, set[str]] = {
 # The layers of a package, lowest first: a subpackage or module imports only from itself and from the layers before it.
 LAYERS: dict[str, list[str]] = {
     "coordinator": [
-        *("settings", "logs", "sharing", "store", "callers", "tuning", "screening"),
+        *("settings", "logs", "store", "quotas", "tuning", "screening"),
         *("run", "units", "trust", "rounds", "workers", "sync", "settling", "upkeep", "backup"),
-        *("round_reports", "reports", "notifications", "service", "server_status"),
+        *("round_reports", "reports", "notifications", "service"),
         *("http", "metrics", "api", "dashboard", "app", "server"),
     ],
     "worker": [

@@ -201,7 +201,7 @@ assert "`square`" in page
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    for side in (*SIDES, "benchmarks"):
+    for side in (*SIDES, "harness"):
         shutil.copytree(ROOT / side, tmp_path / side, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 

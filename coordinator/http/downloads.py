@@ -1,7 +1,7 @@
-"""The sending of immutable bytes: ETag, Range, If-None-Match, cached for ever.
+"""Downloads of immutable bytes: ETag, Range, If-None-Match, cached forever.
 
-They come from memory if they were just published, and otherwise from their blob. It is opened before the answer begins,
-so deleting it meanwhile does no harm.
+The bytes come from memory if they were just published, and otherwise from their blob. The blob is opened before the
+response begins, so it may be deleted meanwhile.
 """
 
 import re
@@ -13,18 +13,18 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coordinator.http.head import wants_head_only
+from coordinator.http.middleware import is_head
 from coordinator.http.problems import problem_response
 from coordinator.store.blobs import Blobs, Reader, Stored
 from protocol.digest import Buffer
 from protocol.errors import Problem
 from protocol.wire import MEDIA_TYPE
 
-PIECE_BYTES = 1 << 18  # so much of an answer is in memory at once
+CHUNK_BYTES = 1 << 18  # how much of a response is in memory at once
 
 
-class _Blob(Response):
-    """An answer: bytes [start, stop) of `source`, piece by piece. A reader is closed at the end."""
+class _BlobResponse(Response):
+    """Bytes [start, stop) of `source`, chunk by chunk. A reader is closed at the end."""
 
     def __init__(
         self, status: int, headers: dict[str, str], source: memoryview | Reader, start: int, stop: int
@@ -37,14 +37,14 @@ class _Blob(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with nullcontext() if isinstance(self._source, memoryview) else self._source:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            if not wants_head_only(scope):  # for which reading the blob would be wasted
-                async for piece in self._pieces():
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            if not is_head(scope):  # which needs no bytes
+                async for chunk in self._chunks():
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
 
-    async def _pieces(self) -> AsyncIterator[Buffer]:
-        for at in range(self._start, self._stop, PIECE_BYTES):
-            stop = min(at + PIECE_BYTES, self._stop)
+    async def _chunks(self) -> AsyncIterator[Buffer]:
+        for at in range(self._start, self._stop, CHUNK_BYTES):
+            stop = min(at + CHUNK_BYTES, self._stop)
             if isinstance(self._source, memoryview):
                 yield self._source[at:stop]
             else:
@@ -52,17 +52,17 @@ class _Blob(Response):
 
 
 def _read(reader: Reader, start: int, stop: int) -> memoryview:
-    piece = memoryview(bytearray(stop - start))
-    if reader.read_into(piece, start) != len(piece):
+    chunk = memoryview(bytearray(stop - start))
+    if reader.read_into(chunk, start) != len(chunk):
         raise OSError(f"the blob of {reader.size} bytes ends before byte {stop}")
-    return piece
+    return chunk
 
 
-def blob(request: Request, blobs: Blobs, stored: Stored, missing: Callable[[], Problem]) -> Response:
-    """Return the blob, or the range of it that is asked for, as an answer. Its BLAKE3 digest is its ETag.
+def blob_response(request: Request, blobs: Blobs, stored: Stored, missing: Callable[[], Problem]) -> Response:
+    """Return the blob, or the requested range of it. Its BLAKE3 digest is its ETag.
 
-    If several ranges are asked for, the whole is the answer, as RFC 9110 allows. Raises the Problem that `missing`
-    makes if the blob is not there, or has lost some of its bytes.
+    A request for several ranges gets the whole blob, as RFC 9110 allows. Raises the Problem that `missing` returns if
+    the blob does not exist, or has lost some of its bytes.
     """
     headers = _headers(stored.digest)
     if _is_known(request, headers):
@@ -74,36 +74,35 @@ def blob(request: Request, blobs: Blobs, stored: Stored, missing: Callable[[], P
     if stored.size not in (None, reader.size):
         reader.close()
         raise missing()
-    return _answer(request, headers, reader, reader.size)
+    return _response(request, headers, reader, reader.size)
 
 
-def blob_in_memory(request: Request, content: memoryview, digest: bytes) -> Response:
-    """Return `content`, whose BLAKE3 digest is `digest`, or the range of it that is asked for, as an answer."""
+def memory_response(request: Request, content: memoryview, digest: bytes) -> Response:
+    """Return `content`, whose BLAKE3 digest is `digest`, or the requested range of it."""
     headers = _headers(digest)
     if _is_known(request, headers):
         return Response(status_code=304, headers=headers)
-    return _answer(request, headers, content, len(content))
+    return _response(request, headers, content, len(content))
 
 
-def _answer(request: Request, headers: dict[str, str], source: memoryview | Reader, size: int) -> Response:
+def _response(request: Request, headers: dict[str, str], source: memoryview | Reader, size: int) -> Response:
     ranges = _ranges(_range_header(request, headers), size)
     if ranges and all(start >= stop for start, stop in ranges):
         if not isinstance(source, memoryview):
             source.close()
         return _not_satisfiable(request.headers["range"], size)
     if len(ranges) != 1:
-        return _Blob(200, headers, source, 0, size)
+        return _BlobResponse(200, headers, source, 0, size)
     ((start, stop),) = ranges
     headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-    return _Blob(206, headers, source, start, stop)
+    return _BlobResponse(206, headers, source, start, stop)
 
 
-def _not_satisfiable(asked: str, size: int) -> Response:
-    answer = problem_response(
-        Problem("range-not-satisfiable", f"Range: {asked[:100]} does not lie within the {size} bytes")
-    )
-    answer.headers["Content-Range"] = f"bytes */{size}"
-    return answer
+def _not_satisfiable(requested: str, size: int) -> Response:
+    problem = Problem("range-not-satisfiable", f"Range: {requested[:100]} is not within the {size} bytes")
+    response = problem_response(problem)
+    response.headers["Content-Range"] = f"bytes */{size}"
+    return response
 
 
 def _headers(digest: bytes) -> dict[str, str]:
@@ -115,22 +114,21 @@ def _headers(digest: bytes) -> dict[str, str]:
 
 
 def _is_known(request: Request, headers: dict[str, str]) -> bool:
-    """Return True if the client says that it has these bytes."""
+    """True if the client has these bytes, by its If-None-Match."""
     wanted = request.headers.get("if-none-match", "")
     return wanted == "*" or headers["ETag"] in (each.strip().removeprefix("W/") for each in wanted.split(","))
 
 
 def _range_header(request: Request, headers: dict[str, str]) -> str | None:
-    """Return the Range header; None if there is none, or its If-Range means other bytes than these."""
+    """Return the Range header; None if there is none, or if If-Range names other bytes than these."""
     etag = headers["ETag"]
     return request.headers.get("range") if request.headers.get("if-range", etag) == etag else None
 
 
 def _ranges(header: str | None, size: int) -> list[tuple[int, int]]:
-    """Return the half-open ranges that a Range header asks for; one that begins behind the end is empty.
+    """Return the half-open ranges that a Range header requests; a range beyond the end is empty.
 
-    The list is empty if the header is to be ignored (RFC 9110, section 14.2): it is absent or malformed, or its unit is
-    unknown.
+    The list is empty if the header must be ignored (RFC 9110, section 14.2): absent, malformed, or of an unknown unit.
     """
     unit, _, listed = (header or "").partition("=")
     if unit.strip().lower() != "bytes":
@@ -146,12 +144,12 @@ def _range(part: str, size: int) -> tuple[int, int] | None:
         return None
     first, last = (_number(digits) for digits in match.groups())
     if not match[1]:
-        return max(0, size - last), size  # the last so many bytes
+        return max(0, size - last), size  # the last `last` bytes
     if match[2] and last < first:
         return None
     return min(first, size), min(last + 1, size) if match[2] else size
 
 
 def _number(digits: str) -> int:
-    """Return the number; of one with too many digits, one beyond any file's end, as Python limits what it parses."""
+    """Return the number, or one beyond the end of any file if it has too many digits for Python to parse."""
     return int(digits or "0") if len(digits) <= 18 else 10**18

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.callers import ALL_TOKENS, BURST_S, SWEEP_AT, Callers, Rates
+from coordinator.quotas import ALL_TOKENS, BURST_S, SWEEP_AT, Quotas, RateLimiter
 from coordinator.settings import Settings
 from harness.coordinator import SettableClock
 from protocol.errors import Problem
@@ -13,7 +13,7 @@ from protocol.errors import Problem
 A, B = b"a", b"b"
 
 
-def refused(rates: Rates, caller: bytes, cost: float = 1.0) -> float:
+def refused(rates: RateLimiter, caller: bytes, cost: float = 1.0) -> float:
     """When it may ask again."""
     with pytest.raises(Problem, match="too-many-requests") as caught:
         rates.take(caller, cost)
@@ -23,7 +23,7 @@ def refused(rates: Rates, caller: bytes, cost: float = 1.0) -> float:
 
 def test_so_many_at_once_and_then_as_many_as_time_allows() -> None:
     clock = SettableClock()
-    rates = Rates(10, clock)
+    rates = RateLimiter(10, clock)
     for _ in range(int(10 * BURST_S)):
         rates.take(A)
     assert refused(rates, A) == pytest.approx(0.1)
@@ -40,7 +40,7 @@ def test_so_many_at_once_and_then_as_many_as_time_allows() -> None:
 
 def test_who_obeys_is_served() -> None:
     clock = SettableClock()
-    rates = Rates(3, clock)
+    rates = RateLimiter(3, clock)
     for _ in range(int(3 * BURST_S)):
         rates.take(A)
     for _ in range(100):
@@ -50,7 +50,7 @@ def test_who_obeys_is_served() -> None:
 
 def test_what_costs_more_than_is_left_is_served_once_and_waited_for_afterwards() -> None:
     clock = SettableClock()
-    rates = Rates(10, clock)
+    rates = RateLimiter(10, clock)
     rates.take(A, 200)
     assert refused(rates, A) == pytest.approx(20 - BURST_S + 0.1)
     clock.advance(20 - BURST_S + 0.101)
@@ -59,15 +59,15 @@ def test_what_costs_more_than_is_left_is_served_once_and_waited_for_afterwards()
 
 def test_those_with_nothing_to_remember_of_are_forgotten() -> None:
     clock = SettableClock()
-    rates = Rates(1000, clock)
+    rates = RateLimiter(1000, clock)
     for number in range(10 * SWEEP_AT):
         rates.take(number.to_bytes(4, "big"))
         clock.advance(0.01)
     assert len(rates) <= SWEEP_AT
 
 
-def callers(tmp_path: Path) -> Callers:
-    return Callers(Settings(data_dir=tmp_path, streams_per_token=2), SettableClock())
+def callers(tmp_path: Path) -> Quotas:
+    return Quotas(Settings(data_dir=tmp_path, streams_per_token=2), SettableClock())
 
 
 def test_streams_are_counted_while_they_last(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_bytes_of_messages_are_counted_per_token_and_in_all(tmp_path: Path) -> N
         for number in range(1, ALL_TOKENS):
             held.enter_context(counted.message(bytes([number]), most))
         held.enter_context(counted.message(B, 1))
-        with pytest.raises(Problem, match="all messages together"):
+        with pytest.raises(Problem, match="of all tokens"):
             held.enter_context(counted.message(B, 1))
     with counted.message(A, most):
         pass

@@ -1,6 +1,6 @@
-"""What begins and ends, looked for every few seconds: a run that is stalled, a disk that fills up, failing backups.
+"""Alerts that begin and end, checked every few seconds: a stalled run, a disk that fills up, failing backups.
 
-The thresholds are those of `deploy/prometheus/alerts.yml`.
+The thresholds are the same as in `deploy/prometheus/alerts.yml`.
 """
 
 import os
@@ -19,16 +19,16 @@ from coordinator.run.live_run import LiveRun
 from coordinator.store.tables import RoundRow
 from protocol.messages import RunState
 
-LOOK_S = 5.0
-ROUND_S = 3600.0  # a round that is open for longer, and three times as long as the last one, is stalled
-NO_ROUND_S = 1800.0  # so is a run in which none opens for so long
-FILLING, ROOM = 0.10, 0.12  # share of a disk that is free: below, it fills up; from there on it has room again
+CHECK_S = 5.0
+ROUND_S = 3600.0  # a run is stalled if its round is open for longer than this and than three times the last round
+NO_ROUND_S = 1800.0  # and if no round opens for this long
+FILLING, ROOM = 0.10, 0.12  # free share of a disk: the alert begins below 10 % and ends at 12 %
 MISSED_BACKUPS = 3
 
 
 @dataclass(frozen=True)
 class Disk:
-    """A file system of the coordinator's. `places`: what lies on it."""
+    """A file system that the coordinator uses. `places`: the names of its folders there."""
 
     places: tuple[str, ...]
     free_bytes: int
@@ -36,12 +36,12 @@ class Disk:
 
     @property
     def free(self) -> float:
-        """The share that is free."""
+        """The free share."""
         return self.free_bytes / self.size_bytes if self.size_bytes else 0.0
 
 
 def disks(places: Mapping[str, Path]) -> list[Disk]:
-    """Return the file systems that these folders lie on."""
+    """Return the file systems of these folders."""
     on: dict[int, list[str]] = {}
     for place, folder in places.items():
         on.setdefault(os.stat(folder).st_dev, []).append(place)
@@ -50,16 +50,17 @@ def disks(places: Mapping[str, Path]) -> list[Disk]:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """The round that a run is at, and whether it is open; since when, by the monotonic clock."""
+class _Progress:
+    """A run's round and whether it is open; since when, by the monotonic clock."""
 
     round: int
     open: bool
     since: float
 
 
-class Watch:
-    """What is wrong now, by kind and run (None: the server), as a sentence. Notifies where there is an outbox."""
+class Alerts:
+    """The current alerts: `conditions` has a sentence by kind and run (None: the server). Sends notifications if there
+    is an outbox."""
 
     def __init__(
         self,
@@ -69,36 +70,36 @@ class Watch:
     ) -> None:
         self._clock, self._outbox, self.disks = clock, outbox, disks
         self.conditions: dict[Key, str] = {}
-        self._seen: dict[str, _Seen] = {}
-        self._look_at = -float("inf")
+        self._progress: dict[str, _Progress] = {}
+        self._check_at = -float("inf")
 
-    def look(
+    def check(
         self, runs: Sequence[LiveRun], places: Mapping[str, Path], backups: Scheduled | None, *, disk_is_full: bool
     ) -> None:
-        """Look at everything, unless that was done a moment ago."""
-        if self._clock() < self._look_at:
+        """Check everything, unless the last check was less than CHECK_S ago."""
+        if self._clock() < self._check_at:
             return
-        self._look_at = self._clock() + LOOK_S
+        self._check_at = self._clock() + CHECK_S
         found: dict[Key, str | None] = {("run-stalled", run.name): self._stalled(run) for run in runs}
         found["disk-filling", None] = self._filling(places, disk_is_full=disk_is_full)
         found["backup-failed", None] = self._backup_failed(backups)
         self.conditions = {key: message for key, message in found.items() if message is not None}
-        self._seen = {run.name: self._seen[run.name] for run in runs if run.name in self._seen}
+        self._progress = {run.name: self._progress[run.name] for run in runs if run.name in self._progress}
         if self._outbox is not None:
             self._notify(self._outbox, {run.name: run for run in runs})
 
     def _notify(self, outbox: Outbox, runs: Mapping[str, LiveRun]) -> None:
         for (kind, name), message in self.conditions.items():
             outbox.begin(kind, message, name, None if name is None else runs[name].round)
-        for each in outbox.begun("run-stalled"):
+        for each in outbox.open_alerts("run-stalled"):
             if each.run is None or each.run not in runs:
                 outbox.forget_run(each.run or "")
             elif ("run-stalled", each.run) not in self.conditions:
                 run = runs[each.run]
                 outbox.end("run-stalled", reason_of(run), each.run, run.round)
         for kind, message in (
-            ("disk-filling", f"more than {ROOM:.0%} of each of its disks is free"),
-            ("backup-failed", "the last backup is a good one"),
+            ("disk-filling", f"each disk has more than {ROOM:.0%} free space"),
+            ("backup-failed", "the last backup was successful"),
         ):
             if (kind, None) not in self.conditions:
                 outbox.end(kind, message)
@@ -112,12 +113,12 @@ class Watch:
         with run.lock:
             now, opening, round_ = self._clock(), run.open, run.round
             if run.ended or (opening is None and run.state is not RunState.RUNNING):
-                self._seen.pop(run.name, None)
+                self._progress.pop(run.name, None)
                 return None
             since = opening.opened_at if opening is not None else now
-            seen = self._seen.get(run.name)
+            seen = self._progress.get(run.name)
             if seen is None or (seen.round, seen.open) != (round_, opening is not None):
-                seen = self._seen[run.name] = _Seen(round_, opening is not None, since)
+                seen = self._progress[run.name] = _Progress(round_, opening is not None, since)
             reason = reason_of(run)
         open_s = now - seen.since
         if opening is None:
@@ -126,13 +127,13 @@ class Watch:
             stalled = open_s > ROUND_S and open_s > 3 * _last_round_s(run)
             what = f"the round has been open for {_time(open_s)}: {reason}"
         begun = self._outbox and self._outbox.is_open("run-stalled", run.name)
-        if not stalled and begun and begun.round == round_:  # a restart, or a round that opens, is no progress yet
+        if not stalled and begun and begun.round == round_:  # neither a restart nor an opened round is progress
             return begun.message
         return what if stalled else None
 
     def _filling(self, places: Mapping[str, Path], *, disk_is_full: bool) -> str | None:
         if disk_is_full:
-            return "the disk is full: uploads are refused, and go on when there is room"
+            return "the disk is full: uploads are rejected until there is free space"
         below = ROOM if self._has_begun("disk-filling") else FILLING
         full = [each for each in self.disks(places) if each.free < below]
         if not full:
@@ -151,21 +152,21 @@ class Watch:
             return f"backup failed {when}: {scrubbed(backups.fault)}; {_last_backup(backups)}"
         begun = self._outbox and self._outbox.is_open("backup-failed")
         if begun and not backups.has_made and (backups.last_at is None or backups.last_at < begun.at):
-            return begun.message  # which began before a restart, and none was made since
+            return begun.message  # it began before a restart, and no backup was made since
         late_s = MISSED_BACKUPS * backups.schedule.every_s
         if (last_age_s := backups.last_age_s) is not None and last_age_s > late_s:
-            return f"a backup has not ended for a long time; {_last_backup(backups)}"
+            return f"no backup has finished for a long time; {_last_backup(backups)}"
         return None
 
 
 def _last_backup(backups: Scheduled) -> str:
     if (age_s := backups.last_age_s) is None:
-        return "there is no good backup yet"
-    return f"the last good backup is {_time(age_s)} old"
+        return "there is no successful backup yet"
+    return f"the last successful backup is {_time(age_s)} old"
 
 
 def _last_round_s(run: LiveRun) -> float:
-    """Return how long the last round that was published was open; 0 if there is none."""
+    """Return how long the last published round was open; 0 if there is none."""
     with run.world.database.read() as session:
         row = session.execute(
             select(RoundRow.opened_at, RoundRow.closed_at)

@@ -10,31 +10,31 @@ import httpx
 import pytest
 from fastapi import Request
 
-from coordinator.http.arriving import Pace, pieces
+from coordinator.http.bodies import MinimumRate, chunks
 from coordinator.settings import Settings
 from harness.coordinator import InThread
 from protocol.errors import Problem
 
 
 def test_a_line_may_be_gone_for_most_of_a_span() -> None:
-    pace = Pace(least_bytes_per_s=10, window_s=60, now=0)
-    assert pace.arrived(300, 1)
-    assert pace.arrived(299, 58)  # too few so far, and there is time left
-    assert pace.arrived(1, 61)
-    assert pace.arrived(10_000, 62)
-    assert pace.arrived(1, 122)
+    rate = MinimumRate(bytes_per_s=10, window_s=60, now=0)
+    assert rate.arrived(300, 1)
+    assert rate.arrived(299, 58)  # too few so far, and there is time left
+    assert rate.arrived(1, 61)
+    assert rate.arrived(10_000, 62)
+    assert rate.arrived(1, 122)
 
 
 def test_a_trickle_is_given_up_at_the_end_of_a_span() -> None:
-    pace = Pace(least_bytes_per_s=10, window_s=60, now=0)
-    assert all(pace.arrived(5, second) for second in range(1, 60))
-    assert not pace.arrived(5, 60)
+    rate = MinimumRate(bytes_per_s=10, window_s=60, now=0)
+    assert all(rate.arrived(5, second) for second in range(1, 60))
+    assert not rate.arrived(5, 60)
 
 
 def test_what_came_in_one_span_does_not_count_in_the_next() -> None:
-    pace = Pace(least_bytes_per_s=10, window_s=60, now=0)
-    assert pace.arrived(1_000_000, 60)
-    assert not pace.arrived(599, 120)
+    rate = MinimumRate(bytes_per_s=10, window_s=60, now=0)
+    assert rate.arrived(1_000_000, 60)
+    assert not rate.arrived(599, 120)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ class Trickle:
             yield bytes(size)
 
     async def received(self, settings: Settings) -> int:
-        sizes = [len(piece) async for piece in pieces(cast(Request, self), settings)]
+        sizes = [len(piece) async for piece in chunks(cast(Request, self), settings)]
         return sum(sizes)
 
 

@@ -1,4 +1,4 @@
-"""Long polls: with `Prefer: wait=SECONDS` (RFC 7240) the answer waits until there is news."""
+"""Long polls: with `Prefer: wait=SECONDS` (RFC 7240) the response waits until there is news."""
 
 import asyncio
 import re
@@ -10,9 +10,8 @@ from urllib.request import parse_http_list
 import anyio.to_thread
 from fastapi import Request
 
-from coordinator.callers import caller_of
-from coordinator.http.answer_headers import add_answer_header
-from coordinator.http.authentication import REFUSED_IN_S
+from coordinator.http.middleware import REJECT_DELAY_S, add_response_header
+from coordinator.quotas import caller_of
 from coordinator.service import Coordinator
 from coordinator.store.identity import Identity
 from protocol.errors import Problem
@@ -23,14 +22,14 @@ Answer = TypeVar("Answer")
 
 
 def preferred_wait_s(request: Request) -> float:
-    """Return the wait that the request asks for, at most MAX_WAIT_S; 0 if none. The answer's headers will tell it."""
+    """Return the requested wait, at most MAX_WAIT_S; 0 if none. It is added to the response's headers."""
     for preference in parse_http_list(", ".join(request.headers.getlist("prefer"))):
         name, _, value = preference.partition(";")[0].partition("=")
         if name.strip().lower() == "wait":  # the first one counts (RFC 7240, section 2)
             seconds = re.fullmatch(r'([0-9]+)|"([0-9]+)"', value.strip())
             wait_s = 0.0 if seconds is None else min(float(seconds[1] or seconds[2]), MAX_WAIT_S)
             if wait_s:
-                add_answer_header(request, "Preference-Applied", f"wait={wait_s:.0f}")
+                add_response_header(request, "Preference-Applied", f"wait={wait_s:.0f}")
             return wait_s
     return 0.0
 
@@ -44,28 +43,29 @@ async def poll(
     from_memory: Callable[[], tuple[bool, Answer] | None],
     under_lock: Callable[[], tuple[bool, Answer]],
 ) -> Answer:
-    """Ask now and at every ring of `topic`, until the result is (True, answer) or time is up; return the last answer.
+    """Check now, and whenever `topic` rings, until the result is (True, answer) or the time is up; return the last
+    answer.
 
-    Before each it is checked that the caller's token is still good. Raises Problem if it is not, or if the caller has
-    too many long polls already. Members come first: others are woken slowly, and ask on the threads that only read.
+    `from_memory` is called first, on the event loop. It returns the result of `under_lock` if it needs neither a lock
+    nor the database for it, and otherwise None. `under_lock` is called on a thread.
 
-    `under_lock` is asked on a thread. `from_memory` is asked first, on the event loop: it returns what `under_lock`
-    would if it can tell without a lock and without the database, and otherwise None.
+    The caller's token is checked again before each call. Raises Problem if it is no longer valid, or if the caller has
+    too many long polls. Members come first: other callers are woken one after another, and use the read threads.
 
-    The time is up to a fifth shorter than `wait_s`, so that those who began to wait together do not all ask again at
+    The wait is up to a fifth shorter than `wait_s`, so that clients that began to wait together do not all ask again at
     the same moment.
     """
-    loop, bell, trains = asyncio.get_running_loop(), service.bell, caller.member is not None
+    loop, bell, is_member = asyncio.get_running_loop(), service.bell, caller.member is not None
     until = loop.time() + wait_s * (1 - bell.spread() / 5)
     async with _counted(service, caller, run, topic, wait_s):
         while True:
-            with bell.listening(run, topic, slowly=not trains) as ring:
+            with bell.listening(run, topic, slowly=not is_member) as ring:
                 service.check_still(caller)
                 found = from_memory()
-                if found is None and trains:
+                if found is None and is_member:
                     found = await _ask_in_turn(service, from_memory, under_lock)
                 elif found is None:
-                    found = await anyio.to_thread.run_sync(under_lock, limiter=service.reading)
+                    found = await anyio.to_thread.run_sync(under_lock, limiter=service.read_threads)
                 final, answer = found
                 remaining = until - loop.time()
                 if final or remaining <= 0 or bell.closed:
@@ -78,16 +78,16 @@ async def poll(
 
 @asynccontextmanager
 async def _counted(service: Coordinator, caller: Identity, run: str, topic: str, wait_s: float) -> AsyncIterator[None]:
-    """Count a long poll while the block runs; of a member by what it waits for. Not an admin's."""
+    """Count a long poll while the block runs: a member's by what it waits for, an admin's not at all."""
     if not wait_s or caller.allows(Scope.ADMIN):
         yield
         return
     key = caller_of(caller) if caller.member is None else (caller_of(caller), run, topic)
     with ExitStack() as held:
         try:
-            held.enter_context(service.callers.poll(key))
+            held.enter_context(service.quotas.poll(key))
         except Problem:
-            await asyncio.sleep(REFUSED_IN_S)
+            await asyncio.sleep(REJECT_DELAY_S)
             raise
         yield
 
@@ -97,8 +97,8 @@ async def _ask_in_turn(
     from_memory: Callable[[], tuple[bool, Answer] | None],
     under_lock: Callable[[], tuple[bool, Answer]],
 ) -> tuple[bool, Answer]:
-    """Ask `under_lock`, for a few requests at a time. While one waits for its turn, what the others do often brings its
-    answer into memory, so `from_memory` is asked again first."""
+    """Call `under_lock`, for a few requests at a time. While a request waits for its turn, the others often bring its
+    answer into memory, so `from_memory` is called again first."""
     bell = service.bell
     async with bell.reading:
         found = from_memory()

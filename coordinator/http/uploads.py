@@ -1,4 +1,4 @@
-"""The receiving of payloads of any size in bounded memory: into memory if there is room, and otherwise into a file.
+"""Uploads: receive payloads of any size in bounded memory, into memory if there is room and otherwise into a file.
 
 A body is a payload, or with Content-Range one part of it.
 """
@@ -17,7 +17,7 @@ from blake3 import blake3
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator.http.arriving import pieces
+from coordinator.http.bodies import chunks
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.assembling import Whole
@@ -28,84 +28,85 @@ from protocol.digest import parse_content_digest
 from protocol.errors import Problem, Remedy
 from protocol.messages import PartReply
 
-PIECE_BYTES = 1 << 18  # of a body that goes into a file: so much is in memory at once
-POLL_S = 0.01  # between two attempts to get memory
-ROUNDS = 4  # whose payloads a member may be sending at once: those of a broken connection are held for a while
-MAX_TOLD = 100  # ranges that are missing, in one answer
+CHUNK_BYTES = 1 << 18  # how much of a body that goes into a file is in memory at once
+POLL_S = 0.01  # between attempts to get memory
+ROUNDS = 4  # a member may send the payloads of 4 rounds at once: a broken connection holds its payload for a while
+MAX_MISSING = 100  # missing ranges in one response
 
 
 @dataclass(frozen=True)
 class Part:
-    """Where a body belongs in its payload, and the BLAKE3 digest of that payload."""
+    """The place of a body in its payload, and that payload's BLAKE3 digest."""
 
     start: int
     total: int
     digest: bytes
 
 
-class Upload(ABC):
-    """A body that is being received. `size` and `digest` are those announced."""
+class Sink(ABC):
+    """Where a body goes while it is received. `size` and `digest` are the announced ones."""
 
     def __init__(self, size: int, digest: bytes) -> None:
         self._size, self._digest = size, digest
 
     async def receive(self, request: Request, settings: Settings) -> None:
-        """Receive all of the body. Raises Problem: request-timeout, digest-mismatch (if its length is another)."""
+        """Receive the whole body. Raises Problem: request-timeout, digest-mismatch (also if the length differs)."""
         received_bytes = 0
-        async for piece in pieces(request, settings):
-            received_bytes += len(piece)
+        async for chunk in chunks(request, settings):
+            received_bytes += len(chunk)
             if received_bytes > self._size:
                 break
-            await self._add(piece)
+            await self._add(chunk)
         if received_bytes != self._size:
-            raise Problem("digest-mismatch", f"{received_bytes} bytes arrived, announced were {self._size}")
+            raise Problem("digest-mismatch", f"{received_bytes} bytes arrived, but {self._size} were announced")
 
     def complete(self) -> Body:
-        """Return what has arrived. Raises Problem: digest-mismatch.
+        """Return the body. Raises Problem: digest-mismatch.
 
-        To be called on the thread that goes on with it, which spares a hand-over to another one.
+        Call it on the thread that processes the body, which saves a switch of threads.
         """
         source, digest = self._end()
         if digest != self._digest:
-            raise Problem("digest-mismatch", f"the body's digest is {digest.hex()}, announced was {self._digest.hex()}")
+            detail = f"the body's digest is {digest.hex()}, but {self._digest.hex()} was announced"
+            raise Problem("digest-mismatch", detail)
         return Body(source, self._size, digest)
 
     @abstractmethod
-    async def _add(self, piece: bytes) -> None:
-        """Take the next bytes of the body."""
+    async def _add(self, chunk: bytes) -> None:
+        """Add the next bytes of the body."""
 
     @abstractmethod
     def _end(self) -> tuple[memoryview | Path, bytes]:
-        """Return what arrived, and its BLAKE3 digest."""
+        """Return the bytes that arrived, and their BLAKE3 digest."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Free what it has; called at the end in any case."""
+        """Free its memory or file; always called at the end."""
 
 
-class InMemory(Upload):
-    """An upload that is received into `content`, memory for all of it."""
+class MemorySink(Sink):
+    """Receives a body into `content`, which has room for all of it."""
 
     def __init__(self, size: int, digest: bytes, content: memoryview) -> None:
         super().__init__(size, digest)
         self._content = content
         self._received_bytes = 0
 
-    async def _add(self, piece: bytes) -> None:
-        start, self._received_bytes = self._received_bytes, self._received_bytes + len(piece)
-        self._content[start : self._received_bytes] = piece
+    async def _add(self, chunk: bytes) -> None:
+        start, self._received_bytes = self._received_bytes, self._received_bytes + len(chunk)
+        self._content[start : self._received_bytes] = chunk
 
     def _end(self) -> tuple[memoryview, bytes]:
         return self._content, blake3(self._content).digest()
 
     def discard(self) -> None:
-        """Do nothing: its memory is free again as soon as nothing refers to it."""
+        """Do nothing: the memory is free as soon as nothing refers to it."""
 
 
-class ThroughFile(Upload):
-    """An upload that is written to a new file of the data directory and hashed piece by piece.
+class FileSink(Sink):
+    """Writes a body to a new file in the data directory, and hashes it, chunk by chunk.
 
-    That is done on threads: a busy disk takes its time, and the event loop has heartbeats to answer.
+    Both happen on threads: a busy disk takes its time, and the event loop has heartbeats to answer.
     """
 
     def __init__(self, size: int, digest: bytes, data: DataDirectory) -> None:
@@ -113,11 +114,11 @@ class ThroughFile(Upload):
         self._path, self._check_room = data.scratch(), data.check_room
         self._hasher = blake3()
         self._file: BinaryIO | None = None
-        self._arrived = bytearray()  # and no list: as objects, pieces of two bytes would be 28 times as large
+        self._arrived = bytearray()  # not a list: as objects, chunks of two bytes would take 28 times the memory
 
-    async def _add(self, piece: bytes) -> None:
-        self._arrived += piece
-        if len(self._arrived) >= PIECE_BYTES:
+    async def _add(self, chunk: bytes) -> None:
+        self._arrived += chunk
+        if len(self._arrived) >= CHUNK_BYTES:
             await run_in_threadpool(self._write)
 
     def _write(self) -> None:
@@ -142,47 +143,45 @@ class ThroughFile(Upload):
             self._path.unlink(missing_ok=True)
 
 
-class Received:
-    """The body of a request, received. `part` is None where it is a whole payload. Set `over` where no other part of
-    it is wanted."""
+class ReceivedUpload:
+    """The received body of a request. `part` is None if it is a whole payload. Set `finished` if no other part of the
+    payload is needed."""
 
-    def __init__(
-        self, upload: Upload, data: DataDirectory, part: Part | None = None, whole: Whole | None = None
-    ) -> None:
-        self._upload, self._data, self._whole, self.part = upload, data, whole, part
-        self.over = False
+    def __init__(self, sink: Sink, data: DataDirectory, part: Part | None = None, whole: Whole | None = None) -> None:
+        self._sink, self._data, self._whole, self.part = sink, data, whole, part
+        self.finished = False
 
     def complete(self) -> Body | PartReply:
-        """Return the payload, or what of it is still missing. Raises Problem: digest-mismatch, invalid-message.
+        """Return the payload, or the ranges that are still missing. Raises Problem: digest-mismatch, invalid-message.
 
-        To be called on the thread that goes on with it, which spares a hand-over to another one.
+        Call it on the thread that processes the payload, which saves a switch of threads.
         """
-        body = self._upload.complete()
+        body = self._sink.complete()
         if self.part is None or self._whole is None:
             return body
         if self._whole.in_file:
             self._data.check_room(body.size)
         missing = self._whole.add(self.part.start, body)
-        self.over = not missing
-        return PartReply(missing=missing[:MAX_TOLD]) if missing else self._whole.body()
+        self.finished = not missing
+        return PartReply(missing=missing[:MAX_MISSING]) if missing else self._whole.body()
 
 
 @asynccontextmanager
-async def received(
+async def receive_upload(
     request: Request, service: Coordinator, max_bytes: int, round_bytes: int, room: Room | None = None
-) -> AsyncIterator[Received]:
-    """Receive the request's body, into memory if `room` has some; then give it to the block, which `complete`s it.
+) -> AsyncIterator[ReceivedUpload]:
+    """Receive the request's body, into memory if `room` has some; the block then gets it, and calls `complete`.
 
-    `round_bytes`: the size of all payloads that the member has to send for a round. At most ROUNDS times as many bytes
-    may be arriving at once, and as many may be stored of payloads with missing parts.
+    `round_bytes`: the size of all payloads that the member sends in a round. At most ROUNDS times as many bytes may
+    arrive at once, and as many may be stored of payloads with missing parts.
 
-    A file of it is deleted at the end of the block. Raises Problem: length-required, payload-too-large, invalid-message
-    (no digest), digest-mismatch, request-timeout, too-many-requests.
+    A file is deleted at the end of the block. Raises Problem: length-required, payload-too-large, invalid-message (no
+    digest), digest-mismatch, request-timeout, too-many-requests.
     """
     size, announced, part = _announced(request, max_bytes)
-    with service.callers.upload(_owner(request), size, ROUNDS * round_bytes):
-        async with _received(request, service, size, announced, part, round_bytes, room) as arrived:
-            yield arrived
+    with service.quotas.upload(_owner(request), size, ROUNDS * round_bytes):
+        async with _received(request, service, size, announced, part, round_bytes, room) as upload:
+            yield upload
 
 
 def _owner(request: Request) -> str:
@@ -199,27 +198,25 @@ async def _received(
     part: Part | None,
     round_bytes: int,
     room: Room | None,
-) -> AsyncIterator[Received]:
+) -> AsyncIterator[ReceivedUpload]:
     content = None if room is None else await _take(room, size)
-    upload: Upload = (
-        ThroughFile(size, announced, service.data) if content is None else InMemory(size, announced, content)
-    )
+    sink: Sink = FileSink(size, announced, service.data) if content is None else MemorySink(size, announced, content)
     try:
-        await upload.receive(request, service.settings)
+        await sink.receive(request, service.settings)
         if part is None:
-            yield Received(upload, service.data)
+            yield ReceivedUpload(sink, service.data)
         else:
-            with _of_whole(request, service, upload, part, round_bytes, room) as arrived:
-                yield arrived
+            with _part_of_whole(request, service, sink, part, round_bytes, room) as upload:
+                yield upload
     finally:
-        upload.discard()
+        sink.discard()
 
 
 @contextmanager
-def _of_whole(
-    request: Request, service: Coordinator, upload: Upload, part: Part, round_bytes: int, room: Room | None
-) -> Iterator[Received]:
-    """Give the block a part of a payload; forget that payload where it was taken, or refused for good."""
+def _part_of_whole(
+    request: Request, service: Coordinator, sink: Sink, part: Part, round_bytes: int, room: Room | None
+) -> Iterator[ReceivedUpload]:
+    """Give the block a part of a payload; forget that payload once it is accepted, or rejected for good."""
 
     def target() -> memoryview | Path:
         memory = None if room is None else room.take(part.total)
@@ -227,26 +224,26 @@ def _of_whole(
 
     key = _owner(request), request.url.path
     whole = service.wholes.get(key, part.total, part.digest, target, ROUNDS * round_bytes)
-    arrived = Received(upload, service.data, part, whole)
+    upload = ReceivedUpload(sink, service.data, part, whole)
     try:
         with whole.used():
-            yield arrived
+            yield upload
     except Problem as problem:
-        arrived.over = whole.spoilt or problem.remedy is not Remedy.RETRY
+        upload.finished = whole.spoilt or problem.remedy is not Remedy.RETRY
         raise
     finally:
-        if arrived.over:
+        if upload.finished:
             service.wholes.drop(key, whole)
 
 
-def part_taken(reply: PartReply) -> Response:
-    """Return the answer to a part of a payload that is not all there yet."""
+def part_response(reply: PartReply) -> Response:
+    """Return the response to a part of a payload with missing parts."""
     return Response(reply.model_dump_json(), HTTPStatus.ACCEPTED, media_type="application/json")
 
 
 async def _take(room: Room, size: int) -> memoryview | None:
-    """Return memory for a body, or None. While others are freeing theirs, waiting for it costs less than going through
-    a file."""
+    """Return memory for a body, or None. While other uploads free theirs, waiting costs less than going through a
+    file."""
     content = room.take(size)
     while content is None and room.frees_up(size):
         await asyncio.sleep(POLL_S)
@@ -255,12 +252,12 @@ async def _take(room: Room, size: int) -> memoryview | None:
 
 
 def _announced(request: Request, max_bytes: int) -> tuple[int, bytes, Part | None]:
-    """Return the body's size and digest, and which part it is."""
+    """Return the body's announced size and digest, and which part of its payload it is."""
     length = request.headers.get("content-length")
     if length is None or not length.isdigit():
         raise Problem("length-required", "an upload needs a Content-Length")
     if int(length) > max_bytes:
-        raise Problem("payload-too-large", f"the body has {length} bytes; at most {max_bytes} are taken here")
+        raise Problem("payload-too-large", f"the body has {length} bytes; at most {max_bytes} are accepted here")
     digest, place = _digest(request, "Content-Digest"), request.headers.get("content-range")
     return int(length), digest, None if place is None else _part(request, place, int(length), max_bytes)
 
@@ -273,7 +270,7 @@ def _part(request: Request, place: str, length: int, max_bytes: int) -> Part:
     if not (first <= last < total and last - first + 1 == length):
         raise Problem("invalid-message", f"Content-Range: {place} does not fit a body of {length} bytes")
     if total > max_bytes:
-        raise Problem("payload-too-large", f"the payload has {total} bytes; at most {max_bytes} are taken here")
+        raise Problem("payload-too-large", f"the payload has {total} bytes; at most {max_bytes} are accepted here")
     return Part(first, total, _digest(request, "Repr-Digest"))
 
 

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from coordinator import reports
+from coordinator.http.response_cache import READ_BYTES, ReadCache
 from coordinator.run.bell import EVENTS, PAUSE_S, Bell
 from coordinator.run.live_run import LiveRun
-from coordinator.sharing import READ_BYTES, Shared
 from harness.coordinator import InThread, coordinator_thread
 from protocol.messages import RunDetail, Scope
 from tests.coordinator.crew import crew
@@ -34,16 +34,16 @@ class Reader:
         return b"%d" % made
 
 
-def reading(story: Callable[[Shared[bytes], Reader], Awaitable[None]], most: int = 1 << 20) -> None:
+def reading(story: Callable[[ReadCache[bytes], Reader], Awaitable[None]], most: int = 1 << 20) -> None:
     async def told() -> None:
         reader = Reader()
-        await story(Shared(len, most, lambda: reader.now), reader)
+        await story(ReadCache(len, most, lambda: reader.now), reader)
 
     asyncio.run(told())
 
 
 def test_a_read_is_shared_until_it_is_too_old_for_who_asks() -> None:
-    async def story(shared: Shared[bytes], reader: Reader) -> None:
+    async def story(shared: ReadCache[bytes], reader: Reader) -> None:
         assert await shared.read("a", 5, reader) == (b"1", 0)
         reader.now = 3
         assert await shared.read("a", 5, reader) == (b"1", 3)
@@ -56,7 +56,7 @@ def test_a_read_is_shared_until_it_is_too_old_for_who_asks() -> None:
 
 
 def test_those_who_ask_while_it_is_read_wait_for_the_same_also_if_the_first_goes_away() -> None:
-    async def story(shared: Shared[bytes], reader: Reader) -> None:
+    async def story(shared: ReadCache[bytes], reader: Reader) -> None:
         reader.may_end.clear()
         first, second = (asyncio.create_task(shared.read("a", 1, reader)) for _ in range(2))
         await asyncio.sleep(0)
@@ -70,7 +70,7 @@ def test_those_who_ask_while_it_is_read_wait_for_the_same_also_if_the_first_goes
 
 
 def test_what_failed_fails_for_all_who_waited_and_is_tried_again() -> None:
-    async def story(shared: Shared[bytes], reader: Reader) -> None:
+    async def story(shared: ReadCache[bytes], reader: Reader) -> None:
         async def fails() -> bytes:
             await reader()
             raise ValueError("the disk is slow")
@@ -84,7 +84,7 @@ def test_what_failed_fails_for_all_who_waited_and_is_tried_again() -> None:
 
 
 def test_the_newest_are_kept_that_there_is_room_for() -> None:
-    async def story(shared: Shared[bytes], reader: Reader) -> None:
+    async def story(shared: ReadCache[bytes], reader: Reader) -> None:
         for key in "abc":
             await shared.read(key, 9, reader)
         assert [(await shared.read(key, 9, reader))[0] for key in "cba"] == [b"3", b"2", b"4"]

@@ -3,7 +3,7 @@
 import pytest
 from starlette.requests import Request
 
-from coordinator.http.waiting import MAX_WAIT_S, preferred_wait_s
+from coordinator.http.long_polls import MAX_WAIT_S, preferred_wait_s
 from harness.coordinator import InThread
 from tests.coordinator.crew import crew, problem
 
