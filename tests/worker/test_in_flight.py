@@ -1,4 +1,4 @@
-"""The fragments of a round on their way, on an exchange that does what the test says."""
+"""The fragments of a round in flight, on an exchange scripted by the test."""
 
 import threading
 from concurrent.futures import Future
@@ -33,7 +33,7 @@ class State(list[None]):
 
 
 class Exchange:
-    """Every fragment's upload comes to `outcomes`; every delta is there."""
+    """Each fragment's upload has its entry in `outcomes`; every delta is there."""
 
     def __init__(self, *outcomes: Outcome) -> None:
         self.state, self.client = State(), SimpleNamespace(stages=lambda stage: nullcontext())
@@ -58,7 +58,7 @@ class Exchange:
 
 
 def contribution(p: int) -> Contribution:
-    """Of p + 2 units: each fragment is sent when one more inner step is done."""
+    """Of p + 2 units: each fragment is sent one inner step later."""
     return Contribution(7, p, [[10, 12 + p]], 1, p + 2, 0.5, 1.0, torch.ones(2))
 
 

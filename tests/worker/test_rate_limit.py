@@ -1,4 +1,4 @@
-"""Transfers keep to the rates that the box's other traffic leaves them."""
+"""Transfers keep to their rate limits, which leave the rest to the box's other traffic."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ PIECE_BYTES = 1 << 15
 
 
 class Time:
-    """It passes where somebody waits for the signal to stop, which it is as well, and which never comes."""
+    """Advances whenever something waits for the stop signal, which it also is, and which is never set."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""One way of the line: parts take turns in order, on as many connections as its width is."""
+"""One direction of the line: parts get slots in order, over its parallel connections."""
 
 import threading
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def test_the_next_part_follows_the_last_byte_without_waiting_for_the_answer() ->
             pass
 
 
-def test_as_many_at_once_as_the_width_in_the_order_in_which_they_came() -> None:
+def test_parts_run_in_order_as_many_at_once_as_there_are_connections() -> None:
     direction, running, order, go = Line().direction(), [], [], threading.Semaphore(0)
     direction.parallel.now = 2
 
@@ -64,7 +64,7 @@ def test_as_many_at_once_as_the_width_in_the_order_in_which_they_came() -> None:
     assert sorted(order) == list(range(6))
 
 
-def test_a_part_that_breaks_frees_its_turn_and_is_told() -> None:
+def test_a_part_that_fails_releases_its_slot_and_raises() -> None:
     direction = Line().direction()
     direction.parallel.now = 2
     done = []
@@ -117,7 +117,7 @@ def test_the_rate_is_that_of_what_is_too_much_for_buffers_and_has_arrived() -> N
     assert direction.rate.sums[0] / direction.rate.sums[1] == pytest.approx(1e6 * (1.5 + 2.5) / (1.5 + 3))
 
 
-def test_a_line_that_rewards_more_connections_gets_them() -> None:
+def test_connections_are_added_while_they_pay_off() -> None:
     """Each carries 100 kB/s, and all together 350."""
     line = Line()
     direction = line.direction()
