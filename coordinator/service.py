@@ -16,8 +16,8 @@ from anyio import CapacityLimiter
 from sqlalchemy import URL, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator.backup import places
-from coordinator.backup.making import Source
+from coordinator.backup import locations
+from coordinator.backup.create import Source
 from coordinator.backup.scheduled import Schedule, Scheduled
 from coordinator.logs import RecentErrors
 from coordinator.notifications.alerts import Alerts
@@ -36,10 +36,10 @@ from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, url_of
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.identity import Actor, Identity
+from coordinator.store.payloads import MemoryBudget
 from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Tokens, secret_hash
 from coordinator.sync import retention
-from coordinator.tuning.room import Room
 from coordinator.upkeep import removing, restoring, rolling_back, verifying
 from coordinator.upkeep.storage import REMIND_S, Storage
 from coordinator.workers import ending, membership, names
@@ -66,11 +66,11 @@ class Coordinator:
     ) -> None:
         self.settings, self.clock, self.now = settings, clock, now
         self.bell = Bell()
-        self.room = Room()
+        self.memory = MemoryBudget()
         self.wholes = Wholes(clock, settings.parts_bytes_per_member)
         self.quotas = Quotas(settings, clock)
         if settings.backup_dir is not None:
-            places.check(settings.backup_dir, settings.data_dir)
+            locations.check(settings.backup_dir, settings.data_dir)
         self.read_threads, self.parse_thread = CapacityLimiter(READS_AT_ONCE), CapacityLimiter(1)
         url = url_of(settings.database_url, settings.data_dir)
         self.data = DataDirectory(settings.data_dir)
@@ -101,7 +101,7 @@ class Coordinator:
             ring=self.bell.ring,
             storage_failed=self.storage.note,
             storage_fault=lambda: self.storage.fault,
-            room=self.room,
+            memory=self.memory,
             closing=self._closing,
             settle=settle,
             notify=self.outbox.note_event if self.outbox else lambda *_: None,
@@ -125,9 +125,9 @@ class Coordinator:
 
     def _scheduled(self, url: URL) -> Scheduled | None:
         """Return the scheduled backups; None if the settings have no `backup_dir`."""
-        if (address := self.settings.backup_dir) is None:
+        if (location := self.settings.backup_dir) is None:
             return None
-        schedule = Schedule(address, self.settings.backup_every_s, self.settings.backup_keep)
+        schedule = Schedule(location, self.settings.backup_every_s, self.settings.backup_keep)
         world = self._world
         return Scheduled(schedule, Source(url, world.blobs.open), self._closing, world.clock, world.now)
 
@@ -178,7 +178,7 @@ class Coordinator:
         retention.trim_events(run)
         self.storage.tick(run)
         if self.backups is not None:
-            self.backups.tell(run)
+            self.backups.record(run)
 
     def _guarded(self, what: str, act: Callable[[], object]) -> None:
         """Do a part of a tick. If it fails, the other parts still run, and the next tick tries again. A new failure is

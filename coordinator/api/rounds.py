@@ -114,7 +114,7 @@ async def contribute(
     layout = layout_with(run, fragment)
     limit = max_payload_bytes(run.spec.sync.upload_codec, layout.elements[fragment])
     round_bytes = max_payloads_bytes(run.spec.sync.upload_codec, len(layout.fragments), layout.total_elements)
-    async with receive_upload(http, service, limit, round_bytes, service.room) as upload:
+    async with receive_upload(http, service, limit, round_bytes, service.memory) as upload:
         reply = await run_in_threadpool(_accept, run, layout, worker, number, fragment, upload)
     if isinstance(reply, PartReply):
         return part_response(reply)
@@ -161,7 +161,7 @@ async def get_delta(
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
     # The last round's deltas only: an older one may still be in memory although the retention rule has deleted it.
-    recent = run.world.room.delta(found) if (number, fragment) in run.outer.deltas else None
+    recent = run.world.memory.delta(found) if (number, fragment) in run.outer.deltas else None
     if recent is not None:
         return memory_response(http, recent, found)
     return await run_in_threadpool(_stored_delta, http, run, number, fragment, found)

@@ -99,7 +99,7 @@ def fault_response(scope: Scope, request_id: str, error: Exception) -> Response:
 
 
 async def reject(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request whose body has not been read with this problem."""
+    """Send the problem as the response to a request whose body has not been read."""
     await rejection(problem, Headers(scope=scope))(scope, receive, send)
 
 

@@ -21,8 +21,7 @@ from coordinator.settings import Settings
 from coordinator.store import assembling
 from coordinator.store.assembling import KEPT_S
 from coordinator.store.data_directory import DataDirectory
-from coordinator.store.payloads import Body
-from coordinator.tuning.room import Room
+from coordinator.store.payloads import Body, MemoryBudget
 from harness.coordinator import InThread, SettableClock
 from harness.member import Member
 from protocol.digest import content_digest, digest
@@ -35,10 +34,10 @@ ROOM_BYTES = 1 << 20
 
 
 @pytest.fixture(params=[ROOM_BYTES, 0], ids=["in memory", "through a file"])
-def room(request: pytest.FixtureRequest, shared: InThread, monkeypatch: pytest.MonkeyPatch) -> Room:
-    room = Room(request.param)
-    monkeypatch.setattr(shared.coordinator, "room", room)
-    return room
+def memory(request: pytest.FixtureRequest, shared: InThread, monkeypatch: pytest.MonkeyPatch) -> MemoryBudget:
+    memory = MemoryBudget(request.param)
+    monkeypatch.setattr(shared.coordinator, "memory", memory)
+    return memory
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +63,7 @@ class Parts:
 
 
 @pytest.fixture
-def parts(shared: InThread, run: str, room: Room) -> Iterator[Parts]:
+def parts(shared: InThread, run: str, memory: MemoryBudget) -> Iterator[Parts]:
     """Those of the only member of a run with an open round. At the end nothing is left of what has arrived."""
     (member,) = crew(shared, run, ["a"], rounds=2)
     yield Parts(member, member.assignment(0))
@@ -203,7 +202,9 @@ def test_crumbs_are_refused(shared: InThread, run: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.covers("security:unfinished-payloads")
-def test_what_nobody_goes_on_with_is_forgotten(shared: InThread, run: str, clock: SettableClock, room: Room) -> None:
+def test_what_nobody_goes_on_with_is_forgotten(
+    shared: InThread, run: str, clock: SettableClock, memory: MemoryBudget
+) -> None:
     (a,) = crew(shared, run, ["a"], rounds=1, members=f"lease_s = {10 * KEPT_S}")
     parts = Parts(a, a.assignment(0))
     missing(parts.send(*parts.places[0]))
@@ -285,7 +286,9 @@ def begin(parts: Parts, running: InThread, held: ExitStack, announced: int) -> s
 
 
 @pytest.mark.covers("security:trickling-parts")
-def test_parts_that_trickle_hold_up_nobody(shared: InThread, run: str, clock: SettableClock, room: Room) -> None:
+def test_parts_that_trickle_hold_up_nobody(
+    shared: InThread, run: str, clock: SettableClock, memory: MemoryBudget
+) -> None:
     a, b, c = members = crew(shared, run, ["a", "b", "c"], rounds=2, members=GRACE_OF_A_SECOND)
     for member in members:
         member.assignment(0)

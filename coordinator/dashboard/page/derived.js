@@ -1,21 +1,21 @@
-// What follows from what was asked: figures of a run, without a page. Pure functions.
+// Figures derived from the REST responses. Pure functions.
 
 import { median } from "./units.js";
 
-// Those that follow one another, so that their seconds add up to all of a worker's time; the others lie within.
+// Stages that follow one another, so that their seconds add up to a worker's whole time; other stages overlap with them.
 const SUCCESSIVE = ["join", "seed", "recover", "wait", "evaluate", "train", "gather", "sync", "leave"];
-const LAST = 20; // rounds by which it is said what comes
+const LAST = 20; // rounds that the speed is averaged over
 
-// What a worker's time is shown as.
+// The kinds of time that are shown.
 export const KINDS = { train: "training", send: "sending", wait: "waiting", other: "joining, evaluating" };
 
-/** The share of the workers' time that went into inner steps; null before the first report. */
+/** The share of the workers' time spent in inner steps; null before the first report. */
 export function goodput(account) {
   const all = SUCCESSIVE.reduce((sum, stage) => sum + (account.seconds[stage] ?? 0), 0);
   return all ? (account.seconds.train ?? 0) / all : null;
 }
 
-/** Tokens per second of all workers together over the last rounds, sync and waiting included; null before the first. */
+/** Tokens per second of all workers together over the last rounds, including sync and waiting; null before the first. */
 export function speed(published) {
   const last = published.slice(-LAST);
   if (!last.length) return null;
@@ -23,12 +23,12 @@ export function speed(published) {
   return took > 0 ? last.reduce((sum, each) => sum + each.tokens, 0) / took : null;
 }
 
-/** Bytes that each of `workers` sends, and receives, in `steps` ring all-reduces of fp32 gradients. */
+/** Bytes that each of `workers` sends and receives in `steps` ring all-reduces of fp32 gradients. */
 export function allreduceBytes(workers, elements, steps) {
   return workers > 1 ? (2 * (workers - 1) * 4 * elements * steps) / workers : 0;
 }
 
-/** Bytes per worker: up, down, and what per-step all-reduce would have moved each way. By round, summed up. */
+/** Cumulative bytes per worker by round: up, down, and what per-step all-reduce would have moved each way. */
 export function traffic(run, published, workers) {
   const size = Math.max(1, workers.filter((each) => each.contributions > 0).length);
   const steps = run.round ? run.step / run.round : 0;
@@ -40,7 +40,7 @@ export function traffic(run, published, workers) {
   });
 }
 
-/** What one worker did in a round, in seconds: { train, send, wait, other, all }; null where it reported nothing. */
+/** A worker's time in a round, in seconds: { train, send, wait, other, all }; null if it reported nothing. */
 export function stages(account) {
   if (!account || !Object.keys(account.seconds).length) return null;
   const of = (...names) => names.reduce((sum, name) => sum + (account.seconds[name] ?? 0), 0);
@@ -55,9 +55,9 @@ export function stages(account) {
 }
 
 /**
- * The rounds of each worker, for a picture: rows of { worker, live, cells, slow }. A cell has `stages`, or says that the
- * worker was `gone` from this round; `late_s`, by how much it was late; `sent`, whether its contribution counts. `slow`
- * is by how many times the median it took for a round's inner steps, on average.
+ * The rounds of each worker, for the timeline: rows of { worker, live, cells, slow }. A cell has `stages` (null: not
+ * reported), `gone` (the worker was absent), `late_s` (by how much it was late) and `sent` (its contribution counts).
+ * `slow`: the time of its inner steps relative to the median, averaged over the rounds.
  */
 export function timeline(details, workers) {
   const columns = details.map((each) => {
@@ -101,7 +101,7 @@ export function judged(details) {
   return [...found.values()].reverse();
 }
 
-/** Of the open round: who has sent all fragments, and when its next deadline is, in seconds from when it was asked for. */
+/** The open round: the workers that have sent all fragments, and the seconds from the request to the next deadline. */
 export function openRound(current) {
   if (!current || current.state === "published") return null;
   const of = current.fragments.map((fragment) => new Set(fragment.contributors));

@@ -1,14 +1,14 @@
-// What did not count in full, and who held another state than the run: whether the run can be believed.
+// Verdicts: contributions that did not count in full, and workers that diverged from the run's state.
 
-import { SHOWN_ROUNDS } from "./following.js";
-import { judged } from "./course.js";
+import { SHOWN_ROUNDS } from "./run_model.js";
+import { judged } from "./derived.js";
 import { h, panel, write } from "./dom.js";
 import { ASKING, plural, share } from "./units.js";
 
 const SHOWN = 12;
 
-export function makeJudgements() {
-  const said = h("p", {});
+export function makeVerdicts() {
+  const summary = h("p", {});
   const list = h("ul", { class: "lines" });
   let drawn = null;
 
@@ -22,10 +22,10 @@ export function makeJudgements() {
       ? `${plural(found.length, "contribution")} ${last} did not count in full.`
       : `All contributions ${last} counted in full.`;
     const agreed = times
-      ? `A worker held another state than the run ${plural(times, "time")}, and took the run's again.`
-      : "Every replica that was compared held the run's own bits.";
-    if (!rounds && !model.hasDetails) write(said, ASKING);
-    else write(said, `${rounds ? counted : "No round has been judged yet."} ${agreed}`);
+      ? `A worker diverged from the run's state ${plural(times, "time")}, and resynced.`
+      : "Every compared replica was bit-identical to the run's state.";
+    if (!rounds && !model.hasDetails) write(summary, ASKING);
+    else write(summary, `${rounds ? counted : "No round has been judged yet."} ${agreed}`);
     const lines = [
       ...diverged.map((each) => [each.name, `diverged ${plural(each.divergences, "time")}`]),
       ...found
@@ -37,5 +37,5 @@ export function makeJudgements() {
     drawn = state;
   }
 
-  return { element: panel("Verdicts", "third", said, list), update };
+  return { element: panel("Verdicts", "third", summary, list), update };
 }

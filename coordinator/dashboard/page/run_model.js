@@ -1,43 +1,42 @@
-// A run as it goes: what was asked of the coordinator, kept, and asked again as gently as it stays true.
+// The model of a run: what the views show, kept up to date with few requests.
 //
-// The stream of events says that something has happened; then the run and its open round are asked for, and of the
-// listings what is new. What heartbeats bring makes no event, so workers are asked for every few seconds, the more
-// seldom the more there are. While nobody looks, as the tab is hidden, nothing is asked at all.
+// After each event in the stream, the run, its open round, and new items of the listings are requested. Heartbeats make
+// no events, so workers are requested every few seconds, less often the more there are. A hidden tab requests nothing.
 //
-// Others look too. So answers that were made for them will do: of a second after an event, of a few otherwise; and what
-// these do not show for sure, as they may be older than the event, is asked for once more.
+// Many people may watch a run. So the model accepts responses that were made for others (max-age): up to a second old
+// after an event, otherwise a few seconds. A response that may be older than the event is requested once more.
 
 import { Unreachable, pause, runPath } from "./api.js";
 import { natural } from "./units.js";
 
 export const SHOWN_ROUNDS = 24; // in the timeline: each is a request of its own
 const SHOWN_EVENTS = 100;
-const NEW_ROUNDS = 3; // in a look: the open one, and those before it that workers still report on
-const NOT_SOONER_S = 1.5;
+const NEW_ROUNDS = 3; // per refresh: the open one, and earlier ones that workers still report on
+const MIN_PAUSE_S = 1.5;
 const IDLE_S = 5;
-const WOKEN_AGE_S = 1; // of answers after an event
-const IDLE_AGE_S = 4; // less than the time between two looks, so that no answer is older than the one before
+const WOKEN_AGE_S = 1; // of responses after an event
+const IDLE_AGE_S = 4; // shorter than the refresh interval, so that no response is older than the one before
 const EPOCHS_EVERY_S = 15;
 
-export class Following {
-  /** `changed` is called when there is something new, `ended` with an error after which nothing is asked any more. */
+export class RunModel {
+  /** `changed` is called when there is something new, `ended` with the error that ended all requests. */
   constructor(api, name, changed, ended) {
     Object.assign(this, { api, name, changed, ended });
     this.run = null;
-    this.current = null; // the open round with its fragments, and when it was asked for
+    this.current = null; // the open round with its fragments; `asked_at`: when it was requested
     this.asked_at = 0;
     this.rounds = new Map(); // by number
     this.details = new Map(); // the last ones, with their fragments and accounts
-    this.hasRounds = this.hasDetails = false; // whether they have been asked for: before that, none is unknown
+    this.hasRounds = this.hasDetails = false; // true once they were requested: an empty list is then known to be empty
     this.workers = null;
-    this.workers_at = this.epochs_at = -Infinity; // when they were asked for last
-    this.epochs = null; // and of the newest of them the ranges of its units
+    this.workers_at = this.epochs_at = -Infinity; // when they were last requested
+    this.epochs = null; // newest first; `ranges`: the units of the newest one
     this.ranges = [];
     this.events = null; // the last ones, oldest first
     this.trouble = null;
-    this.heard_at = 0; // when an event came, or this page has changed something, last
-    this.shown_until = -Infinity; // what has happened until then is shown
-    this.now = false; // the next look is for what is true at that moment
+    this.heard_at = 0; // the last event, or the last change by this page
+    this.shown_until = -Infinity; // everything up to then is shown
+    this.now = false; // the next refresh accepts only fresh responses
     this.wake = () => {};
     this.look = () => (document.hidden ? this.rest() : this.resume());
   }
@@ -60,7 +59,7 @@ export class Following {
   resume() {
     if (this.asking) return;
     this.asking = new AbortController();
-    this.heard_at = performance.now(); // perhaps, meanwhile
+    this.heard_at = performance.now(); // there may have been events meanwhile
     const { signal } = this.asking;
     for (const part of [this.#ask(signal), this.#listen(signal)]) {
       part.catch((error) => {
@@ -71,7 +70,7 @@ export class Following {
     }
   }
 
-  /** Ask again at once: this page itself has changed something. */
+  /** Refresh at once, after this page has changed something. */
   refresh() {
     this.heard_at = performance.now();
     this.now = true;
@@ -79,7 +78,7 @@ export class Following {
     this.wake(true);
   }
 
-  /** The rounds that are published, oldest first. */
+  /** The published rounds, oldest first. */
   get published() {
     return [...this.rounds.values()].filter((each) => each.state === "published").sort((a, b) => a.round - b.round);
   }
@@ -100,8 +99,8 @@ export class Following {
         this.shown_until = Math.max(this.shown_until, began - 1000 * age_s);
         this.trouble = null;
         growing_s = 1;
-        await this.#rest(NOT_SOONER_S, false);
-        if (this.#isAllShown()) await this.#rest(IDLE_S - NOT_SOONER_S, true);
+        await this.#rest(MIN_PAUSE_S, false);
+        if (this.#isAllShown()) await this.#rest(IDLE_S - MIN_PAUSE_S, true);
       } catch (error) {
         if (signal.aborted || !(error instanceof Unreachable || error.status >= 429)) throw error;
         this.trouble = error.message;
@@ -127,7 +126,7 @@ export class Following {
     });
   }
 
-  /** Ask for what is at most `age_s` old. */
+  /** Request everything that changed, at most `age_s` old. */
   async #refresh(signal, age_s) {
     const path = (...rest) => runPath(this.name, ...rest);
     const [run, { items }] = await Promise.all([
@@ -149,7 +148,7 @@ export class Following {
     }
   }
 
-  /** Return the ranges of an epoch's units that were assigned, in their order. */
+  /** Return the ranges of an epoch's units, in their order. */
   async #ranges(path, epoch, signal, age_s) {
     const ranges = [];
     const stop = epoch.units === null ? Infinity : epoch.first + epoch.units;
@@ -169,11 +168,11 @@ export class Following {
     this.changed();
   }
 
-  /** Keep the `newest` rounds, and ask for what is missing between them and those that are known. */
+  /** Keep the `newest` rounds, and request those between them and the known ones. */
   async #rounds(path, newest, signal, age_s) {
     const known = Math.max(-1, ...this.rounds.keys());
     const now = newest.length ? newest[0].round : -1;
-    for (const number of this.rounds.keys()) if (number > now) this.#forget(number); // the run went back
+    for (const number of this.rounds.keys()) if (number > now) this.#forget(number); // the run was rolled back
     if (newest.length === NEW_ROUNDS && newest.at(-1).round > known + 1) {
       for await (const page of this.api.pages(path, 1000, signal, age_s)) {
         this.#keep(page);
@@ -195,7 +194,7 @@ export class Following {
     this.details.delete(number);
   }
 
-  /** Ask for the last rounds one by one, where they are not known to the end: workers report on each a round later. */
+  /** Request the details of the last rounds that are not complete: workers report on a round during the next one. */
   async #details(path, signal, age_s) {
     const shown = this.published.slice(-SHOWN_ROUNDS).map((each) => each.round);
     for (const number of this.details.keys()) if (!shown.includes(number)) this.details.delete(number);
@@ -212,7 +211,7 @@ export class Following {
     this.changed();
   }
 
-  /** Follow the stream of events; where there may be no more of them, for many share a token, ask now and then. */
+  /** Follow the stream of events. If the token has no stream left (429), poll the events instead. */
   async #listen(signal) {
     const path = runPath(this.name, "events");
     while (!signal.aborted) {
@@ -246,16 +245,16 @@ export class Following {
 }
 
 /**
- * Return the last events: `most` at most, and a quarter of that at least where there are as many. The listing begins with
- * the oldest and may be long, so its end is searched for: each question halves where it may be.
+ * Return the last events: at most `most`, and at least a quarter of that if there are as many. The listing is long and
+ * starts with the oldest, so its end is found by binary search.
  */
 export async function lastEvents(api, path, most, signal) {
   const after = (number) => api.get(`${path}?limit=${most}&after=${number}`, signal);
   let page = await after(0);
   if (page.next === null) return page.items;
   let last = page.items;
-  let low = last.at(-1).id; // above it there are events,
-  let high = null; // and above this one too few, or none
+  let low = last.at(-1).id; // there are events after this one,
+  let high = null; // and too few or none after this one
   for (let step = 1024; high === null || low + 1 < high; step *= 2) {
     const middle = high === null ? low + step : Math.floor((low + high) / 2);
     page = await after(middle);
