@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from harness.certificates import make_certificate
+from harness.coordinator import make_certificate
 from harness.member import Member
 from protocol.messages import FrozenSummary
 from tests.outerstep.conftest import Served, serving
