@@ -4,10 +4,10 @@ request says that it is a part of; and which run, worker, round and fragment it 
 
 from typing import Any
 
+from opentelemetry import trace
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.http.authentication import needs_a_token
-from outerstep.common import tracing
 
 # FastAPI's settings. Metrics and the log are ours; what happens within a request is too much of it.
 TELEMETRY: Any = {
@@ -29,7 +29,7 @@ class TellTrace:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_and_tell(message: Message) -> None:
             if message["type"] == "http.response.start":
-                tracing.tell(_about(scope.get("path_params", {})))
+                trace.get_current_span().set_attributes(_about(scope.get("path_params", {})))
             await send(message)
 
         await self._app(scope, receive, send_and_tell)
