@@ -462,7 +462,7 @@ def test_watching_survives_a_restart_of_the_coordinator(tmp_path: Path):
         )
         read_until(watching.stdout, "the run watched was created")
         first.child.process.send_signal(signal.SIGKILL)
-        read_until(watching.stdout, "asking again")
+        read_until(watching.stdout, "retrying")
     with serving(tmp_path / "data", port) as second:
         read_until(watching.stdout, "the coordinator is back")
         assert second.outerstep("run", "stop", "watched")[0] == 0

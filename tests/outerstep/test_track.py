@@ -92,7 +92,7 @@ class History:
 
 def follow(history: History, first: int = 0, told: list[str] | None = None) -> Iterator[Record]:
     told = [] if told is None else told
-    return follow_records(history.client(), "demo", first, patience_s=1, sleep=lambda _: None, tell=told.append)
+    return follow_records(history.client(), "demo", first, patience_s=1, sleep=lambda _: None, on_trouble=told.append)
 
 
 def summary(records: Iterator[Record]) -> list[tuple[int, list[int], float | None]]:
@@ -140,7 +140,7 @@ def test_a_refusal_ends_the_tracking() -> None:
 
     client = Client(httpx.Client(base_url="http://coordinator.test", transport=httpx.MockTransport(refuse)))
     with pytest.raises(Problem, match="revoked"):
-        list(follow_records(client, "demo", 0, patience_s=1, sleep=lambda _: None, tell=lambda _: None))
+        list(follow_records(client, "demo", 0, patience_s=1, sleep=lambda _: None, on_trouble=lambda _: None))
 
 
 def test_another_run_of_the_same_name_is_tracked_under_another() -> None:
@@ -340,7 +340,7 @@ def test_what_is_not_installed_or_not_there_is_told(
     assert (code, "not-found" in err) == (3, True)
     code, _, err = finished.outerstep("run", "track", "demo", "--to", "jsonl", "--out", str(tmp_path))
     assert (code, "--out: " in err) == (2, True)
-    monkeypatch.setattr("outerstep.cli.faults.importlib.import_module", absent)
+    monkeypatch.setattr("outerstep.cli.errors.importlib.import_module", absent)
     code, _, err = finished.outerstep("run", "track", "demo", "--to", "wandb")
     assert (code, "run: pip install 'outerstep[wandb]'" in err) == (2, True), err
 
