@@ -48,11 +48,11 @@ from protocol.spec.sections import SyncSpec
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
 from worker.codecs import pack_fragment, unpack_payload
 from worker.data.text import TextData
-from worker.inner.clipping import clip_gradients
 from worker.inner.evaluation import evaluate
 from worker.inner.loss import mean_loss
 from worker.inner.optimizers import build_inner_optimizers
 from worker.inner.schedules import Schedule
+from worker.inner.step import clip_gradients
 from worker.models.building import build_model
 from worker.state.fragments import Fragments
 from worker.state.outer_state import OuterState

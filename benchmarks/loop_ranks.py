@@ -17,7 +17,7 @@ from benchmarks.loop import Size, Turns, bare_loop
 from outerstep.common.exit_codes import Exit
 from protocol.spec.run import parse_spec
 from worker.agent import run_worker
-from worker.inner.layers import layers_of
+from worker.inner.execution import layers_of
 from worker.models.building import build_model
 from worker.settings import WorkerSettings
 

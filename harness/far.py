@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from harness.lines import DEVICE, Line
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 ENDING_S = 30
 SOON_S = 2.0  # as worker/rounds/schedule.py
 GLOO = {"GLOO_SOCKET_IFNAME": DEVICE}  # by itself it takes the address of the machine's name, which is none there

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from harness.connection import Connection
 
-# As in coordinator/dashboard/page/following.js.
+# As in coordinator/dashboard/page/run_model.js.
 NOT_SOONER_S = 1.5
 IDLE_S = 5.0
 WOKEN_AGE_S = 1

@@ -134,7 +134,7 @@ def test_the_mean_is_of_all_workers() -> None:
     assert deltas.relative_error(exact[:1], exact) == float("inf")
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_without_a_registry_the_rest_is_measured(tmp_path: Path) -> None:
     """The command itself; pip may look nowhere, so nothing is downloaded."""
     environment = os.environ | {

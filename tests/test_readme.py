@@ -146,6 +146,7 @@ def own_loop_with_a_loader() -> str:
     return "from torch.utils.data import DataLoader\n" + head.replace("with DiLoCo", f"{data}with DiLoCo") + looped
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("written", [own_loop, own_loop_with_a_loader])
 def test_the_script_in_the_readme_trains(tmp_path: Path, written: Callable[[], str]) -> None:
     spec = blocks("toml")[1].replace("rounds = 100", "rounds = 3").replace("inner_steps = 100", "inner_steps = 5")

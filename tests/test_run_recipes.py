@@ -21,7 +21,7 @@ OFTEN = {"opendiloco-150m-h500", "muloco-150m", "lora-1.7b"}  # trained by `make
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, id=path.stem, marks=() if path.stem in OFTEN else pytest.mark.system) for path in RECIPES],
+    [pytest.param(path, id=path.stem, marks=() if path.stem in OFTEN else pytest.mark.nightly) for path in RECIPES],
 )
 def test_a_recipe_trains_in_miniature(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker on a real coordinator, to the end."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.http import receiving
+from coordinator.http import uploads
 from coordinator.run import pacing
 from coordinator.screening import agreeing, judging, spoilt, standing
 from coordinator.settings import Settings
@@ -26,7 +26,7 @@ LINKS_OF = ["docs/security.md", "SECURITY.md"]
 MODELS = (Settings, SyncSpec, GuardSpec, RetentionSpec)
 MODULES = (
     *(judging, agreeing, spoilt, standing, checking, guarding, pacing, weights, messages),
-    *(receiving, assembling, data_directory),
+    *(uploads, assembling, data_directory),
 )
 # Values in attacks, which are no limits.
 CLAIMED = {"inner_steps_per_second", "carried", "factory", "aggregation", "weights_only"}

@@ -162,7 +162,7 @@ def boxes(tmp_path: Path) -> Iterator[Boxes]:
         yield Boxes(folders, behind, closing)
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)  # it installs torch, twice
 def test_a_newcomer_s_path(boxes: Boxes, capsys: pytest.CaptureFixture[str]) -> None:
     pasted = ""

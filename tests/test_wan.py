@@ -66,7 +66,7 @@ def test_without_lines_a_command_says_so_and_ends_with_a_code_of_its_own(
     assert capsys.readouterr() == ("", "There are no slow lines on this machine: not root.\n")
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_rows_are_measured() -> None:
     if reason := lines.why_not("openssl"):
         pytest.skip(f"no slow lines to measure: {reason}")

@@ -33,8 +33,8 @@ from coordinator.store.blobs import Blobs, RunNames
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, Fault
 from coordinator.store.identity import Actor
+from coordinator.store.payloads import MemoryBudget
 from coordinator.store.tables import EventRow, RunRow, WorkerRow
-from coordinator.tuning.room import Room
 from outerstep.common import tracing
 from protocol.digest import model_digest
 from protocol.errors import Problem
@@ -80,7 +80,7 @@ class World:
     ring: Callable[[str, str | None], None]  # run, topic (None: all): wake the long polls that wait for it
     storage_failed: Callable[[BaseException], Fault | None]  # note an error of a write: what is wrong with the disk
     storage_fault: Callable[[], Fault | None]  # what is wrong with disk or database now
-    room: Room  # for payloads in memory
+    memory: MemoryBudget  # for payloads
     closing: threading.Event  # the coordinator stops: long work on other threads ends early
     settle: Callable[["Settling"], None]  # bring a run to its fixpoint
     # Session, run, kind, message, data of an event: notify of it, and return what follows once it is committed.

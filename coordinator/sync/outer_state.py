@@ -87,7 +87,7 @@ def step(run: LiveRun, state: StateReader, before: int, fragment: int, target: P
 def _recent_delta(run: LiveRun, round_: int, fragment: int) -> memoryview | None:
     """Return the published delta if it is still in memory, else None."""
     digest = run.outer.deltas.get((round_, fragment))
-    return None if digest is None else run.world.room.delta(digest)
+    return None if digest is None else run.world.memory.delta(digest)
 
 
 @contextmanager

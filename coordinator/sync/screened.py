@@ -53,7 +53,7 @@ def found_in(run: LiveRun, header: ContributionHeader, payload: Payload) -> Foun
 def kept(run: LiveRun, found: Found) -> Found | None:
     """Return the same in memory that counts as a payload's does; None where there is no room for it: then it is looked
     for again once it is needed."""
-    memory = run.world.room.take(found.measure.direction.nbytes)
+    memory = run.world.memory.take(found.measure.direction.nbytes)
     if memory is None:
         return None
     direction = np.frombuffer(memory, np.float16)

@@ -101,7 +101,6 @@ def _print_new(made: NewToken, output: Format) -> None:
     say(made.token)
 
 
-@with_connection
 def _seconds(text: str | None) -> float | None:
     try:
         return None if text is None else parse_seconds(text)
@@ -109,6 +108,7 @@ def _seconds(text: str | None) -> float | None:
         raise UsageError(f"--expires: {text!r} is not a time such as 12h or 30d") from error
 
 
+@with_connection
 def list_tokens(
     output: FormatOption = Format.TABLE,
     *,
@@ -141,7 +141,6 @@ def list_tokens(
     console().print(table(["id", "scope", "run", "for", "created", "expires", "last used", "~note"], rows))
 
 
-@with_connection
 def _for_what(item: TokenInfo) -> str:
     if item.worker is not None:
         return item.worker
@@ -154,6 +153,7 @@ def _time(seconds: float | None) -> str:
     return "never" if seconds is None else time_text(seconds)
 
 
+@with_connection
 def audit(
     output: FormatOption = Format.TABLE,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of entries, the newest ones.")] = 100,
