@@ -247,7 +247,7 @@ def sent():
 
 marked = []
 with trace.stage(Stage.UPLOAD):
-    Line().up.carry([sent, sent, sent])
+    Line().up.run_all([sent, sent, sent])
     sent()
 sent()
 trace.end()

@@ -71,4 +71,4 @@ def test_a_run_is_created_with_notes_on_stderr(served: Served) -> None:
     text = SOUND.format(rate=1.0, momentum=0.8, rounds=20, h=150, codec="int4")
     code, out, err = served.outerstep("run", "create", "-", stdin=text)
     assert (code, "is created" in out) == (0, True)
-    assert err.startswith("note: sync.rounds = 20: with so few, ")
+    assert err.startswith("note: sync.rounds = 20: ")

@@ -129,7 +129,7 @@ def test_rounds_whose_events_are_deleted_are_tracked_without_them() -> None:
 
 def test_a_run_that_went_back_to_a_backup_is_told() -> None:
     """Its rounds would be tracked twice, with other figures."""
-    with pytest.raises(OuterstepError, match="round 2 of the run demo is tracked already, and it is at round 1"):
+    with pytest.raises(OuterstepError, match="round 2 of run demo .* at round 1"):
         list(follow(History(at=5), first=3))
 
 
@@ -319,7 +319,7 @@ def test_a_run_is_tracked_to_its_end_and_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, err = finished.outerstep("run", "track", "demo", "--to", "jsonl")
-    assert (code, out.splitlines()[-1]) == (0, "the run demo is tracked to its end, in demo.jsonl"), err
+    assert (code, out.splitlines()[-1]) == (0, "run demo is tracked to its end in demo.jsonl"), err
     content = (tmp_path / "demo.jsonl").read_text()
     rounds = [line for line in map(json.loads, content.splitlines()) if line["kind"] == "round"]
     assert [(line["round"], line["final"]) for line in rounds] == [(0, False), (1, False), (2, True)]
@@ -349,7 +349,7 @@ def test_what_is_not_installed_or_not_there_is_told(
     ("error", "code", "said"),
     [
         (ConnectionResetError(errno.ECONNRESET, "reset by peer"), Exit.RETRY, "--to jsonl: [Errno 104] reset by peer; the"),
-        (OSError("the server is busy"), Exit.RETRY, "--to jsonl: the server is busy; the same command goes on"),
+        (OSError("the server is busy"), Exit.RETRY, "--to jsonl: the server is busy; the same command"),
         (OSError(errno.ENOSPC, "No space left on device"), Exit.USAGE, "--out: [Errno 28] No space"),
         (PermissionError(errno.EACCES, "Permission denied", "a/file"), Exit.USAGE, "--out: [Errno 13] Permission"),
     ],
