@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from harness.certificates import make_certificate
+from harness.coordinator import make_certificate
 from harness.member import Member
 from protocol.messages import FrozenSummary
 from tests.outerstep.conftest import Served, serving
@@ -37,7 +37,7 @@ def test_a_run_is_created_once(served: Served, tmp_path: Path):
     path.write_text(SPEC.replace("demo", "once"))
     assert "is created" in served.outerstep("run", "create", str(path))[1]
     code, out, _ = served.outerstep("run", "create", str(path))
-    assert (code, "was there already" in out) == (0, True)
+    assert (code, "already exists" in out) == (0, True)
     code, out, err = served.outerstep(
         "run", "create", "-", stdin=SPEC.replace("demo", "once") + "outer.momentum = 0.5\n"
     )

@@ -1,6 +1,6 @@
-"""hivemind over long lines: one averager in a process of its own, as in hivemind_peer.py, which takes orders.
+"""hivemind over long lines: one averager in a separate process that takes orders; otherwise as in hivemind_peer.py.
 
-A sync begins when all averagers have found each other and are allowed to begin, so without the matchmaking.
+A sync starts when all averagers have found each other, so it does not include the matchmaking.
 """
 
 import time
@@ -12,16 +12,16 @@ from hivemind.averaging.control import AveragingStage
 from hivemind.compression import Uniform8BitQuantization
 
 from benchmarks.peers import deltas
-from harness.orders import orders, say, stay, timed
+from harness.remote_process import answer, orders, stay, timed
 
 TIMEOUT_S = 1800
 
 
 def average(rank: int, workers: int, address: str, meeting: list[str] | None, elements: int, rounds: int) -> None:
-    """Do `rounds` averages. `meeting` are the addresses of rank 0's DHT, which it tells the others."""
+    """Do `rounds` averages. `meeting`: the addresses of rank 0's DHT, which it reports."""
     dht = DHT(host_maddrs=[f"/ip4/{address}/tcp/0"], initial_peers=meeting or [], start=True)
     if meeting is None:
-        say(meeting=[str(each) for each in dht.get_visible_maddrs()])
+        answer(meeting=[str(each) for each in dht.get_visible_maddrs()])
     averager = DecentralizedAverager(
         [torch.zeros(elements)],
         dht,
@@ -43,7 +43,7 @@ def average(rank: int, workers: int, address: str, meeting: list[str] | None, el
 
         timed(reduce)
     with averager.get_tensors() as tensors:
-        say(relative_error=deltas.relative_error(tensors[0].numpy(), deltas.mean(workers, elements)))
+        answer(relative_error=deltas.relative_error(tensors[0].numpy(), deltas.mean(workers, elements)))
     stay()
     averager.shutdown()
     dht.shutdown()

@@ -1,4 +1,4 @@
-"""torchft over long lines: one worker in a process of its own, as in torchft_peer.py, which takes orders.
+"""torchft over long lines: one worker in a separate process that takes orders; otherwise as in torchft_peer.py.
 
 A sync is the all-reduce and the vote to commit, without the quorum before it.
 """
@@ -9,16 +9,16 @@ from torchft.coordination import LighthouseServer
 
 from benchmarks.peers import deltas
 from benchmarks.peers.torchft_peer import joined
-from harness.orders import orders, say, stay, timed
+from harness.remote_process import answer, orders, stay, timed
 
 
 def average(rank: int, workers: int, address: str, meeting: str | None, elements: int, rounds: int) -> None:
-    """Do `rounds` all-reduces. `meeting` is the address of the lighthouse, which rank 0 has and tells the others."""
+    """Do `rounds` all-reduces. `meeting`: the address of the lighthouse, which rank 0 runs and reports."""
     lighthouse = None
     if meeting is None:
         lighthouse = LighthouseServer(bind=f"{address}:0", min_replicas=workers)
         meeting = f"http://{address}:{lighthouse.address().rpartition(':')[2]}"
-        say(meeting=meeting)
+        answer(meeting=meeting)
     store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
     manager = joined(store, rank, workers, meeting)
     values = torch.from_numpy(deltas.draw(rank, elements))
@@ -35,7 +35,7 @@ def average(rank: int, workers: int, address: str, meeting: str | None, elements
         if (found := manager.num_participants()) != workers:
             raise RuntimeError(f"{found} of {workers} workers are in the quorum")
         timed(reduce)
-    say(relative_error=deltas.relative_error(summed.numpy(), deltas.mean(workers, elements)))
+    answer(relative_error=deltas.relative_error(summed.numpy(), deltas.mean(workers, elements)))
     stay()
     manager.shutdown(wait=False)
     if lighthouse is not None:

@@ -1,4 +1,4 @@
-"""Processes behind lines, which take orders; orders.py has their side."""
+"""Processes behind lines that take orders; remote_process.py is their side."""
 
 import json
 import os
@@ -15,12 +15,12 @@ from harness.lines import DEVICE, Line
 
 ROOT = Path(__file__).parents[1]
 ENDING_S = 30
-SOON_S = 2.0  # as worker/rounds/schedule.py
-GLOO = {"GLOO_SOCKET_IFNAME": DEVICE}  # by itself it takes the address of the machine's name, which is none there
+SOON_S = 2.0  # as in worker/rounds/schedule.py
+GLOO = {"GLOO_SOCKET_IFNAME": DEVICE}  # by default it uses the address of the host name, which does not exist there
 
 
-class Far:
-    """One such process. Each of its answers is a JSON line; RuntimeError where it has ended instead."""
+class Remote:
+    """A process behind a line. `answer` reads its next JSON line; RuntimeError if it has ended."""
 
     def __init__(self, line: Line, process: subprocess.Popen[str]) -> None:
         self.line = line
@@ -30,11 +30,11 @@ class Far:
         self._send(json.dumps(order))
 
     def go(self) -> None:
-        """Let it begin with what it is ready for."""
+        """Start the work that it is ready for."""
         self._send("go")
 
     def soon(self) -> None:
-        """Let it know that it will begin in SOON_S, as the inner steps that are left tell a worker."""
+        """Announce that the work will start in SOON_S, as a worker knows from its remaining inner steps."""
         self._send("soon")
 
     def _send(self, line: str) -> None:
@@ -52,9 +52,11 @@ class Far:
 
 
 @contextmanager
-def far(line: Line, module: str, python: Path = Path(sys.executable), log: IO[str] | None = None) -> Iterator[Far]:
-    """Run `python -m module` behind the line; what it says beside answers goes to `log`, or to stderr. At the end it
-    gets no more orders; in the end it and all of its own are gone."""
+def remote(
+    line: Line, module: str, python: Path = Path(sys.executable), log: IO[str] | None = None
+) -> Iterator[Remote]:
+    """Run `python -m module` behind the line; its stderr goes to `log`, by default to ours. After the block its stdin
+    is closed; then its process group is killed."""
     command = [*line.prefix, str(python), "-m", module]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
@@ -62,7 +64,7 @@ def far(line: Line, module: str, python: Path = Path(sys.executable), log: IO[st
     )
     with process:
         try:
-            yield Far(line, process)
+            yield Remote(line, process)
             process.communicate(timeout=ENDING_S)
         finally:
             with suppress(ProcessLookupError):
@@ -70,10 +72,10 @@ def far(line: Line, module: str, python: Path = Path(sys.executable), log: IO[st
 
 
 def together(
-    workers: Sequence[Far], rounds: int, silence_s: float, meanwhile: Callable[[], object] = lambda: None
+    workers: Sequence[Remote], rounds: int, silence_s: float, meanwhile: Callable[[], object] = lambda: None
 ) -> list[list[dict[str, Any]]]:
-    """Let all of them do what they are ready for, `rounds` times, each time after a silence. Return their answers.
-    `meanwhile` is called once they have begun."""
+    """Start all workers together, `rounds` times, each time after `silence_s` seconds. Return their answers.
+    `meanwhile` is called when they have started."""
     answers = []
     for _ in range(rounds):
         for worker in workers:
