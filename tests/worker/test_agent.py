@@ -269,7 +269,7 @@ def test_what_cannot_be_trained_here_is_one_sentence(
     for directory in (tmp_path / "file", tmp_path / "file/below"):
         line = refusal(state=directory)
         why = f"{tmp_path}/file is not a directory"
-        assert line == f"--state {directory} cannot hold this worker's state: {why}; give another"
+        assert line == f"--state {directory} cannot hold this worker's state: {why}; choose another directory"
 
 
 def test_another_training_set_is_refused(coordinator: InThread, text: Path, tmp_path: Path) -> None:

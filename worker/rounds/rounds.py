@@ -310,7 +310,7 @@ class Rounds:
             ahead[p] = delta if carried is None else delta - carried
         self.carry, self._start_loaded, self._trained_on = replace(self.carry, ahead=ahead), False, set()
 
-    # --- snapshots, start and end of the process --------------------------------------------------------------------
+    # --- snapshots, start and end of the process ------------------------------------------------------------------
 
     def _save(self, work: Work | RoundStart, *, partial: bool = False) -> Future[None] | None:
         """Start to write the snapshot. `partial`: the worker leaves in the middle of the round."""
