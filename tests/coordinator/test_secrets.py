@@ -10,7 +10,7 @@ from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.tokens import secret_hash
 from harness.coordinator import InThread, coordinator_thread
-from outerstep.cli.faults import UsageError, validated
+from outerstep.cli.errors import UsageError, validated
 from protocol.messages import Scope
 from tests.coordinator.crew import crew, problem
 
