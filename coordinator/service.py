@@ -25,8 +25,8 @@ from coordinator.notifications.formats import new_id
 from coordinator.notifications.outbox import Outbox
 from coordinator.notifications.sending import Sender, receiver_of
 from coordinator.notifications.watching import Watch
-from coordinator.run.bell import READS_AT_ONCE, Bell
-from coordinator.run.live_run import Change, LiveRun, World
+from coordinator.run.live_run import Change, LiveRun, RunContext
+from coordinator.run.waiters import READS_AT_ONCE, Waiters
 from coordinator.settings import Settings
 from coordinator.settling import settle
 from coordinator.sharing import Shared
@@ -43,7 +43,7 @@ from coordinator.sync import retention
 from coordinator.tuning.room import Room
 from coordinator.upkeep import removing, restoring, rolling_back, verifying
 from coordinator.upkeep.storage import REMIND_S, Storage
-from coordinator.workers import ending, membership, names
+from coordinator.workers import leases, membership
 from protocol.digest import digest
 from protocol.errors import Problem, SpecError
 from protocol.messages import AuditEntry, Cause, Event, NewToken, Page, RollBack, RunState, TokenInfo, TokenRequest
@@ -69,7 +69,7 @@ class Coordinator:
         secret: bytes | None = None,
     ) -> None:
         self.settings, self.clock, self.now = settings, clock, now
-        self.bell = Bell()
+        self.waiters = Waiters()
         self.room = Room()
         self.wholes = Wholes(clock, settings.parts_bytes_per_member)
         self.callers = Callers(settings, clock)
@@ -100,17 +100,16 @@ class Coordinator:
         self.watch = Watch(clock, self.outbox)
         self.errors = RecentErrors()
         self.started_at = now()
-        self._world = World(
+        self._context = RunContext(
             database=self.database,
             data=self.data,
             blobs=store(self.data),
             submit=self._jobs.submit,
-            ring=self.bell.ring,
+            wake=self.waiters.wake,
             storage_failed=self.storage.note,
             storage_fault=lambda: self.storage.fault,
             room=self.room,
             closing=self._closing,
-            settle=settle,
             notify=self.outbox.note_event if self.outbox else lambda *_: None,
             secret=secret or os.urandom(32),
             clock=clock,
@@ -122,9 +121,9 @@ class Coordinator:
             rows = session.scalars(select(RunRow)).all()
         # SQLite gives the number of a removed run to the next one, and somebody may still have the former.
         self._ids = itertools.count(1 + max((row.id for row in rows), default=0))
-        removing.finish(self._world, {row.name for row in rows})
+        removing.finish(self._context, {row.name for row in rows})
         for row in rows:
-            run = LiveRun(row, self._world)
+            run = LiveRun(row, self._context, settle)
             self._runs[run.name] = run
             restoring.restore(run)
         self.data.gone_on()
@@ -135,8 +134,8 @@ class Coordinator:
         if (address := self.settings.backup_dir) is None:
             return None
         schedule = Schedule(address, self.settings.backup_every_s, self.settings.backup_keep)
-        world = self._world
-        return Scheduled(schedule, Source(url, world.blobs.open), self._closing, world.clock, world.now)
+        context = self._context
+        return Scheduled(schedule, Source(url, context.blobs.open), self._closing, context.clock, context.now)
 
     @property
     def last_backup_at(self) -> float | None:
@@ -175,10 +174,10 @@ class Coordinator:
         self.tokens.write_last_uses()
 
     def _tick_run(self, run: LiveRun) -> None:
-        ending.end_without_token(run, self.tokens.is_good)
-        ending.expire(run)
-        ending.replace_silent_seeder(run)
-        ending.end_lingering(run)
+        leases.end_without_token(run, self.tokens.is_good)
+        leases.expire(run)
+        leases.replace_silent_seeder(run)
+        leases.end_lingering(run)
         run.settle()
         rolling_back.roll_back_if_due(run, verifying=partial(self._is_verifying, run))
         verifying.start_when_due(run, self.verify_at, self._verifying.submit)
@@ -195,7 +194,7 @@ class Coordinator:
         except Exception as error:
             if self.storage.note(error) is not None:
                 return
-            before, now = self._tick_faults.get(what), self._world.clock()
+            before, now = self._tick_faults.get(what), self._context.clock()
             if before is None or before[0] != str(error) or now - before[1] >= REMIND_S:
                 self._tick_faults[what] = str(error), now
                 logger.exception("%s: tick failed; trying again", what)
@@ -223,7 +222,7 @@ class Coordinator:
         """Delete a token, and end all that there is by it: memberships, streams, long polls. Raises Problem."""
         self.tokens.revoke(token_id, by, of_run)
         for run in self.runs():
-            ending.end_without_token(run, self.tokens.is_good)
+            leases.end_without_token(run, self.tokens.is_good)
         self._ring_all()
 
     def exchange_token(
@@ -232,7 +231,7 @@ class Coordinator:
         """Make the worker token `secret` in exchange for a use of the join token `by`; return it, and True if it is
         new. Raises Problem."""
         membership.check_joinable(run)
-        check = partial(names.check_free, run=run, worker=worker)
+        check = partial(membership.check_name_free, run=run, worker=worker)
         return self.tokens.exchange(by, run.name, worker, secret, actor, check)
 
     def audit(self, run: str | None, limit: int, before: int | None) -> Page[AuditEntry]:
@@ -243,7 +242,7 @@ class Coordinator:
     def _ring_all(self) -> None:
         """Wake whoever waits: who may not wait any more is told so."""
         for run in self.runs():
-            self.bell.ring(run.name, None)
+            self.waiters.wake(run.name, None)
 
     def check_ready(self) -> None:
         """Raise Problem `not-ready` unless the database answers and the data directory takes writes."""
@@ -326,17 +325,17 @@ class Coordinator:
                 spec_digest=digest(spec_toml.encode()),
                 spec=spec.model_dump(mode="json"),
                 state=RunState.RUNNING,
-                created_at=self._world.now(),
+                created_at=self._context.now(),
                 round=0,
                 next_unit=0,
             )
             session.add(row)
             session.flush()
-            run = LiveRun(row, self._world)
+            run = LiveRun(row, self._context, settle)
             change = Change(run, session)
             change.record("created", f"the run {spec.name} was created")
             change.audit(by, "run-created", f"created the run {spec.name}")
-        for apply in change.consequences:
+        for apply in change.applied_later:
             apply()
         run.restored()
         self._runs[spec.name] = run
@@ -361,7 +360,7 @@ class Coordinator:
                 removing.remove_rows(run, by, verifying=self._is_verifying(run))
                 del self._runs[name]
             self.tokens.forget_of(name)
-            removing.remove_blobs(self._world, name)
+            removing.remove_blobs(self._context, name)
         logger.info("the run %s was removed", name)
 
     def _check_not_needed(self, run: LiveRun) -> None:

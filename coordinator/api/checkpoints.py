@@ -24,7 +24,7 @@ from coordinator.http.sending import blob
 from coordinator.http.telling import told
 from coordinator.run.live_run import LiveRun
 from coordinator.sync import seeding
-from coordinator.workers import membership
+from coordinator.workers import leases
 from protocol.fragments import Layout
 from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page, PartReply
 from protocol.wire import max_payload_bytes, max_payloads_bytes
@@ -61,7 +61,7 @@ async def seed(
 def _accept(
     run: LiveRun, layout: Layout, worker: str, fragment: int, arrived: Received
 ) -> tuple[CheckpointFragment | PartReply, bool]:
-    membership.check_lease(run, worker)  # it may have ended, or been ended, while the body came
+    leases.check_lease(run, worker)  # it may have ended, or been ended, while the body came
     found = arrived.complete()
     if isinstance(found, PartReply):
         return found, False

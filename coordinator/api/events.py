@@ -16,8 +16,8 @@ from coordinator.http.access import Caller, Items, ReadableRun, Service, charge
 from coordinator.http.describing import OF_A_RUN, Answers, refusing
 from coordinator.http.limits import LimitedRoute
 from coordinator.http.telling import read, told
-from coordinator.run.bell import EVENTS
 from coordinator.run.live_run import LiveRun
+from coordinator.run.waiters import EVENTS
 from coordinator.service import Coordinator
 from protocol.errors import Problem
 from protocol.messages import Event, Page
@@ -62,16 +62,16 @@ async def _stream(
     run: LiveRun, service: Coordinator, after: int, check_still: Callable[[], None]
 ) -> AsyncIterator[ServerSentEvent]:
     """Yield the events from `after` on, until `check_still` raises Problem: the token is good no more."""
-    bell = service.bell
-    while not bell.closed:
-        with bell.listening(run.name, EVENTS) as ring:
+    waiters = service.waiters
+    while not waiters.closed:
+        with waiters.register(run.name, EVENTS) as woken:
             try:
                 check_still()
             except Problem as problem:
                 logger.info("%s: a stream of events ended: %s", run.name, problem.detail)
                 return
             # Those who were woken together read together.
-            key = (run, after, bell.rung(run.name))
+            key = (run, after, waiters.wake_count(run.name))
             page, _ = await service.event_pages.read(
                 key, math.inf, partial(read, service, partial(reports.events, run, STREAM_PAGE, after))
             )
@@ -79,4 +79,4 @@ async def _stream(
                 yield ServerSentEvent(id=str(event.id), event=event.kind, data=event.model_dump_json())
                 after = event.id
             if not page.items:
-                await ring.wait()
+                await woken.wait()

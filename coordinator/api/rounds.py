@@ -35,10 +35,11 @@ from coordinator.http.receiving import Received, part_taken, received
 from coordinator.http.sending import blob, blob_in_memory
 from coordinator.http.telling import told
 from coordinator.http.waiting import poll, preferred_wait_s
-from coordinator.run.bell import delta_of
 from coordinator.run.live_run import LiveRun
+from coordinator.run.waiters import delta_of
 from coordinator.sync import contributing, delta_status
-from coordinator.workers import evaluating, membership
+from coordinator.trust import evaluating
+from coordinator.workers import leases
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import ContributionReply, EvaluationReport, Page, PartReply, RoundDetail, RoundInfo
@@ -89,7 +90,7 @@ async def get_round(
 @takes_up_to(MESSAGE_BYTES)
 def report_evaluation(run: ReadableRun, number: Number, report: EvaluationReport, worker: AnyMember) -> Response:
     """The held-out loss of the state before round `number`."""
-    evaluating.evaluated(run, worker, number, report)
+    evaluating.record_evaluation(run, worker, number, report)
     return Response(status_code=204)
 
 
@@ -126,7 +127,7 @@ async def contribute(
 def _accept(
     run: LiveRun, layout: Layout, worker: str, number: int, fragment: int, arrived: Received
 ) -> ContributionReply | PartReply:
-    membership.check_lease(run, worker)  # it may have ended, or been ended, while the body came
+    leases.check_lease(run, worker)  # it may have ended, or been ended, while the body came
     found = arrived.complete()
     if isinstance(found, PartReply):
         assert arrived.part is not None
@@ -161,7 +162,7 @@ async def get_delta(
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
     # Only those of the last round: an older delta may still be in memory though the retention rule has deleted it.
-    recent = run.world.room.delta(found) if (number, fragment) in run.outer.deltas else None
+    recent = run.context.room.delta(found) if (number, fragment) in run.outer.deltas else None
     if recent is not None:
         return blob_in_memory(http, recent, found)
     return await run_in_threadpool(_stored_delta, http, run, number, fragment, found)

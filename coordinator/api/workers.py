@@ -24,8 +24,8 @@ from coordinator.http.describing import ASKS_TO_WAIT, OF_A_CHANGE, OF_A_RUN, WAI
 from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
 from coordinator.http.telling import told
 from coordinator.http.waiting import poll, preferred_wait_s
-from coordinator.run.bell import ASSIGNMENTS
-from coordinator.workers import accounting, assigning, membership
+from coordinator.run.waiters import ASSIGNMENTS
+from coordinator.workers import accounting, assigning, leases, membership
 from protocol.messages import (
     MAX_TENSORS,
     Action,
@@ -104,7 +104,7 @@ def leave(
 ) -> Response:
     """Leave, or (an operator) make a worker leave."""
     operator = None if caller.is_member(run, worker) else by
-    membership.leave(service.run(run), worker, request or LeaveRequest(), operator)
+    leases.leave(service.run(run), worker, request or LeaveRequest(), operator)
     return Response(status_code=204)
 
 
@@ -120,7 +120,7 @@ def change_worker(run: OperatorOfRun, worker: PathName, change: WorkerChange, by
 @takes_up_to(MESSAGE_BYTES)
 async def renew_lease(run: MemberRun, worker: PathName, metrics: Metrics) -> LeaseReply:
     """Heartbeat."""
-    return membership.renew(run, worker, metrics)
+    return leases.renew(run, worker, metrics)
 
 
 @router.put(
@@ -147,7 +147,7 @@ async def get_assignment(
     def under_lock() -> tuple[bool, Assignment]:
         with run.lock:
             accounting.book_queued(run)
-            membership.check_lease(run, worker)  # it may have ended during the wait, and no units go to the dead
+            leases.check_lease(run, worker)  # it may have ended during the wait, and no units go to the dead
             assignment = assigning.assign(run, worker, request.state_round, request.carried)
         return assignment.action is not Action.WAIT, assignment
 

@@ -44,7 +44,7 @@ async def poll(
     from_memory: Callable[[], tuple[bool, Answer] | None],
     under_lock: Callable[[], tuple[bool, Answer]],
 ) -> Answer:
-    """Ask now and at every ring of `topic`, until the result is (True, answer) or time is up; return the last answer.
+    """Ask now and at every wake-up of `topic` until the result is (True, answer) or time is up; return the last answer.
 
     Before each it is checked that the caller's token is still good. Raises Problem if it is not, or if the caller has
     too many long polls already. Members come first: others are woken slowly, and ask on the threads that only read.
@@ -55,11 +55,11 @@ async def poll(
     The time is up to a fifth shorter than `wait_s`, so that those who began to wait together do not all ask again at
     the same moment.
     """
-    loop, bell, trains = asyncio.get_running_loop(), service.bell, caller.member is not None
-    until = loop.time() + wait_s * (1 - bell.spread() / 5)
+    loop, waiters, trains = asyncio.get_running_loop(), service.waiters, caller.member is not None
+    until = loop.time() + wait_s * (1 - waiters.jitter() / 5)
     async with _counted(service, caller, run, topic, wait_s):
         while True:
-            with bell.listening(run, topic, slowly=not trains) as ring:
+            with waiters.register(run, topic, slowly=not trains) as woken:
                 service.check_still(caller)
                 found = from_memory()
                 if found is None and trains:
@@ -68,10 +68,10 @@ async def poll(
                     found = await anyio.to_thread.run_sync(under_lock, limiter=service.reading)
                 final, answer = found
                 remaining = until - loop.time()
-                if final or remaining <= 0 or bell.closed:
+                if final or remaining <= 0 or waiters.closed:
                     return answer
                 try:
-                    await asyncio.wait_for(ring.wait(), remaining)
+                    await asyncio.wait_for(woken.wait(), remaining)
                 except TimeoutError:
                     return answer
 
@@ -99,9 +99,9 @@ async def _ask_in_turn(
 ) -> tuple[bool, Answer]:
     """Ask `under_lock`, for a few requests at a time. While one waits for its turn, what the others do often brings its
     answer into memory, so `from_memory` is asked again first."""
-    bell = service.bell
-    async with bell.reading:
+    waiters = service.waiters
+    async with waiters.reading:
         found = from_memory()
         if found is None:
-            found = await anyio.to_thread.run_sync(under_lock, limiter=bell.threads)
+            found = await anyio.to_thread.run_sync(under_lock, limiter=waiters.threads)
         return found

@@ -10,8 +10,8 @@ from sqlalchemy import select
 
 from coordinator import reports, round_reports
 from coordinator.run.live_run import LiveRun
-from coordinator.store.tables import CheckpointRow, WorkerRow
-from coordinator.trust import guard as guarding
+from coordinator.store.tables import CheckpointRow, RunRow, WorkerRow
+from coordinator.trust.guard import has_paused
 from protocol.messages import DiskBytes, Metrics, RoundInfo, RunInfo
 
 WORKERS = 200  # of one run that are shown, by name
@@ -46,17 +46,17 @@ class SeenRun:
 
 def see(run: LiveRun) -> SeenRun:
     """Look at a run."""
-    info, now = reports.run_info(run), run.world.now()
+    info, now = reports.run_info(run), run.context.now()
     published = round_reports.rounds(run, 1, info.round).items
     last = published[0] if published else None
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         checkpoint_at = session.scalar(
             select(CheckpointRow.created_at)
             .where(CheckpointRow.run_id == run.id)
             .order_by(CheckpointRow.round.desc())
             .limit(1)
         )
-        by_guard = guarding.has_paused(session, run)
+        by_guard = has_paused(run, session.get_one(RunRow, run.id))
         joins = dict(
             session.execute(
                 select(WorkerRow.name, WorkerRow.epoch)
@@ -65,9 +65,9 @@ def see(run: LiveRun) -> SeenRun:
                 .limit(WORKERS)
             ).all()
         )
-    with run.looked_at():
-        clock, opening = run.world.clock(), run.open
-        events, outcomes = dict(run.tally.events), dict(run.tally.outcomes)
+    with run.briefly_locked():
+        clock, opening = run.context.clock(), run.open
+        events, outcomes = dict(run.counters.events), dict(run.counters.outcomes)
         quarantined = len(run.members.quarantined(run.round))
     workers = [
         SeenWorker(name, seen_s, run.members.metrics(name), times)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from coordinator.metrics.families import PREFIX
 from coordinator.metrics.seeing import SeenRun, SeenWorker
-from coordinator.run.tally import Outcome
+from coordinator.run.live_run import Outcome
 from protocol.messages import Cause, RunState
 
 Value = tuple[str, tuple[str, ...], float]  # the name of a family, the values of its labels, the value

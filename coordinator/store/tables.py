@@ -72,7 +72,9 @@ class RunRow(Base):
     said then, with all its defaults: they are the run's, whatever a later version has.
 
     `tokens` counts the tokens of the units that accepted contributions have consumed, so that the ranges of consumed
-    units can be checked against it; `checked_epochs` is the number of epochs for which that was done.
+    units can be checked against it; `checked_epochs` is the number of epochs for which that was done. `guard` is a
+    `coordinator.trust.guard.GuardRecord`, `rolled_back` the last roll-back (`round`, `from_round`, `place`), null if
+    there was none, and `equal_work` has the groups of workers that were reported for sending the same.
     """
 
     __tablename__ = "runs"
@@ -95,6 +97,9 @@ class RunRow(Base):
     divergences: Mapped[int] = _counter()
     checked_epochs: Mapped[int] = _counter()
     account: Mapped[dict[str, Any]] = _account()
+    guard: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
+    rolled_back: Mapped[dict[str, Any] | None]
+    equal_work: Mapped[list[Any]] = mapped_column(default=list, server_default="[]")
 
 
 class WorkerRow(Base):
@@ -103,8 +108,9 @@ class WorkerRow(Base):
 
     `contributions` counts the rounds that it contributed to, `place` the workers that joined the run before it. With
     private data `units` is the length of an epoch of its own training set, null if it has not told it; `next_unit` and
-    `checked_epochs` are of that set, as the run's are of a set that all have. `standing` is a
-    `coordinator.screening.standing.Standing`, as far as it is not that of a newcomer.
+    `checked_epochs` are of that set, as the run's are of a set that all have. `reputation` is a
+    `coordinator.trust.quarantine.Reputation`, empty for a newcomer's. `suspected`: the guard has named it once.
+    `refuted_state` is the last state whose held-out loss it was alone with; null if there is none.
     """
 
     __tablename__ = "workers"
@@ -131,7 +137,9 @@ class WorkerRow(Base):
     next_unit: Mapped[int] = _counter()
     checked_epochs: Mapped[int] = _counter()
     token: Mapped[str | None] = mapped_column(String(16))
-    standing: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
+    reputation: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
+    suspected: Mapped[bool] = mapped_column(default=False, server_default="0")
+    refuted_state: Mapped[int | None]
 
 
 class UnitRangeRow(Base):
@@ -195,7 +203,8 @@ class RoundRow(Base):
 
 
 class FragmentRow(Base):
-    """One fragment of a round. `contributors` is fixed when collecting ends: {worker: tokens}. `verdicts` say how far
+    """One fragment of a round. `contributors` is fixed when collecting ends: {worker: tokens}; `late` has the live
+    workers with an assignment that are not among them. `verdicts` say how far
     each of them is in the delta: {worker: `protocol.messages.Verdict`}; `reference` is the norm that they are by."""
 
     __tablename__ = "fragments"
@@ -210,6 +219,7 @@ class FragmentRow(Base):
     state: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str]
     contributors: Mapped[dict[str, Any] | None]
+    late: Mapped[list[Any]] = mapped_column(default=list, server_default="[]")
     reference: Mapped[float | None]
     verdicts: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
     delta_bytes: Mapped[int | None]

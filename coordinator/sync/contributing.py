@@ -14,7 +14,8 @@ from coordinator.run.open_round import AcceptedContribution, OpenRound
 from coordinator.screening.measuring import Found
 from coordinator.store.payloads import Body
 from coordinator.store.tables import ContributionRow, RunRow, WorkerRow
-from coordinator.sync import checking, screened
+from coordinator.sync import checking
+from coordinator.trust import verdicts
 from coordinator.units.ledger import consume_units
 from protocol.errors import Problem
 from protocol.fragments import Layout
@@ -60,7 +61,7 @@ def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int
         if not isinstance(header, ContributionHeader):
             raise Problem("invalid-payload", f"the payload is a {header.kind}, expected a contribution")
         checking.check_header(run, layout, worker, round_, fragment, header)
-        found = screened.kept(run, screened.found_in(run, header, payload))  # and checks it
+        found = verdicts.in_room(run, verdicts.found_in(run, header, payload))  # and checks it
     try:
         created = _accept(run, header, body, found)
     except Problem as problem:
@@ -122,7 +123,7 @@ def _accept_all(change: Change, opening: OpenRound, due: Sequence[Arrival]) -> N
         _insert(change, accepted)
         _count(change, opening, accepted, units)
 
-    now = change.run.world.clock()
+    now = change.run.context.clock()
 
     def apply() -> None:
         opening.consumed |= consumed
@@ -136,7 +137,7 @@ def _accept_all(change: Change, opening: OpenRound, due: Sequence[Arrival]) -> N
                 fragment.contents[header.worker] = arrival.content
             arrival.created = True
 
-    change.then(apply)
+    change.after_commit(apply)
 
 
 def _is_first(arrival: Arrival, accepted: Sequence[Arrival]) -> bool:
@@ -204,7 +205,7 @@ def _insert(change: Change, accepted: Sequence[Arrival]) -> None:
             "inner_steps": arrival.header.inner_steps,
             "loss": arrival.header.loss,
             "norm": arrival.header.norm,
-            "accepted_at": run.world.now(),
+            "accepted_at": run.context.now(),
         }
         for arrival in accepted
     ]

@@ -50,7 +50,7 @@ def under_lock(run: LiveRun, number: int, fragment: int, member: str | None, ear
                     f"there is no contribution of {member} to round {number}, fragment {fragment}; send it again",
                 )
             return False, f"round {number}, fragment {fragment}: {waits_for(run, each)}"
-        with run.world.database.read() as session:
+        with run.context.database.read() as session:
             row = session.get(FragmentRow, (run.id, number, fragment))
         if row is None:
             raise Problem("gone", f"round {number} is history; recover from the latest checkpoint")

@@ -112,7 +112,7 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
     Returns False if that is impossible. Then the blob is deleted: a checkpoint covers its round, and workers that ask
     for it are sent there.
     """
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         row = session.get(FragmentRow, (run.id, round_, fragment))
     if row is None or row.delta_digest is None:
         return True
@@ -120,7 +120,7 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
     damage = fault_in(run.blobs, name, row.delta_digest)
     if damage is None:
         return True
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         contributions = session.scalars(
             select(ContributionRow).where(
                 ContributionRow.run_id == run.id, ContributionRow.round == round_, ContributionRow.fragment == fragment

@@ -33,7 +33,7 @@ def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: li
             opening.without_earlier_units.clear()
             opening.consumed.clear()
 
-        change.then(apply)
+        change.after_commit(apply)
         change.wake()
 
 

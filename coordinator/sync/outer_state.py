@@ -5,16 +5,18 @@ derived again from a checkpoint and the deltas after it, so it need not be fsync
 """
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from sqlalchemy import select
 
-from coordinator.run.bell import EVENTS
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.outer import State
+from coordinator.run.waiters import EVENTS
 from coordinator.store.blobs import FileReader
 from coordinator.store.database import disk_is_full
 from coordinator.store.payloads import StoredPayload
@@ -22,7 +24,7 @@ from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, Fragm
 from coordinator.sync import checkpointing, retention
 from coordinator.sync.deltas import mend_delta
 from coordinator.sync.state_file import StateReader, stepped, write_state
-from coordinator.trust import guard as guarding
+from coordinator.trust.guard import MaxMagnitude, check_values
 from protocol.errors import OuterstepError, WireError
 from protocol.wire import Payload
 
@@ -60,9 +62,9 @@ def _step(run: LiveRun, fragment: int) -> None:
     before = run.outer.states[fragment].round
     after = before + 1
     target = run.outer.files.path(fragment, after)
-    extent = guarding.Extent()
+    largest = MaxMagnitude()
     with StateReader(FileReader(run.outer.files.path(fragment, before))) as state:
-        digest = step(run, state, before, fragment, target, extent)
+        digest = step(run, state, before, fragment, target, largest)
     checkpointed = checkpointing.is_due(run, after)
     if checkpointed:
         checkpointing.write_fragment(run, after, fragment, target, digest)
@@ -70,24 +72,33 @@ def _step(run: LiveRun, fragment: int) -> None:
         row = change.session.get_one(OuterStateRow, (run.id, fragment))
         row.round, row.state_digest = after, digest
         completed = checkpointed and checkpointing.record_if_complete(change, after)
-        guarding.look_at_the_extent(change, extent, after, fragment)
-        change.then(partial(run.outer.set, fragment, State(after, digest)))
+        check_values(change, largest, after, fragment)
+        change.after_commit(partial(run.outer.set, fragment, State(after, digest)))
         change.wake(EVENTS)
     if completed:
         retention.clean(run)
 
 
-def step(run: LiveRun, state: StateReader, before: int, fragment: int, target: Path, extent: guarding.Extent) -> bytes:
+def step(run: LiveRun, state: StateReader, before: int, fragment: int, target: Path, largest: MaxMagnitude) -> bytes:
     """Step the state of round `before` by that round's delta into the file `target`; return the new state's digest."""
     with _delta(run, before, fragment) as delta:
-        chunks = extent.watch(stepped(state, delta, run.spec.outer))
+        chunks = largest.watch(stepped(state, delta, run.spec.outer))
         return write_state(target, run.name, before + 1, fragment, state.elements, chunks)
+
+
+def theta_norm(run: LiveRun, fragment: int, round_: int) -> float:
+    """Return the L2 norm of the fragment's θ in state `round_`, from its file."""
+    squares = 0.0
+    with StateReader(FileReader(run.outer.files.path(fragment, round_))) as state:
+        for theta, _ in state.read_chunks():
+            squares += float(np.dot(theta, theta))
+    return math.sqrt(squares)
 
 
 def _recent_delta(run: LiveRun, round_: int, fragment: int) -> memoryview | None:
     """Return the published delta if it is still in memory, else None."""
     digest = run.outer.deltas.get((round_, fragment))
-    return None if digest is None else run.world.room.delta(digest)
+    return None if digest is None else run.context.room.delta(digest)
 
 
 @contextmanager
@@ -97,7 +108,7 @@ def _delta(run: LiveRun, round_: int, fragment: int) -> Iterator[Payload]:
     if content is not None:
         yield Payload.from_bytes(content)
     else:
-        with run.world.database.read() as session:
+        with run.context.database.read() as session:
             row = session.get(FragmentRow, (run.id, round_, fragment))
         if row is None or row.delta_digest is None:
             raise FileNotFoundError(f"the database has no delta of round {round_}, fragment {fragment}")
@@ -110,7 +121,7 @@ def set_state_0(change: Change, digests: list[bytes]) -> None:
     run = change.run
     for fragment, digest in enumerate(digests):
         change.session.add(OuterStateRow(run_id=run.id, fragment=fragment, round=0, state_digest=digest))
-    change.then(partial(run.outer.begin, [State(0, digest) for digest in digests]))
+    change.after_commit(partial(run.outer.begin, [State(0, digest) for digest in digests]))
 
 
 def fetch_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
@@ -125,7 +136,7 @@ def restore(run: LiveRun) -> None:
     A state file that is missing or corrupt (it was not fsynced) is derived again from the newest intact checkpoint;
     then the steps by the deltas after it are taken.
     """
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         seeded = session.scalars(select(CheckpointRow.round).where(CheckpointRow.run_id == run.id).limit(1)).all()
         rows = session.scalars(
             select(OuterStateRow).where(OuterStateRow.run_id == run.id).order_by(OuterStateRow.fragment)
@@ -150,7 +161,7 @@ def restore(run: LiveRun) -> None:
 
 def go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None:
     """Make the newest intact checkpoint of `fragment`, of a state later than `after`, its outer state."""
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         saved = session.scalars(
             select(CheckpointFragmentRow)
             .join(
@@ -178,7 +189,7 @@ def go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None:
         change.record("rederived", f"fragment {fragment} of the outer state is derived again from checkpoint {round_}")
         row = change.session.get_one(OuterStateRow, (run.id, fragment))
         row.round, row.state_digest = round_, checkpoint.state_digest
-        change.then(partial(run.outer.set, fragment, State(round_, checkpoint.state_digest)))
+        change.after_commit(partial(run.outer.set, fragment, State(round_, checkpoint.state_digest)))
 
 
 def has_state_digest(path: Path, state_digest: bytes) -> bool:

@@ -10,18 +10,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 
-from coordinator.run.bell import delta_of
 from coordinator.run.decide import advance
-from coordinator.run.live_run import LiveRun, Settling
+from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import AcceptedContribution, OpenRound
 from coordinator.run.outer import Job
-from coordinator.run.steps import round_steps, steps_trained
+from coordinator.run.schedule import round_steps, steps_trained
+from coordinator.run.waiters import delta_of
 from coordinator.screening.judging import Judgement
 from coordinator.store.tables import FragmentRow, RoundRow
-from coordinator.sync import checkpointing, outer_state, retention, screened
+from coordinator.sync import checkpointing, outer_state, retention
 from coordinator.sync.deltas import ContributionsLost, lost_contributions, make_delta
 from coordinator.sync.losing import lose_contributions
-from coordinator.trust.equal_work import tell_like_work
+from coordinator.trust import verdicts
+from coordinator.trust.equal_work import report_similar_work
 from coordinator.units.epochs import check_epochs
 from coordinator.units.ledger import merge_adjacent
 from protocol.digest import digest
@@ -33,15 +34,15 @@ logger = logging.getLogger(__name__)
 RETRY_S = 5.0
 
 
-def start_due(settling: Settling) -> None:
+def start_due(run: LiveRun) -> None:
     """Begin the job of each fragment that has work, unless it is at work; after a fault, only RETRY_S later."""
-    run, now = settling.run, settling.run.world.clock()
+    now = run.context.clock()
     if run.outer.damage is not None:
         return
     for index, job in enumerate(run.outer.jobs):
         if not job.running and now >= job.retry_at and _is_due(run, index):
             job.running = True
-            run.world.submit(_work, run, index, job)
+            run.context.submit(_work, run, index, job)
 
 
 def _is_due(run: LiveRun, index: int) -> bool:
@@ -73,8 +74,8 @@ def _work(run: LiveRun, index: int, job: Job) -> None:
                     _publish(run, opening, index)
     except Exception as error:  # nobody awaits the job: the log and the events say it
         with run.lock:
-            job.running, job.retry_at = False, run.world.clock() + RETRY_S
-            if run.world.storage_failed(error) is not None:
+            job.running, job.retry_at = False, run.context.clock() + RETRY_S
+            if run.context.storage_failed(error) is not None:
                 return
             if job.fault == str(error):
                 return
@@ -82,7 +83,7 @@ def _work(run: LiveRun, index: int, job: Job) -> None:
             with run.change() as change:
                 message = f"fragment {index} could not be published: {error}; trying again every {RETRY_S:.0f} s"
                 change.record("fault", message, fragment=index)
-                change.then(partial(setattr, job, "fault", str(error)))
+                change.after_commit(partial(setattr, job, "fault", str(error)))
 
 
 def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
@@ -102,19 +103,20 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     except ContributionsLost as lost:
         lose_contributions(run, opening, index, lost.workers)
         return
-    aggregated_at = run.world.now()
+    aggregated_at = run.context.now()
     contents.clear()
     fragment.contents.clear()
     delta_digest = digest(delta)
     run.blobs.put(run.names.delta(opening.number, index, delta_digest), delta)
-    run.world.room.add_delta(delta_digest, delta)
+    run.context.room.add_delta(delta_digest, delta)
     _record_delta(run, opening, index, judgement, len(delta), delta_digest, aggregated_at)
 
 
 def _judged(run: LiveRun, round_: int, index: int, contributed: Mapping[str, AcceptedContribution]) -> Judgement:
     """Judge the contributions. Raises ContributionsLost."""
     try:
-        return screened.judged(run, round_, index, contributed)
+        theta_norm = partial(outer_state.theta_norm, run, index, round_)
+        return verdicts.judge_contributions(run, round_, index, contributed, theta_norm)
     except (OSError, WireError, ValueError, LookupError):  # a blob is missing, unreadable or corrupt
         if lost := lost_contributions(run, round_, index, contributed):
             raise ContributionsLost(lost) from None
@@ -135,17 +137,17 @@ def _record_delta(
     with run.change() as change:
         if run.state is RunState.STOPPED:  # while the delta was made
             return
-        session, now = change.session, run.world.now()
+        session, now = change.session, run.context.now()
         last = all(other.state is FragmentState.PUBLISHED for other in opening.fragments if other is not fragment)
         published = advance(fragment.state, "published")
         row = session.get_one(FragmentRow, (run.id, round_, index))
+        verdicts.report_verdicts(change, round_, index, judgement)
         row.reference = judgement.reference
         row.verdicts = {worker: asdict(verdict) for worker, verdict in judgement.verdicts.items()}
-        screened.tell(change, round_, index, judgement)
-        tell_like_work(change, round_, index, judgement)
+        report_similar_work(change, round_, index, judgement)
         if last:
             session.flush()
-            screened.conclude(change, opening)
+            verdicts.conclude_round(change, opening)
         steps = steps_trained(run, session) if last else 0
         finished = last and run.step + steps == run.spec.total_inner_steps
         row.state, row.delta_bytes, row.delta_digest = published, size, digest
@@ -165,8 +167,8 @@ def _record_delta(
 
         def apply() -> None:
             fragment.state = published
-            run.tally.judged(verdict.factor for verdict in judgement.verdicts.values())
+            run.counters.count_judged(verdict.factor for verdict in judgement.verdicts.values())
             run.outer.add_delta(round_, index, digest, last=last)
 
-        change.then(apply)
+        change.after_commit(apply)
         change.wake(None if finished else delta_of(index))

@@ -8,11 +8,11 @@ import numpy as np
 from sqlalchemy import delete
 
 from coordinator.run.live_run import Change, LiveRun
-from coordinator.screening.spoilt import BOUND
 from coordinator.store.payloads import Body
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow
 from coordinator.sync import checkpointing, outer_state
 from coordinator.sync.state_file import F32, write_state
+from coordinator.trust.guard import BOUND
 from outerstep.common.quantities import counted
 from protocol.digest import model_digest
 from protocol.errors import Problem
@@ -38,7 +38,7 @@ def accept_state(
         if got != expected:
             raise Problem("invalid-payload", f"the payload is {got}, expected {expected}")
         payload.check()
-        canonical = run.world.data.scratch()
+        canonical = run.context.data.scratch()
         try:
             state_digest = write_state(canonical, run.name, 0, fragment, elements, _halves(payload, elements))
             with run.lock:
@@ -58,18 +58,18 @@ def accept_state(
 def _accept(
     run: LiveRun, worker: str, fragment: int, canonical: Path, state_digest: bytes
 ) -> tuple[CheckpointFragmentRow, bool]:
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         row = session.get(CheckpointFragmentRow, (run.id, 0, fragment))
     if row is not None and row.state_digest == state_digest:
         return row, False
     if run.seeded or run.members.seeder != worker:
         raise Problem("state-conflict", f"state 0 of the run {run.name} is not for {worker} to seed")
-    run.members.hear_seeder(run.world.clock())
+    run.members.hear_seeder(run.context.clock())
     return checkpointing.write_fragment(run, 0, fragment, canonical, state_digest), True
 
 
 def _uploaded(run: LiveRun) -> list[CheckpointFragmentRow]:
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         return session.query(CheckpointFragmentRow).filter_by(run_id=run.id, round=0).order_by("fragment").all()
 
 
@@ -81,14 +81,14 @@ def _check_pinned(run: LiveRun, worker: str, digests: list[bytes]) -> None:
         with run.change() as change:
             change.session.execute(delete(CheckpointFragmentRow).where(CheckpointFragmentRow.run_id == run.id))
             change.record("seeder-refused", f"state 0 of {worker} is refused: {problem.detail}", worker=worker)
-            change.then(partial(run.members.dismiss_seeder, run.world.clock()))
+            change.after_commit(partial(run.members.dismiss_seeder, run.context.clock()))
             change.wake()
         raise
 
 
 def _begin(change: Change, layout: Layout, digests: list[bytes]) -> None:
     """Begin the run with state 0, all of whose fragments were uploaded and are in place."""
-    digest, now = model_digest(digests), change.run.world.now()
+    digest, now = model_digest(digests), change.run.context.now()
     change.session.add(CheckpointRow(run_id=change.run.id, round=0, created_at=now, state_digest=digest))
     message = f"state 0 is there: {layout.total_elements} parameters in {counted(len(digests), 'fragment')}"
     change.record("seeded", message)

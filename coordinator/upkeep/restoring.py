@@ -10,7 +10,7 @@ from sqlalchemy import func, select
 
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import AcceptedContribution, OpenFragment, OpenRound
-from coordinator.run.steps import round_steps
+from coordinator.run.schedule import round_steps
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow, WorkerRow
 from coordinator.sync import outer_state
 from coordinator.trust import quarantine
@@ -32,8 +32,8 @@ def restore(run: LiveRun) -> None:
 
 
 def _restore_workers(run: LiveRun) -> None:
-    now = run.world.clock()
-    with run.world.database.read() as session:
+    now = run.context.clock()
+    with run.context.database.read() as session:
         rows = session.scalars(
             select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.state == WorkerState.LIVE)
         ).all()
@@ -56,16 +56,16 @@ def _restore_paces(run: LiveRun) -> None:
     """Let every worker have as many steps again as it has contributed to the last round: how long they took is not
     known any more."""
     steps = select(ContributionRow.worker, func.max(ContributionRow.tokens)).group_by(ContributionRow.worker)
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         rows = session.execute(
             steps.where(ContributionRow.run_id == run.id, ContributionRow.round == run.round - 1)
         ).all()
     seen = {worker: (tokens // run.spec.unit_tokens, math.inf) for worker, tokens in rows}
-    run.paces.see(seen, run.members.claimed_paces())
+    run.step_rates.observe(seen, run.members.claimed_step_rates())
 
 
 def _open_round(run: LiveRun) -> OpenRound | None:
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         if session.get(RoundRow, (run.id, run.round)) is None:
             return None
         fragments = session.scalars(
@@ -83,7 +83,7 @@ def _open_round(run: LiveRun) -> OpenRound | None:
         run.round,
         run.step,
         round_steps(run),
-        run.world.clock(),
+        run.context.clock(),
         set(assigned),
         [
             OpenFragment(state=FragmentState(row.state), reason=row.reason, weights=row.contributors or {})

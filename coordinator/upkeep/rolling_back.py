@@ -15,7 +15,6 @@ from typing import Any
 
 from sqlalchemy import delete, select, update
 
-from coordinator.rounds.steering import CHANGES
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.store.identity import Actor
 from coordinator.store.tables import (
@@ -24,16 +23,16 @@ from coordinator.store.tables import (
     CheckpointRow,
     ContributionRow,
     EvaluationRow,
-    EventRow,
     FragmentRow,
     LateContributionRow,
     OuterStateRow,
     ReportRow,
     RoundRow,
+    RunRow,
     WorkerRow,
 )
 from coordinator.sync import checkpointing, outer_state
-from coordinator.trust.guard import GUARD
+from coordinator.trust import guard
 from coordinator.units.ledger import merge_adjacent, return_since
 from coordinator.units.pools import all_pools
 from coordinator.upkeep import setting_aside
@@ -41,35 +40,27 @@ from protocol.errors import Problem
 from protocol.messages import RollBack, RunState, WorkerState
 
 _BUSY_S = 1.0
-_WORDS = ("spoilt", "rolled-back", *CHANGES)  # of the guard, and of the operator: the last one counts
 _OF_ROUNDS = (RoundRow, FragmentRow, AssignmentRow, ContributionRow, LateContributionRow, ReportRow)
 _OF_STATES = (EvaluationRow, CheckpointRow, CheckpointFragmentRow)  # state N is there before round N
 
 
 def roll_back_if_due(run: LiveRun, *, verifying: Callable[[], bool]) -> None:
-    """Go back where the guard has said so, and nobody has said anything since. Called at every tick."""
+    """Go back to the checkpoint that the guard has ordered, unless an operator has changed the run's state since.
+    Called at every tick."""
     if run.state is not RunState.PAUSED or run.spec.guard.action != "rollback":
         return
-    with run.world.database.read() as session:
-        last = session.scalars(
-            select(EventRow)
-            .where(EventRow.run_id == run.id, EventRow.kind.in_(_WORDS))
-            .order_by(EventRow.id.desc())
-            .limit(1)
-        ).first()
-    if last is None or last.kind != "spoilt" or last.data["to"] is None:
+    with run.context.database.read() as session:
+        ordered = guard.record_of(session.get_one(RunRow, run.id))
+    if ordered.to is None:
         return
-    order = RollBack(to=last.data["to"], from_round=run.round, without=last.data["without"])
+    order = RollBack(to=ordered.to, from_round=run.round, without=list(ordered.without))
     try:
-        roll_back(run, order, Actor(), who=GUARD, verifying=verifying, resume=bool(order.without))
+        roll_back(run, order, Actor(), who=guard.GUARD, verifying=verifying, resume=bool(order.without))
     except Problem as problem:
         if problem.slug == "not-ready":
             return  # the next tick tries again
         with run.change() as change:
-            message = f"the run cannot go back to state {order.to}: {problem.detail}; it stays paused"
-            data = last.data
-            state, good, without = data["state"], data["good"], data["without"]
-            change.record("spoilt", message, state=state, good=good, to=None, without=without)
+            guard.drop_order(change, problem.detail)
 
 
 def roll_back(
@@ -120,7 +111,7 @@ def roll_back(
 
 
 def _checkpoint(run: LiveRun, round_: int) -> list[CheckpointFragmentRow]:
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         if session.get(CheckpointRow, (run.id, round_)) is None:
             kept = session.scalars(
                 select(CheckpointRow.round).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round)
@@ -144,7 +135,7 @@ def _later_than(state: int) -> list[tuple[Any, int]]:
 def _history(run: LiveRun, to: int) -> dict[str, list[dict[str, Any]]]:
     """Return the rows that are to go, by table."""
     history: dict[str, list[dict[str, Any]]] = {}
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         for table, first in _later_than(to):
             columns = table.__table__.columns
             rows = session.execute(select(*columns).where(table.run_id == run.id, table.round >= first)).mappings()
@@ -199,7 +190,7 @@ def _let_go(change: Change, without: Collection[str]) -> None:
         elif row.state == WorkerState.LIVE:
             row.state = WorkerState.LOST
         row.token_hash = None
-        change.then(partial(run.members.leave, row.name))
+        change.after_commit(partial(run.members.leave, row.name))
 
 
 def _tell(change: Change, to: int, place: str, without: Collection[str], who: str) -> None:
@@ -211,4 +202,6 @@ def _tell(change: Change, to: int, place: str, without: Collection[str], who: st
         f"{place}, and every worker joins again"
     )
     change.record("rolled-back", message, round=to, from_round=run.round, place=place, without=names, by=who)
+    change.row.rolled_back = {"round": to, "from_round": run.round, "place": place}
+    guard.note_roll_back(change, to, by_guard=who == guard.GUARD)
     change.wake()

@@ -9,7 +9,7 @@ from sqlalchemy import select
 
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.store.blobs import KINDS, Kind, move, round_of
-from coordinator.store.tables import EventRow, RoundRow, WorkerRow
+from coordinator.store.tables import RoundRow, RunRow, WorkerRow
 from coordinator.units.ledger import return_units
 from protocol.messages import WorkerState
 
@@ -42,7 +42,7 @@ def begin_again_if_restored(run: LiveRun) -> None:
 
     There are no newer blobs then to tell it by, and yet workers may be ahead.
     """
-    if (backup := run.world.data.restored) is None:
+    if (backup := run.context.data.restored) is None:
         return
     with run.change() as change:
         message = f"{backup} was restored. The run goes on from round {run.round}, and every worker joins again"
@@ -83,20 +83,15 @@ def set_aside(run: LiveRun, state: int, place: str) -> None:
 
 def _move(run: LiveRun, names: list[str], place: str) -> None:
     for name in names:
-        move(run.blobs, name, place + name.removeprefix(run.names.all), run.world.data.scratch())
+        move(run.blobs, name, place + name.removeprefix(run.names.all), run.context.data.scratch())
 
 
 def _place_of_rollback(run: LiveRun, latest: int) -> str | None:
     """Return where a roll-back, after which no round was opened yet, wanted the blobs of rounds up to `latest`; None
     where there was none: a crash came before it had moved all of them."""
-    with run.world.database.read() as session:
-        event = session.scalars(
-            select(EventRow)
-            .where(EventRow.run_id == run.id, EventRow.kind == "rolled-back")
-            .order_by(EventRow.id.desc())
-            .limit(1)
-        ).first()
-        if event is None or event.data["round"] != run.round or latest > event.data["from_round"]:
+    with run.context.database.read() as session:
+        last = session.get_one(RunRow, run.id).rolled_back
+        if last is None or last["round"] != run.round or latest > last["from_round"]:
             return None
         opened = session.get(RoundRow, (run.id, run.round)) is not None
-    return None if opened else event.data["place"]
+    return None if opened else last["place"]

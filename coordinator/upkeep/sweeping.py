@@ -22,7 +22,7 @@ def sweep(run: LiveRun) -> None:
         found = {name for name, _ in run.blobs.list(run.names.kind(kind))}
         if not found:
             continue
-        with run.world.database.read() as session:
+        with run.context.database.read() as session:
             oldest = max(min(map(round_of, found)), first_rounds.get(kind, 0))  # older rows are history, without blobs
             known = names_of(run, session, oldest)
         for name in found - known:
